@@ -12,7 +12,7 @@ from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 LOOPBACK = "127.0.0.1"
 CHOICES = ("HVDLAB_ADDRESS", "HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME")
 """Variables that choose, the first that is set. Each may hold an address, a network or names of interfaces."""
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # of nobody: to ask which interface leads out
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: to ask which interface leads out
 
 
 def chosen(environ: Mapping[str, str]) -> str | None:
@@ -82,7 +82,7 @@ def _own() -> Iterator[tuple[str, str]]:
 
 
 def towards(host: str) -> str | None:
-    """The address under which this host reaches ``host``, which is how that one reaches back; ``None`` if none does."""
+    """The address of this host from which it reaches ``host``, and at which ``host`` reaches it; ``None`` if there is no way."""
     try:
         candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -101,7 +101,7 @@ def outward(hints: Iterable[str] = ()) -> str:
     """An address of this host that other hosts can reach.
 
     Args:
-        hints: Hosts that are in the network in question. Then come the host's own name, and what leads out.
+        hints: Hosts in the network in question, which are tried first; then the host's own name, and an address outside.
 
     Raises:
         StartError: There is only the loopback interface.

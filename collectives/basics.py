@@ -1,4 +1,4 @@
-"""Joining and leaving the world, one's place in it, and what this installation can do: alike in all frameworks."""
+"""Joining and leaving the world, a rank's place in it, and what this installation can do: alike in all frameworks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def init(
 ) -> None:
     """Join the world that this process was started for, and wait until all its ranks are there.
 
-    In a process that nobody started as a rank this makes a world of one. Does nothing if called again, but for
+    In a process that no launcher or pool started as a rank this makes a world of one. Called again, it only registers
     process sets that are not registered yet.
 
     Args:
-        comm: The ranks that the world is to have, as a list or as a communicator of mpi4py. They must be those that
+        comm: The ranks that the world should have, as a list or as a communicator of mpi4py. They must be all that
             were started, in their order.
         process_sets: Process sets to register, the same on all ranks. (Horovod's ``"dynamic"`` changes nothing: sets
             may always be added later.)
@@ -93,9 +93,8 @@ def is_initialized() -> bool:
 def rank() -> int:
     """This process's number in the world, from 0.
 
-    It stays the same when other ranks come or go, so that there may be gaps; unless numbers are to be consecutive
-    (``HVDLAB_RANK_NUMBERS``), as they are in elastic jobs of ``hvdlab run``: then it is below :func:`size`, and changes
-    when a rank is lost that was there before this one.
+    It stays the same when other ranks come or go, so that there may be gaps. With ``HVDLAB_RANK_NUMBERS=consecutive``, as in
+    elastic jobs of ``hvdlab run``, it is always below :func:`size`, and changes when a rank is lost that came before this one.
     """
     return own_number()
 

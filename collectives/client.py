@@ -26,24 +26,24 @@ logger = logging.getLogger(__name__)
 
 LABELS_KEPT = 10_000
 ANSWERS_WITHIN = 1.0
-"""Seconds that ranks get to send what they have recorded; one that is stopped, or keeps the interpreter, can't."""
+"""Seconds that ranks have to send what they have recorded; a rank that is stopped, or keeps the interpreter busy, can't."""
 
 __all__ = ["Client", "CoordinatorLostError", "Membership", "Stall"]
 
 
 class CoordinatorLostError(HvdlabError, ConnectionError):
-    """The coordinator has ended, or this client was closed; nothing can be said to the ranks any more."""
+    """The coordinator has ended, or this client was closed; it can't send the ranks anything any more."""
 
 
 class Client:
     """A connection with one thread of its own, on which all callbacks run.
 
     Callbacks must not block for long and must not call :meth:`close`, :meth:`cell_started` or other methods that
-    wait for the coordinator. An exception in one is logged and concerns nobody else. All methods may be called from
-    any thread.
+    wait for the coordinator. An exception in one is logged and stops neither the others nor the client. All methods may be
+    called from any thread.
 
-    When the connection is lost, :meth:`reconnect` goes on with the coordinator if that lives; if it does not, whoever
-    started it may let a successor take its place first (:mod:`hvdlab.collectives.recovery` does either).
+    When the connection is lost, :meth:`reconnect` goes on with the coordinator if that lives; if it does not, the process that
+    started it may start a successor first (:mod:`hvdlab.collectives.recovery` does either).
     """
 
     def __init__(self, door: Door, endpoint: Endpoint, welcome: m.Welcome) -> None:
@@ -52,7 +52,7 @@ class Client:
         self._membership = Membership()
         self._expected: tuple[int, ...] | None = None
         self._world_seen = False
-        self._again = False  # whether this is not the first coordinator
+        self._again = False  # whether this client has reconnected
         self._lost = ""
         self._losses: list[m.RankLost] = []  # since the coordinator was lost
         self._closing = False
@@ -64,14 +64,14 @@ class Client:
         self._calls: deque[Callable[[], None]] = deque()
         self._mail: dict[str, list[Callable[[int, bytes], Any]]] = {}
         self._on_membership: list[Callable[[Membership], Any]] = []
-        #: Ranks that have answered each of :meth:`collect_events` that waits.
+        #: By the token of each call of :meth:`collect_events` that waits: the ranks that have answered it.
         self._collected: dict[bytes, set[int]] = {}
         self._on_events: list[Callable[[int, bytes], Any]] = []
         self._on_stall: list[Callable[[Stall], Any]] = []
         self._on_paused: list[Callable[[Mapping[int, str]], Any]] = []
         self._paused: dict[int, str] = {}
         self._on_lost: list[Callable[[str], Any]] = []
-        self._loss_told = False  # whether the loss has been told those who want to know
+        self._loss_told = False  # whether the callbacks of on_lost() have been called, or are being called
         self._on_reconnected: list[Callable[[Membership], Any]] = []
         self._labels: dict[str, str] = {}
         self._recording: Recording | None = None
@@ -87,12 +87,18 @@ class Client:
     def connect(
         cls, address: str, token: str, *, certificate: str | None = None, timeout: float = 10
     ) -> Client:
-        """Connect to the coordinator.
+        """Connect to the coordinator. Returns once the first membership has arrived.
 
-        Returns once the first membership has arrived.
+        Args:
+            address: ``unix:/path`` or ``tls:host:port``.
+            token: The coordinator's secret for clients.
+            certificate: PEM text of the coordinator's certificate (``tls`` only).
+            timeout: Seconds that all of it may take.
 
         Raises:
-            StartError: Nobody answers there, or the token is wrong.
+            StartError: No coordinator answers there, or the token is wrong.
+            TimeoutError: The first membership did not come in time.
+            CoordinatorLostError: The coordinator ended meanwhile.
         """
         deadline = Deadline(timeout)
         door = Door(address, token, certificate)
@@ -108,20 +114,24 @@ class Client:
     # -- the world ------------------------------------------------------------------------------------------------
 
     def expect(self, ranks: Sequence[int]) -> None:
-        """Say which ranks make up the world from now on. Living ranks that are not among them are told to leave."""
+        """Say which ranks make up the world from now on. The coordinator tells living ranks that are not among them to leave."""
         self._expected = tuple(ranks)
         self._send(m.Expect(self._expected))
 
     def release(self, ranks: Sequence[int]) -> None:
-        """Let ranks go where elastic training lets the world change, at the next commit; at once if nobody trains."""
+        """Let ranks go where elastic training lets the world change, at the next commit; at once if no rank trains."""
         self._send(m.Release(tuple(ranks)))
 
     def membership(self) -> Membership:
-        """The last known membership; what it was at the end if the coordinator is lost."""
+        """The last known membership; if the coordinator is lost, that of the moment when it was."""
         return self._membership
 
     def wait_for(self, condition: Callable[[Membership], bool], timeout: float | None = None) -> Membership:
         """Wait until the membership fulfils a condition, and return it.
+
+        Args:
+            condition: Says whether a membership will do.
+            timeout: Seconds, or ``None`` for ever.
 
         Raises:
             TimeoutError: It did not in time.
@@ -136,9 +146,9 @@ class Client:
         self._call(lambda: self._invoke(callback, self._membership))
 
     def rank_lost(self, rank: int, pid: int, reason: str) -> None:
-        """Say how a rank's process ended (``killed by SIGKILL``); the launcher knows, its socket does not.
+        """Tell the coordinator how a rank's process ended (``killed by SIGKILL``): it only sees that the connection ended.
 
-        While the coordinator is lost this is noted, for its successor.
+        While the coordinator is lost, this client keeps the news for the successor.
         """
         news = m.RankLost(rank, pid, reason)
         with self._changed:
@@ -150,9 +160,10 @@ class Client:
     # -- cells ----------------------------------------------------------------------------------------------------
 
     def cell_started(self, cell: str, ranks: Sequence[int], timeout: float = 10, *, label: str = "") -> None:
-        """Say that a cell is about to be sent to these ranks.
+        """Tell the coordinator that a cell is about to be sent to these ranks.
 
-        Returns once the coordinator knows, so that no rank can be ahead of this news. ``label`` is how users know it.
+        Returns once the coordinator knows it, so that no rank's message about the cell can come before. ``label`` is the cell's name
+        for users.
 
         Raises:
             CoordinatorLostError: The connection ended.
@@ -167,9 +178,9 @@ class Client:
         self.flush(timeout, events=False)
 
     def flush(self, timeout: float = 10, *, events: bool = True) -> None:
-        """Wait until the coordinator has handled everything that was said before. Raises like ``cell_started``.
+        """Wait until the coordinator has handled everything that this client has sent before. Raises like ``cell_started``.
 
-        With ``events``, also until those are here that it had for this client by then.
+        With ``events``, also until the events are here that it had for this client by then.
         """
         number = next(self._numbers)
         self._send(m.Ping(number, events))
@@ -178,11 +189,11 @@ class Client:
             self._pongs.discard(number)
 
     def collect_events(self, timeout: float = 10) -> None:
-        """Have every rank send what it has recorded by now, and wait until that was handed to who listens to events.
+        """Have every rank send what it has recorded by now, and wait until the callbacks of :meth:`on_events` have got it.
 
         Raises:
             CoordinatorLostError: The coordinator is gone.
-            TimeoutError: A rank that lives, or the coordinator, did not answer; of the others everything is there.
+            TimeoutError: A rank that lives, or the coordinator, did not answer; the events of all other ranks are there.
         """
         token, deadline = os.urandom(8), Deadline(timeout)
         asked = {member.rank for member in self._membership.members}
@@ -199,7 +210,7 @@ class Client:
             try:
                 self._wait(lambda: not missing(), deadline, "all ranks' events")
             finally:
-                # Events and answers of a rank are in order up to the coordinator; from there on events may come later.
+                # A rank's events and answers are in order up to the coordinator; from there on answers may overtake events.
                 self.flush(timeout)
         finally:
             with self._changed:
@@ -222,8 +233,8 @@ class Client:
     def on_events(self, callback: Callable[[int, bytes], Any]) -> None:
         """Call ``callback(rank, batch)`` for the ranks' event batches.
 
-        The first one registered gets the history first; a later one gets what comes from then on. So who wants no
-        history takes :attr:`recording` first, and waits until it is there (:meth:`flush`).
+        The first callback registered gets the history first; a later one gets what comes from then on. So a caller that wants no
+        history takes :attr:`recording` first, and waits until that has the history (:meth:`flush`).
         """
         self._call(lambda: self._on_events.append(callback))
         with self._changed:
@@ -233,14 +244,14 @@ class Client:
         self._send(m.Subscribe(True))
 
     def off_events(self, callback: Callable[[int, bytes], Any]) -> None:
-        """Call this no more; it may be called once more that is under way. Without effect if it is not called."""
+        """Call this callback no more, apart from a call that is under way. Without effect if it is not registered."""
         self._call(lambda: self._off_events(callback))
 
     @property
     def recording(self) -> Recording:
-        """Spans of all ranks, kept here from the first use on, with the history that the coordinator has.
+        """Spans of all ranks, kept in this process from the first use on, with the history that the coordinator has.
 
-        It goes on with a successor of the coordinator, and stays readable when this client is closed. Needs numpy.
+        The recording goes on with a successor of the coordinator, and stays readable when this client is closed. Needs numpy.
         """
         from hvdlab.collectives.recording import Recording
 
@@ -269,7 +280,7 @@ class Client:
         self.on_membership(recording.take_membership)
         self.on_paused(recording.take_paused)
         recording.take_paused(self._paused)
-        # If the coordinator is lost, its successor is told.
+        # If the coordinator is lost, reconnect() subscribes with its successor.
         with contextlib.suppress(CoordinatorLostError):
             self.on_events(recording.feed)
 
@@ -277,7 +288,7 @@ class Client:
         return self._labels.get(cell, cell)
 
     def gathered(self, timeout: float = ANSWERS_WITHIN) -> Recording:
-        """:attr:`recording` with what every rank has recorded by now, but for those that do not answer in time.
+        """:attr:`recording` with what every rank has recorded by now, except ranks that do not answer in ``timeout`` seconds.
 
         Without a coordinator it has what came before that was lost.
         """
@@ -287,12 +298,12 @@ class Client:
         return recording
 
     def on_stall(self, callback: Callable[[Stall], Any]) -> None:
-        """Call this when a collective has been waiting for long."""
+        """Call this with a :class:`Stall` when a collective has been waiting for long."""
         self._call(lambda: self._on_stall.append(callback))
 
     @property
     def paused(self) -> Mapping[int, str]:
-        """Ranks whose user looks around there, and why, as it reads after ``rank 3 is``. What waits for them does not stall."""
+        """Ranks in which the user looks around, and why, as it reads after ``rank 3 is``. Collectives that wait for them do not stall."""
         return self._paused
 
     def on_paused(self, callback: Callable[[Mapping[int, str]], Any]) -> None:
@@ -302,7 +313,7 @@ class Client:
     def on_lost(self, callback: Callable[[str], Any]) -> None:
         """Call this with the reason whenever the coordinator is lost; not after :meth:`close`.
 
-        At once, and on this thread, if it is lost already.
+        If it is lost already, the callback is called at once, on the calling thread.
         """
         with self._changed:
             self._on_lost.append(callback)
@@ -315,19 +326,19 @@ class Client:
     def reconnect(self, cells: Mapping[str, Sequence[int]] | None = None, timeout: float = 30) -> Membership:
         """After the connection was lost: connect to the coordinator, or to its successor, and wait for its world.
 
-        It is told which ranks were expected, which lived, and which had died. What was registered here stays so; events
-        go on after the last one that came, and mail that was on its way is lost. Until this returns, sending raises
-        ``CoordinatorLostError`` and the membership is the last one that was told.
+        The client tells it which ranks were expected, which lived, and which had died. Callbacks stay registered; events
+        go on after the last one that came, and mail that was on its way is lost. Until this has connected, sending raises
+        ``CoordinatorLostError``, and until it returns the membership is the last one that came.
 
         Args:
-            cells: Ranks by cell, of the cells that run as far as the caller knows.
-            timeout: Seconds.
+            cells: The cells that run as far as the caller knows, each with its ranks.
+            timeout: Seconds that all of it may take.
 
         Returns:
             The membership: ranks that have not come back have died.
 
         Raises:
-            StartError: Nobody answers.
+            StartError: No coordinator answers.
             CoordinatorLostError: It was lost as well, or this client was closed. May be called again.
             TimeoutError: The connection was not lost at all, or the world was not there in time.
         """
@@ -347,11 +358,11 @@ class Client:
 
     @property
     def generation(self) -> int:
-        """How many coordinators have died before the one that this is connected to."""
+        """How many coordinators have died before the one that this client is connected to."""
         return self._welcome.generation
 
     def _go_on(self, endpoint: Endpoint, welcome: m.Welcome, cells: Mapping[str, Sequence[int]]) -> None:
-        """Use this connection. What the successor has to know comes first."""
+        """Go on with this connection, and send first what the coordinator or its successor has to know."""
         same = welcome.generation == self.generation
         with self._changed:
             losses, self._losses = self._losses, []
@@ -383,7 +394,7 @@ class Client:
             raise TimeoutError(f"the connection was not lost within {deadline.seconds:g} s")
 
     def _recollection(self, cells: Mapping[str, Sequence[int]], *, same: bool) -> tuple[m.Recall, ...]:
-        """What the coordinator has to know, if anything; one that is still the same knows the ranks better."""
+        """The message with what the coordinator has to know, if anything. One that is still the ``same`` knows the deaths itself."""
         if same and self._expected is None and not cells:
             return ()
         known = self._membership
@@ -429,7 +440,7 @@ class Client:
             raise CoordinatorLostError(str(error)) from error
 
     def _call(self, call: Callable[[], None]) -> None:
-        """Run this on the client's thread, after what was asked for before."""
+        """Run this on the client's thread, after the calls that were queued before."""
         self._calls.append(call)
         self._link.wake()
 
@@ -474,7 +485,7 @@ class Client:
             self._take_world(message)
         elif isinstance(message, m.Pong):
             if message.number == 0:
-                return  # it lives
+                return  # an answer to the heartbeat: it only says that the coordinator lives
             with self._changed:
                 self._pongs.add(message.number)
                 self._changed.notify_all()
@@ -491,7 +502,7 @@ class Client:
                 self._invoke(on_paused, self._paused)
 
     def _off_events(self, callback: Callable[[int, bytes], Any]) -> None:
-        with contextlib.suppress(ValueError):  # it was none, or is none any more
+        with contextlib.suppress(ValueError):  # it was not registered, or is not any more
             self._on_events.remove(callback)
 
     def _take_world(self, message: m.World) -> None:

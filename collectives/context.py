@@ -22,7 +22,7 @@ Companion = TypeVar("Companion")
 
 
 class _Context:
-    """What ``init()`` made. ``owned`` engines are closed by ``shutdown()``; adopted ones belong to the pool."""
+    """What ``init()`` made. ``shutdown()`` closes an engine that ``init()`` made; an adopted one belongs to the pool."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -33,9 +33,9 @@ class _Context:
         self.forked_by: int | None = None  # the rank that this process was forked by
         #: The coordinator that the environment named, if any, and the secret that was taken out of it.
         self.secret: tuple[str | None, str] = (None, "")
-        #: What bindings keep beside an engine, by what makes it; of the engine that is named first.
+        #: An engine, and what bindings keep beside it, by the function that made it; see :func:`companion`.
         self.companions: tuple[Engine | None, dict[Any, Any]] = (None, {})
-        #: How many worlds this process has looked for in a store that outlives them.
+        #: How many worlds this process has looked for in a store that outlives worlds; see :func:`next_world`.
         self.worlds_sought = 0
 
 
@@ -47,6 +47,12 @@ def init(settings: Settings | None = None) -> Engine:
 
     Does nothing if this process is initialized already. After :func:`shutdown` it may be called again, any number
     of times.
+
+    Args:
+        settings: How to join; by default what the environment says. Not used where a pool's engine was adopted.
+
+    Returns:
+        The engine of this process.
 
     Raises:
         StartError: No coordinator answers, or some ranks are not there in time; the text names them. Or there is no secret
@@ -66,9 +72,9 @@ def init(settings: Settings | None = None) -> Engine:
 
 
 def take_settings() -> Settings:
-    """What the environment tells this process. The secret is taken out of it: no child, crash reporter or cell needs it.
+    """Read the settings from the environment, and take the secret out of it: no child, crash reporter or cell needs it.
 
-    It is kept for the next call, which :func:`init` after :func:`shutdown` is.
+    The secret is kept for the next call, such as that of :func:`init` after :func:`shutdown`.
 
     Raises:
         InvalidRequestError: A variable of the environment can't be read.
@@ -83,7 +89,7 @@ def take_settings() -> Settings:
 
 
 def _find(settings: Settings) -> Settings:
-    """What it takes to join the world that another's launcher started this process for, if one did."""
+    """The settings to join the world for which a launcher that is not hvdlab's started this process, if one did."""
     if settings.coordinator is not None:
         return settings
     if _context.found is None:
@@ -129,7 +135,7 @@ def _join(settings: Settings) -> Engine:
 
 
 def adopt(engine: Engine | None) -> None:
-    """Let ``init()`` use this engine, which somebody else owns and closes; ``None`` undoes that."""
+    """Let ``init()`` use this engine, which the caller owns and closes; ``None`` undoes that."""
     with _context.lock:
         _context.adopted = engine
         _context.engine = None
@@ -154,7 +160,7 @@ def shutdown() -> None:
 
 
 def _release() -> None:
-    """Let go of a world that another's launcher started; until then :func:`init` joins it again."""
+    """Let go of a world that a launcher other than hvdlab's started; until then :func:`init` joins it again."""
     found, _context.found = _context.found, None
     if found is not None:
         found.release()
@@ -187,10 +193,10 @@ def engine(what: str = "hvdlab") -> Engine:
 
 
 def companion(make: Callable[[Engine], Companion], what: str = "hvdlab") -> Companion:
-    """What a binding keeps beside the engine of this process: made once for each engine, and forgotten with it.
+    """An object that a binding keeps beside the engine of this process: made once for each engine, and forgotten with it.
 
     Args:
-        make: Makes it. It is also what it is found by.
+        make: Makes the object from the engine. It is also the key: the same function gets the same object.
         what: What the user called, for the error.
 
     Raises:
@@ -208,7 +214,7 @@ def companion(make: Callable[[Engine], Companion], what: str = "hvdlab") -> Comp
 
 
 def next_world() -> int:
-    """How many worlds this process has looked for by this way before: ranks that look for the same one get the same number."""
+    """How many times this was called before in this process: ranks that look for the same world get the same number."""
     with _context.lock:
         _context.worlds_sought += 1
         return _context.worlds_sought - 1

@@ -30,6 +30,6 @@ class Deadline:
         return self._when is not None and self._clock() >= self._when
 
     def check(self, what: str) -> None:
-        """Raise ``TimeoutError`` that says what was waited for, if the time is over."""
+        """Raise ``TimeoutError``, which says that ``what`` took too long, if the time is over."""
         if self.expired:
             raise TimeoutError(f"{what} took longer than {self.seconds:g} s")

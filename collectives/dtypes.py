@@ -1,6 +1,6 @@
 """Element types, reduction operators and collective kinds, as numbers that travel on the wire.
 
-No numpy here: the coordinator needs item sizes only. ``numpy_storage`` is in ``hvdlab.collectives.arrays``.
+No numpy here: the coordinator needs item sizes only. The numpy types are in :mod:`hvdlab.collectives.arrays`.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class ReduceOp(IntEnum):
 class OpKind(IntEnum):
     """Which collective. ``ADD_PROCESS_SET`` and ``REMOVE_PROCESS_SET`` move no data; the coordinator acts on them.
 
-    ``PUSH`` and ``PULL`` are none: what one worker asks of a parameter server. They are recorded like collectives.
-    ``SENDRECV`` is a message of one member to another: these two submit it, and nobody waits for the rest.
+    ``PUSH`` and ``PULL`` are not collectives but requests of one worker to a parameter server; they are recorded like collectives.
+    ``SENDRECV`` is a message of one member to another: these two submit it, and do not wait for the other members.
     """
 
     ALLREDUCE = 0

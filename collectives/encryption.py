@@ -1,7 +1,7 @@
-"""``HVDLAB_REQUIRE_ENCRYPTION``: what may not travel in the clear between hosts does not travel at all.
+"""``HVDLAB_REQUIRE_ENCRYPTION``: a world in which data would travel between hosts in the clear does not come about.
 
-hvdlab encrypts what its coordinator says and hears. Data goes over Gloo or MPI, which encrypt nothing, and how ranks find each
-other is up to their launcher.
+hvdlab encrypts the coordinator's connections between hosts. Data goes over Gloo or MPI, which encrypt nothing, and how ranks find
+each other is up to their launcher.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdlab.collectives.protocol.messages import Hello, Member
 
 VARIABLE = "HVDLAB_REQUIRE_ENCRYPTION"
 EVERYTHING = "1"
-"""No network counts as encrypted."""
+"""The value with which no network counts as encrypted."""
 
 
 def is_encrypted(required: str, address: str) -> bool:
@@ -30,10 +30,10 @@ def refusal(required: str, rank: int, hello: Hello, members: Iterable[Member]) -
     """Why a rank may not join these, or an empty text.
 
     Args:
-        required: What the variable holds; empty if nothing is required.
+        required: The value of the variable; empty if encryption is not required.
         rank: Number of the newcomer.
         hello: Its introduction.
-        members: Those that are there.
+        members: The ranks that are there.
     """
     if not required:
         return ""

@@ -12,11 +12,11 @@ from hvdlab.collectives.engine.hosts import Place
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What all ranks of a job are told alike.
+    """What the environments of all ranks of a job have in common.
 
     Attributes:
         coordinator: Address of the coordinator, ``unix:/path`` or ``tls:host:port``.
-        token: Its secret for ranks.
+        token: The coordinator's secret for ranks.
         certificate: PEM text (``tls`` only).
         plane: Data plane to use, or ``auto``.
         master_address, master_port: Where ``torch.distributed`` of a rank's code may rendezvous.
@@ -69,15 +69,15 @@ def own_environment(world: World, rank: int, size: int, where: Place | None = No
 
 
 def rank_environment(base: Mapping[str, str], world: World, rank: int, size: int) -> dict[str, str]:
-    """The whole environment of a rank on this host. What ``base`` says about threads stays."""
+    """The whole environment of a rank on this host. Variables of ``base`` about threads stay as they are."""
     return {**base, **thread_counts(base, size), **own_environment(world, rank, size)}
 
 
 def thread_counts(base: Mapping[str, str], size: int) -> dict[str, str]:
-    """With how many threads a rank's libraries compute: its share of a host with ``size`` ranks, but for what ``base`` says.
+    """The variables that set how many threads a rank's libraries use: its share of a host with ``size`` ranks; those in ``base`` stay.
 
-    TensorFlow does not follow OpenMP's number. Between operations it gets two threads at least, so that one that computes for
-    long does not keep the input of the next step from being made.
+    TensorFlow does not follow OpenMP's number. Between operations it gets two threads at least, so that an operation that computes
+    for long does not hold up the input of the next step.
     """
     threads = base.get("OMP_NUM_THREADS") or str(threads_per_rank(size))
     between = str(max(2, int(threads))) if threads.isdecimal() else "2"

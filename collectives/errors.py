@@ -8,6 +8,7 @@
     ├── InvalidRequestError         (also ValueError) wrong argument on this rank alone; nothing was sent
     │   ├── UnsupportedError        (also NotImplementedError) this dtype, operator or plane can't do it
     │   └── DuplicateNameError      a tensor of this name is already in flight on this rank
+    ├── ReleasedError               this rank was let go; the others go on without it
     ├── StartError                  coordinator, rank or plane could not start
     ├── ProtocolError               a peer sent what the protocol does not allow
     ├── KVStoreError                a key-value store refused a call, and is as before
@@ -33,14 +34,14 @@ from hvdlab.collectives.visible import visible, visible_lines
 class HvdlabError(RuntimeError):
     """Base of all errors raised by hvdlab itself. (Horovod's core reports its errors as ``RuntimeError``.)
 
-    What peers and files say in its text is shown as text: it gives a terminal no orders.
+    Its text may quote peers and files; control characters in it are shown escaped, so that a terminal obeys none of them.
     """
 
     def __str__(self) -> str:
         return visible_lines(self._text())
 
     def _text(self) -> str:
-        """Lines, of which what comes from elsewhere and is to be one line was made so by :func:`visible`."""
+        """The lines of the text. Parts that come from elsewhere and must stay on one line have gone through :func:`visible`."""
         return super().__str__()
 
 
@@ -90,8 +91,8 @@ class DuplicateNameError(InvalidRequestError):
 
     Attributes:
         name: The name.
-        first_site: Where the one in flight was submitted.
-        second_site: Where this one was.
+        first_site: Line of code that submitted the tensor in flight.
+        second_site: Line of code that submitted this one.
         advice: What to do.
     """
 
@@ -114,7 +115,7 @@ class DuplicateNameError(InvalidRequestError):
 
 
 class ReleasedError(HvdlabError):
-    """This rank was let go: the others go on without it."""
+    """The coordinator has let this rank go: the other ranks go on without it."""
 
 
 class StartError(HvdlabError):
@@ -248,9 +249,9 @@ class Cause:
 
     Attributes:
         kind: What happened.
-        ranks: The ranks it happened on, or that are missing; empty if it is nobody's.
+        ranks: The ranks it happened on, or that are missing; empty if it is not a matter of single ranks.
         text: One sentence for the user.
-        site: Where the culprit is, if known (``cell [7] line 4``).
+        site: The line of code that caused it, if known (``cell [7] line 4``).
     """
 
     kind: CauseKind
@@ -281,7 +282,7 @@ class Pending:
 class AbortedError(CollectiveError):
     """The collective can't complete; raised on every rank that had submitted it.
 
-    The process set was given a new epoch: the next collective works, with the same ranks if nobody died.
+    The process set gets a new epoch: the next collective works, with the same ranks if none died.
 
     The first line of its text says what happened, the second what to do.
     """

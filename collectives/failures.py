@@ -1,4 +1,4 @@
-"""Failures of what only shows: kept for the views to tell, never raised into a cell and never written under one."""
+"""Failures of code that only shows something: kept for the views to report, never raised into a cell or written under one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Something that could not be drawn, or not be reckoned.
+    """Something that could not be drawn or computed.
 
     Attributes:
         what: What it was: ``the lanes``, ``the table of ranks``.
         text: The error in one line.
-        trace: Its traceback, for whoever is to mend it.
+        trace: Its traceback, for a developer who looks for the cause.
         count: How often this has happened.
     """
 
@@ -36,12 +36,12 @@ class Failure:
 
 
 class Failures:
-    """What has failed so far, for each thing the last failure. Any thread.
+    """What has failed so far: the last failure of each thing. Any thread.
 
-    A failure stays also when the same thing works again: what was missed in between is missing.
+    A failure stays also when the same thing works again, since what was missed in between is still missing.
 
     Args:
-        beside: Those of what is shown, which are told as well.
+        beside: Failures of the data that is shown, which :meth:`all` returns as well.
     """
 
     def __init__(self, beside: Failures | None = None) -> None:
@@ -50,7 +50,7 @@ class Failures:
         self._known: dict[str, Failure] = {}
 
     def guard(self, what: str) -> Guard:
-        """For a ``with`` block whose error is kept instead of raised. Interrupts are raised as always."""
+        """A context manager that keeps an error of its block instead of raising it. Interrupts are raised as always."""
         return Guard(self, what)
 
     def add(self, what: str, error: BaseException) -> None:
@@ -64,7 +64,7 @@ class Failures:
             self._known[what] = Failure(what, text, "".join(traceback.format_exception(error)), count)
 
     def all(self) -> tuple[Failure, ...]:
-        """Those that are known, in the order in which they first came."""
+        """The failures, in the order in which they first came, after those of ``beside``."""
         others = self._beside.all() if self._beside is not None else ()
         with self._lock:
             return (*others, *self._known.values())

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 ASK_AFTER = 2.0
-"""Seconds of silence after which it is asked for a sign of life."""
+"""Seconds of silence after which the client asks the coordinator for a sign of life."""
 STOPPED_AFTER = 1.0
-"""Seconds without an answer after which it is lost if its process is stopped (SIGSTOP, a debugger)."""
+"""Seconds without an answer after which the coordinator counts as lost if its process is stopped (SIGSTOP, a debugger)."""
 SILENT_AFTER = 30.0
-"""Seconds without an answer after which it is lost in any case."""
+"""Seconds without an answer after which it counts as lost in any case."""
 
 
 class Heartbeat:
@@ -17,7 +17,7 @@ class Heartbeat:
 
     Args:
         now: The time, in monotonic seconds.
-        stopped: Whether its process is known to be stopped.
+        stopped: Returns whether the coordinator's process is known to be stopped.
     """
 
     def __init__(self, now: float, stopped: Callable[[], bool]) -> None:
@@ -26,7 +26,7 @@ class Heartbeat:
         self._asked: float | None = None
 
     def heard(self, now: float) -> None:
-        """Anything came from it."""
+        """Anything came from the coordinator."""
         self._heard = now
         self._asked = None
 
@@ -38,7 +38,7 @@ class Heartbeat:
         return True
 
     def lost(self, now: float) -> str:
-        """Why it counts as lost, or an empty text. To be asked after everything that has come was taken in."""
+        """Why it counts as lost, or an empty text. Call this after taking in everything that has come."""
         if self._asked is None:
             return ""
         waited = now - self._asked

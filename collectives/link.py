@@ -37,7 +37,7 @@ class Door:
         return self.address.startswith("unix:")
 
     def enter(self, generation: int, deadline: Deadline) -> tuple[Endpoint, m.Welcome]:
-        """Connect as one that was connected to this generation of coordinators, or to none (-1)."""
+        """Connect as a peer that was connected to this generation of the coordinator before, or to none (-1)."""
         hello = m.Hello(m.PROTOCOL_VERSION, self.token, self.role, pid=os.getpid(), generation=generation)
         return connect(self.address, hello, certificate=self.certificate, deadline=deadline)
 
@@ -48,12 +48,12 @@ class Link:
     Args:
         endpoint: The connection; taken over.
         pid: The coordinator's process if it is on this host, else 0.
-        calls: What the thread is to run; what is left at the end is for the next link.
+        calls: Calls for the thread to run; those that are left at the end are for the next link.
         take: Called on the thread with each message.
         ended: Called on the thread with the reason, as the last thing that it does.
 
     Attributes:
-        thread: The one that reads.
+        thread: The thread that reads.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Link:
             self._wake_writer.send(b"\0")
 
     def close(self) -> None:
-        """End it, once what was sent before has gone out."""
+        """End the connection, once what was sent before has gone out."""
         self._closing = True
         self.wake()
 
@@ -137,12 +137,12 @@ class Link:
             raise ConnectionLost(reason)
 
     def run_calls(self) -> None:
-        """Run what the thread is to run. On the thread."""
+        """Run the queued calls. On the thread."""
         while self._calls:
             self._calls.popleft()()
 
     def _receive(self) -> None:
-        self.run_calls()  # a callback that was registered before its answer was asked for must get it
+        self.run_calls()  # a callback that was registered before a question must get the answer: register it first
         for payload in self._endpoint.receive():
             message = decode_to_peer(payload)
             if isinstance(message, m.Ping):

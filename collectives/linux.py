@@ -105,7 +105,7 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def boot_id() -> str:
-    """A text that is another one on each host, and after each boot; empty where the kernel does not show it."""
+    """A text that differs between hosts, and changes with each boot; empty where the kernel does not show it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -14,7 +14,7 @@ LOG = logging.getLogger("hvdlab")
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to whatever ``sys.stderr`` is at the time: a notebook changes it."""
+    """Writes to the ``sys.stderr`` of the moment, since a notebook replaces it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -72,7 +72,7 @@ def configured(rank: int, message: Configure) -> None:
 
 
 def aborted(rank: int, message: Abort) -> None:
-    """An epoch has ended; those who wait for its collectives get an error that says the same."""
+    """An epoch has ended; calls that wait for its collectives raise an error that says the same."""
     LOG.info(
         "rank %d: %s, epoch %d ended (%s): %s",
         rank,
@@ -84,7 +84,7 @@ def aborted(rank: int, message: Abort) -> None:
 
 
 def lost(rank: int, reason: str) -> None:
-    """The coordinator is gone, of which every collective tells that waits or comes."""
+    """The coordinator is gone; every collective that waits, or is submitted later, raises an error that says so."""
     LOG.info("rank %d: %s", rank, visible(reason))
 
 

@@ -1,4 +1,4 @@
-"""What a client knows of the ranks: who lives, who died, what waits."""
+"""What a client knows of the ranks: which live, which have died, and which collectives wait."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hvdlab.collectives.protocol import messages as m
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who makes up the job now.
+    """The ranks of the job now.
 
     Attributes:
-        expected: Ranks that the world is to be made of; empty if nobody has said.
+        expected: Ranks that should make up the world; empty if no client and no setting has said.
         members: Living ranks, in order.
         deaths: Ranks that died and were not replaced, with process id, time and reason.
         epoch: Epoch of the world; 0 before it was formed for the first time.
@@ -52,8 +52,8 @@ class Stall:
         process_set: Its process set.
         seconds: How long.
         kind, name: Which collective.
-        waited: Ranks that submitted it. sites: where, for each of them.
-        missing: Ranks that did not, and are waited for.
+        waited: Ranks that submitted it. sites: the line of code, for each of them.
+        missing: Ranks that did not, and for which the others wait.
         joined: Ranks that have joined: they take part without submitting it.
     """
 

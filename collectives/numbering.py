@@ -2,7 +2,7 @@
 
 The core, the launchers and all that is shown know a rank by the number it was started with, which stays. Scripts see these
 numbers, too, unless ``HVDLAB_RANK_NUMBERS=consecutive``: then the number of a rank is its position in the world, from 0
-to ``size() - 1``, as scripts for Horovod expect. The coordinator puts those first that were there first.
+to ``size() - 1``, as scripts for Horovod expect. The coordinator puts the ranks first that were there first.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ CONSECUTIVE = "consecutive"
 
 
 def own_number(what: str = "hvd.rank()") -> int:
-    """The number of this rank; ``what`` asks for it."""
+    """The number of this rank; ``what`` is what the user called, for the error."""
     engine = context.engine(what)
     return shown_number(engine.rank) if engine.settings.rank_numbers == CONSECUTIVE else engine.rank
 
 
 def shown_number(rank: int) -> int:
-    """The number by which scripts know a rank of the core; that of the core for one that is not in the world."""
+    """The number by which scripts know a rank of the core; the core's own number for a rank that is not in the world."""
     engine = context.engine()
     if engine.settings.rank_numbers != CONSECUTIVE:
         return rank
@@ -29,7 +29,7 @@ def shown_number(rank: int) -> int:
 
 
 def core_rank(number: int, what: str = "hvd.add_process_set()") -> int:
-    """The rank of the core that scripts know by this number; ``what`` asks for it.
+    """The rank of the core that scripts know by this number; ``what`` is what the user called, for the error.
 
     Raises:
         InvalidRequestError: Numbers are consecutive, and there are fewer ranks.

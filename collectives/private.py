@@ -16,8 +16,8 @@ from pathlib import Path
 def parents(environ: Mapping[str, str]) -> list[Path]:
     """Where a private directory may be made, the safest place first.
 
-    The user's runtime directory belongs to him. In the temporary directory others may have taken the name, which its owner
-    alone can remove; then the directory lies among the user's caches.
+    The user's runtime directory belongs to the user alone. In the temporary directory another user may have taken the name, and
+    only that one can remove it; then the directory lies among the user's caches.
     """
     given = environ.get("XDG_RUNTIME_DIR", "")
     cache = environ.get("XDG_CACHE_HOME", "")
@@ -31,7 +31,7 @@ def parents(environ: Mapping[str, str]) -> list[Path]:
 
 
 def name() -> str:
-    """What a private directory is called in each of these."""
+    """The name of a private directory in each of these."""
     return f"hvdlab-{os.geteuid()}"
 
 
@@ -45,7 +45,7 @@ def choose(places: list[Path]) -> Path:
 
 
 def is_private(path: Path) -> bool:
-    """Whether this is a directory, and no link, that belongs to us and is closed to others."""
+    """Whether this is a directory, and no link, that belongs to this user and is closed to others."""
     try:
         status = path.lstat()
     except OSError:
@@ -54,7 +54,7 @@ def is_private(path: Path) -> bool:
 
 
 def _can_be_made(path: Path) -> bool:
-    """Whether the name is free, in a directory in which others can't replace what we make."""
+    """Whether the name is free, in a directory in which other users can't replace what this process makes."""
     try:
         parent = path.parent.stat()
     except OSError:
@@ -66,10 +66,10 @@ def _can_be_made(path: Path) -> bool:
 
 
 def open_own(path: Path) -> int:
-    """A descriptor of a directory that belongs to us; from now on no other user can write there.
+    """A descriptor of a directory that belongs to this user; from now on no other user can write there.
 
     Raises:
-        PermissionError: It is somebody else's.
+        PermissionError: It belongs to another user.
         OSError: It can't be opened, or is a link.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -86,7 +86,7 @@ def open_own(path: Path) -> int:
 
 
 def create(path: Path, text: str) -> None:
-    """Make a file for us alone in a directory of ours; one that is there, or a link, is not touched.
+    """Make a file that only this user may read, in a directory of this user's; a file or link that is there is not touched.
 
     Raises:
         FileExistsError: There is something of that name.

@@ -1,8 +1,8 @@
 """What a client's owner does when its connection to the coordinator is lost: go on with it, or with a successor.
 
-A connection may be lost without its coordinator: the client was too slow to read, or what came could not be read. Such
-a coordinator has the world, the history and the cells, and is connected to again. Only one that has ended, is stopped,
-or answers nobody is replaced.
+A connection may be lost although its coordinator lives: the client was too slow to read, or could not decode what came. Such
+a coordinator has the world, the history and the cells, so the client connects to it again. Only a coordinator that has ended, is
+stopped, or does not answer is replaced.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ END_WITHIN = 1.0
 ANSWER_WITHIN = 5.0
 """Seconds that a coordinator which lives has for its answer."""
 OFTEN = 5
-"""Times within a minute that a connection may be made again to the same coordinator, which must be the reason then."""
+"""Times within a minute that the client may connect again to the same coordinator; after more losses that must be the reason."""
 
 Cells = Mapping[str, Sequence[int]]
 
 
 class Coordinator(Protocol):
-    """What is needed of the coordinator's process."""
+    """What :class:`Recovery` needs of the coordinator's process."""
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """Its process id."""
         ...
 
     def ending(self) -> str:
@@ -48,7 +48,7 @@ class Coordinator(Protocol):
 
 
 class Connection(Protocol):
-    """What is needed of the client."""
+    """What :class:`Recovery` needs of the client."""
 
     def reconnect(self, cells: Cells | None = ..., timeout: float = ...) -> Membership:
         """As :meth:`Client.reconnect`."""
@@ -57,12 +57,12 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """How it went on.
+    """How the connection was recovered.
 
     Attributes:
         membership: The world.
         replaced: Whether there is another coordinator.
-        told: Cells that it knows of.
+        told: The cells of which the client has told the coordinator.
     """
 
     membership: Membership
@@ -74,14 +74,14 @@ class Recovery:
     """Brings a client back to its coordinator, or to a successor of that.
 
     Args:
-        coordinator: Its process.
+        coordinator: The coordinator's process.
         client: The connection.
-        cells: Says which cells run, and on which ranks.
+        cells: Returns the cells that run, with the ranks that they run on.
         respawn_within: Seconds that a successor has to come up.
-        reconnect_within: Seconds that it has to have its world.
+        reconnect_within: Seconds that it has to restore its world.
 
     Attributes:
-        ending: How the coordinator has ended that was lost last; empty if it lived.
+        ending: How the coordinator that was lost last has ended; empty if it lived.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Recovery:
         self.ending = ""
 
     def run(self) -> Recovered:
-        """Do it. The client has lost its connection, or does in a moment.
+        """Recover the connection. The client has lost it, or does in a moment.
 
         Raises:
             StartError, TimeoutError, InvalidRequestError, OSError: There is no successor, and why.
@@ -109,7 +109,7 @@ class Recovery:
         return self._return() or self._replace()
 
     def _find_ending(self) -> str:
-        """A process ends a moment after its connections."""
+        """How the coordinator has ended; waits a moment for that, since a process ends a moment after its connections."""
         with contextlib.suppress(OSError):
             process = os.pidfd_open(self._coordinator.pid)
             try:

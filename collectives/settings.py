@@ -1,4 +1,4 @@
-"""What a rank is told by its environment before it joins a world."""
+"""A rank's settings, which it reads from its environment before it joins a world."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["PLANES", "TOKEN", "TOKEN_FILE", "Settings"]
 TOKEN = "HVDLAB_TOKEN"
 """The variable that holds a rank's secret until the rank has read it."""
 TOKEN_FILE = "HVDLAB_TOKEN_FILE"
-"""The variable that names a file with it, which only the user may read, for launchers that send variables in the clear."""
+"""The variable that names a file with the secret, which only the user may read; for launchers that send variables in the clear."""
 _LONGEST_TOKEN = 4096
 
 
@@ -28,33 +28,33 @@ class Settings:
     """How to reach the coordinator, and which rank to be.
 
     Attributes:
-        coordinator: ``unix:/path`` or ``tls:host:port``; ``None`` for a world of one of its own.
+        coordinator: ``unix:/path`` or ``tls:host:port``; ``None`` for a world of this process alone.
         token: Secret that the coordinator asks ranks for.
-        rank: Rank to be, or -1 to be given one.
-        size: Ranks of the world at its start, or ``None`` if the coordinator knows.
+        rank: Rank to be, or -1 to let the coordinator choose one.
+        size: Number of ranks of the world at its start, or ``None`` if the coordinator knows it.
         local_rank, local_size, cross_rank, cross_size: Place on the host and among hosts, or ``None`` to derive
             them from the hosts of all ranks.
         plane: Data plane to use, or ``auto``.
         direct: Whether ranks of one host agree on small blocking collectives in shared memory.
         certificate: PEM text of the coordinator's certificate (``tls`` only).
         address: Address that this rank's data-plane sockets bind to.
-        cells_tracked: Whether collectives are to be made within cells (ranks of a pool).
+        cells_tracked: Whether this is a rank of a pool, whose collectives are made within cells.
         timeline: File that rank 0 writes the timeline to, or ``None``.
         mark_cycles: Whether that file marks the coordinator's decisions.
         start_timeout: Seconds that ``init()`` waits for the world.
         dead_after: Seconds of silence after which a coordinator of another host counts as lost.
         reattach: A third of the seconds that a rank which has lost the coordinator waits for a successor; 0 not at all.
         elastic_timeout: Seconds that ranks of elastic training wait for each other.
-        min_np: Ranks that elastic training needs.
-        reset_limit: How often it may begin again; 0 for no limit.
+        min_np: How many ranks elastic training needs.
+        reset_limit: How often elastic training may begin again; 0 for no limit.
         rank_numbers: How scripts know ranks when others come or go, ``stable`` or ``consecutive``.
         record: Whether spans and metrics are recorded.
         metrics_interval: Seconds between two samples of what this process uses; 0 for none.
         log_level: The least important lines of the logger ``hvdlab`` that are written, as ``logging`` counts.
         log_hide_time: Whether these lines leave the time out.
-        cache_capacity: Tensors that are known by number, at most.
-        require_encryption: What may not travel in the clear between hosts: empty for all may, ``1``, or the networks that
-            count as encrypted.
+        cache_capacity: Tensors that the coordinator knows by number, at most.
+        require_encryption: Empty if data may travel between hosts in the clear; ``1`` if it may not; or the networks, separated by
+            commas, that count as encrypted.
         kv_replicas: Further hosts on which servers keep a copy of each value.
         kv_servers: Parameter servers on each host.
         kv_staleness: How many pushes of a key a worker may be ahead of the slowest; ``None`` for no bound.
@@ -100,7 +100,10 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """Read what a launcher tells a rank, and the variables that users set (:mod:`hvdlab.collectives.knobs`).
+        """Read the variables that a launcher sets for a rank, and those that users set (:mod:`hvdlab.collectives.knobs`).
+
+        Args:
+            environ: The variables; by default those of this process.
 
         Raises:
             InvalidRequestError: Variables do not hold what they should; the text names them.
@@ -112,7 +115,7 @@ class Settings:
         rank, local_rank = _integer(env, "HVDLAB_RANK"), _integer(env, "HVDLAB_LOCAL_RANK")
         if rank is None and env.get(
             "HVDLAB_COORDINATOR"
-        ):  # ours, but somebody else's launcher has started the ranks
+        ):  # the coordinator is hvdlab's, but another launcher has started the ranks
             launched = detect(env)
             if launched is not None and launched.size > 1:
                 rank, local_rank = launched.rank, launched.ordered_local_rank
@@ -142,7 +145,7 @@ def _integer(env: Mapping[str, str], name: str) -> int | None:
 
 
 def _token(env: Mapping[str, str]) -> str:
-    """The secret; empty if there is none, or none any more."""
+    """The secret; empty if neither variable has one, or its file is gone."""
     given, path = env.get(TOKEN, ""), env.get(TOKEN_FILE, "")
     if given or not path:
         return given

@@ -1,6 +1,6 @@
 """Call sites: the line of the user's code that a collective comes from.
 
-Frames of hvdlab and of the frameworks are skipped. Cells are compiled under a file name of their own; whoever compiles them
+Frames of hvdlab and of the frameworks are skipped. Cells are compiled under a file name of their own; the code that compiles them
 registers a label for it, so that a site reads ``cell [7] line 4``.
 """
 
@@ -22,11 +22,11 @@ _REAL_HOMES = tuple(
 _CACHE_LIMIT = 8192
 
 UNKNOWN = "<thread>"
-"""The site of what no line of the user's code asked for: a hook that a framework's own thread calls."""
+"""The site of a call that comes from no line of the user's code, such as one in a hook that a framework's own thread calls."""
 
 _labels: dict[str, str] = {}
-# By the identity of code objects, since to hash one takes longer than all else here. They are kept along, or else
-# another could get the same identity.
+# By the identity of code objects, since hashing one takes longer than all else here. The objects themselves are kept as well, or
+# else another one could get the same identity.
 _skip: dict[int, tuple[bool, CodeType]] = {}
 _sites: dict[tuple[int, int], tuple[str, CodeType]] = {}
 
@@ -56,7 +56,7 @@ def call_site(depth: int = 1) -> str:
 
 
 def site_of_lines(lines: Iterable[tuple[str, int]]) -> str:
-    """The same, of a stack that a framework keeps: file names and line numbers, the innermost first."""
+    """The site in a stack that a framework keeps: file names and line numbers, the innermost first."""
     for filename, line in lines:
         if not _is_ours_by_name(filename):
             return _in_words(filename, line)

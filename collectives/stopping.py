@@ -19,13 +19,13 @@ def breakpoint(
 ) -> None:
     """Stop in the debugger, as the built-in ``breakpoint()`` does, on some ranks only or when something holds.
 
-    In a rank of a pool that asks in the notebook, and no clock of a stall runs meanwhile. The other ranks go on until
-    they wait for this one.
+    In a rank of a pool the debugger's prompt comes in the notebook, and no clock of a stall runs meanwhile. The other ranks go on
+    until they wait for this one.
 
     Args:
-        ranks: Where; by default on every rank. A process that is not initialized is rank 0.
-        when: Stop only if this is true; a function is called for it, on these ranks only.
-        header: Shown when it stops.
+        ranks: Ranks to stop on, one or several; by default every rank. A process that is not initialized is rank 0.
+        when: Stop only if this is true; if it is a function, it is called without arguments, on these ranks only.
+        header: Text that the debugger shows when it stops.
     """
     if ranks is not None and _rank() not in ({ranks} if isinstance(ranks, int) else ranks):
         return

@@ -1,5 +1,5 @@
-"""An exception that ends a rank's program is told to the others: they learn why the rank leaves, and a launcher learns
-whose failure came first."""
+"""A rank reports an exception that ends its program: the other ranks learn why it leaves, and a launcher learns which rank
+failed first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Uncaught(msgspec.Struct, frozen=True):
 
     Attributes:
         error: One line, such as ``ValueError: boom``.
-        culprits: Ranks that are to blame, if it was a collective that was aborted.
+        culprits: The other ranks that caused it, if the exception is from a collective that was aborted.
     """
 
     error: str
@@ -31,7 +31,7 @@ class Uncaught(msgspec.Struct, frozen=True):
 
 
 def report(error: BaseException) -> None:
-    """Tell clients and other ranks that this exception is about to end the program."""
+    """Let clients and other ranks know that this exception is about to end the program."""
     from hvdlab.collectives import context
 
     if not context.is_initialized():
@@ -43,11 +43,11 @@ def report(error: BaseException) -> None:
 
 
 def describe(error: BaseException, rank: int) -> Uncaught:
-    """What is said about an exception of this rank."""
+    """The report about an exception of this rank."""
     put_back_cause(error)
     lines = traceback.format_exception_only(error)
     line = lines[-1].strip().split("\n", 1)[0] if lines else type(error).__name__
-    # `builtins.` is left out by Python, the modules of other exceptions are not.
+    # Python leaves `builtins.` out, but not the modules of other exceptions.
     head, colon, rest = line.partition(":")
     line = f"{head.rpartition('.')[2]}{colon}{rest}"
     aborted = _in_chain(error)
@@ -56,7 +56,7 @@ def describe(error: BaseException, rank: int) -> Uncaught:
 
 
 def put_back_cause(error: BaseException) -> None:
-    """If a framework's native code has made ``error`` of the text of one of ours, make ours its ``__cause__``.
+    """If a framework's native code has made ``error`` from the text of an error of hvdlab's, make that its ``__cause__``.
 
     DDP's backward pass waits for collectives in C++, which raises a ``RuntimeError``.
     """
@@ -83,9 +83,9 @@ def _in_chain(error: BaseException | None) -> AbortedError | None:
 
 
 def cut_own_frames(trace: TracebackType | None) -> None:
-    """End a traceback at the user's line: how hvdlab got from there to its sentence helps nobody.
+    """End a traceback at the user's line: hvdlab's own frames behind it do not help the user.
 
-    A traceback that has only our own frames is left alone.
+    A traceback that has only frames of hvdlab is left alone.
     """
     last = None
     while trace is not None:
@@ -97,7 +97,7 @@ def cut_own_frames(trace: TracebackType | None) -> None:
 
 
 def watch() -> None:
-    """Have :func:`report` called for what nobody catches, from now on."""
+    """Have :func:`report` called for uncaught exceptions from now on."""
     previous = sys.excepthook
     if getattr(previous, "__module__", "") == __name__:
         return

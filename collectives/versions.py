@@ -25,8 +25,8 @@ def refusal(rank: int, versions: Mapping[str, str], others: Iterable[tuple[str, 
 
     Args:
         rank: Number of the newcomer.
-        versions: Its versions, by name; what it does not say is not compared.
-        others: Name, such as ``rank 0``, and versions of those that are there.
+        versions: Its versions, by name; a name that is not among them is not compared.
+        others: Name, such as ``rank 0``, and versions of each peer that is there.
     """
     for other, theirs in others:
         for name, version in versions.items():

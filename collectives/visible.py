@@ -25,7 +25,7 @@ def visible(text: str, most: int | None = None) -> str:
 
     Args:
         text: From elsewhere.
-        most: Characters after which it is cut, at ``…``; not at all by default.
+        most: Characters that are left of a longer line, the last of them ``…``; ``None`` cuts nothing.
     """
     if most is not None:
         text = text[: most + 1]  # before it grows

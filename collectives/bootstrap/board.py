@@ -10,16 +10,16 @@ from hvdlab.collectives.errors import StartError
 
 
 class Board(Protocol):
-    """A place that all ranks of a job can see, and nobody whom the card is not meant for."""
+    """A place that all ranks of a job can see, and no one else for whom the card is not meant."""
 
     def publish(self, data: bytes) -> None:
-        """Show this instead of what was there. Raises ``StartError``."""
+        """Show ``data`` in place of what was there. Raises ``StartError`` if that can't be done."""
 
     def read(self, seconds: float) -> bytes | None:
-        """What is there, waiting for something at most so long. Raises ``StartError`` if it can't be looked at."""
+        """What is there; waits up to ``seconds`` for something, then returns ``None``. Raises ``StartError`` if it can't be read."""
 
     def pause(self, seconds: float) -> None:
-        """Wait for something else than what is there; may return too early."""
+        """Wait up to ``seconds`` for something else than what is there; may return too early."""
 
     def withdraw(self) -> None:
         """Remove what :meth:`publish` showed. Does not raise."""
@@ -29,7 +29,7 @@ class Board(Protocol):
 
     @property
     def place(self) -> str:
-        """Where it is, for error texts."""
+        """The place in words, for error texts."""
         ...
 
     @property
@@ -45,10 +45,10 @@ def await_card(board: Board, size: int, deadline: Deadline, secret: str = "") ->
     """Wait for the card of a coordinator that runs. A card that an earlier job has left is passed over.
 
     Args:
-        board: Where it is to appear.
-        size: Ranks of the job.
+        board: The board on which rank 0 publishes it.
+        size: Number of ranks of the job.
         deadline: Limit for the wait.
-        secret: What the user has given to all ranks; the card must be sealed with it.
+        secret: The secret that the user has given to all ranks, if any; the card must be sealed with it.
 
     Raises:
         StartError: There is none in time, rank 0 says that it could not start, or the seal is wrong.

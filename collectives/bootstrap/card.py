@@ -1,4 +1,4 @@
-"""What rank 0 tells the others: where the coordinator is, and how to be let in."""
+"""The card that rank 0 shows to the other ranks: the coordinator's addresses, and the secret that it asks for."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The coordinator of a job.
 
     Attributes:
-        size: Ranks of the job.
-        host: Its host, as :func:`~hvdlab.collectives.engine.hosts.host_key` has it.
+        size: Number of ranks of the job.
+        host: The coordinator's host, as :func:`~hvdlab.collectives.engine.hosts.host_key` has it.
         local: Its address for ranks of that host (``unix:/path``).
         remote: Its address for all others (``tls:host:port``), or empty.
         certificate: PEM text that goes with ``remote``.
         token: Its secret for ranks; empty if the user has given them one.
         error: Why rank 0 could not start it, or empty.
-        seal: Proves that whoever has written this knows the secret that the user has given; empty if he has given none.
+        seal: Proves that the process that wrote the card knows the user's secret; empty if the user has given none.
     """
 
     size: int

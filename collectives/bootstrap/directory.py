@@ -12,7 +12,7 @@ from pathlib import Path
 from hvdlab.collectives import private
 from hvdlab.collectives.errors import StartError
 
-# There is no event for it: a shared file system does not tell of what other hosts do.
+# Polled, since there is no event: a shared file system does not notify a host of what other hosts do.
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.2
 _LIMIT = 64 * 1024
 
@@ -22,9 +22,9 @@ class Directory:
 
     Args:
         parents: Directories in which ``hvdlab-<user>`` may be made, the best first. Rank 0 takes the first in which that is
-            private or can be made; the others look in all.
+            private or can be made; the other ranks look in all.
         key: Name of the job.
-        shared: Whether ranks of other hosts are to see it.
+        shared: Whether ranks of other hosts have to see it.
     """
 
     def __init__(self, parents: Sequence[Path], key: str, *, shared: bool) -> None:
@@ -48,7 +48,7 @@ class Directory:
 
     def _write(self, draft: Path, data: bytes) -> None:
         with suppress(OSError):
-            draft.unlink()  # of a process that had our number, and was killed
+            draft.unlink()  # left by a process that had this one's number, and was killed
         for last in (False, False, True):
             try:
                 self._enter()
@@ -58,7 +58,7 @@ class Directory:
                     raise
 
     def _enter(self) -> None:
-        """Make the directory, or make sure that it is ours alone."""
+        """Make the directory, or make sure that it belongs to this user alone."""
         self._directory.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             self._directory.mkdir(mode=0o700)
@@ -73,7 +73,7 @@ class Directory:
         return data
 
     def _look(self) -> bytes | None:
-        """The newest card in a directory of ours. What others have put in their place is passed over if there is another."""
+        """The newest card in a directory of this user's. If there are several places, those that are not private are passed over."""
         found: list[tuple[int, bytes]] = []
         refused: StartError | None = None
         for place in self._places:
@@ -135,11 +135,11 @@ def _write(path: Path, data: bytes) -> None:
     with open(descriptor, "wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())  # for those who read on other hosts
+        os.fsync(file.fileno())  # for ranks that read it on other hosts
 
 
 def _require_private(path: Path, status: os.stat_result, kind: object) -> None:
-    """Raise ``StartError`` unless only we can have put there what is there."""
+    """Raise ``StartError`` unless only this user can have put there what is there."""
     assert callable(kind)
     if not kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StartError(

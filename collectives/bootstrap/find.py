@@ -1,4 +1,4 @@
-"""Finding, or founding, the world that another's launcher started this process for."""
+"""Finding, or founding, the world for which a launcher other than hvdlab's started this process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 
 _SHORTEST_TOKEN = 16
 _CLOSED = "rendezvous closed"
-"""Key of the world's store that rank 0 sets."""
+"""Key of the world's store that rank 0 sets once it has closed the rendezvous."""
 RENDEZVOUS_DIRECTORY = "HVDLAB_RENDEZVOUS_DIR"
 
 
 class Found:
-    """A world to join, as often as this process likes: the coordinator stays until the last rank has gone.
+    """A world that this process may join any number of times: the coordinator stays until the last rank has gone.
 
-    As long as the rank that started it lives, and is not done, it also has a successor when it dies.
+    As long as the rank that started the coordinator lives, and has not released the world, the coordinator has a successor when it
+    dies.
 
     Attributes:
         coordinator: The coordinator, on the rank that started it.
@@ -61,7 +62,7 @@ class Found:
             self._keeper = Keeper(coordinator)
 
     def settings(self, base: Settings) -> Settings:
-        """``base`` with what it takes to join."""
+        """The settings ``base``, with all that is needed to join this world."""
         return dataclasses.replace(
             base,
             coordinator=self._card.address,
@@ -74,10 +75,10 @@ class Found:
         )
 
     def complete(self, engine: Engine) -> None:
-        """All ranks are there: the secret need not lie about any longer.
+        """All ranks are there: remove the card, whose secret is needed no longer.
 
-        Others may want the port of the rendezvous next, as ``init_process_group`` does. A rank that came there before
-        rank 0 has closed it would reach what is about to end. So each rank waits here until rank 0 has.
+        The user's code may want the port of the rendezvous next, as ``init_process_group`` does. A rank that connected there before
+        rank 0 has closed its store would reach one that is about to end. So each rank waits here until rank 0 has closed it.
         """
         if self._completed:
             return
@@ -90,7 +91,7 @@ class Found:
         if self._launched.rank == 0:
             world.set(_CLOSED, b"1")
             return
-        # A rank has died in the meantime if the epoch is over; what the user does next says so.
+        # If the epoch is over, a rank has died in the meantime; the user's next collective says so.
         try:
             world.get(_CLOSED, engine.settings.start_timeout)
         except PlaneAborted:
@@ -111,13 +112,13 @@ class Found:
 
 
 def find(environ: Mapping[str, str], settings: Settings) -> Found | None:
-    """The world that a launcher's variables speak of; ``None`` if they speak of none, or of one rank only.
+    """The world that a launcher's variables describe; ``None`` if they describe none, or one of a single rank.
 
-    Rank 0 starts the coordinator and returns at once. Others wait until they know where it is.
+    Rank 0 starts the coordinator and returns at once. The other ranks wait until they have read rank 0's card.
 
     Args:
         environ: The environment.
-        settings: Its ``start_timeout`` is the limit.
+        settings: Its ``start_timeout`` limits the wait; its ``token``, if the user has given one, seals the card.
 
     Raises:
         StartError: No coordinator can be started, or is known in time; the text says what is missing.
@@ -156,7 +157,7 @@ def _refuse_horovodrun(environ: Mapping[str, str]) -> None:
 
 
 def _board(launched: Launched, environ: Mapping[str, str], deadline: Deadline) -> Board:
-    """Where the ranks of this job meet. Every rank must come to the same conclusion."""
+    """The board at which the ranks of this job meet. Every rank must choose the same one."""
     key = job_key(launched, environ)
     given = environ.get(RENDEZVOUS_DIRECTORY)
     if given:
@@ -222,13 +223,13 @@ def _found(
 
 
 def _own_address(environ: Mapping[str, str]) -> str:
-    """Where rank 0's coordinator is to be reached."""
+    """The address at which other hosts reach rank 0's coordinator."""
     hints = (environ.get("MASTER_ADDR", ""), environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
     return addresses.chosen(environ) or addresses.outward(hints)
 
 
 def _address(environ: Mapping[str, str], card: Card) -> str:
-    """Where this rank's data plane is to be reached: where it reaches the coordinator from, unless told otherwise."""
+    """The address of this rank's data plane: the environment's choice, or the one from which it reaches the coordinator."""
     chosen = addresses.chosen(environ)
     if chosen or not card.remote:
         return chosen or addresses.LOOPBACK

@@ -1,4 +1,4 @@
-"""What tells this job from others that the same user runs on this host, and from those that ran before."""
+"""A name that distinguishes this job from others of the same user on this host, and from those that ran before."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def job_key(launched: Launched, environ: Mapping[str, str]) -> str:
 
 
 def _starter(variable: str) -> str:
-    """The process that started the ranks, with its start: their nearest ancestor that is no rank itself.
+    """The process that started the ranks, with the time of its start: their nearest ancestor that is no rank itself.
 
-    It need not be their parent, as ranks may be wrapped in scripts of their own.
+    It need not be their parent, since each rank may be wrapped in a script of its own.
     """
     pid = os.getppid()
     while pid > 1:
@@ -69,6 +69,6 @@ def _status(pid: int) -> tuple[str, int, str] | None:
 def _has(pid: int, variable: str) -> bool:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # of another user: a daemon that starts ranks for many
+    except OSError:  # a process of another user: a daemon that starts ranks for many users
         return False
     return any(entry.startswith(variable.encode() + b"=") for entry in environment.split(b"\0"))

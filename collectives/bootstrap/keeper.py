@@ -1,4 +1,4 @@
-"""Rank 0's thread that lets a successor take over when the coordinator dies that it has started."""
+"""Rank 0's thread that starts a successor when the coordinator that rank 0 has started dies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.logs import LOG
 
 OFTEN = 5
-"""Deaths within a minute after which there is a reason that another one would not cure."""
+"""Deaths within a minute after which no successor is started any more: it would probably die of the same cause."""
 
 
 _LOOK_AGAIN = 1.0
@@ -24,11 +24,11 @@ _LOOK_AGAIN = 1.0
 class Keeper:
     """Watches a coordinator that was started with ``keep``.
 
-    The other ranks wait at the coordinator's sockets meanwhile. When there can be no successor they are closed, so that
-    nobody waits for one; so they are when this process ends.
+    The other ranks wait at the coordinator's sockets until the successor serves them. If there can be no successor, this closes the
+    sockets, so that no rank waits for one; the end of this process closes them, too.
 
     Args:
-        coordinator: It stays the caller's.
+        coordinator: The coordinator; it stays the caller's.
     """
 
     def __init__(self, coordinator: CoordinatorProcess) -> None:
@@ -67,7 +67,7 @@ class Keeper:
             )
 
     def _died(self) -> bool:
-        """Wait for its end; False if it is not to be watched any more."""
+        """Wait for the coordinator's end; False if :meth:`close` was called."""
         process = -1
         with contextlib.suppress(OSError):  # it was waited for already; or no descriptor is left
             process = os.pidfd_open(self._coordinator.pid)

@@ -1,4 +1,4 @@
-"""The launchers that are understood, and what their variables say about a rank."""
+"""The launchers that hvdlab understands, and what their variables say about a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOPBACK = ("localhost", "127.", "::1")
 
 
 class Meeting(StrEnum):
-    """How ranks of several hosts find each other if nothing better is known."""
+    """How ranks of several hosts find each other, unless the environment offers something better."""
 
     STORE = "store"
     MPI = "mpi"
@@ -27,14 +27,14 @@ class Launcher:
     Attributes:
         name: What users call it.
         marks: Variables that are all set if it started this process.
-        rank, size: Number of the rank, and of ranks.
-        local_rank, local_size: The same on this host. A size may be Slurm's list of all hosts' sizes.
-        host, hosts: Number of the host, and of hosts.
+        rank, size: Variables with the rank, and the number of ranks.
+        local_rank, local_size: Variables with the same for this host. A size may be Slurm's list of all hosts' sizes.
+        host, hosts: Variables with the number of the host, and how many hosts there are.
         job: Variables that together are different for each job (and attempt).
         by_parent: Whether those are not enough: on one host the process that started the ranks makes the difference.
         meeting: How its ranks meet if they are on several hosts.
-        libraries: What MPI libraries that its ranks can use call themselves.
-        in_order: Whether local ranks follow the ranks. Open MPI's follow the cores that it binds them to.
+        libraries: Names, in their version texts, of the MPI libraries that its ranks can use.
+        in_order: Whether local ranks are in the order of the ranks. Open MPI's follow the cores that it binds them to.
     """
 
     name: str
@@ -63,7 +63,8 @@ _TORCH = (
     ("GROUP_WORLD_SIZE",),
 )
 
-# A launcher that another one has started comes first: torchrun under srun, mpiexec (which uses srun) in Slurm's jobs.
+# The first match counts, so a launcher that another one starts comes before that: torchrun under srun, mpiexec (which uses srun) in
+# Slurm's jobs.
 LAUNCHERS: tuple[Launcher, ...] = (
     Launcher(
         "torchrun",
@@ -116,7 +117,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         meeting=Meeting.MPI,
         libraries=_MPICH,
     ),
-    # Its PMI variables, which it sets for all programs, say nothing of whether this one's MPI understands them.
+    # srun sets PMI variables for all programs, so they do not tell whether this program's MPI understands them.
     # A batch script, and a shell that salloc gives, have most of these variables as well, but no step of several tasks.
     Launcher(
         "srun",
@@ -154,13 +155,13 @@ LAUNCHERS: tuple[Launcher, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launcher says about this rank; ``None`` is what it does not say.
+    """What a launcher says about this rank; fields are ``None`` if it does not say.
 
     Attributes:
         launcher: The launcher.
-        rank, size: Number of the rank, and of ranks.
+        rank, size: The rank, and the number of ranks.
         local_rank, local_size: The same on this host.
-        host, hosts: Number of the host, and of hosts.
+        host, hosts: Number of the host, and how many hosts there are.
         one_host: Whether all ranks are known to be on one host.
     """
 
@@ -175,12 +176,12 @@ class Launched:
 
     @property
     def ordered_local_rank(self) -> int | None:
-        """The local rank, if local ranks follow the ranks as Horovod's do; ``None`` to count them ourselves."""
+        """The local rank, if local ranks are in the order of the ranks, as Horovod's are; ``None`` to derive it from all ranks' hosts."""
         return self.local_rank if self.launcher.in_order else None
 
 
 def detect(environ: Mapping[str, str]) -> Launched | None:
-    """Who started this process as one of several ranks, and as which; ``None`` if nobody did.
+    """The launcher that started this process as a rank, and what it says about it; ``None`` if no launcher did.
 
     Raises:
         InvalidRequestError: A launcher's variables are no numbers, or contradict each other.

@@ -1,6 +1,6 @@
 """Which MPI mpi4py would load here, and whether it is the one whose launcher started this process.
 
-``MPI_Init`` of another MPI than the launcher's ends the process, or makes a world of one; so it is found out before.
+``MPI_Init`` of another MPI than the launcher's ends the process, or makes a world of one; so this is checked before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def by_mpi(environ: Mapping[str, str]) -> bool:
 
 
 def mismatch(environ: Mapping[str, str]) -> str | None:
-    """Why mpi4py's library can't be used under the launcher that the environment speaks of; ``None`` if it may be."""
+    """Why mpi4py's library can't be used under the launcher that started this process; ``None`` if it may be usable."""
     launched = detect(environ)
     if launched is None or not launched.launcher.libraries:
         return None
@@ -43,7 +43,7 @@ def mismatch(environ: Mapping[str, str]) -> str | None:
 
 @functools.cache
 def version() -> str | None:
-    """What the library calls itself; ``None`` without one. MPI is not initialized, nor mpi4py's module imported."""
+    """The version text of the MPI library; ``None`` without one. Neither initializes MPI nor imports mpi4py's module."""
     try:
         spec = importlib.util.find_spec("mpi4py.MPI")
         if spec is None or spec.origin is None:

@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.001
 
 
 class Broadcast:
-    """See :class:`~hvdlab.collectives.bootstrap.board.Board`. The card arrives once; all ranks take part.
+    """See :class:`~hvdlab.collectives.bootstrap.board.Board`. The card is broadcast once, and all ranks take part in that.
 
     Raises:
         StartError: MPI can't be started in time.
@@ -76,8 +76,8 @@ class Broadcast:
 def _initialized(deadline: Deadline) -> Any:
     """MPI's world.
 
-    ``MPI_Init`` returns when all ranks have called it, and mpi4py keeps the interpreter locked meanwhile. So it is called
-    on a thread, past mpi4py, that is left behind if time is over.
+    ``MPI_Init`` returns when all ranks have called it, and mpi4py would keep the interpreter locked meanwhile. So a thread of its own
+    calls it, past mpi4py; that thread is left behind if time is over.
     """
     import mpi4py
 

@@ -1,4 +1,4 @@
-"""A key of ``torch.distributed``'s TCP store: what torchrun's ranks, and those with MASTER_ADDR, have in common."""
+"""A key of ``torch.distributed``'s TCP store, which torchrun's ranks, and those with MASTER_ADDR, can all reach."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PAUSE = 0.2
 class Store:
     """See :class:`~hvdlab.collectives.bootstrap.board.Board`.
 
-    torchrun's agent serves the store itself. Else rank 0 does, in a way that lets ``init_process_group`` use the same
-    port afterwards. As for ``init_process_group``, whoever reaches that port while the job starts can read along.
+    torchrun's agent serves the store itself. Otherwise rank 0 does, in a way that lets ``init_process_group`` use the same
+    port afterwards. As with ``init_process_group``, any process that reaches the port while the job starts can read the store.
 
     Args:
         environ: Has ``MASTER_ADDR`` and ``MASTER_PORT``.

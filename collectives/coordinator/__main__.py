@@ -51,7 +51,7 @@ def main() -> int:
         server.stop_at_end_of(0, linger=launch.linger)
         server.stop_when_readable(wakeup)
         if launch.generation > 0 and _has_ended(0):
-            return 1  # with our starter; who took its place has started another one, whose sockets must stay
+            return 1  # the starter has ended; the process in its place has started another successor, which needs the sockets
         if launch.linger and launch.keeps:
             handover = Handover(launch)
             server.watch(handover.socket.fileno(), handover.serve)
@@ -62,16 +62,16 @@ def main() -> int:
             return 1
         server.serve()
     finally:
-        # A successor that nobody has found, and that has lost its starter, leaves the directory, too: who looks after the
-        # ranks now starts another one there.
+        # A successor that has lost its starter before any peer found it leaves the directory, too: the process that looks
+        # after the ranks now starts another successor there.
         found = launch.generation == 0 or (server is not None and server.connections.met)
         if not launch.keeps or server is None or (server.alone and found):
-            shutil.rmtree(directory, ignore_errors=True)  # else it belongs to the successor, too
+            shutil.rmtree(directory, ignore_errors=True)  # else the successor uses the directory, too
     return 0
 
 
 def _log(launch: Launch, level: int) -> Callable[[str], None]:
-    """Where lines of this level go: to the file that the operator has named, and to stderr if that is wanted."""
+    """A function that writes lines of this level: to ``HVDLAB_COORDINATOR_LOG``, if set, and to stderr if the launch's level says so."""
     sinks: list[Callable[[str], None]] = [log_to_stderr] if level >= launch.log_level else []
     journal = os.environ.get("HVDLAB_COORDINATOR_LOG")
     if journal:
@@ -105,7 +105,7 @@ def _watch(server: Server, launch: Launch) -> None:
     try:
         descriptor = os.pidfd_open(launch.starter)
     except OSError:
-        # Gone already, or hidden from us; end of file on the lifeline says which.
+        # The starter has ended already, or is hidden from this process; end of file on the lifeline says which.
         return
     server.stop_at_end_of(descriptor, linger=launch.linger)
 
@@ -121,7 +121,7 @@ def _catch_sigterm() -> int:
 
 
 def _leave_stderr() -> None:
-    """Its reader may have ended with our starter, or wait for the end of everything that starter has written."""
+    """Write to stderr no more: its reader may have ended with the starter, or wait until no process of the starter has it open."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)
@@ -138,7 +138,7 @@ def _read_line(descriptor: int) -> bytes:
 
 
 def _has_ended(descriptor: int) -> bool:
-    """Whether nobody holds the other end of this pipe any more."""
+    """Whether no process holds the other end of this pipe any more."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return bool(poll.poll(0))
@@ -146,7 +146,7 @@ def _has_ended(descriptor: int) -> bool:
 
 def _answer(ready: Ready) -> None:
     os.write(1, msgspec.json.encode(ready) + b"\n")
-    # Nothing else goes there; a reader that waits for the end of our output is not kept.
+    # Nothing else is written to stdout: let a reader that waits for its end go on.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

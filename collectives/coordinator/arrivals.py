@@ -45,7 +45,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     others += [(f"rank {living.rank}", living.versions) for living in membership.ranks.values()]
     reason = reason or versions.refusal(rank, hello.versions, others)
     if reason:
-        if reason not in state.refused:  # one that is started again and again is told of once
+        if reason not in state.refused:  # a rank that is started again and again is logged once
             state.refused.append(reason)
             outbox.log(f"refused: {reason}")
         outbox.send((peer,), m.Refused(reason))
@@ -61,7 +61,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
 
 
 def _too_late(state: CoordinatorState, rank: int, hello: m.Hello) -> str:
-    """Why one that has lost its connection can't come back, or an empty text: the others go on without it."""
+    """Why a rank that has lost its connection can't come back, since the others go on without it; empty if it can."""
     death = state.membership.deaths.get(rank)
     if hello.generation < 0:
         return ""
@@ -71,7 +71,7 @@ def _too_late(state: CoordinatorState, rank: int, hello: m.Hello) -> str:
 
 
 def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explained: bool = False) -> None:
-    """A peer's connection is gone without Bye."""
+    """A peer's connection has ended without Bye."""
     rank = state.by_peer.get(peer)
     if rank is None:
         state.membership.clients.pop(peer, None)
@@ -94,7 +94,7 @@ def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explain
 def _end_past(
     state: CoordinatorState, past: list[tuple[ProcessSet, int]], rank: RankPeer, reason: str
 ) -> None:
-    """Others may be in the middle of what they began with a rank before it was left out."""
+    """Abort what other ranks may still be executing with this one in former epochs, which ended before it was left out."""
     for ps, epoch in past:
         text = f"rank {rank.rank} died: {reason}"
         state.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text)
@@ -120,7 +120,7 @@ def resize(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
 
 
 def release(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
-    """Let ranks go where elastic training lets the world change; at once if nobody trains, or they are not in it."""
+    """Let ranks go where elastic training lets the world change; at once if no rank trains, or if they are not in the world."""
     expected = set(state.membership.expected or ())
     going = expected & set(ranks)
     later = going & set(state.sets.world.members) & state.membership.ranks.keys()
@@ -134,7 +134,7 @@ def release(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
 
 
 def _let_go(state: CoordinatorState, going: set[int]) -> None:
-    """Ranks that were released have come to where the world may change: it goes on without them, and nothing fails."""
+    """Take out ranks that were released and have come to where the world may change: it goes on without them, and nothing fails."""
     left = [rank for rank in state.membership.expected or () if rank not in going]
     for rank in state.membership.expect(left):
         state.elastic.drop(rank.rank)
@@ -145,7 +145,7 @@ def _let_go(state: CoordinatorState, going: set[int]) -> None:
 
 
 def depart(state: CoordinatorState, rank: RankPeer, now: float) -> None:
-    """Forget what is kept of a rank's connection."""
+    """Forget all that the state keeps of a rank's connection."""
     del state.by_peer[rank.peer]
     pauses.end(state, rank.rank, now)
     state.signatures.forget(rank.definitions)
@@ -162,9 +162,9 @@ def depart(state: CoordinatorState, rank: RankPeer, now: float) -> None:
 def admit(state: CoordinatorState) -> None:
     """Change over to a larger world once all expected ranks are there (or dead).
 
-    A tracked newcomer without a cell waits until no member runs one: it would not take part in the cell's
-    collectives, and their ranks would fail for no reason of their own. Elastic training lets newcomers in when its
-    ranks regroup; then they need not be all that are expected.
+    A tracked newcomer without a cell waits until no member runs one: it would not take part in that cell's
+    collectives, and the ranks that run it would fail for no reason of their own. Elastic training lets newcomers in when its
+    ranks regroup; then not all expected ranks need be there.
     """
     membership, world, cells = state.membership, state.sets.world, state.cells
     if membership.expected is None or not (membership.complete or state.elastic.active):

@@ -1,4 +1,4 @@
-"""Waits of ranks for each other outside of collectives: for a message of any of them, or for a push of all."""
+"""Waits of ranks for each other outside of collectives: for a message of any of several ranks, or for a push of all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.state import CoordinatorState
 
 LIMIT = 64
-"""Waits of one rank that are kept. Those beyond it last until their own limit of time."""
+"""Waits of one rank that the coordinator keeps. It does not look after more, which last until their own time limit."""
 
 
 def on_await(state: CoordinatorState, rank: RankPeer, message: m.Await, now: float) -> None:
@@ -31,7 +31,7 @@ def on_await(state: CoordinatorState, rank: RankPeer, message: m.Await, now: flo
 
 
 def on_mail(state: CoordinatorState, ranks: Iterable[int]) -> None:
-    """Mail is sent to these ranks, which may be what they wait for: what they have confirmed counts no more."""
+    """Mail is sent to these ranks, and may be what they wait for: that they confirmed a wait before counts no more."""
     for rank in state.awaiting.intersection(ranks):
         for each in state.membership.ranks[rank].awaits.values():
             each.asked = each.confirmed = False
@@ -48,7 +48,7 @@ def free_from_idle(state: CoordinatorState, idle: AbstractSet[int]) -> None:
 
 
 def are_confirmed(state: CoordinatorState, ranks: Iterable[int]) -> bool:
-    """Whether these ranks, which seem to wait for each other, have said so after all mail that was sent to them; else ask them."""
+    """Whether these ranks, which seem to wait for each other, have all confirmed it after the last mail to them; asks those that have not."""
     confirmed = True
     for rank in state.awaiting.intersection(ranks):
         peer = state.membership.ranks[rank]

@@ -30,7 +30,7 @@ class Cells:
         self._last: dict[int, tuple[str, str]] = {}
 
     def join(self, rank: int) -> None:
-        """A tracked rank is there; cells that were announced for it before count."""
+        """A tracked rank is there; it runs the cells that were announced for it before."""
         if not self._active.get(rank):
             self.idle.add(rank)
 
@@ -52,7 +52,7 @@ class Cells:
         self.idle.discard(rank)
 
     def end(self, cell: str, rank: int, error: str) -> bool:
-        """A cell ended; whether the rank is idle now."""
+        """A cell ended on a rank. Returns whether the rank is idle now."""
         active = self._active.get(rank)
         if active is not None:
             active.pop(cell, None)
@@ -67,7 +67,7 @@ class Cells:
         return rank in self._active
 
     def absence(self, missing: Sequence[int], waiting: Iterable[int]) -> Absence:
-        """Why the idle ranks ``missing`` do not take part in what ``waiting`` wait for."""
+        """Why the idle ranks ``missing`` do not take part in the collective that the ranks ``waiting`` wait for."""
         cells = {cell for rank in waiting for cell in self._active.get(rank, ())}
         last = {rank: self._last.get(rank, ("", "")) for rank in missing}
         failed = [rank for rank in missing if last[rank][1] and (last[rank][0] in cells or not cells)]

@@ -37,7 +37,7 @@ def _on_cell_started(state: CoordinatorState, peer: int, message: m.CellStarted,
     ranks = state.membership.ranks
     state.check_admission = True
     for rank in message.ranks:
-        if rank in ranks and ranks[rank].tracked:  # who comes later does not get it
+        if rank in ranks and ranks[rank].tracked:  # a rank that comes later does not get this cell
             state.cells.begin(message.cell, rank)
 
 
@@ -46,7 +46,7 @@ def _on_interrupt(state: CoordinatorState, peer: int, message: m.InterruptRanks,
 
 
 def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: float) -> None:
-    """The launcher saw a process end; it may know before its connection does, or know better why."""
+    """The launcher saw a process end, perhaps before its connection ended; it knows better why, too."""
     rank = state.membership.ranks.get(message.rank)
     if rank is None:
         state.membership.record_death(message.rank, message.pid, message.reason, now, explained=True)
@@ -60,7 +60,7 @@ def _on_post(state: CoordinatorState, peer: int, message: m.Post, now: float) ->
 
 
 def _ignore(state: CoordinatorState, peer: int, message: m.Message, now: float) -> None:
-    """Any bytes are a sign of life, and that is all a Pong is."""
+    """Do nothing for a Pong: it is only a sign of life, and the server has noted that bytes came."""
 
 
 TO_CLIENTS: dict[type, Reaction] = {

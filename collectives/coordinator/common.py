@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def answer_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float) -> None:
-    """Answered after everything else of the round."""
+    """Answer a ping, after all other messages of the round."""
     # The round may have begun before the question was asked, hence not ``now``.
     state.answers.append((peer, m.Pong(message.number, state.clock(), message.after_events)))
 
@@ -30,5 +30,5 @@ def peers_of(state: CoordinatorState, ranks: tuple[int, ...]) -> tuple[int, ...]
 
 
 def put_off(begun: float, since: float, now: float) -> float:
-    """When a wait would have begun if the time between ``since`` and ``now`` had not passed."""
+    """The begin of a wait that began at ``begun``, moved later by the part of ``since`` to ``now`` in which it went on."""
     return begun + now - since if begun < since else now

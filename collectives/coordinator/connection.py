@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHAKING, STRANGER, OPEN, CLOSING = range(4)
 EVERYTHING = -1
-"""For :attr:`Connection.members_told`: each message says all."""
+"""For :attr:`Connection.members_told`: each message to it carries all descriptions of members."""
 
 
 class Connection:
@@ -29,14 +29,14 @@ class Connection:
             left).
         name: For log lines.
         client: Whether the peer is a client.
-        observer: Whether it only learns which ranks there are. What is neither is a rank.
+        observer: Whether the peer is an observer, which only learns which ranks there are. A peer that is neither is a rank.
         tracked: Whether it is a rank of a pool.
-        deadline: When it has to be past its present phase, unless ``OPEN``.
+        deadline: When (``time.monotonic()``) it has to have left its present phase, unless that is ``OPEN``.
         heard: When the last bytes came.
         writing: Whether the selector watches for writability.
-        broken: Whether sending has failed; the receiving side will tell.
+        broken: Whether sending has failed; the end of the connection is noticed when reading.
         watcher: How it keeps up with the events, if it gets any.
-        members_told: Which descriptions of members it has been sent, as numbered by
+        members_told: Which descriptions of members the server has sent it, as numbered by
             :class:`~hvdlab.collectives.protocol.rosters.SentMembers`.
     """
 
@@ -68,7 +68,7 @@ class Connection:
         return decode_from_client(payload) if self.client or self.observer else decode_from_rank(payload)
 
     def shake(self) -> bool:
-        """Go on with the TLS handshake; whether it is done. Raises ``OSError`` if it failed."""
+        """Go on with the TLS handshake. Returns whether it is done; raises ``OSError`` if it failed."""
         assert isinstance(self.sock, ssl.SSLSocket)
         try:
             self.sock.do_handshake()
@@ -80,9 +80,9 @@ class Connection:
     def may_live(self) -> bool:
         """Whether a silent peer can only be busy: its process is on this host, and not stopped.
 
-        The end of a local process closes its socket, so silence alone says nothing; one that holds the interpreter
-        for a minute is healthy and must not lose its place. Nor must a pool's rank that is stopped: it has its memory,
-        and the user, who is told, decides.
+        The end of a local process closes its socket, so silence alone says nothing; a process that holds the interpreter
+        for a minute is healthy and must not lose its place. Nor must a pool's rank that is stopped: it has its memory, and the user,
+        to whom that is shown, decides.
         """
         if not self.pid:
             return False

@@ -31,9 +31,9 @@ class Connections:
         open: Connections that were introduced, by peer.
         lost: Events about connections that ended while something was sent to them.
         next_sweep: When :meth:`sweep` is due.
-        turned_away: Tells the operator of connections that were not let in.
+        turned_away: Logs, for the operator, the connections that were not let in.
         excused: Whether a peer may be silent: its user looks around there, perhaps with all its threads stopped.
-        met: Whether anybody was ever introduced.
+        met: Whether any peer was ever introduced.
     """
 
     def __init__(self, options: ServerOptions, log: Callable[[str], None]) -> None:
@@ -54,7 +54,7 @@ class Connections:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is connected, or about to be. Observers end with the coordinator: it does not stay for them."""
+        """Whether no rank or client is connected, or about to be. Observers don't count: the coordinator does not stay for them."""
         return not self._unsettled and all(connection.observer for connection in self.open.values())
 
     # -- beginnings -----------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Connections:
         self.poller.register(connection, READ, connection)
 
     def introduce(self, connection: Connection, hello: Hello) -> None:
-        """A connection has shown the token."""
+        """A connection has shown a valid token in ``hello``: it is open now."""
         del self._unsettled[connection]
         connection.phase = OPEN
         connection.client, connection.observer = hello.role == "client", hello.role == "observer"
@@ -90,7 +90,7 @@ class Connections:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def drop(self, connection: Connection) -> None:
-        """Close a connection now. Without effect if it is closed: what had happened to it meanwhile is told later."""
+        """Close a connection now. Without effect if it is closed already: results of the poller's last wait may still name it."""
         if connection.endpoint.closed:
             return
         connection.phase = CLOSING
@@ -99,7 +99,7 @@ class Connections:
         connection.endpoint.close()
 
     def drop_oldest_stranger(self) -> bool:
-        """Close the connection that has owed its Hello for longest; false if none had the time to say it."""
+        """Close the connection that has owed its Hello for longest; false if none has had enough time to send it."""
         until = time.monotonic() + self._options.hello_timeout - _HELLO_SECONDS
         for connection in self._unsettled:
             if connection.phase != CLOSING and connection.deadline <= until:
@@ -111,13 +111,13 @@ class Connections:
         return False
 
     def lose(self, connection: Connection, reason: str, events: list[Event]) -> None:
-        """Close a connection that was introduced, and say so."""
+        """Close a connection that was introduced, and append the event."""
         del self.open[connection.peer]
         self.drop(connection)
         events.append(PeerLost(connection.peer, reason))
 
     def finish(self, connection: Connection) -> None:
-        """Close a connection once it has taken what was sent to it; it is not listened to any more."""
+        """Close a connection once its peer has read what was sent to it; the server does not read from it any more."""
         self.open.pop(connection.peer, None)
         if connection.broken or not connection.endpoint.backlog:
             self.drop(connection)
@@ -127,7 +127,7 @@ class Connections:
         self.poller.modify(connection, WRITE)
 
     def close(self) -> None:
-        """Close every socket, with what can be sent at once sent."""
+        """Close every socket, after sending what can be sent at once."""
         for target in self.poller:
             if isinstance(target, Connection):
                 with contextlib.suppress(ConnectionLost):
@@ -144,14 +144,14 @@ class Connections:
     def write(
         self, connection: Connection, frame: bytes, descriptor: int = -1, *, bulk: bool = False
     ) -> None:
-        """Send a frame now or as soon as the peer reads; one in bulk after what else waits."""
+        """Send a frame now or as soon as the peer reads; a ``bulk`` frame after all other frames that wait."""
         if connection.broken:
             return
         try:
             if connection.endpoint.send_frame(frame, descriptor, bulk=bulk):
                 return
         except ConnectionLost:
-            connection.broken = True  # what it sent before is still to be read; then comes its end of file
+            connection.broken = True  # what the peer sent before is read first; then its end of file comes
             return
         if not connection.writing:
             connection.writing = True
@@ -161,7 +161,7 @@ class Connections:
             self.lose(connection, "it did not read what it was sent", self.lost)
 
     def flush(self, connection: Connection) -> None:
-        """Send what waits, as far as the socket takes it; closes a connection that was waiting for that only."""
+        """Send what waits, as far as the socket takes it; closes a connection in phase ``CLOSING`` once all is sent."""
         try:
             done = connection.endpoint.flush()
         except ConnectionLost:
@@ -177,7 +177,7 @@ class Connections:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def call_at(self, when: float, call: Callable[[], None]) -> None:
-        """Have :meth:`sweep` call this then."""
+        """Have :meth:`sweep` call this at ``when`` (``time.monotonic()``)."""
         self._calls.append((when, call))
         self.next_sweep = min(self.next_sweep, when)
 
@@ -189,7 +189,7 @@ class Connections:
         return min([when for when, _ in self._calls], default=NEVER)
 
     def sweep(self, now: float, events: list[Event]) -> None:
-        """Look for peers that are late or silent, and find out when to look again."""
+        """Ping peers that are silent, close those that are late or silent for too long, and set :attr:`next_sweep`."""
         upcoming = min(self._drop_late(now), self._call_due(now))
         options = self._options
         silent: list[Connection] = []
@@ -213,7 +213,7 @@ class Connections:
                 self.write(connection, frame)
 
     def _drop_late(self, now: float) -> float:
-        """Close connections that did not introduce themselves, or did not take their last words, in time."""
+        """Close connections that did not introduce themselves, or did not read what was left to send, in time."""
         upcoming = NEVER
         for connection in list(self._unsettled):
             if now < connection.deadline:

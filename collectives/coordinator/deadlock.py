@@ -16,10 +16,10 @@ class Stuck(NamedTuple):
     """A rank in a wait, and the ranks that it waits for.
 
     Attributes:
-        process_set: Of the collective; ``None`` if the wait is for something else.
-        what: Such as ``allreduce `loss```.
-        site: The line.
-        missing: The ranks that it waits for. One that can go on may be enough.
+        process_set: Process set of the collective; ``None`` if the wait is for something else.
+        what: What it waits in, such as ``allreduce `loss```.
+        site: The user's line.
+        missing: The ranks that it waits for. If one of them can go on, so may this rank.
     """
 
     process_set: ProcessSet | None
@@ -37,7 +37,7 @@ def find_deadlock(
 ) -> dict[int, Stuck]:
     """The ranks that can never go on, because each waits for ranks that can't go on either.
 
-    A rank counts only if what it waits for is undecided: what was released executes and will end by itself.
+    A rank counts only if the coordinator has not decided what it waits for: what was released executes and will end by itself.
 
     Args:
         sets: The process sets.
@@ -72,7 +72,7 @@ def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
     current = ps.matcher.rounds.get(defined.info.name)
     if current is not None and peer.rank in current.heads:
         if current.disputed is not None:
-            return None  # it will get a verdict
+            return None  # the round will get a verdict
         queued = (current.behind or {}).get(peer.rank, ())
         if current.heads[peer.rank] is defined or any(item[0] is defined for item in queued):
             return _in_round(ps, current, defined.site, ps.matcher.missing(current))
@@ -92,7 +92,7 @@ def _awaits(peer: RankPeer) -> Stuck | None:
 
 
 def describe_deadlock(stuck: Mapping[int, Stuck]) -> str:
-    """Who waits where, ranks in the same place together."""
+    """Which ranks wait where, those in the same place together."""
     places: dict[tuple[int | None, str, str], list[int]] = {}
     for rank in sorted(stuck):
         s = stuck[rank]

@@ -1,12 +1,12 @@
 """Elastic training: its ranks decide at which point the world changes, and begin again together.
 
 A rank in training keeps newcomers out, since its collectives would wait for them. When it is at a point where the world
-may change, after a failure or because somebody waits to enter, it says so (*regroups*) and submits nothing more. Others
-that wait for it are told at once, so that they come, too. Once no rank of the world is in training any more, the world
-gets a new epoch, with the newcomers.
+may change, after a failure or because a newcomer waits to enter, it says so (*regroups*) and submits nothing more. What other
+ranks wait for it to submit is aborted at once, so that they come, too. Once no rank of the world is in training any more, the
+world gets a new epoch, with the newcomers.
 
 Once training has ended on a rank of a script, newcomers wait until that rank trains again or leaves: they would begin to
-train from the start, with nobody to go on from. (A pool's ranks only do what they are told.)
+train from the start, with no rank whose state they could take over. (A pool's ranks only run what their notebook sends.)
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Change(Enum):
 
 
 class Elastic:
-    """What the living ranks said of their elastic training.
+    """What the living ranks have said of their elastic training.
 
     Attributes:
-        training: Ranks in the middle of it.
+        training: Ranks in the middle of training.
         ready: Ranks that have regrouped, and what they said.
         finished: Ranks of scripts whose training has ended.
     """
@@ -48,7 +48,7 @@ class Elastic:
 
     @property
     def active(self) -> bool:
-        """Whether it decides who comes in."""
+        """Whether elastic training decides which ranks come in."""
         return bool(self.training or self.ready or self.finished)
 
     def drop(self, rank: int) -> None:
@@ -58,7 +58,13 @@ class Elastic:
         self.finished.discard(rank)
 
     def consider(self, stay: Sequence[int], new: Sequence[int], leaving: int = 0) -> Change:
-        """Whether the world of ``stay`` may change, with ``new`` ranks that are there; ``leaving`` of ``stay`` leave."""
+        """Whether the world may change.
+
+        Args:
+            stay: Members of the world that stay there.
+            new: Newcomers that are there.
+            leaving: How many of ``stay`` leave with the change.
+        """
         if not self.training.isdisjoint(stay):
             return Change.LATER
         wanted = [self.ready[rank].at_least for rank in stay if rank in self.ready]
@@ -67,7 +73,7 @@ class Elastic:
         return Change.NOW if len(stay) + len(new) - leaving >= max(wanted) else Change.LATER
 
     def resume(self) -> list[tuple[int, int]]:
-        """All that have regrouped are in training again; returns them with their tickets."""
+        """Put all ranks that have regrouped into training again; returns them with their tickets."""
         answered = [(rank, said.ticket) for rank, said in self.ready.items()]
         self.training.update(self.ready)
         self.ready.clear()
@@ -75,13 +81,13 @@ class Elastic:
 
 
 def regroup(state: CoordinatorState) -> None:
-    """The world has been changed: tell those that have asked for it, after the news of its epoch."""
+    """The world has been changed: answer the ranks that have regrouped, after the messages about the new epoch."""
     for rank, ticket in state.elastic.resume():
         state.answers.append((state.membership.ranks[rank].peer, m.Regrouped(ticket)))
 
 
 def end_waits(state: CoordinatorState) -> None:
-    """End what others wait for and a rank that has regrouped will not submit."""
+    """End the collectives that other ranks wait in and that a rank which has regrouped will not submit."""
     ready = state.elastic.ready
     for ps in list(state.sets):
         if ps.phase != OPEN or not ps.matcher.pending:

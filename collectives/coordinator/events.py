@@ -65,9 +65,9 @@ class CloseConnection(NamedTuple):
 
 
 class Log(NamedTuple):
-    """Tell the operator.
+    """Write a line for the operator.
 
-    ``warning`` is False for what the peers are told anyway, such as a death: that is for the log file only.
+    ``warning`` is False for what the peers get to know anyway, such as a death: that goes to the log file only.
     """
 
     text: str

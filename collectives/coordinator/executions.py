@@ -1,7 +1,7 @@
 """Operations that ranks have been in the middle of for long, and members that may be the reason.
 
-A member that was stopped, or whose user's code keeps the interpreter busy, does not do its part. One that is well answers
-a ping from a thread of its own, whatever its user's code does.
+A member that was stopped, or whose code keeps the interpreter busy, does not do its part, and does not answer a ping either. A
+healthy member answers it on its control thread, whatever its user's code does.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Key(NamedTuple):
 
 
 class Operation:
-    """One that somebody has been waiting for the end of.
+    """An operation for whose end at least one rank has been waiting.
 
     Attributes:
-        since: When the first one began to wait.
-        reported: How many times the stall time had passed when it was looked at last.
+        since: When the first rank began to wait.
+        reported: How many times the stall time had passed when the operation was looked at last.
         asked: When its members were asked for a sign of life, or ``None``.
-        silent: Those that have not answered.
+        silent: The members that have not answered.
     """
 
     __slots__ = ("asked", "reported", "silent", "since")
@@ -53,7 +53,7 @@ class Operation:
 
 
 class Stuck(NamedTuple):
-    """An operation whose members have been asked, and did not all answer."""
+    """An operation whose members have been asked for a sign of life and did not all answer."""
 
     process_set: ProcessSet
     seconds: float
@@ -72,13 +72,17 @@ class Executions:
             operation.silent.discard(rank)
 
     def put_off(self, since: float, now: float) -> None:
-        """All of it has begun later than was said: the time in between does not count. Who was asked is asked again."""
+        """The time from ``since`` to ``now`` does not count for any wait. Members that have been asked are asked again."""
         for operation in self._operations.values():
             operation.since = put_off(operation.since, since, now)
             operation.asked = None
 
     def look(self, state: CoordinatorState, now: float, every: float) -> tuple[list[Stuck], list[float]]:
-        """Ask the members of what takes long; what is to be told, and when to look again."""
+        """Ask the members of operations that take long.
+
+        Returns:
+            The operations to report now, and the times at which to look again.
+        """
         waits = _waits(state)
         self._operations = {
             key: self._operations.get(key) or Operation(since) for key, (since, _) in waits.items()
@@ -107,7 +111,7 @@ def _ask_at(operation: Operation, every: float) -> float:
 
 
 def _waits(state: CoordinatorState) -> dict[Key, tuple[float, dict[int, Defined]]]:
-    """What ranks wait for the end of: since when, and who with which submission."""
+    """The operations for whose end ranks wait: since when, and with which submission each of these ranks."""
     found: dict[Key, tuple[float, dict[int, Defined]]] = {}
     for rank, peer in state.membership.ranks.items():
         wait = peer.executing

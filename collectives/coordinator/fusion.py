@@ -8,7 +8,7 @@ from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.coordinator.signatures import FuseKey
 
 FUSION_THRESHOLD = 64 * 1024 * 1024
-"""Bytes of tensors that are executed as one operation at most (unless one tensor alone is larger)."""
+"""Bytes of tensors that are fused into one operation at most (a tensor that alone is larger is not split)."""
 
 
 def fuse(ready: Sequence[Round], threshold: int, *, separate_groups: bool = False) -> list[list[Round]]:

@@ -1,7 +1,7 @@
 """How the listening socket of a coordinator that outlives its starter gets to the process that looks after it next.
 
-Who holds the socket can start a successor when the coordinator dies. It lies open in a directory that only the user may
-enter; a process of another user that gets there none the less is sent away.
+A process that holds the listening socket can start a successor when the coordinator dies. The coordinator hands it out at a Unix
+socket in a directory that only the user may enter; a process of another user that gets there none the less is sent away.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Handover:
     """The coordinator's side.
 
     Args:
-        launch: What a successor is started with, and the number of the listening socket.
+        launch: What a successor is started with, and the descriptor of the listening socket.
 
     Attributes:
-        socket: To be watched; :meth:`serve` when it is readable.
+        socket: The socket to watch: call :meth:`serve` when it is readable.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -40,7 +40,7 @@ class Handover:
         self.socket.setblocking(False)
 
     def serve(self) -> None:
-        """Give one process what it needs."""
+        """Give one process the launch and the listening socket."""
         with contextlib.suppress(OSError):  # it has gone again
             peer, _ = self.socket.accept()
             with peer:
@@ -51,7 +51,7 @@ class Handover:
 
 
 def server_of(directory: Path, timeout: float) -> int:
-    """The process of the coordinator in this directory; 0 if it has ended."""
+    """The process id of the coordinator in this directory; 0 if it has ended."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.settimeout(timeout)
         try:
@@ -62,7 +62,11 @@ def server_of(directory: Path, timeout: float) -> int:
 
 
 def take_over(directory: Path, timeout: float) -> tuple[Launch, socket.socket]:
-    """The settings and the listening socket of the coordinator in this directory. Raises ``OSError``."""
+    """The settings and the listening socket of the coordinator in this directory.
+
+    Raises:
+        OSError: No coordinator hands them over there within ``timeout`` seconds for each step.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.settimeout(timeout)
         door.connect(str(directory / _NAME))

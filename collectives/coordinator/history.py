@@ -1,4 +1,4 @@
-"""The ranks' event batches: a bounded history and who wants to hear of new ones."""
+"""The ranks' event batches: a bounded history, and the peers that subscribe to new ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdlab.collectives.protocol.messages import RankEvents
 
 HISTORY_BYTES = 64 * 1024 * 1024
 UNREAD_BYTES = 4 * 1024 * 1024
-"""Size of the history as long as there never was a client, who alone asks for the past."""
+"""Size in bytes of the history until the first client comes: only clients ask for the past."""
 
 
 class History:
@@ -17,7 +17,7 @@ class History:
 
     Attributes:
         dropped: How many batches made room for newer ones.
-        number: Of the newest batch; the first one was 1.
+        number: Number of the newest batch; the first one was 1.
     """
 
     def __init__(self, limit: int = HISTORY_BYTES) -> None:
@@ -40,9 +40,13 @@ class History:
         outbox.send(self._subscribers, message)
 
     def subscribe(self, peer: int, outbox: Outbox, *, past: bool = True, after: int = 0) -> None:
-        """Send ``peer`` the history (if it wants the past), oldest first, and everything from now on. Idempotent.
+        """Send ``peer`` the history, oldest first, and everything from now on. Idempotent.
 
-        Of the past it gets what came after the batch of that number.
+        Args:
+            peer: The subscriber.
+            outbox: Takes the messages.
+            past: Whether it gets the history.
+            after: Number of the last batch that it has already: of the history it gets those after that one.
         """
         if peer in self._subscribers:
             return

@@ -1,4 +1,4 @@
-"""Holding what is ready for a while, so that more can be fused with it."""
+"""Holding ready rounds for a while, so that more can be fused with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hvdlab.collectives.coordinator.process_sets import ProcessSet
 
 
 class _Held:
-    """Rounds of a process set's epoch: until when, and how many and how large they are so far."""
+    """The held rounds of a process set's epoch: until when, and how many and how large they are so far."""
 
     __slots__ = ("count", "matcher", "nbytes", "until")
 
@@ -22,7 +22,7 @@ class Holding:
     """Process sets whose ready rounds are held.
 
     Attributes:
-        due: When the first of them is to be let go, or ``None``.
+        due: When the first of them has to be let go, or ``None``.
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,10 @@ class Holding:
         return [ps for ps, held in self._held.items() if all or now >= held.until]
 
     def keep(self, ps: ProcessSet, now: float, delay: float, enough: int) -> bool:
-        """Whether to hold what is ready of ``ps``.
+        """Whether to hold the ready rounds of ``ps``.
 
-        Not for longer than ``delay`` seconds, not if it is ``enough`` bytes, and not if anything is ready that is
-        never fused, such as a barrier.
+        Not for longer than ``delay`` seconds, not if they are ``enough`` bytes, and not if one of them is never fused, such as a
+        barrier.
         """
         matcher = ps.matcher
         ready = matcher.ready

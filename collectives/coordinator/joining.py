@@ -13,7 +13,7 @@ _WITH_ZEROS = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE})
 
 
 def refuse_with_joined(signature: Signature, joined: tuple[int, ...]) -> Impossible | None:
-    """The verdict on a collective that ranks which have joined can't take part in; ``None`` if they can."""
+    """The verdict on a collective in which the ranks ``joined`` can't take part; ``None`` if they can."""
     kind = signature.kind
     if kind == OpKind.BARRIER or (kind == OpKind.ALLREDUCE and signature.op in _WITH_ZEROS):
         return None

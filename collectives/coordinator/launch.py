@@ -23,7 +23,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         client_token: Secret that clients have to show.
         directory: A private directory for the socket; the coordinator removes it at its end.
         starter: Process id of the starter.
-        size: Number of ranks, or ``None`` to wait for a client's word.
+        size: Number of ranks, or ``None`` if a client will say which ranks to expect.
         tcp_host: Address to listen on for ranks of other hosts, or empty.
         linger: Whether to stay after the starter's end until no rank is connected.
         listener: Descriptor of the listening Unix socket, passed on by the starter.
@@ -83,7 +83,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 def settings_from(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What users' variables say about the coordinator, as fields of :class:`Launch`.
+    """What users' environment variables say about the coordinator, as fields of :class:`Launch`.
 
     Raises:
         InvalidRequestError: Variables do not hold what they should; the text names them.

@@ -1,7 +1,7 @@
 """The listening sockets of a coordinator, made by its starter.
 
-A starter that keeps them when the coordinator dies keeps the door open: who connects meanwhile waits there for the
-successor instead of being refused.
+A starter that keeps them when the coordinator dies keeps the door open: a rank or client that connects meanwhile waits there for
+the successor instead of being refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress
 SOCKET_NAME = "coordinator"
 
 BACKLOG = 1024
-"""Connections that wait while nobody accepts them; ranks of a lost coordinator all come at once."""
+"""Connections that can wait while no coordinator accepts them; the ranks of a lost coordinator all come at once."""
 
 
 class Listeners:
@@ -29,8 +29,8 @@ class Listeners:
         local: The Unix socket, if another process has made it.
 
     Attributes:
-        address: Where ranks and clients of this host connect.
-        tls_address: Where those of other hosts connect, or ``None``.
+        address: Address at which ranks and clients of this host connect.
+        tls_address: Address at which those of other hosts connect, or ``None``.
     """
 
     def __init__(self, directory: Path, tcp_host: str, local: socket.socket | None = None) -> None:
@@ -68,7 +68,7 @@ _open: weakref.WeakSet[Listeners] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    # A child that outlives the starter would keep a door open that nobody answers any more.
+    # A child that outlives the starter would keep the sockets open, at which no coordinator accepts any more.
     for listeners in list(_open):
         listeners.close()
 

@@ -1,12 +1,12 @@
 """Matching of submissions: per name, the heads of the ranks' queues against each other.
 
 A *round* of a name ends when each member has a submission at the head: ready if they are equal, else with a verdict.
-Where heads differ, the ranks that are still missing are waited for a little, so that all that was asked for can be
-named; then the verdict holds for the whole round: the ranks that have a head get it now, the others owe one
+Where heads differ, the coordinator waits a little for the ranks that are still missing, so that the error can name all that was
+asked for; then the verdict holds for the whole round: the ranks that have a head get it now, the others owe one
 submission of that name, which gets the same verdict when it arrives. So every rank raises, and none waits long for
 another one to make the same mistake.
 
-A rank that has *joined* is not waited for: a round is complete without it. Joining is a round, too, the one that
+No round waits for a rank that has *joined*: it is complete without it. Joining is a round, too, the one that
 every member has to submit.
 
 A message of one member to another is a round that only these two have to submit.
@@ -47,12 +47,12 @@ class Matcher(PendingRounds):
         """Take in a submission of a member.
 
         Args:
-            rank: Whose it is.
-            defined: What it is.
-            extra: Its numbers.
-            now: The time.
-            payload: The tensor, if it came along. That of one that waits behind another is dropped.
-            look: Whether to look if its round is complete now; the caller does if not.
+            rank: The rank that submits.
+            defined: What its local id stands for.
+            extra: The numbers that go along with it.
+            now: The time, in monotonic seconds.
+            payload: The tensor's bytes, if they came along. Those of a submission that waits behind another are dropped.
+            look: Whether to check if its round is complete now; otherwise the caller does.
 
         Returns:
             Its round, or ``None`` if it got a verdict or waits behind another one.
@@ -93,9 +93,9 @@ class Matcher(PendingRounds):
         return current
 
     def _submit_all(self, items: Iterable[tuple[int, Item]], now: float) -> None:
-        """Take in several submissions before looking at what has become complete.
+        """Take in several submissions before checking which rounds have become complete.
 
-        One that has joined is not waited for, but what it has submitted before is to meet that of the others.
+        No round waits for a rank that has joined, but what it has submitted before that has to meet the others' submissions.
         """
         placed: dict[Round, None] = {}
         for rank, (defined, extra) in items:
@@ -113,7 +113,7 @@ class Matcher(PendingRounds):
             self._complete(current, now)
 
     def _join(self, joining: Round, now: float) -> None:
-        """A rank has run out of work: nobody waits for it any more."""
+        """A rank has run out of work: no round but the joining itself waits for it any more."""
         self.joining = joining
         if self.debts:
             for rank in joining.heads:
@@ -151,10 +151,10 @@ class Matcher(PendingRounds):
             self._advance(info.name, complete.behind, now)
 
     def _progress(self, complete: Round, now: float) -> None:
-        """Something goes on while ranks have joined; when all have, each is told who was the last."""
+        """A round was completed while ranks have joined. If it is the joining itself, all have: add which rank was the last."""
         assert self.joining is not None
         if complete is self.joining:
-            for held in list(self.held.values()):  # nobody is left who might complete these groups
+            for held in list(self.held.values()):  # no rank is left that might complete these groups
                 info = held[0].info
                 self._decide_group(info, refuse_incomplete(info.signature, self.joined), {}, now)
             complete.extras = dict.fromkeys(self.ranks, (next(reversed(complete.heads)),))
@@ -182,9 +182,9 @@ class Matcher(PendingRounds):
             if not self.is_complete(current):
                 return
             if current.info.group and self._gets_verdict(current):
-                self._complete(current, now)  # it concerns what waits behind as well
+                self._complete(current, now)  # the verdict concerns what waits behind as well
                 return
-            current.behind = None  # goes on here: there may be thousands
+            current.behind = None  # this loop goes on with it, and not a recursion: there may be thousands
             self._complete(current, now)
 
     def _gets_verdict(self, complete: Round) -> bool:
@@ -193,7 +193,7 @@ class Matcher(PendingRounds):
         return self._lacks(complete) and refuse_with_joined(complete.info.signature, self.joined) is not None
 
     def _lacks(self, complete: Round) -> bool:
-        """Whether a round is complete without some of those that it concerns, as they have joined."""
+        """Whether a complete round lacks some of the ranks that it concerns, because they have joined."""
         return len(complete.heads) < (len(complete.info.between) or self.size)
 
     # -- verdicts -------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Matcher(PendingRounds):
         parties = parties_of(current.heads)
         groups = {d.info.group for d in current.heads.values()}
         if len(groups) > 1:
-            # Which tensors go together is disputed itself: there is no saying which others the verdict concerns.
+            # The ranks disagree about which tensors go together, so it can't be said which others the verdict concerns.
             said = "; ".join(f"ranks {list(p.ranks)} ({p.site}): {p.request}" for p in parties)
             self.conflict = f"the ranks disagree about `{name}`: {said}"
             return
@@ -239,7 +239,7 @@ class Matcher(PendingRounds):
     def end_message(
         self, current: Round, kind: CauseKind, ranks: tuple[int, ...], text: str, now: float
     ) -> None:
-        """The other rank of a message won't come: the one that waits gets this verdict, and what it has behind is next."""
+        """The other rank of a message won't come: the rank that waits gets this verdict, and its next submission of the name is due."""
         verdict = InVain(report_round(current, self.missing(current), self.joined), kind, ranks, text)
         left = list(self._withdraw(current))[len(current.heads) :]  # the heads come first
         self._take_out(current.info.name)
@@ -251,13 +251,13 @@ class Matcher(PendingRounds):
         """A rank gives up a message that waits for the other rank.
 
         Args:
-            rank: The rank.
-            defined: What it had submitted it as.
-            later: How many of the same it has submitted after it.
-            now: The time.
+            rank: The rank that gives it up.
+            defined: The definition under which it had submitted the message.
+            later: How many more it has submitted under that definition after this one.
+            now: The time, in monotonic seconds.
 
         Returns:
-            What had been submitted; ``None`` if it does not wait any more.
+            The report of the round; ``None`` if the message does not wait any more.
         """
         current = self.rounds.get(defined.info.name)
         if current is None or not defined.info.between:
@@ -273,7 +273,7 @@ class Matcher(PendingRounds):
         return report
 
     def _take_out(self, name: str) -> Round:
-        """A round ends before it is complete."""
+        """Take out a round that ends before it is complete."""
         current = self.rounds.pop(name)
         self.disputes.pop(name, None)
         if current is self.joining:

@@ -1,4 +1,4 @@
-"""Who is expected, who lives, who died: the membership of the job."""
+"""The membership of the job: which ranks are expected, which live, and which have died."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdlab.collectives.coordinator.signatures import Defined
 from hvdlab.collectives.protocol.messages import Await, Death, Hello, Member, World
 
 WORLD_INTERVAL = 0.2
-"""Seconds between reports of the forming world to its ranks; a thousand ranks would else send a million."""
+"""Seconds between reports of the forming world to its ranks: with one for each newcomer a thousand ranks would get a million."""
 
 
 RANKS = 1 << 31
@@ -18,7 +18,7 @@ RANKS = 1 << 31
 
 
 class Wait(NamedTuple):
-    """A rank's user is blocked in a wait for this local id. ``since`` is the coordinator's time."""
+    """A rank's user is blocked in a wait for this local id. ``since`` is the coordinator's monotonic time, in seconds."""
 
     process_set: int
     epoch: int
@@ -31,8 +31,8 @@ class Awaited:
     """What a thread of a rank waits for outside of collectives.
 
     Attributes:
-        message: What the rank said.
-        asked: Whether it was asked if it still waits, since mail was sent to it last.
+        message: The rank's message.
+        asked: Whether the coordinator has asked it, since the last mail to it, if it still waits.
         confirmed: Whether it has answered that it does.
     """
 
@@ -46,15 +46,15 @@ class RankPeer:
 
     Attributes:
         peer: Its connection.
-        rank, pid, member: Who it is.
+        rank, pid, member: Its rank, its process id, and its description for other peers.
         tracked: Whether its collectives belong to cells.
-        leaving: Whether it was told to leave.
+        leaving: Whether the coordinator has told it to leave.
         admitted: Whether it has been in a world.
         versions: Versions that all ranks must have alike, by name, as far as it has said them.
         definitions: What its local ids stand for.
-        wait: What its user is blocked in that is not decided, or ``None``.
-        executing: What its user is blocked in that is executed, or ``None``.
-        awaits: What its user's threads wait for outside of collectives, by number.
+        wait: The undecided collective in which its user is blocked, or ``None``.
+        executing: The executing operation for whose end its user is blocked, or ``None``.
+        awaits: The waits of its user's threads outside of collectives, by number.
     """
 
     __slots__ = (
@@ -84,17 +84,17 @@ class Membership:
     Attributes:
         ranks: Living ranks.
         clients: Connections of clients.
-        observers: Connections of those that only learn which ranks there are.
-        expected: Ranks that make up the world, or ``None`` as long as nobody has said.
+        observers: Connections of observers, which only learn which ranks there are.
+        expected: Ranks that make up the world, or ``None`` as long as neither the options nor a client have said.
         awaited: Expected ranks that have not connected yet and are not known to be dead.
         returning: Ranks of scripts that have said Bye and not become members again. Shutting down and initializing
             again concerns the whole world: one that is back waits until all others have said Bye as well.
         deaths: The last death of each rank that was not replaced.
         waiting: Ranks that elastic training has to let in.
         leaving: Ranks of the world that are let go where elastic training lets it change.
-        changed: Whether clients have to be told.
-        formed: Whether an epoch of the world has begun, of which clients have to be told; its members know.
-        urgent: Whether ranks have to be told without delay.
+        changed: Whether the membership has changed since clients got it last.
+        formed: Whether an epoch of the world has begun since clients got the membership last; its members know of it.
+        urgent: Whether ranks have to get the membership without delay.
     """
 
     def __init__(self, expected: Iterable[int] | None, wall: Callable[[float], float]) -> None:
@@ -114,7 +114,7 @@ class Membership:
         self._ranks_owed = False
         self._wall = wall
         self._left: dict[int, int] = {}  # pid of ranks that said Bye: the end of that process is no death
-        self._unexplained: set[int] = set()  # ranks whose death only a closed connection tells of
+        self._unexplained: set[int] = set()  # ranks of whose death only a closed connection is known
 
     # -- joining --------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Membership:
         return newcomer
 
     def expect(self, ranks: Iterable[int]) -> list[RankPeer]:
-        """Change what the world is made of; returns the living ranks that have no place in it any more."""
+        """Change which ranks the world is made of; returns the living ranks that have no place in it any more."""
         self.expected = tuple(sorted(set(ranks)))
         self.awaited = {rank for rank in self.expected if rank not in self.ranks}
         self.returning.intersection_update(self.expected)
@@ -184,10 +184,10 @@ class Membership:
     def record_death(
         self, rank: int, pid: int, reason: str, now: float, *, explained: bool, admitted: bool = False
     ) -> None:
-        """Note how a rank that does not live ended; what the launcher knows beats what a socket tells."""
+        """Note how a rank that does not live any more has ended; the launcher's reason replaces that of a closed connection."""
         self.awaited.discard(rank)
         if self._left.get(rank) == pid:
-            if rank in self.returning and rank not in self.ranks:  # its process has ended: it will not return
+            if rank in self.returning and rank not in self.ranks:  # that process has ended: no return
                 self.returning.discard(rank)
                 self.awaited.discard(rank)
                 self.changed = True
@@ -212,7 +212,7 @@ class Membership:
         return self.expected is not None and not self.awaited
 
     def recall(self, deaths: Iterable[Death]) -> None:
-        """Deaths that another coordinator had noted."""
+        """Take over deaths that an earlier coordinator had noted."""
         for death in deaths:
             if death.rank not in self.ranks and self.expected is not None and death.rank in self.expected:
                 self.deaths[death.rank] = death
@@ -232,17 +232,17 @@ class Membership:
             self.changed = self.urgent = True
 
     def release(self, ranks: Iterable[int]) -> None:
-        """These ranks are to be let go."""
+        """Let these ranks go where elastic training lets the world change."""
         self.leaving.update(ranks)
         self.changed = self.urgent = True
 
     @property
     def has_news(self) -> bool:
-        """Whether anybody is to be told of the world, now or later."""
+        """Whether any peer has to get the membership, now or later."""
         return self.changed or self.formed or self.urgent or self._ranks_owed
 
     def audience(self, now: float) -> tuple[int, ...]:
-        """Who is to be told of the world now; to be asked once after each round of events."""
+        """The connections that have to get the membership now. Call it once after each round of events."""
         told: tuple[int, ...] = ()
         if self.changed or self.formed:
             told = (*self.clients, *self.observers)
@@ -256,7 +256,7 @@ class Membership:
         return told
 
     def next_report(self) -> float | None:
-        """When ranks are to be told of what has changed; ``None`` if nothing has."""
+        """When ranks have to get the changed membership; ``None`` if they have it."""
         return self.ranks_told_at + WORLD_INTERVAL if self._ranks_owed else None
 
     def validate(self) -> None:

@@ -1,4 +1,4 @@
-"""Shared memory without a name, so that nothing is left behind however its users end."""
+"""Shared memory without a name, so that nothing is left behind however the processes that use it end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def create_memory(name: str, size: int) -> int:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
-        # A member that truncates it would make the others die of SIGBUS.
+        # Without the seals a member that truncates it would make the others die of SIGBUS.
         fcntl.fcntl(
             descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         )

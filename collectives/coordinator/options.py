@@ -14,21 +14,21 @@ class CoordinatorOptions:
     """Settings of the state.
 
     Attributes:
-        size: Ranks 0 to ``size - 1`` are expected; ``None`` waits for a client's word.
+        size: Ranks 0 to ``size - 1`` are expected; ``None``: a client says which ranks are.
         fusion_threshold: Bytes that are fused into one operation at most; 0 fuses nothing.
         flush_delay: Seconds that what is ready is held for more to fuse with it; 0 executes at once.
         separate_groups: Whether tensors of a group are fused with each other only.
         stall_seconds: After how long (and then how often) a waiting collective is reported; 0 never.
         stall_shutdown: After how long a waiting collective ends its epoch; 0 never.
         failure_grace: Seconds that a plane's failure waits for the news that explains it, a rank's death.
-        dispute_grace: Seconds that ranks which disagree wait for the others, so that all that was asked for is named.
+        dispute_grace: Seconds that ranks which disagree wait for the others, so that the error names all that was asked for.
         history_bytes: Size of the history of events.
         hierarchical_allreduce, hierarchical_allgather: Whether ranks on several hosts work within each host first;
             ``None`` chooses.
         tuning: How to tune the parameters above, or ``None``.
         generation: How many coordinators of these ranks have died before.
         reattach: Seconds that a successor waits for the ranks of its predecessor.
-        pid: Process id that peers are told, or 0.
+        pid: The coordinator's process id, as its welcome tells it to peers, or 0.
         require_encryption: Refuse ranks whose data would travel between hosts in the clear: empty, ``1``, or the networks
             that count as encrypted.
         by_seniority: Whether members of process sets are in the order in which they came into the world, those that came
@@ -59,12 +59,12 @@ class ServerOptions:
     """Settings of the server. Times are in seconds, sizes in bytes.
 
     Attributes:
-        token: What the Hello of a rank must show.
-        client_token: What that of a client must show, which may post cells to ranks; empty admits none.
-        hello_timeout: Time for a stranger to introduce itself, and for a closing one to take what is left.
-        ping_after: Silence after which a peer is asked for a sign of life.
-        dead_after: Silence after which it counts as lost, unless it is a process of this host that runs.
-        backlog_limit: How much may wait for a peer that does not read.
+        token: Secret that the Hello of a rank must show.
+        client_token: Secret that the Hello of a client must show, which may post cells to ranks; empty admits no client.
+        hello_timeout: Time for a stranger to introduce itself, and for the peer of a closing connection to read what is left.
+        ping_after: Silence after which the server asks a peer for a sign of life.
+        dead_after: Silence after which the peer counts as lost, unless it is a process of this host that runs.
+        backlog_limit: Bytes that may wait for a peer that does not read.
         tuning_log: File that samples of the tuner are written to, or empty.
         state: Settings of the state.
     """

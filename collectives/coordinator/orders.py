@@ -1,4 +1,4 @@
-"""From batches that are ready to what each rank is told to execute."""
+"""From batches that are ready to the order that each rank gets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def execute(
     peers: tuple[int, ...],
     outbox: Outbox,
 ) -> None:
-    """Tell all members to execute ``batches``; one message for all whose local ids agree."""
+    """Order all members to execute ``batches``; members whose local ids agree share a message."""
     if len(batches) == 1 and len(batches[0]) == 1:
         (only,) = batches[0]
         if only.agree and not only.extras:  # a short way for the common case
@@ -52,7 +52,7 @@ def execute(
 
 
 def _locals(batch: Sequence[Round], rank: int) -> tuple[int, ...]:
-    """The rank's local ids; what it has none for, having joined, are counted as -1, -2, …"""
+    """The rank's local ids, by round of the batch; rounds for which it has none, since it has joined, count as -1, -2, …"""
     numbers = []
     lacking = 0
     for current in batch:
@@ -66,7 +66,7 @@ def _locals(batch: Sequence[Round], rank: int) -> tuple[int, ...]:
 
 
 def _zeros(batch: Sequence[Round], numbers: tuple[int, ...]) -> tuple[Signature, ...]:
-    """What the numbers below zero stand for."""
+    """The signatures for which the numbers below zero stand."""
     return tuple(
         [current.info.signature for current, number in zip(batch, numbers, strict=True) if number < 0]
     )
@@ -85,10 +85,10 @@ def _tables(batch: Sequence[Round], ranks: tuple[int, ...]) -> tuple[Table, ...]
 
 
 def _payloads(batch: Sequence[Round], ranks: tuple[int, ...]) -> tuple[bytes, ...]:
-    """Every member's tensor, if all came along and nothing was fused with them; those that have joined have zeros."""
+    """Every member's tensor, if all came along and nothing is fused with them; zeros for members that have joined."""
     only = batch[0]
     payloads = only.payloads
-    if only.info.between:  # what the sender has is all there is
+    if only.info.between:  # a message: only the sender has a tensor
         sent = (payloads or {}).get(only.info.signature.root)
         return () if sent is None else (sent,)
     if payloads is None or len(batch) != 1 or len(payloads) + len(only.absent) != len(ranks):

@@ -1,4 +1,4 @@
-"""Ranks whose user looks around there: nobody is late who waits for them, and no clock of a wait runs meanwhile."""
+"""Ranks in which the user looks around: no rank that waits for them is late, and no clock of a wait runs meanwhile."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Pauses:
-    """Who is paused, and since when somebody is.
+    """Which ranks are paused, and since when at least one is.
 
     Attributes:
-        reasons: Why, by rank; empty if nobody is.
+        reasons: Why each of them is paused, by rank; empty if none is.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Pauses:
         return rank in self.reasons
 
     def begin(self, rank: int, reason: str, now: float) -> None:
-        """A rank is paused."""
+        """A rank is paused, for this reason."""
         if not self.reasons:
             self._since = now
         self.reasons[rank] = reason
@@ -43,7 +43,7 @@ class Pauses:
 
 
 def on_paused(state: CoordinatorState, rank: RankPeer, message: m.Paused, now: float) -> None:
-    """A rank stops for its user, or does so for another reason."""
+    """A rank is paused for its user, or goes on to be for another reason."""
     state.pauses.begin(rank.rank, message.reason, now)
     _tell(state)
 
@@ -54,7 +54,7 @@ def on_resumed(state: CoordinatorState, rank: RankPeer, message: m.Resumed, now:
 
 
 def end(state: CoordinatorState, rank: int, now: float) -> None:
-    """A rank is not paused, or not there any more."""
+    """A rank is not paused any more, or gone."""
     if rank not in state.pauses:
         return
     since = state.pauses.end(rank, now)
@@ -74,7 +74,7 @@ def end(state: CoordinatorState, rank: int, now: float) -> None:
 
 
 def told(state: CoordinatorState) -> m.PausedRanks:
-    """Who is paused, as clients are told."""
+    """The message that tells clients which ranks are paused."""
     reasons = state.pauses.reasons
     ranks = tuple(sorted(reasons))
     return m.PausedRanks(ranks, tuple(reasons[rank] for rank in ranks))

@@ -1,4 +1,4 @@
-"""The rounds of a process set that are not over: which they are, whom they wait for, and how that is told."""
+"""The rounds of a process set that are not over: which they are, which ranks they wait for, and how they are reported."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PendingRounds:
         rejections: Submissions that got a verdict, in order.
         conflict: Text of a disagreement that can't be limited to one name, or empty.
         disputes: Incomplete rounds in which ranks disagree, by name, oldest first.
-        joining: The round of those that have joined, or ``None`` if nobody has.
-        debts: Verdicts on what is still to be submitted.
+        joining: The round of the ranks that have joined, or ``None`` if none has.
+        debts: Verdicts on submissions that have not come yet.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -50,10 +50,10 @@ class PendingRounds:
         """Ranks that have joined, lowest first."""
         return () if self.joining is None else tuple(sorted(self.joining.heads))
 
-    # -- who is waited for ----------------------------------------------------------------------------------------
+    # -- which ranks a round waits for ----------------------------------------------------------------------------
 
     def is_complete(self, current: Round) -> bool:
-        """Whether all have submitted it that it concerns and that have not joined."""
+        """Whether all ranks that the round concerns have submitted it, or have joined."""
         joining, heads = self.joining, current.heads
         if current.info.between:
             joined = () if joining is None else joining.heads
@@ -68,7 +68,7 @@ class PendingRounds:
         return self.ranks if joining is None else [rank for rank in self.ranks if rank not in joining.heads]
 
     def missing(self, current: Round) -> tuple[int, ...]:
-        """The ranks that a round waits for. Those that have joined are waited for by each other only."""
+        """The ranks that a round waits for; never one that has joined."""
         wanted = self.ranks if current is self.joining else self.not_joined()
         between = current.info.between
         return tuple(

@@ -11,7 +11,7 @@ from hvdlab.collectives.protocol.messages import Member
 SHM_LIMIT = 1024
 """Ranks of one host that may share a segment: each chunk is divided among them."""
 CUDA_IPC, CUDA_IPC_LIMIT = "cuda/ipc", 64
-"""The plane for GPUs of one host, and how many ranks it has room for: a kernel takes so many addresses."""
+"""The plane for GPUs of one host, and how many ranks it has room for: its kernels take that many addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class PlaneChoice:
     Attributes:
         plane: Name of the plane.
         options: Settings that all members use.
-        memory: Bytes of shared memory that come along, or 0.
+        memory: Bytes of the shared memory that the coordinator hands out with it, or 0.
         notes: Lines for the operator about wishes that could not be met.
         device_planes: Planes for tensors that are not on the host, by device class.
     """
@@ -35,19 +35,19 @@ class PlaneChoice:
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Whether collectives of ranks on several hosts work within each host first; ``None`` leaves it to us."""
+    """Whether collectives of ranks on several hosts work within each host first; ``None`` leaves that to hvdlab."""
 
     allreduce: bool | None = None
     allgather: bool | None = None
 
     @property
     def refused(self) -> bool:
-        """Whether nothing is to be hierarchical."""
+        """Whether the user wants no operation to be hierarchical."""
         return self.allreduce is False and self.allgather is not True
 
     @property
     def flat(self) -> str:
-        """Operations that are not to be hierarchical, separated by commas."""
+        """Operations that the user does not want to be hierarchical, separated by commas."""
         kinds = {"allreduce": self.allreduce, "allgather": self.allgather}
         return ",".join(kind for kind, wanted in kinds.items() if wanted is False)
 
@@ -56,17 +56,18 @@ AUTOMATIC = Hierarchy()
 
 
 def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) -> PlaneChoice:
-    """Choose for these members (in order of rank).
+    """Choose for these members, by position.
 
-    The users' wish comes first; then nothing for one member, shared memory on one host (MPI if all were started by
-    it), and between hosts MPI or Gloo, with shared memory within those hosts that have several members. Beside it there is a
-    plane for each device class that all members offer one for.
+    A plane that users ask for comes first. Otherwise, on one host: MPI if all members offer it, as those of an MPI launcher do; else
+    ``local`` for one member, and shared memory for several (Gloo where that is not possible). Between hosts MPI or Gloo, with shared
+    memory within those hosts that have several members. Beside it there is a plane for each device class for which all members offer
+    one.
     """
     return replace(_choose_host_plane(members, hierarchy), device_planes=_device_planes(members))
 
 
 def _device_planes(members: Sequence[Member]) -> dict[str, str]:
-    """For each device class the first plane that the first member offers, all others have too, and that suits where they are."""
+    """For each device class the first plane that the first member offers, that all others offer, too, and that can connect them."""
     found: dict[str, str] = {}
     for plane in members[0].planes if members else ():
         device, separator, _ = plane.partition("/")
@@ -102,13 +103,13 @@ def _choose_host_plane(members: Sequence[Member], hierarchy: Hierarchy) -> Plane
 
 
 def without_memory(choice: PlaneChoice) -> PlaneChoice:
-    """What takes the place of a choice whose shared memory can't be handed out: the members make it themselves."""
+    """The choice instead of one whose shared memory the coordinator can't hand out: the members make it themselves."""
     note = "; ".join((*choice.notes, "shared memory can't be given to all members; they make it themselves"))
     return PlaneChoice("hierarchical", _layout() | {"note": note}, device_planes=choice.device_planes)
 
 
 def _nests(hosts: Mapping[str, Sequence[Member]], hierarchy: Hierarchy, notes: list[str]) -> bool:
-    """Whether to use shared memory within the hosts. Notes why not, where that was asked for."""
+    """Whether to use shared memory within the hosts. Adds a note with the reason if users asked for it and it is not possible."""
     asked = hierarchy.allreduce or hierarchy.allgather
     reason = _why_flat(hosts)
     if reason and asked:

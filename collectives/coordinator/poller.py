@@ -1,4 +1,4 @@
-"""What the server waits on: descriptors and who is responsible for each."""
+"""What the server waits on: descriptors, and the target that handles each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Watched(Protocol):
 class Poller(Generic[Target]):
     """An epoll set; costs a third of ``selectors`` per wait, which is a good part of a small collective.
 
-    Errors and hang-ups are reported as both readable and writable: whoever reads or writes then meets them.
+    Errors and hang-ups are reported as both readable and writable: the target meets them when it reads or writes.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Poller(Generic[Target]):
         self._epoll.modify(watched.fileno(), events)
 
     def unregister(self, watched: Watched | int) -> None:
-        """Watch no longer; to be called before the descriptor is closed."""
+        """Watch no longer. Must be called before the descriptor is closed."""
         descriptor = watched if isinstance(watched, int) else watched.fileno()
         del self._targets[descriptor]
         self._epoll.unregister(descriptor)
@@ -47,8 +47,8 @@ class Poller(Generic[Target]):
         return iter(list(self._targets.values()))
 
     def wait(self, timeout: float | None) -> list[tuple[Target, int]]:
-        """Wait for at most ``timeout`` seconds (``None``: for ever); who has something to do, and what."""
-        # Rounded up, or else the last fraction of a millisecond would be waited for in a busy loop.
+        """Wait for at most ``timeout`` seconds (``None``: for ever). Returns the targets that have something to do, and what."""
+        # Rounded up, or else the caller would spend the last fraction of a millisecond in a busy loop.
         seconds = -1 if timeout is None else math.ceil(timeout * 1000) / 1000
         targets = self._targets
         return [

@@ -35,13 +35,13 @@ class CoordinatorProcess:
     its sockets can let a successor take over with :meth:`respawn`.
 
     Attributes:
-        address: Where ranks and clients of this host connect (``unix:/path``).
-        tls_address: Where those of other hosts connect (``tls:host:port``), or ``None``.
+        address: Address at which ranks and clients of this host connect (``unix:/path``).
+        tls_address: Address at which those of other hosts connect (``tls:host:port``), or ``None``.
         certificate: PEM text that goes with ``tls_address``, or ``None``.
         token: Secret that the Hello of a rank must show.
         client_token: Secret that the Hello of a client must show. No rank gets to know it.
         pid: Process id; another one after :meth:`respawn`.
-        generation: How many have been there before.
+        generation: How many coordinators have died before this one.
         directory: Its private directory.
     """
 
@@ -49,7 +49,7 @@ class CoordinatorProcess:
         self, process: subprocess.Popen[bytes], launch: Launch, listeners: Listeners, ready: Ready
     ) -> None:
         self._process = process
-        # With the certificate: ranks go on to trust the successor.
+        # With the certificate, so that a successor gets the same one, which ranks trust.
         self._launch = msgspec.structs.replace(launch, certificate=ready.certificate, key=ready.key)
         self._listeners = listeners
         self._changing = threading.Lock()
@@ -72,17 +72,17 @@ class CoordinatorProcess:
         environ: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> CoordinatorProcess:
-        """Start it and wait until it listens.
+        """Start a coordinator and wait until it listens.
 
         Args:
             size: Number of ranks, if known; else a client says which ranks to expect.
             directory: Where to make its private directory; by default the system's temporary directory.
             tcp_host: Address on which it listens for ranks of other hosts (TLS), if any.
             linger: Whether it stays, when its starter has ended, until the last rank has gone.
-            keep: Whether this process keeps its sockets, for :meth:`respawn`. Ranks that lose it then wait for a
-                successor (``HVDLAB_REATTACH`` seconds), else they leave at once.
-            timeout: Seconds.
-            environ: Where users' variables are looked up; by default in this process's environment.
+            keep: Whether this process keeps its sockets, for :meth:`respawn`. Ranks that lose the coordinator then wait for a
+                successor (three times ``HVDLAB_REATTACH`` seconds), else they give up at once.
+            timeout: Seconds that the start may take.
+            environ: Mapping in which users' variables are looked up; by default this process's environment.
             settings: Other fields of :class:`~hvdlab.collectives.coordinator.launch.Launch`, such as
                 ``stall_seconds``; they win over users' variables.
 
@@ -122,12 +122,12 @@ class CoordinatorProcess:
         """Start the successor of a coordinator that another process had started, and that has ended.
 
         Args:
-            launch: What that was started with.
-            listeners: Its sockets; belong to the result then.
-            timeout: Seconds.
+            launch: The settings that the ended coordinator was started with.
+            listeners: Its sockets; they belong to the result then.
+            timeout: Seconds that the start may take.
 
         Raises:
-            StartError: It did not come up; it may be tried again.
+            StartError: The successor did not come up; this may be tried again.
         """
         launch = msgspec.structs.replace(launch, generation=launch.generation + 1, starter=os.getpid())
         process, ready = _launch(launch, listeners, Deadline(timeout))
@@ -147,7 +147,7 @@ class CoordinatorProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether it is there but stopped (SIGSTOP, a debugger), so that nobody gets an answer."""
+        """Whether the process is there but stopped (SIGSTOP, a debugger), so that it answers no peer."""
         return process_state(self.pid) in ("T", "t")
 
     def ending(self) -> str:
@@ -163,17 +163,17 @@ class CoordinatorProcess:
             return f"killed by signal {-status}"
 
     def respawn(self, timeout: float = 10) -> None:
-        """Start a successor on the same sockets, with the same tokens and certificate; what is left of this one is killed.
+        """Kill what is left of this coordinator and start a successor on the same sockets, with the same tokens and certificate.
 
         Ranks and clients that have lost the connection find the successor at the same addresses. It knows nothing
         but what they tell it.
 
         Args:
-            timeout: Seconds.
+            timeout: Seconds that the start may take.
 
         Raises:
             InvalidRequestError: It was started without ``keep``.
-            StartError: The successor did not come up, or :meth:`close` was called; it may be tried again.
+            StartError: The successor did not come up, and this may be tried again; or :meth:`close` was called.
         """
         if not self._launch.keeps:
             raise InvalidRequestError(
@@ -184,17 +184,17 @@ class CoordinatorProcess:
             if self._closed:
                 raise StartError("The coordinator was closed.")
             self._process.kill()
-            self._process.wait()  # before its lifeline is cut, or else it might remove the directory
+            self._process.wait()  # before its lifeline is cut: at the end of that it might remove the directory
             _end(self._process, 0)
             launch = msgspec.structs.replace(self._launch, generation=self._launch.generation + 1)
             self._process, _ = _launch(launch, self._listeners, deadline)
             self._launch = launch
 
     def release(self, timeout: float = 0.2) -> None:
-        """Leave it to itself: one that lingers ends after the last rank, any other now. Idempotent.
+        """Leave the process to itself: one that lingers ends after the last rank, any other now. Idempotent.
 
         Args:
-            timeout: Seconds to wait for it to end, so that no zombie is left if it does at once.
+            timeout: Seconds to wait for its end, so that no zombie is left if it ends at once.
         """
         self._listeners.close()
         _cut_lifeline(self._process)
@@ -209,11 +209,11 @@ class CoordinatorProcess:
         """End the process and remove what it may have left. Idempotent.
 
         Args:
-            timeout: Seconds that it is given to end by itself before it is killed.
+            timeout: Seconds that it has to end by itself before it is killed.
         """
         with self._changing:
             self._closed = True
-            # First, or else those that lose it would wait for a successor.
+            # First, or else ranks that lose the coordinator would wait for a successor.
             self._listeners.close()
             _end(self._process, timeout)
         _remove(self.directory)
@@ -226,7 +226,7 @@ class CoordinatorProcess:
 
 
 def _remove(directory: Path) -> None:
-    """Remove our directory; where no file can be opened, at least if there is nothing but a socket in it."""
+    """Remove the private directory. Where this process can open no file any more, that works if only a socket is in it."""
     shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():
         with contextlib.suppress(OSError):
@@ -235,7 +235,7 @@ def _remove(directory: Path) -> None:
 
 
 def _private_directory(parent: Path | None) -> Path:
-    """A new directory for us alone, with a path that leaves room for a socket's name."""
+    """A new directory that only this user may enter, with a path that leaves room for a socket's name."""
     candidates = [parent] if parent is not None else [Path(tempfile.gettempdir()), Path("/tmp")]
     for candidate in candidates:
         if len(os.fsencode(candidate)) + _NAME_LENGTH <= UNIX_PATH_LIMIT:

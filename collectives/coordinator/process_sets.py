@@ -18,7 +18,7 @@ WORLD = 0
 OPEN, SWITCHING, ENDED = range(3)
 
 PAST_STORES = 4
-"""Former epochs of a process set whose rendezvous goes on."""
+"""Former epochs of a process set whose rendezvous stores are kept."""
 
 
 class ProcessSet:
@@ -30,16 +30,16 @@ class ProcessSet:
         phase: ``OPEN``; ``SWITCHING`` (an orderly change is due: what executes is finished); or ``ENDED`` (aborted).
             In the latter two ``epoch`` is the one that ``Configure`` will name.
         members: Ranks, by position. peers: their connections, by position.
-        next_members: Ranks that the epoch that is due is for (those of them that live); ``None`` if none is due.
+        next_members: Ranks of the epoch that is due (those of them that live then); ``None`` if none is due.
         gone: Members that said Bye. The first collective after that ends the epoch.
-        former: Ranks that a change in order left out and that are still connected, with their connections and their
-            last epochs: they may be needed to finish what those execute.
+        former: Ranks that an orderly change left out and that are still connected, with their connections and their
+            last epochs: members may need them to finish what they still execute of those epochs.
         aborted: The newest epoch of which nothing is executed any more.
         declined: Epoch and number of the latest request on the board that members were asked to decline.
         matcher, store, sequence: State of this epoch.
-        past_stores: Stores of former epochs, in which some may still be finding each other to finish what they execute.
+        past_stores: Stores of former epochs, in which ranks may still be finding each other to finish what they execute.
         failure: (when, rank, text) of a plane's failure that is about to end the epoch.
-        past_failure: (when, epoch, rank, text) of one that is about to end what is executed of a former epoch.
+        past_failure: (when, epoch, rank, text) of a plane's failure that is about to end what is executed of a former epoch.
     """
 
     __slots__ = (
@@ -66,9 +66,9 @@ class ProcessSet:
         self.past_stores: dict[int, Store] = {}
 
     def plane_failed_before(self, due: float, epoch: int, rank: int, text: str) -> None:
-        """The plane of a former epoch failed on a rank; ``due`` is when what is still executed of it ends.
+        """The plane of a former epoch failed on a rank; ``due`` is when to end what is still executed of that epoch.
 
-        That ends what is executed of all epochs before it as well, so of several failures the latest epoch's is kept.
+        That ends what is executed of all earlier epochs as well, so of several failures that of the latest epoch is kept.
         """
         known = self.past_failure
         if known is None or epoch > known[1]:
@@ -102,7 +102,7 @@ class ProcessSets:
         self._by_seniority = by_seniority
         self._next_id = 1
         self._anew = False  # whether the world was made anew since the last set was added
-        # Of sets in this world, and in those before it.
+        # The first epoch that a set of this world gets, and the last that any removed set had.
         self._first_epoch, self._last_epoch = first_epoch, first_epoch - 1
 
     def __iter__(self) -> Iterator[ProcessSet]:
@@ -115,7 +115,7 @@ class ProcessSets:
     # -- ends of epochs -------------------------------------------------------------------------------------------
 
     def abort(self, ps: ProcessSet, kind: CauseKind, ranks: Iterable[int], text: str, site: str = "") -> None:
-        """End the epoch: everything pending fails on every member. Without effect between epochs."""
+        """End the epoch: everything pending fails on every member. Without effect if it was aborted and the next has not begun."""
         if ps.phase == ENDED:
             return
         old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
@@ -126,12 +126,12 @@ class ProcessSets:
     def abort_past(
         self, ps: ProcessSet, epoch: int, kind: CauseKind, ranks: Iterable[int], text: str, site: str = ""
     ) -> None:
-        """End what is still executed of the epochs up to this one, which were changed over from in order."""
+        """End what is still executed of the epochs up to ``epoch``, which ended in order."""
         if ps.aborted < epoch < ps.epoch:
             self._tell(ps, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
 
     def _tell(self, ps: ProcessSet, abort: Abort) -> None:
-        """Send an abort to members that live, and to those who may be in the middle of something with them."""
+        """Send an abort to members that live, and to former members that may be executing something with them."""
         ps.aborted = abort.epoch
         ps.past_stores = {epoch: store for epoch, store in ps.past_stores.items() if epoch > abort.epoch}
         self._outbox.send(self._living_peers(ps), abort)
@@ -142,8 +142,8 @@ class ProcessSets:
                 del ps.former[rank]
 
     def switch(self, ps: ProcessSet, members: tuple[int, ...]) -> None:
-        """Change over to new members in order: what was told to execute is finished in the old epoch, what is
-        pending is announced again by the ranks in the new one."""
+        """Change over to new members in order: ranks finish in the old epoch what they were ordered to execute, and announce
+        again in the new one what is pending."""
         ps.next_members = members
         if ps.phase == OPEN:
             self._end(ps, SWITCHING)
@@ -152,7 +152,7 @@ class ProcessSets:
         if ps.phase == OPEN:
             if phase == SWITCHING:
                 if ps.failure is not None:
-                    # What the members execute can't come to its end, although the epoch is changed over from in order.
+                    # What the members execute can't come to its end, although the epoch ends in order.
                     due, rank, text = ps.failure
                     ps.plane_failed_before(due, ps.epoch, rank, text)
                 ps.past_stores[ps.epoch] = ps.store
@@ -166,7 +166,7 @@ class ProcessSets:
     # -- beginnings -----------------------------------------------------------------------------------------------
 
     def add(self, ranks: tuple[int, ...]) -> ProcessSet:
-        """A new process set, configured at once. Ids begin anew with the world; with its epoch each is still unique."""
+        """Add a process set, and configure it at once. Ids begin anew with a new world; together with the epoch each is unique."""
         if self._anew and len(self.by_id) == 1:
             self._next_id, self._first_epoch = 1, self._last_epoch + 1
         self._anew = False
@@ -180,12 +180,12 @@ class ProcessSets:
         return ps
 
     def restore(self, sets: Mapping[int, tuple[int, ...]], last_id: int, epoch: int) -> None:
-        """Take over sets of a coordinator that died, with those members that are here; they are configured next.
+        """Take over the process sets of a coordinator that died, with those members that are here; they are configured next.
 
         Args:
-            sets: Members by id.
-            last_id: Highest id that was given.
-            epoch: The first that was not used.
+            sets: Members of each set, by id.
+            last_id: The highest id that was given.
+            epoch: The first epoch that was not used.
         """
         ranks = self._membership.ranks
         self._next_id = max(self._next_id, last_id + 1)
@@ -252,7 +252,7 @@ class ProcessSets:
     def _in_order(self, ps: ProcessSet, entering: Iterable[int]) -> tuple[int, ...]:
         """The members of the epoch that is due, by position.
 
-        By seniority, those that were there before keep their order and newcomers come behind them, also one that has
+        With ``by_seniority``, ranks that were members before keep their order and newcomers come behind them, also one that has
         the number of a rank that was lost.
         """
         members = sorted(entering)
@@ -261,13 +261,13 @@ class ProcessSets:
         if ps is not self.world:
             places = {rank: place for place, rank in enumerate(self.world.members)}
             return tuple(sorted(members, key=lambda rank: places.get(rank, len(places))))
-        # Of a world that was restored nothing is known but the members that are due, in their order.
+        # A restored world has no members before; the order is that of the members that are due.
         before = ps.members or ps.next_members or ()
         old = [rank for rank in before if rank in members and self._membership.ranks[rank].peer in ps.peers]
         return (*old, *(rank for rank in members if rank not in old))
 
     def _may_enter(self, ps: ProcessSet, rank: int) -> bool:
-        """Whether a rank lives and knows of the set: it may have come back since, as a member of nothing."""
+        """Whether a rank lives and knows of the set: one that has left and come back on a new connection is a member of nothing."""
         peer = self._membership.ranks.get(rank)
         if peer is None or peer.leaving:
             return False

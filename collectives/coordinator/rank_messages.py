@@ -28,7 +28,7 @@ Reaction = Callable[["CoordinatorState", RankPeer, Any, float], None]
 
 
 def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float) -> None:
-    """A rank leaves in order. Others that wait are told; otherwise the set goes on until it is used again."""
+    """A rank leaves in order. If others wait in a process set, its epoch ends; otherwise the set goes on until it is used again."""
     sets = state.sets.containing(rank.rank)
     past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
     depart(state, rank, now)
@@ -41,7 +41,7 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
             continue
         ps.gone.add(rank.rank)
         if ps.declined[0] == ps.epoch:
-            # Somebody has waited at the board, perhaps still does, and this rank may have left before it had the board.
+            # A member has waited at the board, and may still do; this rank may have left before it had mapped the board.
             _count_out(state, ps, m.DeclinePost(ps.id, *ps.declined))
         if len(ps.gone) == len(ps.members):
             state.sets.switch(ps, ())
@@ -68,7 +68,7 @@ def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: 
     if ps is not None and defined is not None:
         report = ps.matcher.cancel(rank.rank, defined, message.later, now)
     if ps is None or report is None:
-        # It was ordered meanwhile: the other rank may be in the middle of it.
+        # The coordinator has ordered the message meanwhile: the other rank may be in the middle of it.
         why = message.kind, message.text, message.site
         _on_withdraw(state, rank, m.Withdraw(message.process_set, message.epoch, *why), now)
         return
@@ -80,10 +80,10 @@ def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: 
 
 
 def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.DeclinePost, now: float) -> None:
-    """Passed on to those that may have to decline."""
+    """Pass the request on to the members that may have to decline."""
     ps = state.open_set(rank, message)
     if ps is not None and ps.gone:
-        # Who has left declines everything, but it may have left before it had a board.
+        # A rank that has left has declined everything for good, but perhaps it left before it had mapped the board.
         left = tuple(sorted(ps.gone))
         state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
         return
@@ -104,7 +104,7 @@ def _on_board_missing(state: CoordinatorState, rank: RankPeer, message: m.BoardM
 def _count_out(
     state: CoordinatorState, ps: ProcessSet, message: m.DeclinePost, *, without: int | None = None
 ) -> None:
-    """Pass the message on to all that may be at that board, and say which of their processes are there, ``without`` this one."""
+    """Pass the message on to all ranks that may be at that board, with the process ids of those that are there, but ``without``."""
     there = {*ps.peers, *(peer for peer, _ in ps.former.values())}
     ranks = [other for other in state.membership.ranks.values() if other.peer in there]
     told = tuple(sorted(other.peer for other in ranks))
@@ -117,7 +117,7 @@ def _past_set(
     rank: RankPeer,
     message: m.Withdraw | m.DeclinePost | m.BoardMissing | m.PlaneFailed | m.StoreSet | m.StoreGet,
 ) -> ProcessSet | None:
-    """The process set that a message is about, if it is of an epoch before: some may still be executing in that."""
+    """The process set of a message of an earlier epoch, in which ranks may still be executing; else ``None``."""
     ps = state.sets.by_id.get(message.process_set)
     if ps is None or message.epoch >= ps.epoch or not (rank.rank in ps.members or rank.rank in ps.former):
         return None
@@ -125,7 +125,7 @@ def _past_set(
 
 
 def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFailed, now: float) -> None:
-    """A plane often fails because a member died; its connection's end is the better explanation, if it comes."""
+    """Note that a plane failed. Often that is because a member died; the end of its connection explains it better, if it comes in time."""
     ps = state.open_set(rank, message)
     if ps is not None and ps.failure is None:
         ps.failure = (now + state.options.failure_grace, rank.rank, message.text)
@@ -157,7 +157,7 @@ def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, no
 
 
 def _store(state: CoordinatorState, rank: RankPeer, message: m.StoreSet | m.StoreGet) -> Store | None:
-    """The store that a message is about: of this epoch, or of one that was changed over from in order."""
+    """The store that a message is about: of this epoch, or of an earlier one that ended in order."""
     ps = state.open_set(rank, message)
     if ps is not None:
         return ps.store
@@ -207,7 +207,7 @@ def _on_duplicate(state: CoordinatorState, rank: RankPeer, message: m.Duplicate,
 
 
 def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now: float) -> None:
-    # What is no number of seconds is none that anything could be reckoned with.
+    # NaN and infinity can't be subtracted from a time.
     seconds = message.seconds if math.isfinite(message.seconds) else 0.0
     wait = Wait(message.process_set, message.epoch, message.local, now - max(0.0, seconds))
     over = message.local < 0

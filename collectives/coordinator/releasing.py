@@ -1,4 +1,4 @@
-"""The end of a round for a process set: what is ready is released, what failed is told, who waits in vain is freed."""
+"""The end of a round of events for a process set: ready rounds are released, verdicts are sent, ranks that wait in vain are freed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def decide(state: CoordinatorState, ps: ProcessSet) -> None:
-    """Say what has become of the submissions of an open epoch."""
+    """Release the ready rounds of an open epoch, and send the verdicts, in order."""
     matcher = ps.matcher
     if matcher.conflict:
         state.sets.abort(ps, CauseKind.MISMATCH, (), matcher.conflict)
@@ -54,7 +54,9 @@ def run(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> Non
 def _run_messages(
     state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round], between: tuple[int, ...]
 ) -> None:
-    """Only the two hear of it. The order that all of these have on each rank is the same, so no two wait for each other."""
+    """Order messages from the two ranks that they go between. All messages have the same order on every rank, so no two ranks
+    wait for each other.
+    """
     ps.sequence += 1
     two = [(rank, peer) for rank, peer in zip(ps.members, ps.peers, strict=True) if rank in between]
     ranks, peers = zip(*two, strict=True)
@@ -76,7 +78,7 @@ def _run_together(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Roun
 
 
 def free_from_idle(state: CoordinatorState, now: float) -> None:
-    """End what others wait for and ranks without a cell will not submit."""
+    """End the collectives that other ranks wait in and that ranks without a cell will not submit."""
     idle = state.cells.idle - state.pauses.reasons.keys()
     for ps in list(state.sets):
         if ps.matcher.debts:
@@ -95,7 +97,7 @@ def free_from_idle(state: CoordinatorState, now: float) -> None:
 
 
 def _free_messages(state: CoordinatorState, ps: ProcessSet, idle: AbstractSet[int], now: float) -> None:
-    """End the messages that ranks without a cell will not send or receive. They concern nobody else, so the epoch goes on."""
+    """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
     vain = {
         current.info.name: absent
         for current, missing in ps.matcher.waiting()
@@ -110,7 +112,7 @@ def _free_messages(state: CoordinatorState, ps: ProcessSet, idle: AbstractSet[in
 
 
 def end_disputes(state: CoordinatorState, now: float) -> bool:
-    """Give verdicts where ranks disagree and the others have had their time to say what they want.
+    """Give verdicts where ranks disagree and the others have had their time to submit theirs.
 
     Returns whether any was given.
     """
@@ -128,7 +130,7 @@ def end_disputes(state: CoordinatorState, now: float) -> bool:
 
 
 def _reject(state: CoordinatorState, ps: ProcessSet, rejected: Iterable[Rejection]) -> None:
-    """Tell verdicts; ranks that are told the same share a message."""
+    """Send verdicts; ranks that get the same share a message."""
     peers = dict(zip(ps.members, ps.peers, strict=True))
     locals: dict[tuple[Verdict, int], list[int]] = {}
     for _, rank, local, verdict in rejected:
@@ -141,7 +143,7 @@ def _reject(state: CoordinatorState, ps: ProcessSet, rejected: Iterable[Rejectio
 
 
 def _release(state: CoordinatorState, ps: ProcessSet, ready: Sequence[Round]) -> None:
-    """Release rounds in order; those that change process sets stand between the others."""
+    """Release rounds in order; a round that changes process sets is released alone, between those before and after it."""
     plain: list[Round] = []
     for current in ready:
         if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:

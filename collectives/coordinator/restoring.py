@@ -1,8 +1,8 @@
-"""A successor's first task: to have the world of the coordinator that died, from what its ranks and its client tell.
+"""A successor's first task: to restore the world of the coordinator that died, from what its ranks and its client tell.
 
-Nothing is decided before all have come that lived when it died: collectives of some would else wait for others that are
-on their way, or fail for their absence. Who has not come after a while is dead. Process sets keep their ids; epochs go
-on above all that were, so that what was said to the dead coordinator, or by it, can't be taken for news.
+The successor decides nothing before all ranks have come that lived when the other one died: collectives of some would else wait for
+ranks that are on their way, or fail for their absence. A rank that has not come after a while counts as dead. Process sets keep their
+ids; epochs go on above all that were, so that no message to or from the dead coordinator can be taken for a new one.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.state import CoordinatorState
 
 EPOCHS = 1 << 20
-"""Distance of the first epochs of two generations."""
+"""Distance between the first epochs of two generations of the coordinator."""
 
 REMEMBERED = 4096
-"""Ends of cells that are remembered, in case the client takes them for running."""
+"""Ends of cells that are remembered, in case the client tells that they still run."""
 
 
 class Restoring:
-    """What has been told so far.
+    """What ranks and the client have told so far.
 
     Args:
         generation: How many coordinators have died before this one.
-        seconds: How long those that lived then are waited for.
+        seconds: How long to wait for the ranks that lived then.
 
     Attributes:
-        active: Whether somebody is still awaited. Until then no process set has an epoch.
+        active: Whether the world is still being restored. Until it is, no process set has an epoch.
         due: When waiting is over at the latest; ``None`` until the first event.
         recalled: Whether a client has told what it knew.
     """
@@ -44,16 +44,16 @@ class Restoring:
         self.recalled = False
         self.seconds = seconds
         self.resumed: dict[int, m.Resume] = {}
-        self.alive: dict[int, int] = {}  # pid, or 0, of ranks that lived, as far as anybody has said
+        self.alive: dict[int, int] = {}  # pid, or 0, of ranks that lived, as ranks and the client say
         self.cells: tuple[tuple[str, tuple[int, ...]], ...] = ()
         self.ran_in: dict[int, int] = {}  # the processes that the client knew then
         self.renewed: set[int] = set()  # ranks that another process has come for meanwhile
         self.ended: dict[
             tuple[str, int], None
-        ] = {}  # cells, with ranks that have said that they ended; the newest
+        ] = {}  # the newest (cell, rank) of which the rank has said that the cell has ended
 
     def begin(self, now: float) -> None:
-        """Something happens for the first time."""
+        """Start the clock at the first event."""
         if self.active and self.due is None:
             self.due = now + self.seconds
 
@@ -64,10 +64,10 @@ class Restoring:
             self.alive.setdefault(other, 0)
 
     def cell_ended(self, cell: str, rank: int) -> None:
-        """A cell has ended on a rank, which the client need not know yet, even if it told already what it knew.
+        """A cell has ended on a rank. The client may not know that yet, even if it has told already what it knows.
 
-        A connection that the client has given up may be read first, so it can tell twice; and one that was lost while
-        the coordinator lived may have taken the news with it.
+        The coordinator may first read a connection that the client has given up, so the client can tell twice; and a connection that
+        was lost while the coordinator lived may have taken the news of the end with it.
         """
         self.ended[cell, rank] = None
         if len(self.ended) > REMEMBERED:
@@ -86,7 +86,7 @@ class Restoring:
 
 
 def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: float) -> None:
-    """A rank that knew another coordinator; one that comes when the world is there is like any newcomer."""
+    """A rank that knew an earlier coordinator tells what it knows. If the world is there already, the rank is like any newcomer."""
     for cell, error in message.ended:
         if rank.tracked:
             state.restoring.cell_ended(cell, rank.rank)
@@ -106,7 +106,7 @@ def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: f
 
 
 def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float) -> None:
-    """The client tells what it had from the coordinator before, or from this one over another connection."""
+    """The client tells what it knows from the coordinator before, or from this one over another connection."""
     for death in message.deaths:
         back = state.membership.ranks.get(death.rank)
         if back is not None and back.pid == death.pid:  # the others have gone on without it
@@ -127,7 +127,7 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
 
 
 def end_wait(state: CoordinatorState, now: float) -> None:
-    """Restore the world if everybody has come, or waiting has lasted long enough."""
+    """Restore the world if all awaited ranks have come, or waiting has lasted long enough."""
     restoring, membership = state.restoring, state.membership
     missing = restoring.awaited(membership)
     if restoring.due is None or now < restoring.due:
@@ -161,7 +161,7 @@ def _restore_sets(state: CoordinatorState) -> None:
         members = tuple(rank for rank in known.ranks if rank in restoring.resumed)
         if members and _stands(known, members, restoring):
             kept[id] = members
-            # Who was cut off when the others went on without it is no member any more, and must not wait to be one.
+            # A rank that was cut off when the others went on without it is no member any more, and must not wait to be one.
             former = [r for r, said in restoring.resumed.items() if r not in members and _is_in(said, id, r)]
             state.outbox.send(tuple(state.membership.ranks[r].peer for r in former if id > 0), m.Dissolve(id))
         else:
@@ -170,7 +170,7 @@ def _restore_sets(state: CoordinatorState) -> None:
     last_set = max((said.last_set for said in restoring.resumed.values()), default=0)
     state.sets.restore(kept, last_set, max((known.epoch for known in newest.values()), default=0) + 1)
     if newest and not restoring.recalled:
-        # Who was expected and did not live by then is not on its way.
+        # An expected rank that did not live when the coordinator died is not on its way.
         state.membership.awaited &= restoring.alive.keys()
 
 
@@ -179,7 +179,7 @@ def _is_in(said: m.Resume, id: int, rank: int) -> bool:
 
 
 def _stands(known: m.KnownSet, members: tuple[int, ...], restoring: Restoring) -> bool:
-    """Whether a process set is there for all its members, and no rank was about to add or remove it."""
+    """Whether all members of a process set have it, and no rank was about to add or remove it."""
     if known.id == 0:
         return True
     having = {rank for rank, said in restoring.resumed.items() if any(k.id == known.id for k in said.sets)}
@@ -192,12 +192,12 @@ def _stands(known: m.KnownSet, members: tuple[int, ...], restoring: Restoring) -
 
 
 def _begin_cells(state: CoordinatorState) -> None:
-    """Cells that the client knows to run, on those ranks that have not said that they ended."""
+    """Count the cells that the client knows to run as running, on the ranks that have not said that they ended."""
     restoring, ranks = state.restoring, state.membership.ranks
     for cell, on in restoring.cells:
         for rank in on:
             there = rank in ranks and ranks[rank].tracked and rank not in restoring.renewed
-            # A connection that the client has given up may be read late, and speak of a process that died since then.
+            # A connection that the client has given up may be read late, and name a process that has died since then.
             same = there and restoring.ran_in.get(rank, ranks[rank].pid) == ranks[rank].pid
             if same and (cell, rank) not in restoring.ended:
                 state.cells.begin(cell, rank)

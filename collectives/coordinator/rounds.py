@@ -16,10 +16,10 @@ class Round:
 
     Attributes:
         info, local: Signature and local id of the first submission.
-        agree: Whether all members have submitted it, under the same local id.
-        heads: What each rank has submitted.
-        extras: Numbers that differ between ranks, where there are any.
-        payloads: Small tensors that came along.
+        agree: Once it is complete, whether all members have submitted it under the same local id.
+        heads: What each rank has submitted, by rank.
+        extras: The numbers that came along and may differ between ranks, by rank; ``None`` if there are none.
+        payloads: Small tensors that came along, by rank; ``None`` if there are none.
         behind: Later submissions of the same name, oldest first; ``None`` if there never were any.
         since: When the first submission came.
         reported: How often it was reported as stalled.
@@ -48,7 +48,7 @@ class Round:
 def report_round(
     current: Round, missing: tuple[int, ...], joined: tuple[int, ...] = (), *, all_sites: bool = True
 ) -> AbortedCollective:
-    """A round in the words of the protocol."""
+    """A round as messages report it."""
     waited = tuple(sorted(current.heads))
     shown = waited if all_sites else waited[:1]
     sites = tuple(current.heads[rank].site for rank in shown)
@@ -56,7 +56,7 @@ def report_round(
 
 
 def parties_of(heads: dict[int, Defined]) -> tuple[Party, ...]:
-    """Ranks by what they asked for; the site is that of the lowest rank."""
+    """The ranks, grouped by what they asked for; each group's site is that of its lowest rank."""
     groups: dict[Interned, list[int]] = {}
     for rank in sorted(heads):
         groups.setdefault(heads[rank].info, []).append(rank)

@@ -1,7 +1,7 @@
 """The shell around the coordinator's state: sockets, clock and one poller.
 
-Everything waits in one call; its timeout is the next thing that is due, so an idle job wakes up for
-heartbeats only.
+The server waits for everything in one call; its timeout is the time of the next thing that is due, so the coordinator of an idle
+job wakes up for heartbeats only.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from hvdlab.collectives.visible import visible
 LONGEST_LINE = 4000
 """Characters of a line of the log."""
 _ACCEPT_AGAIN = 0.2
-"""Seconds to wait when there are no descriptors for newcomers."""
+"""Seconds until the server accepts again after it had no descriptor left for a new connection."""
 
 
 def log_to_stderr(text: str) -> None:
-    """One line for the operator, whatever is in it."""
+    """Write one line for the operator, with anything unusual in it escaped."""
     print(f"hvdlab coordinator: {visible(text, LONGEST_LINE)}", file=sys.stderr, flush=True)
 
 
 def drop(text: str) -> None:
-    """Nobody wants to know."""
+    """Drop a line of the log."""
 
 
 def log_to_file(path: str) -> Callable[[str], None]:
@@ -67,13 +67,13 @@ def log_to_file(path: str) -> Callable[[str], None]:
 
 
 class Server:
-    """Serves listeners until told to stop.
+    """Serves listeners until it is stopped.
 
     Args:
         options: Settings.
         log: Takes warnings for the operator.
-        note: Takes what happened in the ordinary course of things, deaths included, which peers are told anyway.
-        memory: Creates shared memory; tests let it fail.
+        note: Takes lines about ordinary events, deaths included, of which the server tells its peers anyway.
+        memory: Creates shared memory, as :func:`create_memory` does; tests let it fail.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class Server:
         self._poller.register(listener, READ, lambda: self._accept(listener, context))
 
     def stop_at_end_of(self, descriptor: int, *, linger: bool = False) -> None:
-        """Stop once this descriptor reports end of file: the one who started us is gone.
+        """Stop once this descriptor reports end of file: the starter has ended.
 
         Args:
-            descriptor: Its lifeline, or its process descriptor.
-            linger: Serve on until nobody is connected.
+            descriptor: The starter's lifeline, or its process descriptor.
+            linger: Serve on until no rank or client is connected.
         """
         self._poller.register(descriptor, READ, lambda: self._read_lifeline(descriptor, linger))
 
@@ -135,7 +135,7 @@ class Server:
     def _read_lifeline(self, descriptor: int, linger: bool) -> None:
         with contextlib.suppress(
             OSError
-        ):  # a process descriptor has nothing to read; being readable is its news
+        ):  # a process descriptor has nothing to read; that it is readable means that the process has ended
             if os.read(descriptor, 4096):
                 return
         if not linger:
@@ -186,7 +186,7 @@ class Server:
             connections.sweep(now, events)
         if now >= self._due:
             events.append(Tick())
-        # The sweep's questions may have been too much for who does not read.
+        # The sweep's pings may have been too much for a peer that does not read.
         events, connections.lost = events + connections.lost, []
         while events:
             self._perform(self.state.handle_all(events, now))
@@ -208,7 +208,7 @@ class Server:
             sock.setblocking(False)
             if context is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.getpeername()  # who was gone before it was accepted can't be wrapped
+                sock.getpeername()  # a connection that ended before it was accepted can't be wrapped
                 sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
             self.connections.turned_away.tell(f"a connection is closed: {error}")
@@ -217,7 +217,7 @@ class Server:
         self.connections.add(sock)
 
     def _make_room(self, listener: socket.socket, context: ssl.SSLContext | None, error: OSError) -> None:
-        """No descriptor is left: one that keeps its silence gives its place up; else newcomers have to wait."""
+        """No descriptor is left: close the oldest stranger that has not said Hello; if there is none, newcomers have to wait."""
         if self.connections.drop_oldest_stranger():
             return
         self.connections.turned_away.tell(f"could not accept a connection: {error}")
@@ -255,7 +255,7 @@ class Server:
             return "the token is wrong"
         if hello.role != role and not (
             role == "rank" and hello.role == "observer"
-        ):  # or else a rank, and all that sees its environment, could post cells
+        ):  # or else a rank, and any process that sees its environment, could post cells
             return f"its token is that of a {role}, and it wants to be a {hello.role[:20]!r}"
         if hello.version != PROTOCOL_VERSION:
             return f"version {hello.version} of the protocol is not spoken here, but {PROTOCOL_VERSION}"
@@ -320,9 +320,9 @@ class Server:
                 self._write_tuning(effect.line)
 
     def _send_roster(self, message: Message, told: Iterable[Connection], descriptor: int = -1) -> None:
-        """Send a message with lists of ranks, as short as it may be for each of these connections."""
+        """Send a message with lists of members, without the descriptions that each of these connections has got before."""
         self._members.add(message)
-        frames: dict[int, tuple[bytes, int]] = {}  # by what a connection knows
+        frames: dict[int, tuple[bytes, int]] = {}  # by ``members_told`` of a connection
         for connection in told:
             known = connection.members_told
             if known not in frames:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def change_sets(state: CoordinatorState, ps: ProcessSet, current: Round) -> None:
-    """All members agree to add or remove a process set."""
+    """All members have submitted that a process set is added or removed: do it, or refuse it on all."""
     signature = current.info.signature
     if signature.kind == OpKind.ADD_PROCESS_SET:
         _add_set(state, ps, current, tuple(sorted(set(signature.ranks))))
@@ -49,7 +49,7 @@ def _add_set(state: CoordinatorState, ps: ProcessSet, current: Round, ranks: tup
 
 
 def _find_set(state: CoordinatorState, signature: m.Signature) -> ProcessSet | None:
-    """The process set to remove: by number in ``root``, or else by its ranks."""
+    """The process set to remove: by its id in ``root``, or else by its ranks."""
     if signature.root > 0:
         return state.sets.by_id.get(signature.root)
     for ps in state.sets:
@@ -83,7 +83,7 @@ def _plane_failure(rank: int, text: str) -> str:
 
 def end_deadlock(state: CoordinatorState) -> None:
     """End the epochs in which ranks wait for each other."""
-    # Where a user looks around, things are not stuck: what is typed there may be what others wait for.
+    # A rank in which the user looks around is not stuck: what the user types there may be what others wait for.
     ranks = {rank: peer for rank, peer in state.membership.ranks.items() if rank not in state.pauses}
     idle = state.cells.idle - state.pauses.reasons.keys()
     stuck = find_deadlock(state.sets.by_id, ranks, idle)

@@ -19,9 +19,9 @@ class Interned:
     Attributes:
         references: How many definitions use it.
         group: Equal for the tensors that are released together; empty for one that stands alone.
-        fuse_key: Equal for allreduces that may be one operation; ``None`` for what is never fused.
+        fuse_key: Equal for allreduces that may be one operation; ``None`` for collectives that are never fused.
         nbytes: Size of the tensor in bytes, for the fusion threshold.
-        between: The two ranks that a message goes between; empty for what concerns all members.
+        between: The two ranks that a message goes between; empty for a collective of all members.
     """
 
     __slots__ = (
@@ -34,7 +34,7 @@ class Interned:
         self.kind = signature.kind
         two = signature.kind == OpKind.SENDRECV and len({*signature.ranks}) == len(signature.ranks) == 2
         self.between = signature.ranks if two else ()
-        # Ranks don't put a message into a group; a peer that says so all the same must not have others wait for the rest of it.
+        # Ranks never put a message into a group. If a peer does, the group is ignored: others must not wait for the rest of it.
         grouped = signature.group_size > 0 and not self.between
         self.group = f"{signature.group_size}:{signature.group}" if grouped else ""
         self.group_size = signature.group_size
@@ -97,7 +97,7 @@ class SignatureTable:
 
 
 def _comparable(signature: Signature) -> Signature:
-    """The same, but with ``math.nan`` for a factor that is NaN: it equals itself, as no other NaN does.
+    """The same, but with the object ``math.nan`` for a factor that is NaN: a dict finds that again, as it finds no other NaN.
 
     A factor such as 1 / loss is NaN on all ranks once the training has diverged, which is no disagreement.
     """
@@ -127,7 +127,7 @@ def kind_label(kind: int) -> str:
 
 
 def describe(signature: Signature, *, device: bool = False) -> str:
-    """A request in words, such as ``allreduce float32[10, 4] sum``; with the device if that is the host, too, if wanted."""
+    """A request in words, such as ``allreduce float32[10, 4] sum``. Names the device if it is not the host, or if ``device`` is true."""
     kind = signature.kind
     words = [kind_label(kind)]
     if kind in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET):

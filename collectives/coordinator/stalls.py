@@ -1,4 +1,4 @@
-"""Collectives that wait for long: they are reported, and in the end given up if that is wanted."""
+"""Collectives that wait for long: the coordinator reports them, and in the end gives them up if the options say so."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Stalls:
-    """When to look for what waits for long, and what to do about it.
+    """When to look for collectives that wait for long, and what to do about them.
 
     Args:
-        every: Seconds after which, and then how often, it is reported; 0 never.
+        every: Seconds after which, and then how often, one is reported; 0 never.
         shutdown: Seconds after which its epoch ends; 0 never.
 
     Attributes:
@@ -47,13 +47,13 @@ class Stalls:
             self.due = due if self.due is None else min(self.due, due)
 
     def put_off(self, since: float, now: float) -> None:
-        """What waits has begun later than was said, and is to be looked at anew."""
+        """The time from ``since`` to ``now`` does not count for any wait; look at all of them anew."""
         if self.due is not None:
             self.due = now
         self.executions.put_off(since, now)
 
     def look(self, state: CoordinatorState, now: float) -> None:
-        """Report or end what waits for long, and find out when to look again."""
+        """Report or end the collectives that wait for long, and set :attr:`due`."""
         upcoming: list[float] = []
         for ps in list(state.sets):
             for current, missing in list(ps.matcher.waiting()):
@@ -87,7 +87,7 @@ class Stalls:
         return current.since + self._every * (current.reported + 1)
 
     def _end_of(self, current: Round) -> float:
-        # Who has joined waits for the others to run out of data, however long that takes.
+        # A rank that has joined waits for the others to run out of data, however long that takes.
         return math.inf if current.info.kind == OpKind.JOIN else current.since + self._shutdown
 
     def _is_over(self, current: Round, now: float) -> bool:
@@ -113,7 +113,7 @@ def _report(
 
 
 def _is_shown(state: CoordinatorState, waited: tuple[int, ...]) -> bool:
-    """Whether a client runs cells on these ranks: it tells its user better than a line in the log would."""
+    """Whether a client runs cells on these ranks: it shows its user the stall, better than a line in the log would."""
     ranks = state.membership.ranks
     return bool(state.membership.clients) and all(ranks[rank].tracked for rank in waited if rank in ranks)
 

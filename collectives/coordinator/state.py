@@ -1,6 +1,6 @@
 """The coordinator as a pure state machine: events in, effects out.
 
-No sockets, threads or clocks: whoever owns them calls :meth:`CoordinatorState.handle_all` with what has happened
+No sockets, threads or clocks: the server owns them, calls :meth:`CoordinatorState.handle_all` with what has happened
 and ``now`` (monotonic seconds), and carries out the effects in order. Events that are handled in one call make one
 *round*: what becomes ready in it is fused, and changes of membership take effect together at its end.
 """
@@ -45,7 +45,7 @@ _PLAIN = frozenset(
     if kind not in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET) and not kind.asks_server
 )
 _CHECK_AGAIN = 0.5
-"""Seconds in which announcements may come before it is looked for ranks that wait for each other."""
+"""Seconds in which announcements may still come before the coordinator looks for ranks that wait for each other."""
 
 
 class CoordinatorState:
@@ -87,11 +87,11 @@ class CoordinatorState:
         #: Why peers were refused, the last few reasons.
         self.refused: deque[str] = deque(maxlen=32)
         self.touched: dict[ProcessSet, None] = {}
-        # Sent last: they say that all before has been handled.
+        # Sent last in a round: they tell a peer that all before has been handled.
         self.answers: list[tuple[int, m.Pong | m.Regrouped]] = []
         self.check_admission = False
         self.check_blocked = False
-        self.blocked: set[int] = set()  # ranks that wait
+        self.blocked: set[int] = set()  # ranks whose user waits for a collective that is not decided
         self.awaiting: set[int] = set()  # ranks that wait for others outside of collectives
         self._check_due: float | None = None
         self.stalls = Stalls(self.options.stall_seconds, self.options.stall_shutdown)
@@ -109,7 +109,7 @@ class CoordinatorState:
         return self.handle_all((event,), now)
 
     def handle_all(self, events: Iterable[Event], now: float) -> list[Effect]:
-        """Take in the events of one round, in order, and return what is to be done about them, in order."""
+        """Take in the events of one round, in order, and return the effects to carry out, in order."""
         by_peer = self.by_peer
         plain = True
         if self.restoring.active:
@@ -164,7 +164,7 @@ class CoordinatorState:
             self.signatures.define(definitions, definition)
         ps = self.sets.by_id.get(message.process_set)
         if ps is None or ps.phase != OPEN or ps.epoch != message.epoch or rank.rank not in ps.matcher.members:
-            return  # of an epoch that has ended; the abort or the new configuration is on its way
+            return  # the announcement is of an ended epoch; the abort or the new configuration is on its way
         self.touched[ps] = None
         submit = ps.matcher.submit
         extra = message.extra
@@ -227,7 +227,7 @@ class CoordinatorState:
     # -- the end of a round ---------------------------------------------------------------------------------------
 
     def _release_plain(self, now: float) -> bool:
-        """A short end for the common round, announcements at most one of which was complete; false if it is none."""
+        """End the common round quickly: announcements that completed one collective at most. False if the round is not of that kind."""
         due = self._due
         if due is None or now >= due or len(self.touched) != 1:
             return False
@@ -287,13 +287,13 @@ class CoordinatorState:
                 self.outbox.send((peer,), answer)
 
     def _check_later(self, now: float) -> None:
-        """Look for ranks that wait for each other, once those that need not any more have had time to say so."""
+        """Look for ranks that wait for each other, once ranks that do not wait any more have had the time to say so."""
         if (self.blocked or self.awaiting) and self._check_due is None:
             self._check_due = now + _CHECK_AGAIN
             self._due = None
 
     def world(self) -> m.World:
-        """The membership, as peers are told of it."""
+        """The message that tells peers the membership."""
         world = self.sets.world
         formed = tuple(sorted(world.members)) if world.phase == OPEN else ()
         return self.membership.world(world.epoch, formed, restoring=self.restoring.active)

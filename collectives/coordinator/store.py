@@ -7,7 +7,7 @@ from hvdlab.collectives.protocol.messages import StoreValue
 
 
 class Store:
-    """Values by key, and who waits for those that are not there yet."""
+    """Values by key, and the peers that wait for keys which are not set yet."""
 
     __slots__ = ("_values", "_waiting")
 
@@ -16,7 +16,7 @@ class Store:
         self._waiting: dict[str, list[tuple[int, int]]] = {}
 
     def set(self, key: str, value: bytes, outbox: Outbox) -> None:
-        """Keep a value (the last one counts) and answer those who wait for it."""
+        """Keep a value (the last one counts) and answer the peers that wait for it."""
         self._values[key] = value
         for peer, ticket in self._waiting.pop(key, ()):
             outbox.send((peer,), StoreValue(ticket, value))

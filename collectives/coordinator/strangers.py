@@ -1,4 +1,4 @@
-"""What the operator is told of connections that are turned away: the first ones each, then how many."""
+"""Log lines about connections that are turned away: one for each of the first ones, then how many more."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from hvdlab.collectives.visible import visible
 
 EACH = 5
-"""Lines of a minute before the rest is only counted: whoever can reach the port could fill the log otherwise."""
+"""Lines of a minute before the rest is only counted: any process that reaches the port could fill the log otherwise."""
 
 LONGEST = 300
-"""Characters of a line: what a stranger has sent is in some."""
+"""Characters of a line at most: some lines have text in them that a stranger has sent."""
 
 MINUTE = 60.0
 
@@ -22,7 +22,7 @@ class TurnedAway:
     Args:
         log: Takes a line for the operator.
         call_at: ``call_at(when, call)`` has something called later.
-        clock: Seconds.
+        clock: Returns the time, in seconds.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Tuning:
     """Applies a tuner's settings: two to the coordinator itself, one to the ranks' planes.
 
-    A rank is told of a new slice size right before the first order that is to be executed with it, so that all
+    The coordinator sends members a new slice size right before the first order that they execute with it, so that all
     members change at the same place.
     """
 
@@ -28,7 +28,7 @@ class Tuning:
         self._slice = 0
         self._told: dict[int, tuple[int, int]] = {}
         if options.tuning is not None:
-            # Most coordinators tune nothing, and are to start quickly.
+            # Imported here, since most coordinators tune nothing and should start quickly.
             from hvdlab.collectives.autotune.parameters import Parameters
             from hvdlab.collectives.autotune.tuner import Tuner
 

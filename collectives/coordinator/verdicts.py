@@ -1,4 +1,4 @@
-"""Verdicts that end submissions without executing them, and who is still to get one."""
+"""Verdicts that end submissions without executing them, and the ranks whose later submissions will get one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Verdict(Protocol):
     """How a round ends that is not executed."""
 
     def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
-        """What a rank is told about its submissions ``locals``."""
+        """The message to a rank about its submissions with these local ids."""
         ...
 
 
@@ -57,8 +57,8 @@ class Impossible:
 
     Attributes:
         name: Its name.
-        reason: Why, in one sentence.
-        joined: The ranks that have joined, if it can't be done for their sake.
+        reason: Why it can't be done, in one sentence.
+        joined: The ranks that have joined, if it can't be done because of them.
     """
 
     __slots__ = ("joined", "name", "reason")
@@ -71,7 +71,7 @@ class Impossible:
 
 
 class InVain:
-    """Verdict on a message whose other rank won't come: it ends alone, since it concerns nobody else.
+    """Verdict on a message whose other rank won't come: it ends alone, since it concerns no third rank.
 
     Attributes:
         report: What had been submitted.
@@ -93,8 +93,8 @@ class Rejection(NamedTuple):
     Attributes:
         after: How many rounds were ready before. A rank tells its submissions of one local id apart by their order
             alone, so they have to end in that order.
-        rank, local: Whose, and which.
-        verdict: What it got.
+        rank, local: The rank that submitted it, and its local id.
+        verdict: The verdict.
     """
 
     after: int
@@ -104,9 +104,9 @@ class Rejection(NamedTuple):
 
 
 class Debts(dict[tuple[int, str, str], deque[tuple[int, Verdict]]]):
-    """Verdicts that ranks *owe* submissions for: they get them when they submit what the verdicts are about.
+    """Verdicts for which ranks *owe* submissions: a rank gets one when it submits what the verdict is about.
 
-    For each rank, and name or group, how many of the next submissions get which verdict.
+    For each rank, and name or group: how many of its next submissions get which verdict.
     """
 
     @property
@@ -118,7 +118,7 @@ class Debts(dict[tuple[int, str, str], deque[tuple[int, Verdict]]]):
         self.setdefault(_key(rank, info), deque()).append((count, verdict))
 
     def settle(self, rank: int, info: Interned) -> Verdict | None:
-        """The verdict that a submission gets, if it owes one."""
+        """The verdict that a submission gets, if the rank owes it; ``None`` otherwise."""
         key = _key(rank, info)
         owed = self.get(key)
         if owed is None:

@@ -1,8 +1,8 @@
 """Events for peers that do not read as fast as ranks record.
 
-What they are sent waits in this process; only what else they are sent overtakes it. So who is far behind gets no events until he has
-read what waits; then he goes on with the present. How much he has missed is added to what the batches themselves say
-was lost.
+Events for such a peer wait in this process; its other messages overtake them. A peer that is far behind gets no more events until it
+has read those that wait; then it goes on with the present. How many it has missed is added to the number that the batches themselves
+give as lost.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from hvdlab.collectives.protocol.messages import RankEvents
 from hvdlab.collectives.timeline.batches import count_of, with_lost
 
 BEHIND = 16 << 20
-"""Bytes that may wait for one who has read everything before."""
+"""Bytes that may wait for a peer that has caught up before."""
 BEHIND_AT_FIRST = 128 << 20
-"""Bytes that may wait for one who is still reading the history."""
+"""Bytes that may wait for a peer that is still reading the history."""
 CAUGHT_UP = 1 << 20
-"""Bytes that may wait for one who counts as having read everything."""
+"""Bytes that may wait for a peer that counts as having caught up."""
 
 
 class Watcher:
     """How a subscriber keeps up.
 
     Attributes:
-        behind: Whether he gets no events for now.
+        behind: Whether it gets no events for now.
     """
 
     __slots__ = ("_missed", "_room", "behind")
@@ -36,7 +36,7 @@ class Watcher:
         self._missed: dict[int, int] = {}
 
     def take(self, message: RankEvents, waiting: int) -> RankEvents | None:
-        """What to send of a batch while so many bytes wait; ``None`` for nothing."""
+        """The batch to send while ``waiting`` bytes wait for the peer, with what it has missed before; ``None`` to send nothing."""
         if waiting <= CAUGHT_UP:
             self.behind, self._room = False, BEHIND
         elif waiting > self._room:
@@ -51,7 +51,7 @@ class Watcher:
 
 
 def take(connection: Connection, message: RankEvents) -> RankEvents | None:
-    """What to send to this subscriber of a batch, or ``None``."""
+    """The batch to send to this subscriber, or ``None``; see :meth:`Watcher.take`."""
     if connection.watcher is None:
         connection.watcher = Watcher()
     return connection.watcher.take(message, connection.endpoint.backlog)

@@ -30,16 +30,16 @@ FINAL = frozenset(
         CauseKind.SHUTDOWN,
     )
 )
-"""Causes after which there is nobody to try again with, or nobody wants to."""
+"""Causes after which no other rank is left to try again with, or the user does not want to."""
 
 DISAGREEMENTS = frozenset((CauseKind.MISMATCH, CauseKind.DEADLOCK))
-"""Causes that lie in what the ranks do, which is likely to be the same next time."""
+"""Causes that lie in what the ranks' code does, which is likely to do the same the next time."""
 
 
 class Attempts:
     """Made for one call of an elastic function.
 
-    Without ``hvd.init()`` there are no other ranks, and nothing is done here but to count.
+    Without ``hvd.init()`` there are no other ranks, and this only counts the attempts.
 
     Attributes:
         again: Whether an attempt was made before.
@@ -65,12 +65,15 @@ class Attempts:
             engine.elastic.end()
 
     def meet(self) -> None:
-        """Training has ended well here; wait until it has everywhere, since others may still need this rank."""
+        """Training has ended well on this rank; wait until it has on all, since other ranks may still need this one."""
         if self._engine is not None and not self._engine.closed and self._engine.size > 1:
             self._engine.run(Request(OpKind.BARRIER, "elastic.end"))
 
     def failed(self, error: CollectiveError) -> None:
-        """A collective has failed: tell the others that this rank goes back. Raises ``error`` if that makes no sense."""
+        """A collective has failed: tell the coordinator that this rank goes back to its last commit.
+
+        Raises ``error`` if trying again makes no sense.
+        """
         if isinstance(error, AbortedError) and (error.cause.kind in FINAL or self._is_alone(error)):
             raise error
         if isinstance(error, MismatchError | JoinedRanksError) or (
@@ -86,7 +89,7 @@ class Attempts:
         self._stop(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
     def _is_alone(self, error: AbortedError) -> bool:
-        """Whether the coordinator is lost and no successor is waited for."""
+        """Whether the coordinator is lost and this rank does not wait for a successor."""
         waits = self._engine is not None and self._engine.waits_for_successor
         return error.cause.kind is CauseKind.COORDINATOR_LOST and not waits
 
@@ -96,9 +99,9 @@ class Attempts:
         self._stop("")
 
     def rejoin(self) -> None:
-        """Wait until all have stopped, and begin again with those that are there."""
+        """Wait until all ranks have stopped, and begin again with those that are there."""
         engine = context.engine() if context.is_initialized() else None
-        if engine is not self._engine:  # shut down and initialized again: all have met there
+        if engine is not self._engine:  # shut down and initialized again: the ranks have met in init()
             self.end()
             self.begin()
             notification_manager.init()

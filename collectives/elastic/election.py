@@ -16,14 +16,14 @@ from hvdlab.collectives.numbering import own_number
 from hvdlab.collectives.planes.buffers import host_view
 
 _RANKS = 1 << 20
-"""More than there ever are."""
+"""Ranks are taken to have numbers below this."""
 
 
 def elect(saves: int) -> tuple[int, int]:
-    """Agree on the rank whose state is ahead: the one that saved most often, and among these the first.
+    """Agree on the rank whose state is ahead: the one that saved most often; among several, the one with the lowest number.
 
-    A rank that has come anew has not saved yet, so it is never one that would undo what others have trained. Of ranks
-    that were torn apart by a failure, one may have committed once more than the others.
+    A newcomer has not saved yet, so its state is never chosen, which would undo what others have trained. After a failure that hit
+    ranks at different points, one of them may have committed once more than the others.
 
     Args:
         saves: How often this rank has saved.
@@ -53,7 +53,7 @@ def united(news: News) -> News:
 
 
 def _reduced(values: npt.NDArray[Any], dtype: DType, name: str, op: ReduceOp) -> npt.NDArray[Any]:
-    """What an allreduce makes of a few numbers."""
+    """The result of an allreduce of a few numbers."""
     result = context.engine().run(Request(OpKind.ALLREDUCE, name, values, dtype=dtype, op=op))
     assert result.output is not None
     return host_view(result.output)

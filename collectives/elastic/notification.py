@@ -1,4 +1,4 @@
-"""Tells states that the world is about to change."""
+"""Notifies states that the world is about to change."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hvdlab.collectives.engine.engine import Engine
 
 
 class Listener(Protocol):
-    """Who wants to know; a :class:`~hvdlab.collectives.elastic.State`."""
+    """Is notified of changes of the world; a :class:`~hvdlab.collectives.elastic.State`."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None: ...
 
 
 class NotificationManager:
-    """Passes on what the coordinator says of the world: that a rank waits to be let in, or leaves with its host.
+    """Passes on the coordinator's news of the world: that a rank waits to be let in, or leaves with its host.
 
-    Ranks that were lost are not told of here; collectives fail then.
+    Lost ranks are not among the news: collectives fail then.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class NotificationManager:
         self._listeners: list[Listener] = []
         self._engine: Engine | None = None
         self._unwatch: Callable[[], None] | None = None
-        #: Ranks that states were told wait, and leave.
+        #: The ranks that wait, and those that leave, as listeners were notified last.
         self._told: tuple[int, ...] = ()
         self._told_leaving: tuple[int, ...] = ()
 
@@ -49,20 +49,20 @@ class NotificationManager:
             self._unwatch = None if engine is None else engine.elastic.watch(self._on_world)
 
     def register_listener(self, listener: Listener) -> None:
-        """Tell this one from now on, and of ranks that wait already."""
+        """Notify this listener from now on, and now of ranks that wait or leave already."""
         with self._lock:
             self._listeners.append(listener)
         self.remind(listener)
 
     def remove_listener(self, listener: Listener) -> None:
-        """Tell this one no longer."""
+        """Notify this listener no longer."""
         with self._lock:
             self._listeners[:] = [other for other in self._listeners if other is not listener]
 
     def remind(self, listener: Listener) -> None:
-        """Tell this one of ranks that wait now; it may have forgotten.
+        """Notify this listener of ranks that wait or leave now; a reset makes it forget them.
 
-        This rank itself waits no more, though it may hear of that only later.
+        This rank itself does not count: it waits no more, though it may hear of that only later.
         """
         engine = self._engine
         if engine is not None and set(engine.elastic.waiting) - {engine.rank}:
@@ -71,7 +71,7 @@ class NotificationManager:
             listener.on_hosts_updated(time.time(), HostUpdateResult.removed)
 
     def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Tell all listeners of a change. Any thread."""
+        """Notify all listeners of a change. Any thread."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:
@@ -87,4 +87,4 @@ class NotificationManager:
 
 
 notification_manager = NotificationManager()
-"""The one of this process, as there is one engine."""
+"""The manager of this process: there is one, as there is one engine."""

@@ -1,4 +1,4 @@
-"""What elastic training goes on from: saved by each rank, restored after a failure, the same on all after a change."""
+"""The state that elastic training goes on from: each rank saves it, restores it after a failure, and all synchronize it after a change."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from hvdlab.collectives.elastic.interrupts import HostsUpdatedInterrupt, HostUpdateResult
 
 BroadcastObject = Callable[[Any], Any]
-"""Returns on all ranks the object of one of them, which all agree on."""
+"""Returns on all ranks the object of one rank, on which all agree."""
 
 News = tuple[float, float, int]
-"""When the world changed last as far as was known before, when as is known now, and how."""
+"""When the world changed last, as known before; when, as known now; and how it has changed since."""
 
 
 class State:
@@ -33,17 +33,17 @@ class State:
         self._commits = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another rank gets of it: news of the world are this rank's own, and are not brought along."""
+        """The attributes that another rank gets. News of the world are this rank's own, and do not go along."""
         return {name: value for name, value in self.__dict__.items() if name != "_host_messages"}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        # As they are: assigning to an attribute of a state may do more than that.
+        # Not by setattr(): assigning to an attribute of a state may do more than store it.
         self.__dict__.update(
             attributes, _host_messages=queue.SimpleQueue(), _last_updated_timestamp=0, _commits=0
         )
         if (
             "_saves" in attributes
-        ):  # who only got the state has committed nothing, and must not be gone on from
+        ):  # a rank that only got the state has committed nothing: the others must not go on from its state
             self.__dict__["_saves"] = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
@@ -54,7 +54,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Training begins again: what was known of the world is of the past. Calls :meth:`reset` and the callbacks."""
+        """Training begins again: drop news of the old world, then call :meth:`reset` and the callbacks."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -76,10 +76,10 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Let the world change here, if it is about to. All ranks call it alike, since one decides for all.
+        """Let the world change here, if it is about to. All ranks must call it alike, since they agree on that.
 
         Raises:
-            HostsUpdatedInterrupt: It is about to; on all ranks.
+            HostsUpdatedInterrupt: The world is about to change; raised on all ranks.
         """
         before = latest = self._last_updated_timestamp
         changes = int(HostUpdateResult.no_update)
@@ -96,7 +96,7 @@ class State:
             raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed and not handed)
 
     def _hand_over(self) -> bool:
-        """Ranks are about to leave, and can still take part in collectives: give the others what only they know.
+        """Ranks are about to leave, and can still take part in collectives: let them give the others what only they know.
 
         Returns:
             Whether the ranks that stay have to synchronize their states after this.
@@ -104,7 +104,7 @@ class State:
         return False
 
     def _agree(self, news: News) -> News:
-        """The same news on all ranks, which they reach at different times."""
+        """Make the news the same on all ranks, which they reach at different times."""
         agreed: News = self._bcast_object(news)
         return agreed
 

@@ -1,1 +1,1 @@
-"""The rank engine: what a rank runs beside the user's thread."""
+"""The rank engine: the state, the threads and the data planes that a rank has beside the user's thread."""

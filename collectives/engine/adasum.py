@@ -1,7 +1,7 @@
 """Adasum over a plane, by what every plane can do: alltoall, small sums, allgather.
 
-Member ``i`` gets slice ``i`` of everybody's tensors, which is as much as one member's tensors, and combines the slices
-along the tree; only the dot products, three numbers for each pair and tensor, are summed over the members at each level.
+Member ``i`` gets slice ``i`` of all members' tensors, together as many elements as one member's tensors have, and combines the
+slices along the tree; only the dot products, three numbers for each pair and tensor, are summed over the members at each level.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _reduce_slices(
     postscale: float,
     phases: Phases,
 ) -> HostArray:
-    """This member's slice of the result, from everybody's slices (one in each row)."""
+    """This member's slice of the result, from the slices of all members (one in each row)."""
     with np.errstate(all="ignore"):
         start = monotonic_ns()
         vectors = widened(slices, dtype, prescale)

@@ -1,4 +1,4 @@
-"""Waits of this rank for others outside of collectives: the coordinator knows when what they wait for won't come."""
+"""Waits of this rank for others outside of collectives: the coordinator says when such a wait is in vain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Awaiting(Protocol):
         ...
 
     def in_vain(self, cause: Cause) -> None:
-        """What it waits for won't come, for this reason. Called once at most."""
+        """The wait is in vain: what would end it won't come, for this reason. Called once at most."""
         ...
 
 
@@ -36,7 +36,7 @@ class Awaits:
         self._send = send
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        #: Those that go on, by number, and when they began, in ns.
+        #: The waits that go on, by number: announcement, waiter, and when it began, in ns.
         self._waiting: dict[int, tuple[m.Await, Awaiting, int]] = {}
 
     def begin(self, ranks: Sequence[int], what: str, site: str, waiter: Awaiting, *, any: bool) -> int:
@@ -48,14 +48,14 @@ class Awaits:
         return message.number
 
     def end(self, number: int) -> None:
-        """It waits no more, for whatever reason."""
+        """The thread waits no more, for whatever reason. Idempotent."""
         with self._lock:
             found = self._waiting.pop(number, None)
         if found is not None:
             self._send(m.Await(number))
 
     def pending(self, now: int) -> list[PendingCollective]:
-        """The waits that go on, as what is in flight is listed: for whom and for what. Any thread."""
+        """The waits that go on, in the form in which collectives in flight are listed: for which ranks, and why. Any thread."""
         with self._lock:
             waiting = [(message, begun) for message, _, begun in self._waiting.values()]
         found = []
@@ -83,7 +83,7 @@ class Awaits:
             self._send(found[0])
 
     def reconnected(self) -> None:
-        """The coordinator's successor knows of nothing yet. Control thread."""
+        """Announce all waits again: the coordinator's successor knows of none yet. Control thread."""
         with self._lock:
             waiting = [message for message, _, _ in self._waiting.values()]
         for message in waiting:

@@ -1,4 +1,4 @@
-"""The control thread: reads the coordinator's messages, sends what waits, keeps timers. It never blocks on work."""
+"""The control thread: reads the coordinator's messages, sends what is queued, keeps timers. It never blocks on work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 Call = Callable[[], None]
 
 PARTING = 2.0
-"""Seconds that the coordinator has to take the goodbye."""
+"""Seconds that the coordinator has to read the rank's goodbye."""
 
 
 class Shell(Protocol):
@@ -41,8 +41,9 @@ class Control:
     """One thread, one epoll: the coordinator's socket and a wake-up.
 
     Attributes:
-        place: Held by the thread that leads, from before :meth:`cede` until after :meth:`reclaim`.
-        reading: Held by whoever reads from the connection.
+        place: Held by the thread that leads (see :mod:`~hvdlab.collectives.engine.leading`), from before :meth:`cede` until
+            after :meth:`reclaim`.
+        reading: Held by the thread that reads from the connection.
     """
 
     def __init__(self, endpoint: Endpoint, shell: Shell, label: str) -> None:
@@ -61,7 +62,7 @@ class Control:
         self._writable = False
         self.place = threading.Lock()
         self.reading = threading.Lock()
-        # How often the place at the socket was ceded, and which of these times it was taken back.
+        # How often the control thread's place at the socket was ceded, and the last of these times that was taken back.
         self._ceded = self._reclaimed = 0
         self._closing = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"hvdlab-control-{label}", daemon=True)
@@ -73,7 +74,7 @@ class Control:
 
     def wake(self) -> None:
         """Let the thread flush. Any thread; one write."""
-        # Under a lock, since a number that close() has given back may be somebody else's file by now.
+        # Under a lock: after close() the descriptor's number may belong to another file of this process.
         with self._closing:
             if self._wakeup >= 0:
                 os.eventfd_write(self._wakeup, 1)
@@ -105,8 +106,9 @@ class Control:
         self._endpoint.forget()
 
     def cede(self) -> bool:
-        """Stop watching for messages: the calling thread will. False if there is nothing to watch."""
-        self._ceded += 1  # first, so that who is torn away anywhere behind it is noticed
+        """Let the calling thread watch for messages instead of the control thread. False if there is no connection to watch."""
+        # First, so that the control thread notices if Ctrl-C tears the caller away anywhere behind it.
+        self._ceded += 1
         try:
             self._epoll.modify(self._fd, select.EPOLLOUT if self._writable else 0)
         except (OSError, ValueError):  # unregistered or closed
@@ -114,7 +116,7 @@ class Control:
         return True
 
     def reclaim(self) -> None:
-        """Watch for messages again, and see to what was read ahead."""
+        """Let the control thread watch for messages again, and handle what the leader has read ahead."""
         ceded = self._ceded
         try:
             self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if self._writable else 0))
@@ -128,7 +130,7 @@ class Control:
     # -- the control thread ---------------------------------------------------------------------------------------
 
     def renewed(self) -> None:
-        """The endpoint, whose connection was lost, has a new one."""
+        """Watch the new connection of the endpoint, whose old one was lost."""
         self._fd = self._endpoint.fileno()
         self._writable = False
         self._epoll.register(self._fd, select.EPOLLIN)
@@ -143,7 +145,7 @@ class Control:
         try:
             while not self._stopping:
                 self._step()
-            self._run_calls()  # the goodbye is one, and must not depend on where the thread was when told to stop
+            self._run_calls()  # the goodbye is one, and must not depend on where this thread was when stop() was called
             self._guard(self._flush)
             self._part()
         except BaseException as error:
@@ -172,10 +174,10 @@ class Control:
         self._guard(self._flush)
 
     def _take_back(self) -> None:
-        """Whoever led was torn away by Ctrl-C before it had reclaimed this thread's place.
+        """Take back the place of a leader that Ctrl-C tore away before it had reclaimed it for this thread.
 
-        It has woken this thread on its way, or the end of what it ran does. If somebody else begins to lead right now,
-        both watch; that does no harm.
+        The leader has woken this thread on its way out, or the end of what it ran does. If another thread begins to lead right
+        now, both watch the socket; that does no harm.
         """
         self.reclaim()
         self._guard(self._receive)
@@ -200,9 +202,9 @@ class Control:
             self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if waiting else 0))
 
     def _part(self) -> None:
-        """Wait until the coordinator has closed the connection: it has taken the goodbye then.
+        """Wait until the coordinator has closed the connection: it has read the goodbye then.
 
-        Who connects again right away would else find the own rank taken.
+        A process that connects again right away under the same rank would else find that rank taken.
         """
         deadline = time.monotonic() + PARTING
         watch = select.poll()
@@ -216,12 +218,12 @@ class Control:
                 if waiting:
                     self._endpoint.flush()
                 with self.reading:
-                    self._endpoint.receive()  # what is said to one who has left is of no interest
+                    self._endpoint.receive()  # messages to a rank that has left are dropped
             except (ConnectionLost, ProtocolError):
                 return
 
     def _guard(self, step: Call) -> None:
-        """Run a step that uses the connection; its loss is told once, and the thread goes on without it."""
+        """Run a step that uses the connection; if that is lost, tell the shell once and go on without it."""
         if self._lost:
             return
         try:
@@ -229,5 +231,5 @@ class Control:
         except (ConnectionLost, ProtocolError) as error:
             self._lost = True
             self._epoll.unregister(self._fd)
-            self._fd = -1  # nobody is to watch it any more; the number may become another file's
+            self._fd = -1  # no thread may watch it any more: the number may become another file's
             self._shell.connection_lost(str(error))

@@ -1,15 +1,16 @@
 """The direct way: collectives that a rank waits for, agreed on by the members of a host in shared memory, without the coordinator.
 
 Most programs ask for the same on all ranks in the same order, so a rank posts what it asks for on the :mod:`board
-<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, that was it; a tensor that is too large for the board goes to the plane then. Everything else goes the way that
-everything went before: as soon as one member asks for something else, or somebody has waited for :data:`PATIENCE` and had
-the coordinator ask the others to decline, all members announce what they want to the coordinator. So it is the coordinator, as ever, that
-knows of mismatches, missing ranks, deadlocks, ended cells and stalls; it hears of agreed requests by their spans.
+<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, the request is agreed; each member
+computes the result itself, or, if the tensor is too large for the board, they go to the plane. All else goes through the
+coordinator: as soon as one member asks for something else, or a member has waited for :data:`PATIENCE` and had the coordinator ask
+the others to decline, all members announce what they want. So it is still the coordinator that finds mismatches, missing ranks,
+deadlocks, ended cells and stalls; it hears of agreed requests by their spans.
 
-A rank that is asked to decline does so on its control thread, unless its user's thread is between post and result just then. Which of its
-own requests the others are about to announce it does not know, but the next one is a good guess: it goes to the coordinator at once. After a wrong
-guess the others wait for :data:`PATIENCE` once more. Members that keep disagreeing leave the board alone for longer and longer
-(:class:`~hvdlab.collectives.engine.posting.Seat`).
+A rank that is asked to decline does so on its control thread, unless its user's thread is between post and result just then. It does
+not know which of its own requests the others are about to announce; its next one is a good guess, and goes to the coordinator at once.
+After a wrong guess the others wait for :data:`PATIENCE` once more. Members that keep disagreeing leave the board alone for longer and
+longer (:class:`~hvdlab.collectives.engine.posting.Seat`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from hvdlab.collectives.planes.buffers import host_view
 PATIENCE = 0.02
 """Seconds that a rank waits at the board before it has the coordinator ask the others to decline."""
 OVERDUE = 0.5
-"""Seconds after which the coordinator is told that a rank still waits: a member does not answer."""
+"""Further seconds after which the rank tells the coordinator that it still waits: a member does not answer."""
 FIRST_SEQUENCE = 1 << 31
 """The coordinator numbers what it orders from 1 on, in each epoch; what is agreed on the board is numbered from here on."""
 
@@ -51,7 +52,7 @@ class Direct:
         guarded: The rank's state.
         executor: The rank's planes.
         spans: Where operations are recorded.
-        schedule_events: Has what was recorded sent.
+        schedule_events: Has the recorded spans sent.
     """
 
     def __init__(
@@ -67,15 +68,16 @@ class Direct:
         self._schedule_events = schedule_events
 
     def run(self, handle: Handle, *, queued: bool = False, limit: Limit | None = None) -> bool:
-        """Try to bring a handle to its end that was not submitted yet, or not announced.
+        """Try to complete, by way of the board, a handle that was not submitted yet, or not announced.
 
         Args:
-            handle: What is waited for.
-            queued: Whether it was submitted.
-            limit: How long that may take.
+            handle: The handle that this thread waits for.
+            queued: Whether it was submitted already.
+            limit: How long the wait may take; ``None`` for ever.
 
         Returns:
-            Whether it was submitted: it has ended, or its end can be waited for like any other's. Else it is to be submitted.
+            Whether it is submitted now: it has ended, or its end can be waited for like any other's. Otherwise the caller has to
+            submit it.
 
         Raises:
             InvalidRequestError, DuplicateNameError, AbortedError: As by :meth:`Engine.submit`.
@@ -102,7 +104,7 @@ class Direct:
         return posting is not None
 
     def _agreed(self, handle: Handle, posting: Posting, limit: Limit | None) -> bool:
-        """Wait for the others; whether all have posted the same. If not, the handle goes to the coordinator."""
+        """Wait for the other members. Returns whether all have posted the same; if not, the handle goes to the coordinator."""
         board, number = posting.seat.board, posting.number
         # An abort ends the epoch, and with it the handle, unless all had posted before.
         with contextlib.suppress(PlaneAborted):
@@ -144,7 +146,7 @@ class Direct:
 
 
 def batch_of(entry: Entry, posting: Posting) -> RunBatch:
-    """What all members have posted, as the coordinator would have ordered it."""
+    """The request that all members have posted, as a batch such as the coordinator would have ordered."""
     seat = posting.seat
     number = FIRST_SEQUENCE + posting.number
     return RunBatch(seat.process_set, seat.board.epoch, number, 0, (entry,), ((),))

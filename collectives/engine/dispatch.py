@@ -43,7 +43,7 @@ from hvdlab.collectives.protocol.endpoint import LOST, Endpoint
 from hvdlab.collectives.protocol.rosters import ROSTERS, KnownMembers
 
 STUCK_AFTER = 2.0
-"""Seconds that a plane has to obey an abort before its thread is abandoned."""
+"""Seconds that a plane has to obey an abort before the thread that is stuck in it is abandoned."""
 
 
 class Dispatcher:
@@ -107,7 +107,7 @@ class Dispatcher:
         self._hooks.run()
 
     def leader_torn(self) -> None:
-        """What it has put for the executor may not have been rung for."""
+        """Ring for the jobs that a leader put for the executor before Ctrl-C tore it away; it may not have done so itself."""
         self._executor.ring()
 
     def _handle(self, message: m.Message) -> None:
@@ -129,7 +129,7 @@ class Dispatcher:
             self.schedule_events()
 
     def perform(self, effects: list[Effect]) -> bool:
-        """Carry out effects; whether there is work for the executor that nobody was woken for."""
+        """Carry out effects. Returns whether there are jobs for the executor for which the caller has to ring."""
         work = False
         for effect in effects:
             if type(effect) is RunBatch:
@@ -159,7 +159,7 @@ class Dispatcher:
                 self._new_epoch(effect)
 
     def _watch(self, lane: Lane, slot: PlaneSlot) -> None:
-        """An aborted plane is in the middle of something; after a while its thread is given up."""
+        """An aborted plane is in the middle of an operation: if it still is after a while, abandon its lane."""
         assert self.control is not None
         self.control.call_later(STUCK_AFTER, lambda: self._executor.abandon(lane, slot))
 
@@ -168,7 +168,7 @@ class Dispatcher:
         self.control.call_later(seconds, call)
 
     def store(self, process_set: int, epoch: int) -> EngineStore:
-        """What the members of a process set tell each other in one epoch."""
+        """The rendezvous store of a process set's members in one epoch."""
         return EngineStore(process_set, epoch, self._tickets, self.send)
 
     def _new_epoch(self, effect: NewEpoch) -> None:
@@ -223,7 +223,7 @@ class Dispatcher:
         assert isinstance(message, m.Ping)
         now = time.monotonic_ns()
         self._endpoint.send(m.Pong(message.number, now))
-        # Who asks has not heard of this rank for a while: it may be stuck in an operation with others.
+        # The coordinator pings a rank from which it has heard nothing for a while: it may be stuck in an operation with others.
         self._guarded.tell(lambda state: state.tell_overdue(now))
         self.ask_clock()
 
@@ -257,12 +257,12 @@ class Dispatcher:
         try:
             if self._spans.claim():
                 control.call(lambda: control.call_later(self._spans.INTERVAL, self.send_events))
-        except BaseException:  # an interrupt, perhaps when it was claimed and not called for yet
+        except BaseException:  # an interrupt, perhaps after claim() and before the call was queued
             self._spans.release()
             raise
 
     def _collect_events(self, body: bytes) -> None:
-        """A client wants what was recorded by now; the answer follows it on the same connection. Control thread."""
+        """A client asks for what was recorded by now: send it, then the answer, on the same connection. Control thread."""
         self.send_events()
         self._guarded.post(m.Post(m.COLLECTED, body, ()))
 
@@ -275,7 +275,7 @@ class Dispatcher:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def connection_lost(self, reason: str) -> None:
-        """Everything pending fails; what is submitted later waits for what comes of :attr:`reconnect`."""
+        """Fail everything pending; what is submitted later is held until :attr:`reconnect` has found a successor, or has not."""
         text = (
             f"the coordinator is gone ({reason}), and what was in flight is lost with it; if another takes its place, "
             "the group goes on in a moment: run this again then"
@@ -287,10 +287,10 @@ class Dispatcher:
         self.reconnect(reason)
 
     def reconnected(self, endpoint: Endpoint) -> None:
-        """There is a successor: go on with this connection."""
+        """There is a successor of the coordinator: go on with this connection to it."""
         control = self.control
         assert control is not None
-        with control.reading:  # no other thread is to read meanwhile
+        with control.reading:  # no other thread may read from the connection meanwhile
             self._members = KnownMembers()
             self._guarded.resume(endpoint, self.world.alive)
         control.renewed()
@@ -303,11 +303,11 @@ class Dispatcher:
         self.mailbox.leave(message)
 
     def give_up(self, reason: str) -> None:
-        """There is no successor: everything pending fails, and so does whatever is submitted later."""
+        """There is no successor: fail everything pending, and from now on whatever is submitted."""
         self._end(f"the coordinator is gone for good ({reason}); save what you need and restart the group")
 
     def fail(self, error: BaseException) -> None:
-        """The control thread ends by an error that nothing expected: likewise."""
+        """The control thread ends by an unexpected error: fail everything pending, and from now on whatever is submitted."""
         what = f"{type(error).__name__}: {error}"
         self._end(
             f"a thread of hvdlab failed in this process ({what}), which is a fault of hvdlab's; save what you need and restart it"
@@ -320,7 +320,7 @@ class Dispatcher:
         self.mailbox.leave(m.Leave(text))
 
     def lose(self, cause: Cause) -> None:
-        """Fail everything pending. The control thread, or whoever closes the engine after that thread's end."""
+        """Fail everything pending. On the control thread, or on the thread that closes the engine after that one's end."""
         effects = self._guarded.lose(cause)
         self._tickets.abort()
         self.perform(effects)

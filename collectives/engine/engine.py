@@ -54,17 +54,17 @@ class Engine(Groups):
 
     Attributes:
         rank: This rank.
-        settings: What it was started with.
+        settings: The settings that the rank was started with.
         recorder: Spans and metrics of this rank.
         failed_cells: How many cells (or attempts of elastic training) have ended here with an error, so that bindings can
             drop what one left half done.
         cells_begun: How many cells have begun here.
         elastic: This rank's part in elastic training.
-        exports: Who gets this rank's metrics, or those of all.
-        farewell: Why this rank leaves, as others are told when it does.
+        exports: The exports that hand this rank's metrics, or those of all ranks, to exporters.
+        farewell: Why this rank leaves; the coordinator passes it to the other ranks when it does.
         hooks: Completion hooks that are due.
-        sent_through_native: The latest errors of collectives that a framework's native code was given, which keeps their text
-            and not their type.
+        sent_through_native: The latest errors of collectives that bindings passed to a framework's native code, which keeps
+            their text and not their type.
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
@@ -105,8 +105,13 @@ class Engine(Groups):
     def connect(cls, settings: Settings, *, timeout: float | None = None) -> Engine:
         """Connect to the coordinator as a rank. Does not wait for other ranks.
 
+        Args:
+            settings: Where the coordinator is, and all else that the engine goes by.
+            timeout: Seconds that connecting may take; ``None`` for ``settings.start_timeout``.
+
         Raises:
-            StartError: Nobody answers there, or the coordinator refused.
+            NotInitializedError: The settings name no coordinator.
+            StartError: No coordinator answers there, or it refused this rank.
         """
         if settings.coordinator is None:
             raise NotInitializedError("HVDLAB_COORDINATOR")
@@ -159,12 +164,12 @@ class Engine(Groups):
         return self._dispatcher.store(0, self._guarded.state.sets[0].epoch)
 
     def _begin_mpi(self) -> None:
-        """Load MPI if the world uses it: that waits for all its processes, and later only some might come to it."""
+        """Load MPI if the world uses it: loading waits for all of MPI's processes, and later only some ranks might do it."""
         world = self._guarded.state.sets.get(0)
         if world is None or world.plane not in ("mpi", "hierarchical"):
             return
         if all("mpi" in member.planes for member in world.members):
-            registry.why_unavailable("mpi")  # what it says is told by the first collective
+            registry.why_unavailable("mpi")  # why MPI can't be loaded is said by the first collective
 
     def add_process_set(self, ranks: Sequence[int], timeout: float | None = None) -> int:
         """Make a process set of these ranks; every rank of the world calls it alike. Returns its id."""
@@ -182,14 +187,19 @@ class Engine(Groups):
     def submit(self, request: Request, *, announce: bool = True, at_once: bool = False) -> Handle:
         """Submit a collective and return at once.
 
-        It is announced by the control thread, or by the next wait or :meth:`flush` if that is sooner, together with
-        what else was submitted by then; without ``announce`` by the latter two or the next submission only. The latter is for those
-        that wait for it ``at_once``: then that wait may go the direct way.
+        The control thread announces it, or the next wait or :meth:`flush` if that is sooner, together with all that was
+        submitted by then. Without ``announce`` only such a wait or :meth:`flush` announces it, or the next submission.
+
+        Args:
+            request: What to do, and with which tensor.
+            announce: Whether the control thread is woken to announce it.
+            at_once: Whether the caller waits for it next: the control thread is not woken then, and the wait may go the direct way.
 
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
             DuplicateNameError: The name is in flight on this rank; every rank's pending one fails.
-            AbortedError: The coordinator is lost.
+            AbortedError: The coordinator is lost, or elastic training has to begin again.
+            NotInitializedError: The engine is closed.
         """
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
         self._submit(handle)
@@ -214,9 +224,9 @@ class Engine(Groups):
     def join(self, process_set: int = 0) -> int:
         """Take part with zeros in what the other members do, until all have joined.
 
-        They need not wait for this rank any more: allreduces with SUM or AVERAGE (which still divides by all members)
-        and barriers go on without its call. Other collectives fail for those who submit them, with
-        ``JoinedRanksError``.
+        The other members need not wait for this rank any more: allreduces with SUM or AVERAGE (which still divides by all
+        members) and barriers go on without its call. Other collectives fail with ``JoinedRanksError`` on the ranks that
+        submit them.
 
         Returns:
             The rank that joined last; the same on all.
@@ -236,7 +246,7 @@ class Engine(Groups):
                 self._submit(handle)
                 submitted += 1
         except BaseException:
-            if submitted:  # they would wait for ever for the rest of their group
+            if submitted:  # those would wait for ever for the rest of their group
                 self._guarded.withdraw(handles[0], CauseKind.WITHDRAWN, "a tensor of its group was refused")
             raise
         if announce:
@@ -270,15 +280,15 @@ class Engine(Groups):
     # -- looking around -------------------------------------------------------------------------------------------
 
     def pause(self, reason: str = "being looked at") -> None:
-        """The user looks around in this rank: until :meth:`resume` no clock of a stall runs anywhere, and nobody is told
-        to wait in vain for it.
+        """The user looks around in this rank: until :meth:`resume` no clock of a stall runs on any rank, and the coordinator
+        says to no rank that it waits in vain for this one.
 
         May be called again for another reason before that. Any thread; does not wait.
         """
         self._guarded.tell(lambda state: state.paused((*state.memory.paused, reason)))
 
     def resume(self, reason: str = "being looked at") -> None:
-        """What :meth:`pause` was called for is over; nothing happens if it was not. Any thread; does not wait."""
+        """End the pause that :meth:`pause` began for this reason; without one nothing happens. Any thread; does not wait."""
 
         def resume(state: RankState) -> None:
             left = list(state.memory.paused)
@@ -290,7 +300,7 @@ class Engine(Groups):
 
     @property
     def paused(self) -> str:
-        """Why the user looks around here, as it reads after ``rank 3 is``; empty if nobody does."""
+        """Why the user looks around here, as it reads after ``rank 3 is``; empty if the rank is not paused."""
         reasons = self._guarded.state.memory.paused
         return reasons[-1] if reasons else ""
 
@@ -351,14 +361,14 @@ class Engine(Groups):
     ) -> int:
         """Let the coordinator know that this thread begins to wait for ranks outside of collectives.
 
-        It then looks after that as it does after collectives: the wait is in vain when ranks end their cells, or when all wait
-        for each other.
+        The coordinator then watches over the wait as it does over collectives: it is in vain when those ranks end their cells,
+        or when all wait for each other.
 
         Args:
-            ranks: Whom it waits for.
-            what: What it does, for texts.
-            waiter: What waits; it learns when that is in vain.
-            any: Whether one of them is enough; else all are needed.
+            ranks: The ranks that this thread waits for.
+            what: What the thread does, for texts.
+            waiter: Is called when the wait is in vain.
+            any: Whether one of the ranks is enough; else all are needed.
             site: The user's line.
 
         Returns:
@@ -369,7 +379,7 @@ class Engine(Groups):
         return number
 
     def end_await(self, number: int) -> None:
-        """The wait is over. Idempotent."""
+        """End the wait that :meth:`begin_await` began. Idempotent."""
         self._dispatcher.awaits.end(number)
 
     def on_mail(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
@@ -390,7 +400,7 @@ class Engine(Groups):
     def on_reconnected(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when this rank has found the coordinator's successor.
 
-        Mail that was on its way when the coordinator died may be lost; what was posted since then has been sent.
+        Mail that was on its way when the coordinator died may be lost; mail that this rank posted since then has been sent.
         """
         self._dispatcher.mailbox.reconnections.append(callback)
 
@@ -466,7 +476,7 @@ class Engine(Groups):
 
 
 def introduction(settings: Settings, rank: int) -> m.Hello:
-    """What a rank says first."""
+    """The message that a rank sends first on a new connection."""
     return m.Hello(
         m.PROTOCOL_VERSION,
         settings.token,
@@ -475,7 +485,7 @@ def introduction(settings: Settings, rank: int) -> m.Hello:
         host_key(),
         os.getpid(),
         settings.address,
-        # MPI makes connections of its own, of which the coordinator can't know whether they are encrypted.
+        # MPI makes connections of its own; the coordinator can't know whether those are encrypted.
         tuple(
             plane
             for plane in registry.offered(settings.plane)

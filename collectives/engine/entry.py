@@ -22,17 +22,17 @@ class Entry:
     """A submitted collective. Its fields belong to :class:`RankState`, under the engine's lock.
 
     Attributes:
-        request: What was asked.
-        name: Tensor name as matched (anonymous ones have a common one).
+        request: What the user asked for.
+        name: Tensor name as the coordinator matches it (anonymous ones of a kind have a common one).
         site: Call site.
-        submitted: When, in nanoseconds of the engine's clock.
-        received: When ``Execute`` came, or 0.
+        submitted: When it was submitted, in nanoseconds of ``time.monotonic_ns``.
+        received: When ``Execute`` came, in the same nanoseconds, or 0.
         phase: ``HELD`` (not announced yet), ``ANNOUNCED``, ``EXECUTING``, ``ENDED`` or ``POSTED`` (on the board of its epoch).
         epoch: Epoch that it is (or, if held, at the earliest will be) announced in.
-        local: What it is announced as.
-        extra: Numbers that differ between ranks.
+        local: The local id that it is announced as.
+        extra: Numbers that go along with the announcement and may differ between ranks (allgather: rows; alltoall: splits).
         given_up: Whether this rank has withdrawn it: it ends with its epoch.
-        waited: Seconds that the user's thread has waited for it as it was told to the coordinator, or 0.
+        waited: Seconds that the user's thread has waited for it, as this rank told the coordinator, or 0.
     """
 
     __slots__ = (
@@ -60,8 +60,8 @@ class Local:
     Attributes:
         id: The integer.
         key: What it stands for.
-        queue: Entries that were announced as it and not decided yet, oldest first.
-        defined: Whether the coordinator has been sent the definition.
+        queue: Entries that were announced under this id and not decided yet, oldest first.
+        defined: Whether this rank has sent the coordinator the definition.
     """
 
     __slots__ = ("defined", "id", "key", "queue", "signature", "site")
@@ -88,10 +88,10 @@ class SetState:
         configured: Whether ``epoch`` may be announced in; between an abort and the next ``Configure`` it may not.
         withdrawn: The epoch that this rank has asked to end, and which has not ended yet, or -1.
         pending: Entries that have not ended, in order of submission.
-        names: The named ones among them that were not given up.
-        given_up: Why there are entries that were given up and that others may still wait for, or ``None``.
+        names: The named ones among the pending entries that were not given up.
+        given_up: Why entries were given up for which other ranks may still wait (kind, text, site), or ``None``.
         seat: This rank's use of the epoch's board, or ``None`` if there is no board.
-        past_seats: Those of former epochs at which a thread may still wait, by epoch.
+        past_seats: The seats of former epochs at which a thread may still wait, by epoch.
     """
 
     __slots__ = (
@@ -123,7 +123,7 @@ class SetState:
             self.past_seats[seat.board.epoch] = seat
 
     def abort_seats(self, epoch: int) -> set[Entry | None]:
-        """The epochs up to this one have ended at once; returns what was agreed before that on a board."""
+        """The epochs up to ``epoch`` have ended at once; returns the requests that had been agreed on their boards before that."""
         if self.seat is not None and self.seat.board.epoch <= epoch:
             self.past_seats[self.seat.board.epoch], self.seat = self.seat, None
         return {self.past_seats.pop(old).abort() for old in list(self.past_seats) if old <= epoch}

@@ -24,7 +24,7 @@ def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
     if message.epoch < group.epoch:
         return _end_past(state, group, message.epoch, cause)
     if state.elastic and group.id == 0:
-        # Others know that this attempt has failed; what this rank would still submit is of the past.
+        # The other ranks know that this attempt has failed, and must not meet what this rank would still submit in it.
         state.failure = cause
     known = {
         (c.kind, c.name): Pending(
@@ -45,7 +45,7 @@ def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
 
 
 def _end_past(state: RankState, group: SetState, epoch: int, cause: Cause) -> list[Effect]:
-    """What is still executed of an epoch that was changed over from in order can't come to its end."""
+    """Fail what still executes of an earlier epoch, which had ended in order: it can't come to its end any more."""
     failed = state.fail_all(group, lambda entry: state.aborted(entry, cause), epoch)
     if failed and state.elastic and group.id == 0:
         state.failure = cause
@@ -81,13 +81,13 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
         ),
     ]
     for entry in [entry for entry in group.pending if entry.phase == POSTED and entry.given_up]:
-        # It was agreed on a board when the last epoch ended, and its thread was interrupted before it came to that.
+        # The request was agreed on a board when the last epoch ended, and its thread was interrupted before it could finish it.
         state.end(entry)
         kind, text, site = group.given_up or (CauseKind.INTERRUPTED, "it was interrupted", "")
         effects.append(Fail(entry, state.aborted(entry, Cause(kind, (state.rank,), text, site))))
     waiting = [entry for entry in group.pending if entry.phase not in (EXECUTING, POSTED)]
     if group.given_up is not None and any(entry.given_up for entry in waiting):
-        # Others wait for these: the epoch ends at once, and what came later is for the one after it.
+        # Other ranks wait for these entries: the epoch ends at once, and what was submitted later is for the one after it.
         for entry in waiting:
             entry.epoch = group.epoch + (not entry.given_up)
         state.end_epoch(group, group.given_up)
@@ -98,12 +98,12 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
 
 
 def _announce_again(state: RankState, group: SetState) -> list[Effect]:
-    """What is pending and not executing belongs to the new epoch; it may no longer fit its members."""
+    """Announce in the new epoch what is pending and not executing; fail what no longer fits its members."""
     effects: list[Effect] = []
     state.drop_announcements(group.id)
     for entry in list(group.pending):
         if entry.phase in (EXECUTING, POSTED):
-            continue  # its thread announces what is not agreed on the old board
+            continue  # if it is posted and the old board does not agree on it, the thread that waits there announces it
         state.locals.unqueue(entry)
         entry.phase = HELD
         try:

@@ -1,12 +1,12 @@
 """The executor: begins batches on the planes, in the coordinator's order, one at a time.
 
-A plane of the host has executed a batch when its call returns. One of a device may only have begun it: it tells of the end
-later, from a thread of its own, and the executor goes on with the next batch meanwhile. So the batches of a process set begin in the same
-order on all ranks, whatever their devices, and those of one device class end in that order.
+A host plane has executed a batch when its call returns. A device plane may only have begun it: it reports the end later,
+from a thread of its own, and the executor goes on with the next batch meanwhile. So the batches of a process set begin in the
+same order on all ranks, whatever their devices, and those of one device class end in that order.
 
-Work lies in a :class:`Lane`. Its baton is held by whoever works: the lane's own thread, or a user's thread that
-waits for a result anyway and so saves a change of threads. After an abort that a plane does not obey the whole lane is
-abandoned, with the thread that is stuck in it, and a new one goes on.
+Work is queued in a :class:`Lane`. The thread that works holds the lane's baton: the lane's own thread, or a user's thread that
+waits for a result anyway and so saves a change of threads. If a plane does not obey an abort, the executor abandons the
+whole lane, with the thread that is stuck in it, and goes on with a new one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Job = RunBatch | Close
 
 
 class Outcomes(Protocol):
-    """Who is told how batches end. Called by the thread that ran them."""
+    """Receives how batches end. Called by the thread that ran them."""
 
     def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None: ...
 
@@ -45,7 +45,7 @@ class Outcomes(Protocol):
 
 
 class Lane:
-    """Jobs in order, the baton, and the thread that works when nobody else does."""
+    """Jobs in order, the baton, and the thread that works when no user's thread does."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -60,7 +60,7 @@ class Lane:
 
     @property
     def stuck(self) -> bool:
-        """Whether somebody, the lane's thread or a user's, is in the middle of an operation."""
+        """Whether a thread, the lane's or a user's, is in the middle of an operation."""
         return self.running is not None
 
 
@@ -78,40 +78,41 @@ class Executor:
         self._slots: dict[Scope, PlaneSlot] = {}
         self._abandoned: list[Lane] = []
         self._lanes = 0
-        # Jobs are taken, put and handed over to another lane, and what is under way is counted, under this lock.
+        # Guards taking and putting jobs, moving them to another lane, and counting the batches under way.
         self._handing = threading.Lock()
         self.lane = self._new_lane()
 
     # -- work -----------------------------------------------------------------------------------------------------
 
     def prepare(self, slot: PlaneSlot) -> None:
-        """A new epoch: its plane is built when it is first needed."""
+        """Take in the slot of a new epoch's plane; the plane is built when it is first needed."""
         self._slots[slot.scope] = slot
         if self._abandoned:
             self._reap()
 
     def put(self, job: Job) -> None:
-        """Add work without waking anybody."""
+        """Add work without waking the lane's thread; see :meth:`ring`."""
         with self._handing:
             self.lane.jobs.append(job)
 
     def ring(self) -> None:
-        """Let the lane's thread work."""
+        """Wake the lane's thread, so that it works on the jobs."""
         self.lane.bell.put(True)
 
     def help(self) -> None:
-        """Work on what is there, on the calling thread, unless somebody does already."""
+        """Work on the jobs on the calling thread, unless another thread does already."""
         self._drain(self.lane)
 
     def _drain(self, lane: Lane) -> None:
-        # Whoever puts a job and finds the baton taken may go: its holder looks again after it has put it down.
+        # A thread that has put a job and finds the baton taken may go: the baton's holder looks for jobs again after it has
+        # put the baton down.
         while lane.jobs and not lane.abandoned and not lane.baton.locked():
             with lane.baton:
                 while True:
                     with self._handing:
                         if lane.abandoned or not lane.jobs:
                             break
-                        # Noted before it is taken: if Ctrl-C comes in between, its process set is known.
+                        # Noted before it is taken from the queue: if Ctrl-C comes in between, its process set is known.
                         job = lane.current = lane.jobs[0]
                         lane.jobs.popleft()
                     if type(job) is RunBatch:
@@ -121,17 +122,17 @@ class Executor:
                     lane.current = None
                     if self._hooks.due:
                         break
-            # Without the baton: while hooks run, others may go on with the jobs.
+            # Without the baton: while this thread runs hooks, another one may go on with the jobs.
             if self._hooks.due:
                 self._hooks.run() if threading.current_thread() is lane.thread else self._hooks.leave()
 
     def while_idle(self, process_set: int, epoch: int, work: Callable[[PlaneSlot], bool]) -> bool:
-        """Keep the lane while the calling thread does something, if it has nothing to do: what is put meanwhile waits.
+        """If the lane is idle, call ``work`` on this thread and keep the lane meanwhile: jobs that are put then wait.
 
         Args:
-            process_set: Whose plane is needed.
-            epoch: Of which epoch.
-            work: Is given the plane for tensors of the host, and may call :meth:`run_alone`.
+            process_set: The process set whose plane is needed.
+            epoch: The epoch of that plane.
+            work: Is given the slot of the plane for tensors of the host, and may call :meth:`run_alone`.
 
         Returns:
             What ``work`` returned; false if the lane is busy or there is no such plane.
@@ -141,7 +142,8 @@ class Executor:
         if slot is None or lane.jobs or lane.baton.locked():
             return False
         try:
-            # No generator with the lane in it: if Ctrl-C came as it is entered, it would keep the lane until its traceback is gone.
+            # Not a context manager made of a generator: if Ctrl-C came as that is entered, it would keep the baton until the
+            # exception's traceback is gone.
             with lane.baton:
                 return not (lane.abandoned or lane.jobs or slot.aborted) and work(slot)
         finally:
@@ -153,7 +155,7 @@ class Executor:
         self._run(self.lane, batch)
 
     def take_interrupted(self) -> list[tuple[int, int]]:
-        """Process set and epoch of the batch that was left by an interrupt of the calling thread, which worked on it."""
+        """Process set and epoch of the batch that the calling thread worked on when it was interrupted, if it did."""
         lane = self.lane
         job, baton = lane.current, lane.baton.locked()
         if baton or type(job) is not RunBatch:
@@ -166,7 +168,7 @@ class Executor:
         phases = Phases()
         if slot is None or slot.aborted:
             self._outcomes.batch_unfinished(batch, 0, phases)
-            return  # the abort ends the batch's handles
+            return  # the abort of its epoch ends the batch's handles
         lane.running = slot
         started = time.monotonic_ns()
         finished = False
@@ -175,7 +177,7 @@ class Executor:
             if batch.payloads:
                 results = [run_small(batch.entries[0].request, batch.payloads, lane.folds)]
             elif batch.entries[0].request.kind is OpKind.JOIN:
-                results = [Result(last_joined=batch.tables[0][0][0])]  # after all that the others did
+                results = [Result(last_joined=batch.tables[0][0][0])]  # after all that the other members did
             elif batch.entries[0].request.kind is OpKind.SENDRECV:
                 # Not counted among the plane's operations, which are the same on all members.
                 results = [run_message(slot.pairs(), batch.entries[0].request, phases)]
@@ -184,10 +186,10 @@ class Executor:
                 results, completion = run_batch(slot.open(), batch, phases)
         except PlaneAborted:
             pass
-        except Exception as error:  # noqa: BLE001  (whatever it is, the group can't go on; it is told why)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the epoch can't go on; all members get to know why)
             self._failed(slot, batch, error)
         except BaseException:
-            slot.abort()  # an interrupt in the middle of an operation: the plane's peers can't be served any more
+            slot.abort()  # an interrupt in the middle of an operation: this rank can't serve the plane's peers any more
             raise
         else:
             finished = True
@@ -205,7 +207,7 @@ class Executor:
                 self._outcomes.batch_unfinished(batch, started, phases)
 
     def _failed(self, slot: PlaneSlot, batch: RunBatch, error: Exception) -> None:
-        # The group can't go on, whatever it is; it is told why.
+        # Whatever failed, the epoch can't go on; ``batch_failed`` lets all members know why.
         slot.error = error
         slot.aborted = True
         self._outcomes.batch_failed(batch, error)
@@ -219,7 +221,7 @@ class Executor:
         phases: Phases,
         error: Exception | None,
     ) -> None:
-        """A batch that went on without a thread has ended. Any thread, perhaps that of the plane."""
+        """A batch has ended that went on without a thread of the executor. Any thread, perhaps the plane's own."""
         if error is None:
             self._outcomes.batch_done(batch, results, started, phases)
         else:
@@ -247,7 +249,7 @@ class Executor:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def abort(self, process_set: int, epoch: int) -> tuple[Lane, PlaneSlot] | None:
-        """End the planes of a process set up to ``epoch``; returns what is in the middle of one of them."""
+        """End the planes of a process set up to ``epoch``; returns the lane and slot of an operation that is in one of them."""
         busy = None
         for slot in list(self._slots.values()):
             if slot.scope[0] == process_set and slot.scope[1] <= epoch:
@@ -258,7 +260,7 @@ class Executor:
         return busy
 
     def close_older(self, process_set: int, epoch: int) -> None:
-        """Close the planes of a process set older than ``epoch`` after the work that is there."""
+        """Close the planes of a process set older than ``epoch``, after the jobs that are queued now."""
         if self._older(process_set, epoch):
             self.put(lambda: self._close_older(process_set, epoch))
             self.ring()
@@ -269,18 +271,19 @@ class Executor:
             with self._handing:
                 slot.outdated = True
                 if slot.under_way and not slot.aborted:
-                    continue  # whoever ends the last of it comes back here; an abort does as well
+                    continue  # the thread that ends its last batch comes back here; an abort does as well
             del self._slots[scope]
-            # Who is stuck in it closes it when it comes back.
+            # A thread that is stuck in the plane closes it when it comes back.
             if not any(lane.running is slot for lane in self._abandoned):
                 slot.close()
 
     def _older(self, process_set: int, epoch: int) -> list[Scope]:
-        # The control thread adds slots while the lane's thread removes some: only a copy, which is made in one go, can be read.
+        # The control thread adds slots while the lane's thread removes some, so only a copy, which Python makes in one step, can be
+        # iterated over.
         return [scope for scope in list(self._slots) if scope[0] == process_set and scope[1] < epoch]
 
     def tune(self, process_set: int, epoch: int, slice_bytes: int) -> None:
-        """Change a plane's slices, after the work that is there."""
+        """Change the slices of a host plane to ``slice_bytes`` bytes, after the jobs that are queued now."""
 
         def tune() -> None:
             slot = self._slots.get((process_set, epoch, HOST))
@@ -290,13 +293,13 @@ class Executor:
         self.put(tune)
 
     def failed(self, process_set: int, epoch: int, error: Exception) -> None:
-        """What was to be computed in this epoch without its plane failed on this rank: nothing more is executed in it."""
+        """A result that this rank computes without the plane failed: nothing more is executed in this epoch."""
         slot = self._slots.get((process_set, epoch, HOST))
         if slot is not None:
             slot.error, slot.aborted = error, True
 
     def error_of(self, process_set: int, epoch: int) -> Exception | None:
-        """What failed in a plane of this epoch on this rank."""
+        """The exception with which a plane of this epoch failed on this rank, or ``None``."""
         errors = (slot.error for slot in list(self._slots.values()) if slot.scope[:2] == (process_set, epoch))
         return next(filter(None, errors), None)
 
@@ -323,7 +326,7 @@ class Executor:
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """The threads that work when nobody else does."""
+        """The lanes' own threads, those of abandoned lanes included."""
         return [lane.thread for lane in (self.lane, *self._abandoned) if lane.thread is not None]
 
     @property
@@ -332,7 +335,9 @@ class Executor:
         return sum(lane.stuck for lane in self._abandoned)
 
     def close(self, timeout: float) -> None:
-        """End all work and close all planes; waits for the threads, for stuck ones only if they have come back."""
+        """End all work and close all planes. Waits ``timeout`` seconds for the lane's thread; joins the threads of abandoned lanes
+        only if they are not stuck any more.
+        """
         for slot in list(self._slots.values()):
             slot.abort()
         self.lane.bell.put(False)

@@ -1,4 +1,4 @@
-"""Metrics that are handed to others from within a rank."""
+"""Metrics that a rank hands to exporters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvdlab.collectives.metrics.points import PointReader
 FLUSHED_WITHIN = 1.0
 """Seconds that the control thread has to hand over what was recorded by now."""
 REPLACED_WITHIN = 5.0
-"""Seconds that an export has to write what is left before another one takes its place."""
+"""Seconds that an export has to write what it still holds before another one takes its place."""
 
 
 class RankExport(Export):
     """An export of this rank's metrics, or of all ranks'. Ended by :meth:`close` or with the engine.
 
     Attributes:
-        unaligned: Points that were left out since their host's clock could not be compared with this one's.
+        unaligned: How many points were left out because their host's clock could not be compared with this host's.
     """
 
     def __init__(self, exports: Exports, exporter: Exporter, names: Iterable[str], all_ranks: bool) -> None:
@@ -32,7 +32,7 @@ class RankExport(Export):
         self._reader = PointReader()
 
     def feed(self, rank: int, batch: bytes) -> None:
-        """A batch has been recorded. Control thread."""
+        """Take in a batch that rank ``rank`` has recorded. Control thread."""
         self.put(self._reader.read(batch))
         self.unaligned = self._reader.dropped
 

@@ -11,7 +11,7 @@ from hvdlab.collectives.reduce.integers import needs_width
 
 
 def fit(group: SetState, entry: Entry) -> None:
-    """Check a request against the members as they are now, and find the numbers that go along with it.
+    """Check a request against the members as they are now, and set the numbers that go along with its announcement.
 
     Raises:
         InvalidRequestError: It does not fit.

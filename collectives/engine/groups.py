@@ -1,4 +1,4 @@
-"""What a rank knows of the groups it is in."""
+"""What a rank knows of the world and of its process sets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hvdlab.collectives.settings import Settings
 
 
 class Groups:
-    """The world and the process sets, as this rank was told of them last. Any thread.
+    """The world and the process sets, as the coordinator last configured them on this rank. Any thread.
 
     Attributes:
         rank: This rank.
-        settings: What it was started with.
+        settings: The settings that the rank was started with.
     """
 
     def __init__(self, rank: int, settings: Settings, guarded: GuardedState) -> None:
@@ -36,7 +36,7 @@ class Groups:
         return group.epoch if group is not None else -1
 
     def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:
-        """The world's epoch, and the processes that are its members: rank, host, and process id. A rank's successor is another."""
+        """The world's epoch, and its members' processes as (rank, host, process id). A rank that was replaced has another process."""
         group = self._guarded.state.sets.get(0)
         if group is None:
             return -1, ()
@@ -50,7 +50,7 @@ class Groups:
     def device_plane(self, process_set: int, device: str) -> str:
         """Name of the data plane for tensors on a device class; empty if there is none: stage them through the host.
 
-        It may be gone in the next epoch, if its members are others; what was submitted then fails with
+        The plane may be gone in the next epoch, if that has other members; what was submitted for it then fails with
         ``InvalidRequestError`` on all ranks.
         """
         group = self._guarded.state.sets.get(process_set)
@@ -75,7 +75,7 @@ class Groups:
         return {id: group.ranks for id, group in dict(self._guarded.state.sets).items()}
 
     def knows_process_set(self, process_set: int) -> bool:
-        """Whether a set that was added is still there, be this rank in it or not.
+        """Whether a process set that was added is still there, whether this rank is in it or not.
 
         One that was being added or removed when the coordinator died may be gone once there is a successor.
         """

@@ -1,9 +1,10 @@
 """The one door to the rank's state: a lock, sending in order, and mending after an interrupt.
 
 User threads, the control thread and the executor come through here. Python may raise KeyboardInterrupt between any two
-instructions of the main thread, hence also in the middle of a submission. A mark is set before the state is touched
-and reset afterwards; who finds it set knows that somebody was torn away and mends: nobody can say what was done and
-what was not, so the epoch is given up on all ranks, as after an interrupted wait.
+instructions of the main thread, hence also in the middle of a submission. So a thread sets a mark, ``_torn``, before it touches
+the state, and resets it afterwards. A thread that takes the lock and finds the mark set knows that Ctrl-C tore another one
+away in between, and mends: which part of the change was done can't be told, so the epoch is given up on all ranks, as
+after an interrupted wait.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 
 DIRECT_LIMIT = 64
-"""Announcements that a user's thread sends itself at most; more are left to the control thread."""
+"""Announcements that a user's thread sends itself at most; if more are queued, the control thread sends them."""
 
 
 class GuardedState:
@@ -36,8 +37,8 @@ class GuardedState:
         rank: This rank.
         endpoint: Connection to the coordinator.
         wake: Lets the control thread flush.
-        hooks: Where completed handles put theirs.
-        capacity: Tensors that are known by number, at most.
+        hooks: Where completed handles put their hooks.
+        capacity: How many tensors the coordinator knows by a local id, at most.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class GuardedState:
                     raise
                 self._torn = False
         except BaseException:
-            self._wake()  # a duplicate has to be told, an interrupted submission to be mended
+            self._wake()  # the control thread sends the news of a duplicate, or mends an interrupted submission
             raise
 
     def post_directly(
         self, handle: Handle, plane: tuple[int, int] | None = None, *, queued: bool = False
     ) -> Posting | None:
-        """Post a request on the board, if it may be; see :meth:`RankState.post_directly`. Raises what :meth:`RankState.submit` does."""
+        """Post a request on the board, if that may be; see :meth:`RankState.post_directly`. Raises what :meth:`RankState.submit` does."""
         if self.unusable is not None:
             raise self.unusable
         try:
@@ -104,7 +105,7 @@ class GuardedState:
             raise
 
     def epoch(self, process_set: int) -> int:
-        """The present epoch of a process set; it may be another one a moment later."""
+        """The present epoch of a process set, 0 if this rank does not know the set; it may be another one a moment later."""
         group = self.state.sets.get(process_set)
         return 0 if group is None else group.epoch
 
@@ -114,12 +115,12 @@ class GuardedState:
             self._flush_wanted = True
             try:
                 self._wake()
-            except BaseException:  # an interrupt: nobody was woken
+            except BaseException:  # an interrupt: perhaps the control thread was not woken
                 self._flush_wanted = False
                 raise
 
     def flush(self) -> bool:
-        """Send what is queued; whether the socket took it all.
+        """Send what is queued. Returns whether the socket took it all.
 
         Raises:
             ConnectionLost: The coordinator is gone; the control thread finds that out by itself as well.
@@ -140,7 +141,7 @@ class GuardedState:
         return True
 
     def flush_direct(self) -> None:
-        """Send what is queued, on a user's thread. Large amounts are left to the control thread."""
+        """Send what is queued, on a user's thread. The control thread sends large amounts."""
         if self._suspended or not (self.state.has_messages or self._torn):
             return
         if self.state.queued > DIRECT_LIMIT or self._endpoint.backlog:
@@ -151,10 +152,10 @@ class GuardedState:
         except ConnectionLost:
             complete = False
         if not complete:
-            self._wake()  # it waits until the socket takes more, or finds the connection's end
+            self._wake()  # the control thread waits until the socket takes more, or finds that the connection has ended
 
     def tell(self, change: Callable[[RankState], None]) -> None:
-        """Change the state and send what comes of it."""
+        """Change the state under the lock, then send the messages that come of it."""
         with self._lock:
             if self._torn:
                 self._mend()
@@ -164,9 +165,9 @@ class GuardedState:
         self.flush_direct()
 
     def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
-        """Give the handle's epoch up on all ranks, unless it has ended by now.
+        """Give up the handle's epoch on all ranks, unless the handle has ended by now.
 
-        A message of which the other rank has not asked for anything yet, and that took too long, is given up alone.
+        A message that took too long, and for which the other rank has not called its side yet, is given up alone.
         """
 
         def withdraw(state: RankState) -> None:
@@ -228,7 +229,7 @@ class GuardedState:
             return self.state.lose(cause)
 
     def suspend(self, cause: Cause) -> list[Effect]:
-        """The coordinator is gone and a successor is waited for: nothing is sent until :meth:`resume`."""
+        """The coordinator is gone and this rank waits for a successor: nothing is sent until :meth:`resume`."""
         with self._lock:
             self._suspended = True
             if self._torn:
@@ -236,10 +237,10 @@ class GuardedState:
             return self.state.suspend(cause)
 
     def resume(self, endpoint: Endpoint, alive: tuple[int, ...]) -> None:
-        """The successor is there: the connection is renewed with this one, and it is told what it has to know.
+        """The successor is there: go on with the connection of this endpoint, and send the successor what it has to know.
 
         Raises:
-            ConnectionLost: It is gone as well.
+            ConnectionLost: The successor is gone as well.
         """
         with self._lock:
             if self._torn:
@@ -265,7 +266,7 @@ class GuardedState:
             self._finishing = ()
             self._torn = False
         if overdue:
-            self._wake()  # others are to know that it has ended
+            self._wake()  # the coordinator has been told that it takes long; the control thread sends that it has ended
 
     def finish_posted(self, handle: Handle, posting: Posting, result: Result) -> None:
         """End a handle whose request was agreed on the board, if it has not been failed in the meantime."""

@@ -22,7 +22,7 @@ class Handle(Entry):
     def __init__(self, engine: Engine, request: Request, site: str, submitted: int) -> None:
         Entry.__init__(self, request, site, submitted)
         self._engine = engine
-        self.at_once = False  # whoever submitted it waits for it next, and has not begun to
+        self.at_once = False  # whether the thread that submitted it waits for it next, and has not begun to
         self._done = False
         self._result: Result | None = None
         self._error: Exception | None = None
@@ -37,7 +37,7 @@ class Handle(Entry):
         return self._done
 
     def wait_or_withdraw(self, limit: Limit) -> Result:
-        """Wait for the end; if that takes too long, it is given up on all ranks, with all that is pending in its process set.
+        """Wait for the end; after ``limit`` give it up on all ranks, with all that is pending in its process set.
 
         Raises:
             MismatchError, AbortedError, KeyboardInterrupt: As :meth:`wait`; ``AbortedError`` also when the limit has passed.
@@ -47,7 +47,7 @@ class Handle(Entry):
         return self.wait()
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Wait for the end and return the result; may be called again and from several threads.
+        """Wait for the collective to end and return its result; may be called again and from several threads.
 
         Args:
             timeout: Seconds, or ``None`` for ever.
@@ -72,12 +72,12 @@ class Handle(Entry):
             self._done = True
             with contextlib.suppress(
                 RuntimeError
-            ):  # one who gave up waiting has seen it done, and let all others through
+            ):  # a thread that gave up waiting has seen it done, and has opened the lock for all others
                 self.ended.release()
             if self.wakeup >= 0:
-                with contextlib.suppress(OSError):  # it was closed: nobody watches it any more
+                with contextlib.suppress(OSError):  # it was closed: no thread watches it any more
                     os.eventfd_write(self.wakeup, 1)
-        # Last, and also if it had ended: whoever completed it may have been torn away just before this.
+        # Last, and also if it had ended: the thread that completed it may have been torn away just before this.
         if self.request.on_done is not None:
             self._engine.hooks.add(self)
 
@@ -89,17 +89,20 @@ class Handle(Entry):
             what the hook would.
         """
         assert self.request.on_done is None, "a request has one completion hook"
-        # The reverse of what complete() does, which marks the end and then reads the hook: one of the two sees the other.
-        # If both do, whoever claims the hook calls it.
+        # complete() marks the end and then reads the hook; this sets the hook and then reads the mark. So at least one of the two
+        # threads sees what the other has stored; if both do, the one that claims the hook calls it.
         self.request.on_done = hook
         return not (self._done and self._engine.hooks.claim(self))
 
     def tell_blocked(self, seconds: float) -> None:
-        """What the user runs can't go on before this has ended, and has waited that long: for one who waits without :meth:`wait`."""
+        """Let the coordinator know that the user's code can't go on before this has ended, and has waited for ``seconds``.
+
+        For a caller that waits in another way than by :meth:`wait`.
+        """
         self._engine.tell_blocked(self, seconds)
 
     def tell_unblocked(self) -> None:
-        """That is over: the user's code goes on."""
+        """Let the coordinator know that the wait of :meth:`tell_blocked` is over: the user's code goes on."""
         self._engine.tell_unblocked(self)
 
     def outcome(self) -> tuple[Result | None, Exception | None]:
@@ -107,7 +110,7 @@ class Handle(Entry):
         return (self._result, None) if self._error is None else (None, self._error)
 
     def open(self) -> None:
-        """Let everybody through who waits. For the engine only."""
+        """Let all threads through that wait. For the engine only."""
         if self.ended.locked():
-            with contextlib.suppress(RuntimeError):  # somebody else was quicker
+            with contextlib.suppress(RuntimeError):  # another thread has just released it
                 self.ended.release()

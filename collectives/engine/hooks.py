@@ -1,10 +1,10 @@
-"""Completion hooks: what a request wants to have called when it is finished.
+"""Completion hooks: functions that the engine calls when a request is finished.
 
 A handle is completed under the rank's lock, on whichever thread brings its end; its hook is only put aside there. A thread
 of the engine calls it once it holds no lock any more: it lays down the lane's baton for that. A user's thread, which executes while
 it waits, wakes the control thread instead: Ctrl-C may tear it away between any two steps, and a hook has to run once
-and to its end. What is due lies where every thread finds it, and the control thread looks whenever it
-wakes, so a thread that was torn away before it could say so has left nothing behind that is forgotten.
+and to its end. Every thread finds the hooks that are due in one queue, and the control thread looks into it whenever it
+wakes. So no hook is forgotten if a thread is torn away before it could wake the control thread.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Hooks:
         self._rank = rank
         self._wake = wake
         self._due: deque[Handle] = deque()
-        # Under it a handle is taken out of ``_due`` and marked, in one step for other threads. No hook runs under it.
+        # Held while a handle is taken out of ``_due`` and marked, so that this is one step for other threads. No hook runs under it.
         self._claiming = threading.Lock()
         #: Threads that are in the middle of a hook.
         self._inside: set[int] = set()
 
     def add(self, handle: Handle) -> None:
-        """The hook of a completed handle is due. May be said again, by a thread that mends what another one left undone."""
+        """The hook of a completed handle is due. May be called again, by a thread that mends what another one left undone."""
         self._due.append(handle)
 
     @property
@@ -58,7 +58,7 @@ class Hooks:
             self._call(handle)
 
     def claim(self, handle: Handle) -> bool:
-        """Whether this handle's hook was not called yet, and is the caller's to call; that is true once."""
+        """Whether the caller has to call this handle's hook, since no thread has done so or will; true once for each handle."""
         with self._claiming:
             if handle.hook_called:
                 return False
@@ -100,7 +100,7 @@ class Hooks:
         """Raise if the calling thread is in a hook: what it would wait for may need this very thread.
 
         Raises:
-            InvalidRequestError: It is.
+            InvalidRequestError: The calling thread is in a hook.
         """
         if self._inside and threading.get_ident() in self._inside:
             raise InvalidRequestError(
@@ -109,7 +109,7 @@ class Hooks:
             )
 
     def after_fork(self) -> None:
-        """In a forked child: the hooks are the parent's."""
+        """In a forked child: drop the hooks, which are the parent's to call."""
         self._due.clear()
         self._inside.clear()
         self._claiming = threading.Lock()

@@ -17,16 +17,16 @@ HOST_VARIABLE = "HVDLAB_HOST"
 def host_key() -> str:
     """A name that processes have in common if and only if they can share memory.
 
-    ``HVDLAB_HOST`` in the environment says it for cases that can't be seen from here, such as containers that do share
-    memory, or processes that are to behave as if they were on different hosts.
+    ``HVDLAB_HOST`` in the environment, if set, is that name: for cases that a process can't see, such as containers that do
+    share memory, or processes that should behave as if they were on different hosts.
     """
     return os.environ.get(HOST_VARIABLE, "").strip() or _found_host_key()
 
 
 @functools.cache
 def _found_host_key() -> str:
-    """Made of the host's name, the boot (two machines may have one name) and the namespaces that decide which
-    memory and sockets a container sees.
+    """A name made of the host's name, the boot (two machines may have one name) and the namespaces that decide which memory
+    and sockets a container sees.
     """
     parts = [boot_id()]
     for namespace in ("ipc", "mnt", "pid"):

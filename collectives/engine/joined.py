@@ -13,7 +13,7 @@ from hvdlab.collectives.protocol.messages import Signature
 
 
 class Zeros(Entry):
-    """A collective that others have submitted, with zeros for this rank's tensor. Nobody waits for its end.
+    """A collective that other ranks have submitted, with zeros for this rank's tensor. No thread of this rank waits for its end.
 
     Attributes:
         shape: Shape of the zeros. If they are on a device the request has no input: its plane makes them.
@@ -26,7 +26,7 @@ class Zeros(Entry):
         self.shape = signature.shape
         tensor = None
         if kind is OpKind.ALLREDUCE and signature.device == HOST:
-            # The system hands out zeroed memory as it is touched: what lies in the queue costs nothing.
+            # The system hands out zeroed memory as it is touched: until this entry is executed, its zeros cost nothing.
             tensor = np.zeros(signature.shape, storage_type(dtype))
         request = Request(
             kind,
@@ -44,4 +44,4 @@ class Zeros(Entry):
         self.name = signature.name
 
     def complete(self, result: Result | None, error: Exception | None) -> None:
-        """The submitters have handles; here nothing is left to do."""
+        """Do nothing: only the ranks that submitted the collective have handles."""

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from hvdlab.collectives.protocol import messages as m
 
 AGAIN = 0.5
-"""Seconds between two looks whether there are descriptors; the system does not tell."""
+"""Seconds between two looks whether descriptors are free; the system does not notify a process of that."""
 NEEDED = 3
-"""Descriptors that the memory takes at most: the one that comes, and one for each of the two mappings. With fewer the next epoch would
-be no better, and the one after it would be asked for."""
+"""Descriptors that the memory takes at most: the one that comes, and one for each of the two mappings. With fewer free the next epoch
+would lack its memory as well, and the rank would ask for yet another one."""
 
 
 class Lacking:
-    """Asks for a new epoch, and with it for its memory, as soon as it could be had.
+    """Asks the coordinator for a new epoch, and so for its memory, as soon as enough descriptors are free.
 
     Args:
         send: Sends a message; any thread.
@@ -30,7 +30,7 @@ class Lacking:
         self._looking = False
 
     def lost(self, process_set: int, epoch: int) -> None:
-        """The memory of an epoch has not come. Control thread."""
+        """The memory of an epoch has not reached this rank. Control thread."""
         self._epochs[process_set] = epoch
         self._look_later()
 
@@ -39,7 +39,7 @@ class Lacking:
         self._epochs.pop(process_set, None)
 
     def look(self) -> None:
-        """Ask if it can be had now. Any thread; the epoch of a question that comes too late has ended."""
+        """Ask for new epochs if enough descriptors are free now. Any thread; a question that comes too late names an ended epoch."""
         if self._epochs and _has_descriptors():
             while self._epochs:
                 self._send(m.Renew(*self._epochs.popitem()))

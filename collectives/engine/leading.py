@@ -4,10 +4,10 @@ Without this an order wakes the control thread, which wakes the executor, which 
 thread leads, the control thread does not watch the socket; it takes over again as soon as the leader is done, begins
 to execute, or reads anything but an order to execute.
 
-Ctrl-C may hit the leader between any two instructions. Hence bytes are only taken from the socket in one step into a
-place where the control thread finds them, and what has begun to be handled is under the mark of
-:class:`GuardedState`. Even the last step, giving the control thread its place back, may not be taken: the control
-thread looks for that whenever it wakes, and a wait that is interrupted wakes it.
+Ctrl-C may hit the leader between any two instructions. Hence the leader takes bytes from the socket in one step into a
+place where the control thread finds them, and handles them under the mark of :class:`GuardedState`. It may not even come to its
+last step, giving the control thread its place back: the control thread checks for that whenever it wakes, and a wait that is
+interrupted wakes it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ class Leader:
             self._poll.register(self._wakeup, select.POLLIN)
 
     def lead(self, handle: Handle, seconds: float) -> float:
-        """Announce what is queued and try to bring ``handle`` to its end on this thread, for so long at most.
+        """Announce what is queued and try to bring ``handle`` to its end on this thread, for ``seconds`` at most.
 
-        Returns the seconds that are left; the handle may be in flight still if this thread could not (go on to) lead.
+        Returns:
+            The seconds that are left. The handle may still be in flight then, if this thread could not lead, or not go on to.
         """
-        # No lock is taken here but by ``with``: an interrupt can't come between taking it and noting that.
+        # Locks are only taken by ``with`` here: an interrupt can't come between taking one and having it released at the end.
         if self._wakeup < 0 or self._control.place.locked() or self._endpoint.backlog:
             self._guarded.flush_direct()
             return seconds
@@ -84,7 +85,7 @@ class Leader:
                 return False
             if self._endpoint.fileno() != self._fd and not self._watch_socket():
                 return False
-            # Only now, or else the answer might come, and wake the control thread, before its place is taken.
+            # Only after cede(): else the answer might come, and wake the control thread, before this thread has its place.
             self._guarded.flush_direct()
             handle.wakeup = self._wakeup
             if handle.done():
@@ -100,7 +101,7 @@ class Leader:
             control.reclaim()
 
     def _watch_socket(self) -> bool:
-        """The connection is a new one, or lost; whether there is one."""
+        """Watch the endpoint's new socket instead of the old one. Returns whether there is one: it may be lost."""
         if self._fd >= 0:
             self._poll.unregister(self._fd)
         self._fd = self._endpoint.fileno()
@@ -116,9 +117,9 @@ class Leader:
             try:
                 endpoint.read_ahead()
             except BlockingIOError:
-                return True  # the control thread was quicker
+                return True  # the control thread has read the bytes already
             except OSError:
-                return False  # the control thread meets it, too
+                return False  # the control thread meets the same error, and handles it
             payload = endpoint.early_frame()
             if payload is None or payload[_TAG] != _EXECUTE:
                 return False
@@ -132,7 +133,7 @@ class Leader:
         self._control.wake()
 
     def close(self) -> None:
-        """Free the wake-up; nobody leads any more afterwards."""
+        """Free the wake-up descriptor; no thread can lead afterwards."""
         with self._control.place:
             wakeup, self._wakeup = self._wakeup, -1
             if wakeup >= 0:

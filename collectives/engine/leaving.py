@@ -1,4 +1,4 @@
-"""Before a rank leaves: what it executes is finished, since others are in the middle of it, too."""
+"""Before a rank leaves: it finishes what it executes, since the other members are in the middle of that, too."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hvdlab.collectives.errors import CauseKind
 
 
 def settle(guarded: GuardedState, rank: int, why: str, deadline: Deadline | None) -> None:
-    """Wait for what is executing, then give up what is left on all ranks.
+    """Wait for what is executing, then give up on all ranks what is left.
 
-    What was only announced may be ordered at this very moment; others would wait for this rank in the plane, so
-    that is given up, too. Nothing must be submitted meanwhile.
+    The coordinator may be ordering at this very moment what was only announced; other ranks would then wait for this one in the
+    plane, so that is given up, too. Nothing may be submitted meanwhile.
 
     Args:
         guarded: The rank's state.
         rank: This rank.
-        why: What others are told.
-        deadline: How long to wait; ``None`` if the calling thread is needed for the operations to end.
+        why: Why it leaves, as the other ranks read it.
+        deadline: How long to wait; ``None``, without a wait, if the calling thread is needed for the operations to end.
     """
     try:
         if deadline is not None:

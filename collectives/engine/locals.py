@@ -19,10 +19,10 @@ LOCAL_LIMIT = 4096
 
 
 class Locals:
-    """What this rank's local ids stand for, and what was announced as them.
+    """What this rank's local ids stand for, and the entries that were announced under them.
 
     Args:
-        limit: How many there are before those that were not used for longest are given to others.
+        limit: How many ids there are before the least recently used ones are given to other signatures.
     """
 
     def __init__(self, limit: int = LOCAL_LIMIT) -> None:
@@ -35,7 +35,7 @@ class Locals:
         return len(self._by_key)
 
     def queue(self, entry: Entry) -> None:
-        """Give an entry its local id, behind those that have it already."""
+        """Give an entry its local id, and queue it behind the entries that have the same."""
         entry.local = local = self.local_of(entry)
         entry.phase = ANNOUNCED
         local.queue.append(entry)
@@ -45,7 +45,7 @@ class Locals:
         request = entry.request
         shape = matched_shape(request)
         if request.prescale != request.prescale:
-            request.prescale = math.nan  # which equals itself, so that there is one id for all
+            request.prescale = math.nan  # one object, which the dict finds again: one id for all NaN
         if request.postscale != request.postscale:
             request.postscale = math.nan
         key: Key = (
@@ -60,7 +60,7 @@ class Locals:
         return local
 
     def unqueue(self, entry: Entry) -> None:
-        """Forget an announcement. One that was not sent yet may have carried the definition: send it next time."""
+        """Take an announced entry out of the queue of its local id."""
         local = entry.local
         if entry.phase == ANNOUNCED and local is not NO_LOCAL:
             if local.queue and local.queue[0] is entry:
@@ -87,7 +87,7 @@ class Locals:
         return local
 
     def _free_id(self) -> int:
-        """A new id while there are few; then the one that was not used for longest and has nothing in flight."""
+        """A new id while there are fewer than the limit; then the least recently used one that has nothing in flight, if there is one."""
         if self._next >= self._limit:
             for key, local in self._by_key.items():
                 if not local.queue:

@@ -10,13 +10,13 @@ from hvdlab.collectives.protocol import messages as m
 
 
 class Mailbox:
-    """Who wants to know what. Callbacks run on the control thread and must not block.
+    """The callbacks for each kind of news. They run on the control thread and must not block.
 
     A callback that raises is reported as an uncaught exception of the thread; the others and the thread go on.
 
     Attributes:
-        event_sinks: Get the events of all ranks, if they were subscribed to.
-        own_event_sinks: Get what this rank sends of its own.
+        event_sinks: Get the events of all ranks, if this rank has subscribed to them.
+        own_event_sinks: Get the events that this rank itself sends.
     """
 
     def __init__(self) -> None:

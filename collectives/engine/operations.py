@@ -24,9 +24,11 @@ Begun = tuple[Result, Completion | None]
 
 
 def run_batch(plane: Plane, batch: RunBatch, phases: Phases) -> tuple[list[Result], Completion | None]:
-    """Begin a batch; results are in the order of its entries, and there once the completion has ended.
+    """Begin a batch.
 
-    Without a completion they are there now. Blocks as the plane does; raises what the plane raises.
+    Returns:
+        The results, in the order of the batch's entries, and the completion after which their outputs are there; without a completion
+        they are there now. Blocks as the plane does; raises what the plane raises.
     """
     entries = batch.entries
     kind = entries[0].request.kind
@@ -149,7 +151,10 @@ def _barrier(plane: Plane, request: Request, table: Tables, phases: Phases) -> B
 
 
 def run_message(pairs: Pairs, request: Request, phases: Phases) -> Result:
-    """Send or receive a message; it is there, or has been read, when this returns. Blocks and raises as planes do."""
+    """Send or receive a message. When this returns, the receiver has it, or the sender's buffer has been read.
+
+    Blocks and raises as planes do.
+    """
     ranks = pairs.context.ranks
     source, target = (ranks.index(rank) for rank in request.ranks)
     if pairs.context.index == source:
@@ -162,7 +167,7 @@ def run_message(pairs: Pairs, request: Request, phases: Phases) -> Result:
 
 
 def scatter_rows(rows: int, members: int) -> list[int]:
-    """Rows that each member gets of a reducescatter: even, the first ``rows % members`` get one more."""
+    """Rows of ``rows`` that each member gets in a reducescatter: equally many, but the first ``rows % members`` get one more."""
     base, more = divmod(rows, members)
     return [base + 1 if index < more else base for index in range(members)]
 

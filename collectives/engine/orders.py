@@ -63,7 +63,7 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
 
 
 def _take_part(group: SetState, signature: m.Signature) -> Entry:
-    """This rank has joined; what others do is done here with zeros."""
+    """This rank has joined: make an entry with zeros for a collective that other members have submitted."""
     entry = Zeros(group.id, signature)
     entry.epoch = group.epoch
     group.pending[entry] = None
@@ -126,7 +126,7 @@ def _on_process_set_added(state: RankState, message: m.ProcessSetAdded) -> list[
     state.memory.added(message.process_set, message.ranks)
     local = state.locals.by_id.get(message.local)
     if local is None or local.signature.kind != OpKind.ADD_PROCESS_SET or not local.queue:
-        return []  # it was given up, and the id may stand for something else by now
+        return []  # the addition was given up, and the id may stand for something else by now
     entry = local.queue.popleft()
     state.end(entry)
     return [Succeed(entry, message.process_set)]

@@ -1,4 +1,4 @@
-"""What comes of executed operations: ends of handles, spans, and news for the other members."""
+"""What follows from executed operations: ends of handles, spans, and news for the other members."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _monotonic_ns = time.monotonic_ns
 
 
 class Told:
-    """Is told by the executor, on whichever thread ran a batch.
+    """Receives the ends of batches from the executor, on whichever thread ran them.
 
     Args:
         guarded: The rank's state.
-        spans: Where it is recorded.
-        schedule_events: Has what was recorded sent.
+        spans: Where batches are recorded.
+        schedule_events: Has the recorded spans sent.
     """
 
     def __init__(self, guarded: GuardedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
@@ -34,11 +34,11 @@ class Told:
             self._schedule_events()
 
     def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None:
-        """A batch was not executed to its end; ``started`` is 0 if it was not begun. What follows is not told here."""
+        """A batch was not executed to its end; ``started`` is 0 if it was not begun. Its handles are ended elsewhere."""
         if self._spans.batch(batch, started, _monotonic_ns(), phases, ok=False):
             self._schedule_events()
 
     def batch_failed(self, batch: RunBatch, error: Exception) -> None:
-        """The plane failed: all members are told, and this rank's handles end with the abort that follows."""
+        """The plane failed: tell the coordinator. The handles end on all members with the abort that follows."""
         text = f"{type(error).__name__}: {error}"
         self._guarded.tell(lambda state: state.plane_failed(batch.process_set, batch.epoch, text))

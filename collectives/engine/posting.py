@@ -1,4 +1,4 @@
-"""How a rank uses the board of a process set: what it has posted, and when it goes to the coordinator instead."""
+"""How a rank uses the board of a process set: what it has posted, and which requests it sends to the coordinator instead."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hvdlab.collectives.planes.shm.board import DECLINED, Board
 from hvdlab.collectives.protocol.messages import Member
 
 PLANS = 1024
-"""Requests of which a rank keeps what they look like on the board."""
+"""Plans (see :class:`Plan`) that a rank keeps per board."""
 LONGEST_PAUSE = 10
-"""After that many refusals in a row, and more, a board is left alone for 2 to the power of this requests."""
+"""After more and more refusals in a row a rank leaves a board alone for up to 2 to the power of this requests."""
 
 _KINDS = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.BARRIER})
 _BYTE = np.dtype(np.uint8)
@@ -31,7 +31,9 @@ Key = tuple[object, ...]
 
 
 def fits(request: Request) -> bool:
-    """Whether a request may be posted: nothing of its result depends on who else takes part."""
+    """Whether a request may be posted: an allreduce, a broadcast or a barrier, on the host and in no group, whose result does
+    not depend on which other ranks take part.
+    """
     if request.kind not in _KINDS or request.group is not None or request.device != HOST:
         return False
     if request.prescale != request.prescale or request.postscale != request.postscale:
@@ -40,7 +42,7 @@ def fits(request: Request) -> bool:
 
 
 def needs_plane(request: Request) -> bool:
-    """Whether the tensor is too large for the board: the members agree there, and then meet on the data plane."""
+    """Whether the tensor is too large for the board: the members agree on the board, and then meet on the data plane."""
     return request.input is not None and request.input.nbytes > BYTES
 
 
@@ -69,9 +71,9 @@ class Posting(NamedTuple):
     """A request that this rank has posted.
 
     Attributes:
-        seat: Where.
-        number: The how manieth of this board it is.
-        parts: The members' tensors, by position, once all have posted.
+        seat: This rank's use of the board that it is on.
+        number: The request's number on this board: it is this rank's ``number``-th.
+        parts: The members' tensors, by position, once all have posted. Empty for a request that needs the plane.
     """
 
     seat: Seat
@@ -84,10 +86,10 @@ class Seat:
 
     Attributes:
         board: The board.
-        process_set: Whose it is.
-        ranks: Its members' ranks, by position.
-        index: This one's position.
-        folds: Scratch memory of whoever has the seat.
+        process_set: Id of its process set.
+        ranks: The members' ranks, by position.
+        index: This rank's position.
+        folds: Scratch memory of the thread whose request is posted.
     """
 
     def __init__(self, board: Board, process_set: int, index: int, members: Sequence[Member]) -> None:
@@ -97,11 +99,11 @@ class Seat:
         self._pids = [member.pid for member in members]
         self.folds: Folds = {}
         self._plans: dict[Key, Plan] = {}
-        #: What this rank has posted and not left yet: one request, of one thread, at a time.
+        #: The request that this rank has posted and not left yet: one, of one thread, at a time.
         self._posted: Entry | None = None
-        #: The number that this rank is to decline as soon as it has left the one before, or 0.
+        #: The number that this rank has been asked to decline as soon as it has left the one before, or 0.
         self._asked = 0
-        #: Whether the epoch is over: the memory goes when the seat is empty.
+        #: Whether the epoch is over: the board's memory is freed once nothing of this rank is posted.
         self._over = False
         #: Requests in a row that were not agreed.
         self._refusals = 0
@@ -115,8 +117,8 @@ class Seat:
 
         Args:
             entry: The request.
-            alone: Whether this rank has nothing else in flight. What it has announced may not have reached the coordinator yet, and must
-                have when others go on from here, as from a barrier.
+            alone: Whether this rank has nothing else in flight. An announcement may not have reached the coordinator yet, and must
+                have before other ranks go on from this request, as from a barrier.
         """
         if not alone or self._over or self._posted is not None or self._pause or not self.board.vacant:
             self._pause = max(0, self._pause - 1)
@@ -129,8 +131,8 @@ class Seat:
 
         Args:
             entry: The request.
-            operations: For one that needs the plane: how many operations this member has begun there. Only if all have begun as many is this
-                the next one on all of them.
+            operations: For a request that needs the plane: how many operations this member has begun there. It goes into the digest,
+                since only if all members have begun as many is this request the next one on all of them.
         """
         plan = self._plan(entry)
         source, tensor = entry.request.input, None
@@ -157,7 +159,7 @@ class Seat:
         return plan
 
     def leave(self, *, agreed: bool) -> None:
-        """The request that was posted last is over here: what it needed of the board has been read."""
+        """The request that was posted last is over for this rank: it has read what it needed from the board."""
         self._posted = None
         if agreed:
             self._refusals = 0
@@ -170,7 +172,7 @@ class Seat:
             self._decline()
 
     def asked_to_decline(self, number: int) -> None:
-        """Somebody has been waiting at the board for this rank's ``number``-th request for long."""
+        """Another member has waited long at the board for this rank's ``number``-th request: decline it, now or after the posted one."""
         if self._over or number <= self.board.number:
             return
         if self._posted is not None:
@@ -182,7 +184,8 @@ class Seat:
         self.board.decline()
         self._refused()
         if self._elsewhere is None or self._elsewhere.phase == ENDED:
-            # The others announce what they wanted, and this rank's next request is the same, unless programs differ.
+            # The others announce their request to the coordinator; this rank's next one is the same, unless programs differ, so it
+            # goes there as well.
             self._pause += 1
 
     def _refused(self) -> None:
@@ -191,10 +194,10 @@ class Seat:
             self._pause = max(self._pause, 1 << min(self._refusals - 2, LONGEST_PAUSE))
 
     def retire(self) -> bool:
-        """The epoch ends in order: nothing is posted any more. What is posted may still be agreed.
+        """The epoch ends in order: nothing more is posted. What is posted already may still be agreed.
 
         Returns:
-            Whether something is.
+            Whether something is posted.
         """
         self._over = True
         if self._posted is not None:
@@ -204,17 +207,17 @@ class Seat:
         return False
 
     def count_out(self, pids: Sequence[int]) -> None:
-        """Of the processes that were members only these post anything: others have ended, or have no board."""
-        if self._posted is not None or not self._over:  # else the memory is gone
+        """Only these of the members' processes post anything: do not wait for the others, which have ended or have no board."""
+        if self._posted is not None or not self._over:  # else the board's memory is freed already
             gone = [index for index, pid in enumerate(self._pids) if pid not in pids]
             self.board.count_out(gone)
 
     def abort(self) -> Entry | None:
-        """The epoch ends at once: whoever waits at the board gets ``PlaneAborted``.
+        """The epoch ends at once: a thread that waits at the board gets ``PlaneAborted``.
 
         Returns:
-            What was agreed before that, if its thread has not come to it yet and all it needs is on the board: that goes on to its end.
-            Others may have ended it, and what they did then may be why the epoch ends.
+            The posted request, if all members had agreed on it before and all it needs is on the board: it goes on to its end.
+            Other ranks may have completed it, and what they did after that may be why the epoch ends. Otherwise ``None``.
         """
         self._over = True
         self.board.abort()

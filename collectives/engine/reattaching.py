@@ -10,7 +10,7 @@ from hvdlab.collectives.engine.entry import SetState
 from hvdlab.collectives.protocol import messages as m
 
 ENDED_CELLS = 16
-"""Ends of cells that are told again: the coordinator may have died before it, or others, had heard of them."""
+"""Ends of cells that a rank tells a successor again: the coordinator may have died before it, or the others, had heard of them."""
 
 
 class Memory:
@@ -18,8 +18,8 @@ class Memory:
 
     Attributes:
         sets: Ranks of the process sets that were added in this world, by id, also of those without this rank.
-        regroup: What this rank waits for to be answered in elastic training, or ``None``.
-        paused: Why the user looks around here; empty if nobody does.
+        regroup: The message of elastic training whose answer this rank waits for, or ``None``.
+        paused: Why the user looks around here, the latest reason last; empty if the rank is not paused.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Memory:
     # -- what happens ---------------------------------------------------------------------------------------------
 
     def added(self, process_set: int, ranks: tuple[int, ...]) -> None:
-        """A process set is there, on all ranks."""
+        """A process set was added, on all ranks."""
         self.sets[process_set] = ranks
         self._last_set = max(self._last_set, process_set)
 
@@ -63,15 +63,15 @@ class Memory:
             elif request.kind is OpKind.REMOVE_PROCESS_SET:
                 self._removing += (request.root,)
 
-    # -- what is told ---------------------------------------------------------------------------------------------
+    # -- what the successor gets ----------------------------------------------------------------------------------
 
     def tell(self, groups: Mapping[int, SetState], alive: tuple[int, ...], *, elastic: bool) -> m.Resume:
-        """All that a successor has to know.
+        """The message with all that a successor has to know from this rank.
 
         Args:
             groups: Process sets that this rank is or was in, by id.
-            alive: Ranks that lived, as far as this one was told.
-            elastic: Whether it is in elastic training.
+            alive: Ranks that lived, as far as this rank knows.
+            elastic: Whether this rank is in elastic training.
         """
         known = []
         world = groups.get(0)
@@ -95,5 +95,5 @@ class Memory:
         )
 
     def restored(self) -> None:
-        """The world is there again: what failed with the old coordinator has been undone."""
+        """The world is there again: the successor has undone, or done, the additions and removals that failed with the old one."""
         self._adding, self._removing = (), ()

@@ -19,24 +19,24 @@ from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.settings import Settings
 
 LONGER = 3
-"""Ranks wait so many times as long for a successor as that waits for them: it has to be started first."""
+"""A rank waits this many times as long for a successor as a successor waits for ranks: it has to be started first."""
 OFTEN = 5
-"""Successors that may die before they have answered, without being counted as time in which there was none."""
+"""Successors that may die before they have answered; after each of them the time to wait for one begins anew."""
 PAUSE = 0.2
-"""Seconds between two attempts, the first of which has failed though somebody is there."""
+"""Seconds between two attempts, if the first failed although the coordinator's sockets are still kept open."""
 
 
 class Reconnecting:
     """Connects again when the connection is lost.
 
-    As long as somebody keeps the coordinator's sockets, connecting waits there for the successor; refused at once is
-    who comes when nobody does.
+    As long as the process that started the coordinator keeps its listening sockets, a connection waits there for the successor;
+    once no process keeps them, connecting is refused at once.
 
     Args:
         settings: Where the coordinator is.
-        hello: Introduction, but for the generation.
-        generation: Of the coordinator that this rank is connected to.
-        dispatcher: Is given the connection, or told that there is none.
+        hello: This rank's introduction, but for the generation.
+        generation: Generation of the coordinator that this rank is connected to.
+        dispatcher: Takes the new connection, or gives up if there is none.
         control: Runs what follows on the control thread.
     """
 
@@ -55,9 +55,9 @@ class Reconnecting:
         dispatcher.reconnect = self.begin
 
     def begin(self, reason: str) -> None:
-        """The connection is lost. Control thread."""
+        """The connection is lost: start a thread that looks for a successor. Control thread."""
         if self._thread is not None:
-            self._thread.join()  # it has handed over what it had; there is nothing left that it waits for
+            self._thread.join()  # does not block: that thread has handed its connection over and is about to end
         name = f"hvdlab-reconnect-{self._hello.rank}"
         thread = threading.Thread(target=self._run, args=(reason,), name=name, daemon=True)
         with self._beginning:
@@ -95,7 +95,7 @@ class Reconnecting:
             except StartError as error:
                 why = str(error)
                 if not deadline.expired and died < OFTEN:
-                    # A successor had come, and has died as well: it is the next one that is waited for.
+                    # A successor had come, and has died as well: wait for the next one.
                     died, deadline = died + 1, Deadline(LONGER * self._settings.reattach)
                 self._cancelled.wait(min(PAUSE, deadline.remaining() or 0.0))
             else:
@@ -120,7 +120,8 @@ class Reconnecting:
 
     def _note(self, sock: socket.socket) -> None:
         self._socket = sock
-        if self._cancelled.is_set():  # seen here, or else cancel() has seen the socket
+        # The socket is stored before the flag is read, and cancel() sets the flag before it reads the socket: one of them sees it.
+        if self._cancelled.is_set():
             raise StartError("the engine is being closed")
 
     # -- the control thread ---------------------------------------------------------------------------------------

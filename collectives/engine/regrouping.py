@@ -12,7 +12,7 @@ from hvdlab.collectives.protocol import messages as m
 
 
 class Regrouping:
-    """Says to the coordinator where this rank is in elastic training, and waits for the others.
+    """Tells the coordinator where this rank is in elastic training, and waits for the other ranks.
 
     Args:
         rank: This rank.
@@ -31,9 +31,8 @@ class Regrouping:
     def begin(self) -> None:
         """Training begins: from now on newcomers wait for :meth:`regroup`, and a failure ends all that is submitted.
 
-        Once the world's epoch was aborted, whatever this rank submits fails with the same cause, until it regroups.
-        Others may have gone back to their last commit by then, and must not meet what this rank does in the meantime.
-        May be nested.
+        Once the world's epoch was aborted, whatever this rank submits fails with the same cause, until it regroups. Other ranks may
+        have gone back to their last commit by then, and must not meet what this rank still submits. May be nested.
         """
         with self._lock:
             self._depth += 1
@@ -50,10 +49,12 @@ class Regrouping:
         self._guarded.tell(lambda state: state.train(False))
 
     def stop(self, reason: str = "", at_least: int = 1) -> None:
-        """This rank is where the world may change. Others that wait for it fail, saying why; does not wait itself.
+        """This rank has stopped where the world may change. Collectives in which other ranks wait for it fail, and say why.
+
+        Does not wait; see :meth:`wait`.
 
         Args:
-            reason: What brought it here, if it failed.
+            reason: What brought this rank here, if it failed; empty otherwise.
             at_least: Ranks that are needed to go on.
         """
         self._ticket += 1
@@ -88,10 +89,13 @@ class Regrouping:
         return self._world.waiting
 
     def watch(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> Callable[[], None]:
-        """Call this on the control thread whenever the world has changed, with the ranks that wait to be let in and leave.
+        """Call ``callback(waiting, leaving)`` on the control thread whenever the world has changed.
+
+        Args:
+            callback: Gets the ranks that wait to be let in, and those that leave.
 
         Returns:
-            What ends that.
+            A function that ends the calls.
         """
 
         def watcher(world: m.World) -> None:

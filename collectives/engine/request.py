@@ -17,8 +17,8 @@ class Limit:
     """How long a wait may take.
 
     Attributes:
-        seconds: From its begin.
-        text: What all ranks read when it takes longer, and the collective is given up.
+        seconds: From the begin of the wait.
+        text: What all ranks read when the wait takes longer, and the collective is given up.
     """
 
     seconds: float
@@ -32,15 +32,15 @@ class CompletionHook(Protocol):
     was aborted or withdrawn, or the engine was closed. Not if the submission itself raised; only if that was a
     ``KeyboardInterrupt`` is it unknown whether the request was accepted, and the hook is called at most once.
 
-    It runs on the thread of the engine that finished the request: one that executes, or the control thread. A user's thread
+    The hook runs on the thread of the engine that finished the request: one that executes, or the control thread. A user's thread
     that waits, and executes meanwhile, leaves it to the control thread, since Ctrl-C may strike there at any moment.
-    :meth:`Engine.close` calls what is left on the thread that closes. No lock of the engine is held. Hooks
+    :meth:`Engine.close` calls the hooks that are left on the thread that closes. No lock of the engine is held. Hooks
     of several requests may run in any order and at the same time; a wait for the handle may return before or after.
 
-    Inside, collectives may be submitted, flushed and withdrawn, and :meth:`Handle.done` and what is known of groups may be
-    asked. It must be quick, since other operations, or the coordinator's messages, wait for the thread. It must not
-    wait for a collective (that raises :class:`InvalidRequestError`) nor close the engine. What it raises is logged
-    with the request's name, and has no effect on anything else.
+    A hook may submit, flush and withdraw collectives, and ask :meth:`Handle.done` and the properties of groups. It must be
+    quick, since other operations, or the coordinator's messages, wait for the thread. It must not wait for a collective nor
+    close the engine (both raise :class:`InvalidRequestError`). What it raises is logged with the request's name, and has no
+    effect on anything else.
     """
 
     def __call__(self, result: Result | None, error: Exception | None, /) -> None:
@@ -71,15 +71,15 @@ class Request:
         root: *Rank* that a broadcast or a message comes from.
         splits: Rows (of dimension 0) for each member of an alltoall; ``None`` for even ones.
         process_set: Id of the process set.
-        group: Name and number of tensors of a group that is to be executed together.
+        group: Name of the group of tensors that this one is executed together with, and how many they are.
         allocate: Makes the output once its shape is known (allgather, alltoall, reducescatter).
         site: Call site; found by walking the stack if ``None``.
         device: Device class of the tensors, equal on all ranks. Any but ``cpu`` needs a data plane for it, see
             :meth:`Engine.device_plane`; where there is none, the caller stages tensors through the host.
         anonymous: Whether several of this name may be in flight; true by itself if ``name`` is ``None``.
-        ranks: Ranks of a process set to be added; of a message, the rank that sends and the one that receives.
+        ranks: To add a process set, its ranks; of a message, the rank that sends and the rank that receives.
         on_done: Called once when the request is finished; see :class:`CompletionHook`.
-        label: What recordings call it, if that is not its name. One of few, since recordings keep all that there were.
+        label: What recordings call it, if that is not its name. There should be few different ones, since recordings keep them all.
     """
 
     kind: OpKind

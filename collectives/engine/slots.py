@@ -18,20 +18,21 @@ Scope = tuple[int, int, str]
 class PlaneSlot:
     """Holds what is needed to build a plane at its first use, then the plane.
 
-    ``open`` and ``close`` belong to whoever holds the lane's baton; ``abort`` may come from any thread.
+    ``open`` and ``close`` belong to the thread that holds the lane's baton; ``abort`` may come from any thread.
 
     Args:
         name: Name of the plane.
         device: The device class that it is for.
-        context: What the plane may know.
+        context: What the plane is built from.
         on_abort: Called by :meth:`abort`.
 
     Attributes:
         aborted: The epoch has ended; nothing more is executed in it.
         error: Why the plane failed here, if it did.
         under_way: Batches that were begun and have not ended yet, without a thread that waits for them. Belongs to the executor.
-        operations: How many batches have begun on it; equal on all members between two of them. Belongs to whoever has the baton.
-        outdated: A newer epoch has begun: it is closed once nothing is under way. Belongs to the executor.
+        operations: How many batches have begun on it; equal on all members between two of them. Belongs to the thread that holds the
+            baton.
+        outdated: A newer epoch has begun: the plane is closed once nothing is under way. Belongs to the executor.
     """
 
     def __init__(self, name: str, device: str, context: PlaneContext, on_abort: Callable[[], None]) -> None:
@@ -50,12 +51,13 @@ class PlaneSlot:
         self._slice = 0
 
     def open(self) -> Plane:
-        """The plane, built and connected at the first call. Blocks; raises what the plane raises."""
+        """The plane, built and connected at the first call. Blocks; raises what the plane raises, ``PlaneAborted`` after an abort."""
         plane = self.plane
         if plane is None:
             plane = self.plane = plane_class(self.name)(self.context)
         if not self._connected:
-            if self.aborted:  # seen here, or else abort() has seen the plane
+            # The plane is stored before the flag is read, and abort() sets the flag before it reads the plane: one of them sees it.
+            if self.aborted:
                 raise PlaneAborted(f"epoch {self.context.epoch} has ended")
             plane.connect(float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT)))
             self._connected = True
@@ -63,17 +65,17 @@ class PlaneSlot:
         return plane
 
     def pairs(self) -> Pairs:
-        """How members exchange messages, for which the plane itself need not be open: the others have no part in that."""
+        """What members exchange messages by. The plane itself need not be open, since the other members have no part in a message."""
         pairs = self._pairs
         if pairs is None:
             timeout = float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT))
             pairs = self._pairs = Pairs(self.name, self.context, timeout)
-        if self.aborted:  # seen here, or else abort() has seen the pairs
+        if self.aborted:  # read after ``_pairs`` was stored, as in open()
             raise PlaneAborted(f"epoch {self.context.epoch} has ended")
         return pairs
 
     def tune(self, slice_bytes: int) -> None:
-        """See :meth:`Plane.tune`; before the plane is built it is noted."""
+        """See :meth:`Plane.tune`; before the plane is connected the size is only noted."""
         self._slice = slice_bytes
         if self.plane is not None and self._connected:
             self.plane.tune(slice_bytes)

@@ -1,7 +1,7 @@
 """Small tensors, which travel with the negotiation instead of meeting on the data plane.
 
 Every member gets all members' bytes in the same order and computes the result itself, with the folds that the planes
-use: all get the same bits.
+use, so all members get the same bits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hvdlab.collectives.reduce.fold import UFUNCS, Fold, fold_plain, make_fold
 from hvdlab.collectives.reduce.integers import WideReduction, needs_width
 
 BYTES = 4096
-"""Largest tensor that travels with the negotiation. Above, a few memory copies are cheaper."""
+"""Size in bytes of the largest tensor that travels with the negotiation. Above, a few memory copies are cheaper."""
 MEMBERS = 16
-"""Largest process set that does so: everybody's bytes go to everybody."""
+"""Members of the largest process set whose tensors do so: every member gets the bytes of all members."""
 
 Folds = dict[tuple[DType, ReduceOp], Fold]
 
@@ -31,7 +31,7 @@ def payload_of(request: Request, members: int) -> bytes:
         return b""
     if request.kind is OpKind.SENDRECV:
         if request.output is not None:
-            return b""  # of one that receives
+            return b""  # this rank receives the message
     elif request.kind is not OpKind.ALLREDUCE or not 1 < members <= MEMBERS:
         return b""
     if request.device != HOST or source.nbytes > BYTES:
@@ -40,7 +40,7 @@ def payload_of(request: Request, members: int) -> bytes:
 
 
 def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Result:
-    """Compute an allreduce from everybody's bytes, or take a message. ``folds`` are kept by the caller, for one thread at a time."""
+    """Compute an allreduce from all members' bytes, or take in a message. The caller keeps ``folds``, for one thread at a time."""
     storage = storage_type(request.dtype)
     if request.kind is OpKind.SENDRECV:
         if request.output is not None:
@@ -50,7 +50,7 @@ def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Re
 
 
 def run_parts(request: Request, parts: list[HostArray], folds: Folds) -> Result:
-    """Compute an allreduce from everybody's elements, in storage type, which stay as they are."""
+    """Compute an allreduce from all members' elements (one flat array each, in storage type), which are not changed."""
     source, out = request.input, request.output
     assert source is not None
     if out is None:

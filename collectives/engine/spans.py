@@ -19,19 +19,19 @@ from hvdlab.collectives.timeline.spans import Recorder
 class SpanLog:
     """The recorder of a rank, what each of its batches must carry along, and whether a flush of it is under way.
 
-    Whoever begins to listen gets no earlier batches, so each one says again how this rank's clock compares with the
-    coordinator's and how many members the process sets have that it tells of.
+    A listener that comes later gets no earlier batches, so each batch says again how this rank's clock compares with the
+    coordinator's, and how many members the process sets have whose operations are in it.
 
     Args:
         rank: This rank.
         enabled: Whether anything is recorded.
-        remote: Whether this rank's clock is not the coordinator's, and is to be compared with it.
+        remote: Whether this rank may have another clock than the coordinator, so that the two have to be compared.
     """
 
     INTERVAL: ClassVar[float] = 0.05
-    """Seconds between two flushes, at least; whoever tails a timeline file waits for one, and for its way."""
+    """Seconds between two flushes, at least; a reader that tails a timeline file sees a span after one such interval and its way."""
     CLOCK_INTERVAL: ClassVar[float] = 30.0
-    """Seconds between two looks at the coordinator's clock, at least."""
+    """Seconds between two questions for the coordinator's clock, at least."""
 
     def __init__(self, rank: int, enabled: bool, *, remote: bool = False) -> None:
         self.recorder = Recorder(rank, enabled=enabled)
@@ -50,14 +50,14 @@ class SpanLog:
         return self.recorder.enabled
 
     def batch(self, batch: RunBatch, started: int, finished: int, phases: Phases, ok: bool = True) -> bool:
-        """Record a batch that was executed, or failed; whether there is something to flush.
+        """Record a batch that was executed, or failed. Returns whether there is something to flush.
 
         Args:
             batch: What was to be executed.
             started: When, in ns; 0 if it failed before.
             finished: When it was done or failed, in ns.
             phases: What the plane measured.
-            ok: Whether it was done.
+            ok: Whether it was executed to its end.
         """
         recorder = self.recorder
         if not recorder.enabled:
@@ -106,9 +106,9 @@ class SpanLog:
         return True
 
     def failed(self, entry: Entry, now: int) -> bool:
-        """Record a collective that failed at ``now`` (ns) before it was ordered; whether there is something to flush.
+        """Record a collective that failed at ``now`` (ns) before it was ordered. Returns whether there is something to flush.
 
-        One that was ordered is recorded by whoever executes it, with its times.
+        One that was ordered is recorded by the thread that executes it, with its times.
         """
         if entry.received or not self.recorder.enabled:
             return False
@@ -144,15 +144,15 @@ class SpanLog:
         phases: Phases,
         ok: bool,
     ) -> bool:
-        """Record what was asked of a parameter server; whether there is something to flush.
+        """Record a request to a parameter server. Returns whether there is something to flush.
 
         Args:
             name, site: Its key, and the user's line.
-            kind, dtype, nbytes: What was asked for, of which element type and size.
+            kind, dtype, nbytes: What was asked for, its element type, and its size in bytes.
             group, sequence, batch: The numbers of :mod:`~hvdlab.collectives.timeline.store_requests`.
             times: When it was asked for, when the server began with it (0 if never), and when it ended, in ns.
             phases: What the server measured.
-            ok: Whether it was done.
+            ok: Whether the server did it.
         """
         recorder = self.recorder
         if not recorder.enabled:
@@ -179,12 +179,12 @@ class SpanLog:
     # -- flushing -------------------------------------------------------------------------------------------------
 
     def claim(self) -> bool:
-        """Whether the caller is to schedule the next flush: nobody has since the last."""
+        """Whether the caller has to schedule the next flush, since no thread has done so since the last one."""
         return not self._due.locked() and self._due.acquire(blocking=False)
 
     def release(self) -> None:
-        """The next flush may be scheduled by anybody."""
-        with contextlib.suppress(RuntimeError):  # nobody had claimed it
+        """Let any thread :meth:`claim` the next flush."""
+        with contextlib.suppress(RuntimeError):  # no thread had claimed it
             self._due.release()
 
     def take(self) -> list[bytes]:
@@ -217,7 +217,7 @@ class SpanLog:
     # -- clocks ---------------------------------------------------------------------------------------------------
 
     def ask_clock(self) -> m.Ping | None:
-        """The question to the coordinator, to be sent now, if it is time to ask again. Control thread."""
+        """The question to send to the coordinator now; ``None`` if it is not time to ask again. Control thread."""
         if not self._remote or not self.recorder.enabled:
             return None
         number, asked = self._asked
@@ -228,7 +228,7 @@ class SpanLog:
         return m.Ping(number + 1)
 
     def clock_answer(self, message: m.Pong) -> None:
-        """The coordinator's answer to :meth:`ask_clock`. Control thread."""
+        """Take in the coordinator's answer to :meth:`ask_clock`; one to an older question is dropped. Control thread."""
         number, asked = self._asked
         if message.number == number:
             self._samples.add(asked, time.monotonic_ns(), message.clock)

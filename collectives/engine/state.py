@@ -1,7 +1,7 @@
 """The rank's side of negotiation as a pure state machine.
 
-Users' requests and the coordinator's messages go in, effects come out; :meth:`RankState.take_messages` says what is
-to be sent. No sockets, threads or clocks here: the engine holds its lock around every call.
+Users' requests and the coordinator's messages go in, effects come out; :meth:`RankState.take_messages` returns what the
+caller has to send. No sockets, threads or clocks here: the engine holds its lock around every call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.protocol import messages as m
 
 OVERDUE_NS = 1_000_000_000
-"""Nanoseconds after which an operation takes long."""
+"""Nanoseconds after which an operation counts as taking long."""
 
 
 class RankState:
@@ -41,7 +41,7 @@ class RankState:
         lost: Why nothing can be submitted any more, or ``None``.
         memory: What a successor of the coordinator has to know and this state needs for nothing else.
         elastic: Whether elastic training goes on, in which all ranks begin again together after a failure.
-        failure: Why nothing can be submitted before they do, or ``None``.
+        failure: Why nothing can be submitted before the ranks have begun again, or ``None``.
     """
 
     def __init__(self, rank: int, local_limit: int = LOCAL_LIMIT) -> None:
@@ -54,7 +54,7 @@ class RankState:
         self.locals = Locals(local_limit)
         self._outbox: dict[int, list[Entry]] = {}
         self._messages: list[m.Message] = []
-        #: Messages to other ranks that this one gives up, by ticket, with what there is to say of it.
+        #: Messages to other ranks that this rank gives up, by ticket, each with the kind and text of the cause.
         self._cancelling: dict[int, tuple[Entry, CauseKind, str]] = {}
         self._tickets = 0
 
@@ -65,7 +65,7 @@ class RankState:
 
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
-            DuplicateNameError: Its name is in flight; the other ranks are told.
+            DuplicateNameError: Its name is in flight; this rank tells the coordinator, if that knows of the first one.
             AbortedError: The coordinator is lost, or elastic training has to begin again.
         """
         request = entry.request
@@ -131,7 +131,7 @@ class RankState:
     # -- the board ------------------------------------------------------------------------------------------------
 
     def seat(self, seat: Seat) -> None:
-        """There is a board for the present epoch of a process set."""
+        """Take in this rank's seat at the board of a process set's epoch; it is retired at once if that epoch is not the present one."""
         group = self.sets.get(seat.process_set)
         if group is not None and group.configured and group.epoch == seat.board.epoch and self.lost is None:
             group.seat = seat
@@ -141,12 +141,15 @@ class RankState:
     def post_directly(
         self, entry: Entry, plane: tuple[int, int] | None = None, *, queued: bool = False
     ) -> Posting | None:
-        """Take in a request and post it on the board; ``None`` if it is to be submitted. Raises what :meth:`submit` does.
+        """Take in a request and post it on the board. Raises what :meth:`submit` does.
 
         Args:
             entry: The request.
             plane: For one that needs the plane: the plane's epoch, and how many operations have begun on it.
             queued: Whether it was submitted: then it is posted in place of its announcement, if that was not sent yet.
+
+        Returns:
+            The posting; ``None`` if it can't be posted, and the caller has to submit it (unless it was ``queued``).
         """
         process_set = entry.request.process_set
         group = self.sets.get(process_set)
@@ -169,7 +172,7 @@ class RankState:
         return group.seat.post(entry, 0 if plane is None else plane[1])
 
     def leave_board(self, entry: Entry, seat: Seat, *, agreed: bool) -> None:
-        """What was posted is over at the board. If it was not agreed, and its epoch has not failed, it is announced."""
+        """A posted request leaves the board. If it was not agreed, and its epoch has not failed, it is announced."""
         seat.leave(agreed=agreed)
         if agreed or entry.phase != POSTED:
             return
@@ -180,31 +183,31 @@ class RankState:
             self._announce_or_hold(group, entry)
 
     def order_posted(self, entry: Entry, seat: Seat, now: int) -> None:
-        """What was posted was agreed, and is executed on the plane as if the coordinator had ordered it."""
+        """A posted request was agreed, and is executed on the plane as if the coordinator had ordered it."""
         seat.leave(agreed=True)
         if entry.phase == POSTED:
             self._end_overdue(entry)
             entry.phase, entry.received = EXECUTING, now
 
     def posted_failed(self, seat: Seat, text: str) -> None:
-        """What was agreed could not be computed here; it ends with the epoch."""
+        """The result of an agreed request could not be computed here; the request ends with the epoch."""
         seat.leave(agreed=True)
         self.plane_failed(seat.process_set, seat.board.epoch, text)
 
     def finish_posted(self, entry: Entry) -> bool:
-        """A posted request was agreed and has its result; whether it had not been failed in the meantime."""
+        """A posted request was agreed and has its result. Returns whether it had not been failed in the meantime."""
         if entry.phase != POSTED:
             return False
         self.end(entry)
         return True
 
     def ask_to_decline(self, entry: Entry, number: int) -> None:
-        """This rank has waited at the board for long: have the members that are not there decline."""
+        """This rank has waited long at the board: have the coordinator ask the members that have not posted to decline."""
         if entry.phase == POSTED:
             self._messages.append(m.DeclinePost(entry.request.process_set, entry.epoch, number))
 
     def posted_overdue(self, entry: Entry, seconds: float) -> None:
-        """It still waits: some member does not answer. The coordinator finds out which."""
+        """This rank still waits at the board, since some member does not answer: let the coordinator find out which."""
         if entry.phase == POSTED:
             local = self.locals.local_of(entry)
             group = self.sets[entry.request.process_set]
@@ -221,7 +224,7 @@ class RankState:
             self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0, executing=True))
 
     def drop_announcements(self, set_id: int) -> None:
-        """Those that were not sent are not needed; definitions in them have not been sent either."""
+        """Drop the announcements that were not sent yet; the definitions that would have gone with them stay unsent, too."""
         self._outbox.pop(set_id, None)
 
     # -- what to send ---------------------------------------------------------------------------------------------
@@ -236,7 +239,7 @@ class RankState:
         return sum(map(len, self._outbox.values()))
 
     def take_messages(self) -> list[m.Message]:
-        """What is to be sent, in order. Announcements are gathered into one message per process set.
+        """Take out the messages to send, in order. Announcements are gathered into one message per process set.
 
         A single small tensor goes along with its announcement.
         """
@@ -270,25 +273,27 @@ class RankState:
         )
 
     def post(self, message: m.Message) -> None:
-        """Send something else after the announcements that are queued."""
+        """Queue any other message; it is sent after the announcements that are queued."""
         self._messages.append(message)
 
     def blocked(self, entry: Entry, seconds: float) -> None:
-        """The user's thread waits for ``entry``, which is said now, and whenever it is announced (again) or executed."""
+        """The user's thread has waited ``seconds`` for ``entry``: tell the coordinator now, and whenever it is announced (again) or
+        executed.
+        """
         entry.waited = seconds
         if entry.phase in (ANNOUNCED, EXECUTING) and entry.local.id >= 0:
             ids = entry.request.process_set, entry.epoch, entry.local.id
             self._messages.append(m.Blocked(*ids, seconds, executing=entry.phase == EXECUTING))
 
     def tell_overdue(self, now: int) -> None:
-        """Say what has been executed for longest, if that is long. ``now`` in nanoseconds."""
+        """Tell the coordinator which operation has been executing for longest, if that is long. ``now`` in nanoseconds."""
         executing = [e for group in self.sets.values() for e in group.pending if e.phase == EXECUTING]
         oldest = min(executing, key=lambda entry: entry.received, default=None)
         if oldest is not None and now - oldest.received > OVERDUE_NS:
             self.blocked(oldest, (now - oldest.received) / 1e9)
 
     def unblocked(self, entry: Entry) -> None:
-        """The wait that :meth:`blocked` told of is over."""
+        """Tell the coordinator that the wait of :meth:`blocked` is over."""
         entry.waited = 0.0
         self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0))
 
@@ -298,11 +303,13 @@ class RankState:
         self._messages.append(m.Paused(reasons[-1]) if reasons else m.Resumed())
 
     def withdraw(self, set_id: int, kind: CauseKind, text: str, site: str = "") -> None:
-        """Give up on everything pending: ask to end the epoch. What is submitted from now on is held for a later one."""
+        """Give up on everything pending in a process set: ask the coordinator to end the epoch. What is submitted from now on is held
+        for a later one.
+        """
         group = self.sets.get(set_id)
         if group is None or self.lost is not None:
             return
-        group.names.clear()  # they are free: what has them is only waiting for its end
+        group.names.clear()  # these names may be used again: the entries that have them only wait for their end
         for entry in group.pending:
             entry.given_up = True
         if group.configured:
@@ -311,7 +318,11 @@ class RankState:
             group.given_up = (kind, text, site)
 
     def cancel(self, entry: Entry, kind: CauseKind, text: str) -> bool:
-        """Give up a message that waits for the other rank: it ends alone. Whether it is one, as far as is known here."""
+        """Give up a message that waits for the other rank, and nothing else with it.
+
+        Returns:
+            Whether ``entry`` is such a message, as far as this rank knows.
+        """
         group = self.sets.get(entry.request.process_set)
         if entry.request.kind is not OpKind.SENDRECV or entry.phase != ANNOUNCED or group is None:
             return False
@@ -330,13 +341,13 @@ class RankState:
         self._messages.append(m.Cancel(*ids, ticket, kind.value, text, entry.site))
 
     def cancel_again(self, group: SetState) -> None:
-        """What was announced again, in a new epoch, is still given up."""
+        """Ask again to cancel the messages that were given up and have been announced again, in a new epoch."""
         for ticket, (entry, _, _) in self._cancelling.items():
             if entry.phase == ANNOUNCED and entry in group.pending:
                 self._ask_to_cancel(ticket)
 
     def cancelled(self, ticket: int) -> list[Entry]:
-        """What this rank gave up with this ticket has been given up, if it has not ended otherwise."""
+        """The coordinator has cancelled the message of this ticket: end it, and return it, unless it has ended otherwise."""
         entry = self._cancelling.pop(ticket, (None,))[0]
         if entry is None or entry.phase != ANNOUNCED:
             return []
@@ -345,7 +356,7 @@ class RankState:
         return [entry]
 
     def end_epoch(self, group: SetState, why: tuple[CauseKind, str, str]) -> None:
-        """Ask for the end of the present epoch, for the sake of what was given up."""
+        """Ask the coordinator to end the present epoch, so that the entries that were given up end on all ranks."""
         kind, text, site = why
         group.configured = False
         group.withdrawn = group.epoch
@@ -359,14 +370,14 @@ class RankState:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def finish(self, entry: Entry) -> bool:
-        """The executor is done with this; whether it had not been failed in the meantime."""
+        """The executor is done with this entry. Returns whether it had not been failed in the meantime."""
         if entry.phase != EXECUTING:
             return False
         self.end(entry)
         return True
 
     def end(self, entry: Entry) -> None:
-        """It is over, well or badly; its name is free."""
+        """The entry is over, well or badly; its name is free."""
         self._end_overdue(entry)
         entry.phase = ENDED
         group = self.sets.get(entry.request.process_set)
@@ -376,7 +387,7 @@ class RankState:
                 del group.names[entry.name]
 
     def lose(self, cause: Cause) -> list[Effect]:
-        """The coordinator is gone: everything pending fails, and whatever is submitted later."""
+        """The coordinator is gone for good: fail everything pending, and from now on whatever is submitted."""
         self.lost = cause
         effects: list[Effect] = []
         for group in self.sets.values():
@@ -387,7 +398,7 @@ class RankState:
         return effects
 
     def suspend(self, cause: Cause) -> list[Effect]:
-        """The coordinator is gone: everything pending fails. What is submitted from now on is held for a successor."""
+        """The coordinator is gone: fail everything pending. What is submitted from now on is held for a successor."""
         if self.elastic:
             self.failure = cause
         effects: list[Effect] = []
@@ -397,15 +408,19 @@ class RankState:
             effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
             group.configured, group.withdrawn, group.given_up = False, -1, None
         for id in self.sets.keys() - self.memory.sets.keys() - {0}:
-            del self.sets[id]  # half added: its ranks were not told its number
+            del self.sets[id]  # half added: its ranks did not get ``ProcessSetAdded`` with its number
         self._outbox.clear()
         self._messages.clear()
         self.locals.clear()
         return effects
 
     def resume(self, alive: tuple[int, ...]) -> m.Resume:
-        """There is a successor: what it has to know first. ``alive`` are the ranks that lived as far as this one knows."""
-        # What these say of the time in between is part of the answer.
+        """There is a successor: the message with what it has to know first.
+
+        Args:
+            alive: Ranks that lived, as far as this rank knows.
+        """
+        # What these messages would say of the time without a coordinator is part of the answer.
         self._messages = [x for x in self._messages if not isinstance(x, _REMEMBERED)]
         if self.memory.paused:
             self._messages.insert(0, m.Paused(self.memory.paused[-1]))
@@ -414,10 +429,10 @@ class RankState:
         return self.memory.tell(self.sets, alive, elastic=self.elastic)
 
     def mend(self, text: str) -> None:
-        """Start afresh after an exception tore a submission halfway.
+        """Start afresh after an exception tore a submission apart.
 
-        All ids are forgotten, what was queued is dropped, and the epoch of each process set is given up, so that
-        neither side can be left with half of anything.
+        All local ids are forgotten, queued announcements are dropped, and the epoch of each process set is given up, so that neither
+        this rank nor the coordinator can be left with half of anything.
         """
         self.locals.clear()
         self._outbox.clear()
@@ -428,7 +443,7 @@ class RankState:
     def fail_all(
         self, group: SetState, error: Callable[[Entry], Exception], epoch: int | None = None
     ) -> list[Effect]:
-        """End everything pending (up to an epoch) with an error, but for what has been agreed on a board."""
+        """End everything pending (up to ``epoch``) with an error, but for requests that have been agreed on a board."""
         effects: list[Effect] = []
         agreed = group.abort_seats(group.epoch if epoch is None else epoch)
         for entry in list(group.pending):
@@ -448,7 +463,7 @@ class RankState:
     # -- the coordinator's messages -------------------------------------------------------------------------------
 
     def handle(self, message: m.Message, now: int) -> list[Effect]:
-        """Take in a message at ``now`` (nanoseconds); what belongs to an ended epoch has no effect."""
+        """Take in a message at ``now`` (nanoseconds); one that belongs to an ended epoch has no effect."""
         reaction = _REACTIONS.get(type(message))
         if reaction is None:
             return []
@@ -457,7 +472,7 @@ class RankState:
             if type(effect) is RunBatch:
                 for entry in effect.entries:
                     entry.received = now
-                    entry.submitted = entry.submitted or now  # what this rank has not submitted itself
+                    entry.submitted = entry.submitted or now  # zeros: this rank has not submitted them
         return effects
 
     # -- elastic training -----------------------------------------------------------------------------------------
@@ -469,7 +484,7 @@ class RankState:
             self._messages.append(m.Elastic(on))
 
     def regroup(self, message: m.Regroup) -> None:
-        """This rank is where the world may change."""
+        """This rank has stopped where the world may change."""
         self.memory.regroup = message
         self._messages.append(message)
 
@@ -519,7 +534,8 @@ def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
             if message.pids:
                 seat.count_out(message.pids)
         elif message.number:
-            # Its memory has not come to this rank, for lack of a descriptor perhaps. No answer to an answer: those have no number.
+            # The board's memory has not come to this rank, perhaps for lack of a descriptor. The coordinator's answers to
+            # BoardMissing have no number, and are not answered.
             state.post(m.BoardMissing(message.process_set, message.epoch))
     return []
 

@@ -11,7 +11,7 @@ from hvdlab.collectives.protocol import messages as m
 
 
 class Tickets:
-    """Answers that are awaited, by ticket. Any thread."""
+    """The waits for values of the rendezvous store, by ticket. Any thread."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -38,7 +38,7 @@ class Tickets:
 
 
 class Ticket:
-    """One awaited answer; ``value`` stays ``None`` if the wait was aborted."""
+    """A wait for one value; ``value`` stays ``None`` if the wait was aborted."""
 
     def __init__(self, number: int, scope: tuple[int, int]) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""The events of all ranks, as long as somebody in this process wants them."""
+"""The events of all ranks, subscribed to as long as something in this process takes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAST_EVENTS = 2.5 * SpanLog.INTERVAL
 
 
 class Subscription:
-    """Shared by all who listen. Any thread."""
+    """This rank's one subscription to the events of all ranks, shared by all sinks. Any thread."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -37,7 +37,7 @@ class Subscription:
         self._dispatcher.send(m.Subscribe(True, history=False))
 
     def settle(self) -> None:
-        """Wait a moment for what other ranks have recorded but not sent yet."""
+        """Wait a moment, so that what other ranks have recorded but not sent yet can arrive."""
         control = self._dispatcher.control
         if control is not None and control.thread.is_alive():
             arrived = threading.Event()
@@ -45,7 +45,7 @@ class Subscription:
             arrived.wait(4 * LAST_EVENTS)
 
     def remove(self, sink: Sink) -> None:
-        """Call it no more."""
+        """Call this sink no more."""
         mailbox = self._dispatcher.mailbox
         with self._lock:
             mailbox.event_sinks.remove(sink)

@@ -29,7 +29,7 @@ class TimelineTap:
                     f"a timeline is being written to {self._file.path}; stop_timeline() it first."
                 )
             self._file = TimelineFile.start(path, mark_cycles=mark_cycles)
-            # At exit this comes before the file closes by itself, without what has not arrived yet.
+            # At exit this runs before the file closes by itself, which would not wait for events that have not arrived yet.
             atexit.register(self.stop)
             self._subscription.add(self._file.feed)
 

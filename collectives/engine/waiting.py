@@ -15,7 +15,7 @@ from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import CauseKind
 
 BLOCKED_AFTER = 0.5
-"""Seconds of waiting after which the coordinator is told that the user's thread is blocked."""
+"""Seconds of waiting after which the rank tells the coordinator that the user's thread is blocked."""
 
 
 class Waiter:
@@ -38,7 +38,7 @@ class Waiter:
         self._direct = direct
 
     def wait_for(self, handle: Handle, timeout: float | None, limit: Limit | None = None) -> None:
-        """Wait until the handle has ended, or was withdrawn since the limit has passed; see :meth:`Handle.wait`.
+        """Wait until the handle has ended, or withdraw it once the limit has passed; see :meth:`Handle.wait`.
 
         Raises ``InvalidRequestError`` in a completion hook.
         """
@@ -59,13 +59,13 @@ class Waiter:
             raise
         finally:
             if handle.done():
-                handle.open()  # an exception may have come between the two steps; others may wait, too
+                handle.open()  # an interrupt may have come between acquire and release below; other threads may wait, too
 
     def _wait_indirectly(self, handle: Handle, timeout: float | None) -> None:
         if timeout is None:
             left = self._leader.lead(handle, BLOCKED_AFTER)
         else:
-            # Who leads may find itself in the middle of an operation, which does not look at the clock.
+            # Not as a leader: that may find itself in the middle of an operation, which does not look at the clock.
             self._guarded.flush_direct()
             left = min(BLOCKED_AFTER, max(timeout, 0.0))
         if not handle.ended.acquire(timeout=left) and not self._wait_long(handle, timeout):
@@ -75,7 +75,7 @@ class Waiter:
         handle.ended.release()
 
     def _wait_long(self, handle: Handle, timeout: float | None) -> bool:
-        """Second part of a wait: the coordinator knows that this thread is blocked, to find deadlocks."""
+        """Second part of a wait: let the coordinator know that this thread is blocked, so that it finds deadlocks."""
         if timeout is not None and timeout <= BLOCKED_AFTER:
             return False
         self._guarded.tell(lambda state: state.blocked(handle, BLOCKED_AFTER))
@@ -85,7 +85,7 @@ class Waiter:
             self._guarded.tell(lambda state: state.unblocked(handle))
 
     def abandon(self, handle: Handle) -> None:
-        """An interrupt came where nobody but this thread knows of the handle: nobody will wait for it any more."""
+        """Withdraw a handle of :meth:`Engine.run` after an interrupt: only this thread knows it, so no thread will wait for it."""
         if not handle.given_up:
             self._interrupted(handle)
 

@@ -26,7 +26,7 @@ class WorldView:
     def update(self, message: m.Message) -> None:
         assert isinstance(message, m.World)
         if message.restoring:
-            return  # who is on the way to a new coordinator does not count as missing
+            return  # a rank that is on its way to the new coordinator does not count as missing
         with self._changed:
             self.last = message
             self._changed.notify_all()
@@ -41,19 +41,19 @@ class WorldView:
             self._changed.notify_all()
 
     def released(self, reason: str) -> None:
-        """This rank was told to leave."""
+        """The coordinator has told this rank to leave."""
         with self._changed:
             self._released = reason
             self._changed.notify_all()
 
     def regrouped(self, ticket: int) -> None:
-        """The ranks of elastic training begin again."""
+        """The ranks of elastic training begin again; ``ticket`` is that of this rank's ``Regroup``."""
         with self._changed:
             self._regrouped = ticket
             self._changed.notify_all()
 
     def wait_regrouped(self, ticket: int, timeout: float) -> bool:
-        """Wait for the answer to a :class:`~hvdlab.collectives.protocol.messages.Regroup`; whether it came in time.
+        """Wait up to ``timeout`` seconds for the answer to a :class:`~hvdlab.collectives.protocol.messages.Regroup`; whether it came.
 
         Raises:
             StartError: The coordinator is lost.
@@ -75,8 +75,8 @@ class WorldView:
     def alive(self) -> tuple[int, ...]:
         """Ranks that live, as far as is known.
 
-        Ranks are told of the world's changes now and then only, so that its members may be the newer news: a successor
-        of the coordinator that is not told of all who lived goes on without the others.
+        The coordinator sends ``World`` messages now and then only, so the members of a newer epoch may be the newer news: a
+        successor of the coordinator goes on without the ranks of which it hears from no rank that they lived.
         """
         last = self.last
         if last is None:
@@ -110,7 +110,7 @@ class WorldView:
         return {member.rank for member in self.last.members} - {rank} if self.last is not None else set()
 
     def _dead(self) -> list[m.Death]:
-        """Deaths of ranks that are missing and never were there: nobody else will come for them."""
+        """Deaths of ranks that are missing and never were members: no other process will come in their place."""
         if self.last is None:
             return []
         missing = self._missing()
@@ -119,8 +119,12 @@ class WorldView:
     def wait_complete(self, timeout: float, rank: int, door: float = 0.0, size: int = 0) -> None:
         """Wait until every expected rank is a member. Raises ``StartError`` that names the missing or the dead.
 
-        A rank that elastic training has to let in waits for ``door`` seconds instead. A world of fewer than ``size``
-        is not taken for complete before the coordinator has said which ranks it is made of.
+        Args:
+            timeout: Seconds to wait.
+            rank: This rank.
+            door: Seconds to wait instead, if it is more, while this rank is one that elastic training has to let in.
+            size: How many ranks are expected: a world of fewer is not taken for complete before the coordinator has said which
+                ranks it is made of.
         """
 
         def complete() -> bool:
@@ -137,7 +141,7 @@ class WorldView:
             if at_door:
                 self._changed.wait_for(settled, max(0.0, door - timeout))
             came, missing, dead = complete(), sorted(self._missing()), self._dead()
-            # Nobody is a member before all are there; those who wait as well are not the ones to look for.
+            # No rank is a member before all are there: leave out those that have come and wait as well.
             missing = [r for r in missing if r != rank and r not in self._others(rank)] or missing
         if self._lost is not None:
             raise StartError(self._lost)

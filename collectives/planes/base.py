@@ -1,9 +1,10 @@
 """The interface of a data plane.
 
 A plane moves bytes between the members of one process set during one epoch, for tensors of one *device class*: a process set
-whose tensors are on the host and on devices has a plane for each. It is built, driven and closed by the rank's executor
-thread; only :meth:`Plane.abort` may be called from another thread. After an abort the plane is spent: it is closed
-and a new one is built for the next epoch.
+whose tensors are on the host and on devices has a plane for each. The rank's executor builds, drives and closes it, on one thread
+at a time: the one that holds its lane (called the executor thread below; it may be a user's thread that waits). Only
+:meth:`Plane.abort` may be called from another thread. After an abort the plane is spent: it is closed and a new one is built
+for the next epoch.
 
 ``index`` is a member's position in the process set, not its rank.
 """
@@ -41,7 +42,7 @@ class KeyValue(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PlaneContext:
-    """What a plane may know about its group.
+    """What a plane knows about the process set and epoch that it is built for.
 
     Attributes:
         process_set: Id of the process set.
@@ -53,7 +54,7 @@ class PlaneContext:
         store: Rendezvous store, scoped to this process set and epoch.
         memory_fd: An open memfd shared by all members, or -1. The plane takes it over and closes it.
         address: Address that this rank's data-plane sockets bind to; never a wildcard.
-        options: Free settings, such as ``chunk_bytes``.
+        options: Settings of the plane, such as ``chunk_bytes``; equal on all members.
     """
 
     process_set: int
@@ -84,10 +85,10 @@ class Phases:
 class Plane(ABC):
     """A data plane. Every operation is collective: all members begin it in the same order.
 
-    An operation returns ``None`` if its handles are done: the outputs are there, or all that reads them is ordered behind
-    them by the device (they are in the stream that the user's work goes to). Otherwise it returns a
-    :class:`Completion` and goes on by itself; the executor begins the next operation meanwhile. Buffers stay as they
-    are until then.
+    An operation returns ``None`` if its handles are done: the outputs are there, or the device orders all that reads them behind
+    them (they are in the stream that the user's work goes to). Otherwise it returns a
+    :class:`Completion` and goes on by itself; the executor begins the next operation meanwhile. The caller leaves the buffers as
+    they are until the operation has ended.
 
     All operations raise :class:`PlaneAborted`, or end with it, once :meth:`abort` was called (outputs are then undefined) and
     :class:`PlaneBroken` if the plane itself failed. No memory is written to any more once an operation has ended.
@@ -95,7 +96,7 @@ class Plane(ABC):
 
     name: ClassVar[str]
     device: ClassVar[str]
-    """The device class whose buffers it takes."""
+    """The device class of the buffers that the plane takes."""
 
     def __init__(self, context: PlaneContext) -> None:
         self.context = context
@@ -146,7 +147,7 @@ class Plane(ABC):
     def start_broadcast(
         self, source: Buffer | None, out: Buffer, root: int, phases: Phases
     ) -> Completion | None:
-        """Copy what member ``root`` (a position) has to ``out`` of all: ``source`` if it gives one, else its ``out``."""
+        """Copy the buffer of member ``root`` (a position) to ``out`` of all members: its ``source`` if it gives one, else its ``out``."""
 
     @abstractmethod
     def start_reducescatter(
@@ -178,10 +179,10 @@ class Plane(ABC):
         """End once all members have begun it."""
 
     def tune(self, slice_bytes: int) -> None:  # noqa: B027  (ignoring it is right for most planes)
-        """Move ``slice_bytes`` at a time from the next operation on; 0 is the plane's own choice.
+        """Move ``slice_bytes`` bytes at a time from the next operation on; 0 is the plane's own choice.
 
         Called on the executor thread, after :meth:`connect`, by all members at the same place in the order. A plane
-        that cuts nothing into slices ignores it; one may stay within limits of its own.
+        that cuts nothing into slices ignores it; a plane may keep within limits of its own.
         """
 
     @abstractmethod
@@ -192,5 +193,5 @@ class Plane(ABC):
     def close(self) -> None:
         """Free everything this member holds. Executor thread; idempotent; never waits for other members.
 
-        What is still on its way has been aborted, or has ended.
+        When this is called, every operation has ended or has been aborted.
         """

@@ -1,7 +1,7 @@
 """Memory that planes work on, wherever it is.
 
 A tensor of the host is a numpy array in *storage* type (``uint16`` for bfloat16, ``bool`` for bool), so that neither the engine
-nor a plane needs a framework. What lives on a device is only known by its address.
+nor a plane needs a framework. A tensor on a device is only known by its address.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HostBuffer:
 
 
 Tensor: TypeAlias = HostArray | Buffer
-"""What requests carry and results are: an array of the host, or a buffer of any device."""
+"""The tensors in requests and results: an array of the host, or a buffer of any device."""
 
 
 def buffer_of(tensor: Tensor, dtype: DType) -> Buffer:

@@ -1,4 +1,4 @@
-"""The end of an operation that a plane has begun and that goes on without the thread that began it."""
+"""How a plane reports the end of an operation that goes on without the thread that began it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Ended = Callable[[Exception | None], None]
 
 
 class Completion(Protocol):
-    """An operation on its way. What was begun on one plane ends in the order in which it was begun."""
+    """An operation on its way. The operations of one plane end in the order in which they were begun."""
 
     def on_end(self, ended: Ended, /) -> None:
-        """Call ``ended(error)`` once the operation has ended, at once if it has; at most one may be given.
+        """Have ``ended(error)`` called once the operation has ended, at once if it has already. May be called once only.
 
-        It is called exactly once, on any thread, under no lock that an operation of the plane takes, with ``None`` if the outputs
-        are there, :class:`PlaneAborted` after an abort, and whatever else went wrong.
+        The plane calls it exactly once, on any thread, under no lock that an operation of the plane takes: with ``None`` if the outputs
+        are there, with :class:`PlaneAborted` after an abort, or with any other error that ended the operation.
         """
 
 

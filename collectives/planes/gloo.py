@@ -1,9 +1,9 @@
 """The ``gloo`` plane: CPU tensors between hosts, through ``torch.distributed``'s Gloo process group.
 
 Rendezvous goes through the coordinator's store, so that no extra port is opened; Gloo's own sockets bind to
-``PlaneContext.address``. Gloo can't be told to give up, so an abort shuts its sockets down: the call that waits on
-them returns with an error at once, here and on the peers. Only a message that has arrived in part keeps its call waiting
-for the rest; hence what is still on its way is let through first.
+``PlaneContext.address``. Gloo has no call that cancels an operation, so an abort shuts its sockets down: a call that waits on
+them returns with an error at once, on this rank and on its peers. Only a message that has arrived in part keeps its call waiting
+for the rest; hence an abort first lets through what is still on its way.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     import torch
 
 _GLOO_TIMEOUT = timedelta(hours=1)
-"""Longest time in which Gloo may see nothing from a peer that takes part in an operation: one that was stopped. It is also
-how long a group is kept whose operation does not end after an abort."""
+"""Longest time in which Gloo may see nothing from a peer that takes part in an operation, as from one that was stopped. A group
+whose operation does not end after an abort is also kept that long."""
 _NEWS_SECONDS = 0.5
 _FINISH_SECONDS = 0.3
-"""For so long an aborted operation may go on in any case."""
+"""Seconds that an aborted operation may go on in any case."""
 _LOOK_SECONDS = 0.1
-"""From then on a byte has to come or go within this time."""
+"""After that a byte has to be sent or received in each such time."""
 _FLOWING_SECONDS = 1.0
-"""Not much longer than this one may go on whose bytes flow."""
+"""An operation whose bytes flow may go on for this long, and not much longer."""
 _GIVE_UP_SECONDS = 0.2
 _one_listens = threading.Lock()
-"""Held while Gloo opens its listener, so that no other plane of this process takes that for its own."""
+"""Held while Gloo opens its listener, so that no other plane of this process takes the listener for its own."""
 
 
 class GlooPlane(HostPlane):
@@ -58,13 +58,13 @@ class GlooPlane(HostPlane):
         self._staging = Staging({DType.I16: np.dtype(np.int32)})
         self._group: Any = None
         self._ports: set[tuple[str, int]] = set()
-        self._doors: set[tuple[str, int]] = set()  # where Gloo waits for others, while it does
+        self._doors: set[tuple[str, int]] = set()  # where Gloo listens for other members, while it does
         self._aborted = threading.Event()
         self._settled = threading.Event()
-        self._busy = False  # whether somebody begins an operation or waits for its end
+        self._busy = False  # whether a thread begins an operation or waits for its end
         self._running: list[Any] = []  # the operation that goes on, if one does
         self.gave_up = False
-        """Whether an aborted operation, with the group's descriptors, had to be left to the process."""
+        """Whether an aborted operation did not end, and was left to Gloo with the group's descriptors."""
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -100,17 +100,19 @@ class GlooPlane(HostPlane):
             options._threads = 1  # operations come one at a time
             said: list[bytes] = []
             self._doors = ports
-            if self._aborted.is_set():  # seen here, or else abort() has seen the doors
+            # The doors are stored before the flag is read, and abort() sets the flag before it reads the doors: one of them sees it.
+            if self._aborted.is_set():
                 raise PlaneAborted
             self._group = dist.ProcessGroupGloo(_make_store(store, timeout, said), me.index, me.size, options)
             self._doors = set()
         self.barrier(Phases())
         with self._failures():
-            # Another thread may have opened a listener in the same instant; what Gloo told the others is its own.
+            # Another thread may have opened a listener in the same instant; the addresses that Gloo published are its own.
             gloos = mentioned(self._ports, b"".join(said))
             if len(gloos) == me.size:
                 self._ports, ports = gloos, ports & gloos
-            still_open = shut_doors(ports)  # all have come: Gloo would keep a descriptor for each stranger
+            # All members have come, and Gloo would keep a descriptor for each stranger.
+            still_open = shut_doors(ports)
             if still_open:
                 LOG.warning(
                     "Gloo goes on to listen at %s: this system lets no ordinary user shut that, so strangers who reach it can "
@@ -192,7 +194,7 @@ class GlooPlane(HostPlane):
         postscale: float,
         phases: Phases,
     ) -> None:
-        """Send each slice to its owner, who reduces in member order: every byte crosses the network once."""
+        """Send each slice to its owner, which reduces in member order: every byte crosses the network once."""
         start = time.monotonic_ns()
         mine, size = counts[self.context.index], self.context.size
         widened = self._staging.widened(send, dtype, prescale)
@@ -240,15 +242,15 @@ class GlooPlane(HostPlane):
 
     def abort(self) -> None:
         self._aborted.set()
-        if not self._busy:  # else whoever is does that in a moment
+        if not self._busy:  # else the thread in _wait() does it in a moment
             self._part()
         self._settled.set()
 
     def _part(self) -> None:
-        """Send nothing more: others, in the middle of what this member has done its part of, get all of it, then the end."""
+        """Send nothing more: members that are in the middle of an operation get all that this one has sent for it, then the end."""
         if self._group is None:  # it is being connected, or nothing is left of it
             self._disconnect(socket.SHUT_RDWR)
-            # Gloo waits for minutes for a member that has told where it is and does not come; now we come in its place.
+            # Gloo waits for minutes for a member that has published its address and does not come; this process comes in its place.
             knock(self._doors, self.context.size)
         elif not self._running:
             self._disconnect(socket.SHUT_WR)
@@ -256,12 +258,12 @@ class GlooPlane(HostPlane):
     def _disconnect(self, how: int) -> None:
         for sock, local, peer in connections():
             if local in self._ports or peer in self._ports:
-                with suppress(OSError):  # disconnected meanwhile, which is what was wanted
+                with suppress(OSError):  # disconnected meanwhile
                     sock.shutdown(how)
 
     def close(self) -> None:
-        # The destructor joins Gloo's threads; they end by themselves unless an operation goes on for ever, which may
-        # have been left by an interrupt of the thread that waited for it.
+        # The destructor joins Gloo's threads. They end by themselves unless an operation goes on for ever, such as one whose
+        # waiting thread was interrupted.
         if self._running and not self._ends(self._running[-1]):
             self._give_up()
         self._running.clear()
@@ -276,8 +278,8 @@ class GlooPlane(HostPlane):
         self._group = None
         self._running.clear()
 
-        # Called by a thread of the group, which must not be the one that lets go of it: the destructor joins that thread.
-        # Until then Gloo has the operation, that has this function, and so it also has the group.
+        # A thread of the group calls this, and must not be the one that drops the last reference to the group: the destructor joins
+        # that thread. Until then Gloo holds the operation, which holds this function, which holds the group.
         def let_go(_: object) -> None:
             threading.Thread(target=kept.clear, name="hvdlab-gloo-let-go", daemon=True).start()
 
@@ -285,7 +287,7 @@ class GlooPlane(HostPlane):
 
     @property
     def _usable(self) -> Any:
-        """The group, unless an aborted operation took it along."""
+        """The group, unless it was given up with an aborted operation."""
         if self._group is None:
             raise PlaneAborted
         return self._group
@@ -293,14 +295,16 @@ class GlooPlane(HostPlane):
     def _wait(self, start: partial[Any]) -> None:
         """Run an operation to its end, or to an abort.
 
-        When a connection ends Gloo tells the buffers that wait for a message's beginning, but not one whose message has
-        arrived in part, as from a member that died: its operation waits for as long as Gloo ever does. Then the
-        operation and its group are left to Gloo; nothing can arrive on what is shut down, so no buffer changes any more.
+        When a connection ends, Gloo fails the buffers that wait for a message's beginning, but not one whose message has
+        arrived in part, as from a member that died: its operation waits for as long as Gloo ever does. Such an
+        operation and its group are left to Gloo; nothing can arrive on sockets that are shut down, so no buffer changes any more.
         """
-        self._busy = True  # before it is asked whether there was an abort, which asks for this afterwards
+        # Set before this thread looks for an abort, while abort() sets its flag before it reads this: at least one of the two
+        # calls _part().
+        self._busy = True
         try:
             with self._failures():
-                # Starting and noting it are one step of the interpreter: an interrupt can't come in between.
+                # Starting the operation and noting it are one step of the interpreter: an interrupt can't come in between.
                 self._running.extend(map(operator.call, (start,)))
                 work = self._running[-1]
                 settled = self._settled = threading.Event()
@@ -321,7 +325,7 @@ class GlooPlane(HostPlane):
         """Whether the operation has ended, or ends after an abort, in whatever way.
 
         As long as bytes flow all members may finish it, as they do unless one has died or never began. When nothing
-        comes any more, no message is left that has arrived in part, but those of members that died or were stopped.
+        comes any more, the only messages that have arrived in part are those of members that died or were stopped.
         """
         if work.is_completed() or self._finishes(work):
             return True
@@ -352,7 +356,7 @@ class GlooPlane(HostPlane):
         try:
             yield
         except (RuntimeError, ValueError, OSError, TimeoutError) as error:
-            # A peer that was told of an abort first, or died, closes the connection before our own news arrives.
+            # A peer that got the abort first, or died, closes the connection before the abort arrives at this rank.
             if self._aborted.wait(_NEWS_SECONDS):
                 raise PlaneAborted from error
             raise PlaneBroken(f"Gloo failed: {error}") from error

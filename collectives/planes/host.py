@@ -1,4 +1,4 @@
-"""Planes of the host: they work on arrays, on the thread that calls them, until they are done."""
+"""Planes of the host: their operations work on arrays, on the thread that calls them, and return when they are done."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hvdlab.collectives.planes.buffers import HOST, Buffer, HostArray, host_view
 class HostPlane(Plane):
     """A data plane of the host's memory.
 
-    What it can do it says with arrays: one-dimensional, C-contiguous, in storage type. They block until the
-    operation has ended, and raise what it ends with.
+    Its operations take arrays: one-dimensional, C-contiguous, in storage type. They block until the
+    operation has ended, and raise the error that it ends with.
     """
 
     device: ClassVar[str] = HOST
@@ -42,7 +42,7 @@ class HostPlane(Plane):
 
     @abstractmethod
     def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
-        """Copy the buffer of member ``root`` (a position) to all; read there, written elsewhere."""
+        """Copy the buffer of member ``root`` (a position) to all: it is read on that member and written on the others."""
 
     @abstractmethod
     def reducescatter(
@@ -79,7 +79,7 @@ class HostPlane(Plane):
         return np.empty(shape, storage_type(dtype))
 
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> HostArray:
-        # The system hands out zeroed memory as it is touched: what is only waiting for its turn costs nothing.
+        # The system hands out zeroed memory as it is touched: until the operation's turn comes, the zeros cost nothing.
         return np.zeros(shape, storage_type(dtype))
 
     def start_allreduce(

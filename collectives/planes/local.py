@@ -1,4 +1,4 @@
-"""The plane of a group of one: nothing travels, every operation is a (scaled) copy."""
+"""The plane of a process set of one member: every operation is a (scaled) copy."""
 
 from __future__ import annotations
 

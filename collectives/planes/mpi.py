@@ -1,10 +1,10 @@
 """The ``mpi`` plane: ranks that an MPI launcher started, through mpi4py.
 
-MPI offers no way to cancel a collective, so every operation is a non-blocking one that is polled and can be given up.
+MPI offers no way to cancel a collective, so every operation is a non-blocking one, which the executor polls and can give up.
 A request that was given up may still read and write its buffers, whenever MPI next makes progress: what it reads then goes to
-members that have not given up, and a root of a large broadcast gets back what it has sent. So MPI is only ever given memory of ours, which
-stays as it is with the process once a request was given up, and the next epoch has a communicator of its own. MPI makes progress inside the
-poll, hence polling is the transfer, not a wait beside it.
+members that have not given up, and a root of a large broadcast gets back what it has sent. So MPI only ever gets memory of this plane's
+own, which the process keeps unchanged once a request was given up, and the next epoch has a communicator of its own. MPI makes progress
+inside the poll, hence polling is the transfer, not a wait beside it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.staging import Scratch, Staging, leave_to_library
 
-# While a transfer may be under way the poll only yields; a member that is much later than the bytes would need is
-# waited for in short sleeps.
+# While a transfer may be under way the poll only yields the core. Once it takes much longer than the bytes would need, some member
+# is late, and the poll sleeps for short times.
 _BYTES_PER_SECOND = 500e6
 _EAGER_SECONDS = 0.002
 _SLEEP_SECONDS = 100e-6
@@ -177,7 +177,7 @@ class MpiPlane(HostPlane):
         self._comm = None
 
     def _copy(self, send: HostArray, phases: Phases) -> HostArray:
-        """What is to be sent, as bytes in memory of ours."""
+        """A copy of the bytes to send, in memory of this plane's own."""
         start = time.monotonic_ns()
         sent = self._sent.take(send.nbytes, np.dtype(np.uint8))
         np.copyto(sent, _raw(send))
@@ -186,7 +186,7 @@ class MpiPlane(HostPlane):
 
     @contextmanager
     def _received(self, out: HostArray, phases: Phases) -> Iterator[HostArray]:
-        """Memory of ours, as bytes, that becomes the contents of ``out`` if nothing goes wrong."""
+        """Memory of this plane's own, as bytes, that is copied to ``out`` if the block raises nothing."""
         received = self._staging.take(out.nbytes, np.dtype(np.uint8))
         yield received
         start = time.monotonic_ns()
@@ -194,7 +194,7 @@ class MpiPlane(HostPlane):
         phases.unpack += time.monotonic_ns() - start
 
     def _run(self, begin: Callable[[], Any], phases: Phases, *buffers: HostArray) -> None:
-        """Begin an operation and poll it to its end; give it up on abort, keeping its buffers alive."""
+        """Begin an operation and poll it to its end; give it up on abort, and keep its buffers alive then."""
         if self._aborted.is_set():
             raise PlaneAborted
         start = time.monotonic_ns()

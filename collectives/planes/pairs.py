@@ -1,7 +1,7 @@
 """How two members of a group exchange messages, in which the others have no part.
 
-Every operation of the group's plane concerns all members, so two that exchange messages have a plane of their own, of the same
-kind; they build it at their first message. Within a host the segment of its shared memory is made by the two.
+Every operation of the group's plane concerns all members, so two members that exchange messages have a plane of their own, of the
+same kind; they build it at their first message. Within a host the two make the segment of its shared memory themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Pairs:
 
     Args:
         name: Name of the group's plane.
-        context: What that plane may know. Its memory is not used here.
+        context: What that plane is built from. Its memory is not used here.
         timeout: Seconds that the other member may take to come for the first message.
     """
 
@@ -37,7 +37,7 @@ class Pairs:
         self._plane(target).broadcast(buffer, int(target < self.context.index), phases)
 
     def receive(self, buffer: HostArray, source: int, phases: Phases) -> None:
-        """Fill a buffer with what the member at this position sends, which has as many bytes."""
+        """Fill a buffer with the message of the member at this position, which has as many bytes."""
         self._plane(source).broadcast(buffer, int(source > self.context.index), phases)
 
     def _plane(self, other: int) -> HostPlane:
@@ -59,7 +59,7 @@ class Pairs:
         return plane
 
     def _kind(self, other: int) -> str:
-        """Which plane the two have: within a host and between hosts what a hierarchical plane has there."""
+        """The plane of the two: the group's, or in place of ``hierarchical`` the one that it uses within a host or between hosts."""
         if self._name != "hierarchical":
             return self._name
         hosts = self.context.hosts
@@ -67,7 +67,7 @@ class Pairs:
 
     @property
     def gave_up(self) -> bool:
-        """Whether an aborted operation of a library had to be left to the process."""
+        """Whether an aborted operation of a library did not end, and was left to the library with all that it holds."""
         return self._parts.gave_up
 
     def abort(self) -> None:

@@ -43,14 +43,14 @@ class Parts:
     def connect(
         self, name: str, members: Sequence[int], index: int, scope: str, deadline: Deadline
     ) -> HostPlane:
-        """Connect a plane of this name; this member is ``members[index]``. Shared memory is made by the members."""
+        """Connect a plane of this name; this member is ``members[index]``. The members make shared memory themselves."""
         context = self._part(members, index, scope)
         cls = registry.host_plane_class(name)
         if name != "shm":
             return self._connect(cls(context), deadline)
         descriptor = self._segment(context, deadline)
         try:
-            # The plane takes over a descriptor. This one stays open until all have come: others open it by its number.
+            # The plane takes over a duplicate. This descriptor stays open until all members have come: they open it by its number.
             return self._connect(cls(replace(context, memory_fd=os.dup(descriptor))), deadline)
         finally:
             os.close(descriptor)
@@ -89,11 +89,11 @@ class Parts:
 
     @property
     def gave_up(self) -> bool:
-        """Whether an aborted operation of a library had to be left to the process."""
+        """Whether an aborted operation of a library did not end, and was left to the library with all that it holds."""
         return any(getattr(plane, "gave_up", False) for plane in self._planes)
 
     def abort(self) -> None:
-        """Abort all planes, those that are still to be built too."""
+        """Abort all planes, also those that would be built later."""
         with self._guard:
             self.aborted = True
             planes = list(self._planes)

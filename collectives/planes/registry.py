@@ -37,7 +37,7 @@ def under_mpi() -> bool:
 
 
 def missing(name: str) -> str | None:
-    """Why a plane can't be offered, told without importing anything heavy; ``None`` if it may be usable."""
+    """Why this process can't offer a plane, found out without importing anything heavy; ``None`` if it may be usable."""
     if name not in _CLASSES:
         return f"there is no data plane `{name}`; choose one of {', '.join(names())}"
     module, _, package = _CLASSES[name]
@@ -88,11 +88,11 @@ def why_unavailable(name: str) -> str | None:
 
 
 def offered(wish: str = "auto") -> tuple[str, ...]:
-    """Planes that this process tells the coordinator it has. Only light ones are imported to find out, and those of devices that are there.
+    """Planes that this process offers to the coordinator. To find out, only ``shm`` and planes of devices are imported.
 
-    Not ``local``, which everybody has, nor ``hierarchical``, which is there wherever those are that it is made of.
-    Not ``mpi`` if mpi4py has another MPI than the launcher. Where the launcher is none of MPI's, as Slurm's, that can't
-    be known, and it is offered only if it is the ``wish``.
+    Not ``local``, which every rank has, nor ``hierarchical``, which is there wherever the planes are that it is made of.
+    Not ``mpi`` if mpi4py has another MPI than the launcher. Under a launcher that is not MPI's own, such as Slurm's, that can't
+    be known, and ``mpi`` is offered only if it is the ``wish``.
     """
     found = []
     for name in _CLASSES:

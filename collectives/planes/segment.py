@@ -1,9 +1,9 @@
 """A memory segment that the members of one host make for themselves.
 
 The coordinator hands out descriptors over Unix sockets, which end at its host. On other hosts the first member makes an
-anonymous file (memfd) and tells the others, through the rendezvous store, under which number its process has it; they
+anonymous file (memfd) and publishes, in the rendezvous store, under which descriptor its process has it; the other members
 open it by way of ``/proc/PID/fd``, which the kernel allows to processes of the same user. So the segment never has
-a name, and nothing is left behind, whoever dies at whatever moment.
+a name, and nothing is left behind, whichever process dies at whatever moment.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _KEY = "memory"
 
 
 def offer(store: KeyValue, name: str, size: int) -> int:
-    """Make a segment for the members of this host and tell them. The caller closes it once they have opened it.
+    """Make a segment of ``size`` bytes and offer it to the members of this host. The caller closes it once they have opened it.
 
     Raises:
-        PlaneBroken: There is no memory or no descriptor to be had.
+        PlaneBroken: The system gives no memory or no descriptor.
     """
     unique = f"{name}-{secrets.token_hex(8)}"
     try:
@@ -48,7 +48,7 @@ def accept(store: KeyValue, timeout: float) -> int:
             f"shared memory: process {pid} has the segment of this host, but {path} can't be opened ({error}); ranks that "
             "count as one host must run as one user and see each other's processes, else set HVDLAB_HOST differently, or HVDLAB_PLANE=gloo"
         ) from error
-    # The kernel shows what a memfd was called, which nothing else in the world is.
+    # The kernel shows the name that a memfd was made with; only this one has the random name.
     if unique not in os.readlink(f"/proc/self/fd/{descriptor}"):
         os.close(descriptor)
         raise PlaneBroken(

@@ -1,7 +1,7 @@
 """The sockets of a library that shows none of them, found among this process's descriptors.
 
-Other threads open and close files meanwhile, so whatever is asked or done here goes through a duplicate: a number
-alone may name another file a moment later.
+Other threads open and close files meanwhile, so these functions ask and do everything through a duplicate: the same number
+may name another file a moment later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NUMBER = struct.Struct("=q")
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0 bytes
 
 
-_adopt = partial(_socket.socket, -1, -1, -1)  # asks the system for what Python's class wants to be told
+_adopt = partial(_socket.socket, -1, -1, -1)  # finds out family and kind by asking the system
 
 
 def _inet_sockets() -> Iterator[_socket.socket]:
@@ -56,7 +56,7 @@ def _duplicate(fd: int) -> _socket.socket | None:
     number, again = itertools.tee(map(os.dup, (fd,)))
     try:
         return next(map(_adopt, number))
-    except OSError:  # closed meanwhile, or another thread has a file of another kind by now under the number
+    except OSError:  # closed meanwhile, or by now the number is that of another thread's file of another kind
         for own in again:
             os.close(own)
         return None
@@ -72,7 +72,7 @@ def listeners(address: str) -> set[tuple[str, int]]:
 
 
 def mentioned(ports: set[tuple[str, int]], text: bytes) -> set[tuple[str, int]]:
-    """Those of these whose socket address (``struct sockaddr``) occurs in bytes."""
+    """Those of the ``ports`` whose socket address (``struct sockaddr``) occurs in ``text``."""
     return {(host, port) for host, port in ports if _sockaddr(host, port) in text}
 
 
@@ -89,13 +89,13 @@ def _packed(family: int, host: str) -> bytes:
 
 
 def shut_doors(ports: set[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Let nobody connect to these listeners any more. They can't be closed: Gloo watches them until its end.
+    """Let no process connect to these listeners any more. They can't be closed: Gloo watches them until its end.
 
-    Connections that exist are not concerned. A packet filter that drops everything is the cheapest way. Some systems refuse
-    it to ordinary users; then the listener asks for segments that are signed with a key that nobody has.
+    Existing connections go on. A packet filter that drops everything is the cheapest way. Some systems refuse that
+    to ordinary users; then the listener asks for segments that are signed with a key that no process has.
 
     Returns:
-        Those that stay open, since the system offers neither.
+        The listeners that stay open, since the system offers neither.
     """
     instruction = ctypes.create_string_buffer(_DROP)
     program = struct.pack("HP", 1, ctypes.addressof(instruction))
@@ -111,9 +111,9 @@ def shut_doors(ports: set[tuple[str, int]]) -> set[tuple[str, int]]:
 
 
 def _ask_for_signatures(sock: _socket.socket) -> bool:
-    """Have a listener take signed segments only (RFC 2385), from any address, with a key that is forgotten here.
+    """Have a listener take signed segments only (RFC 2385), from any address, with a key that is not kept.
 
-    A stranger's first segment is dropped without an answer. False where the kernel does not know of it.
+    The kernel drops a stranger's first segment without an answer. False where the kernel can't do that.
     """
     anybody = struct.pack("=H", sock.family).ljust(_SOCKADDR_STORAGE, b"\0")
     key = os.urandom(_KEY)
@@ -128,8 +128,8 @@ def _ask_for_signatures(sock: _socket.socket) -> bool:
 def knock(ports: set[tuple[str, int]], members: int) -> None:
     """Connect to these listeners of Gloo's as each member that it may wait for, and leave at once.
 
-    Who connects says which of the listener's connections it is for; they are numbered from 0. One that nobody waits for
-    yet is kept until somebody does.
+    A process that connects says which of the listener's connections it is for; they are numbered from 0. Gloo keeps a connection for
+    which it does not wait yet until it does.
     """
     for port in ports:
         for number in range(members):
@@ -149,9 +149,9 @@ def connections() -> Iterator[tuple[_socket.socket, tuple[str, int], tuple[str, 
 def traffic(
     ports: set[tuple[str, int]],
 ) -> dict[tuple[tuple[str, int], tuple[str, int]], int]:
-    """Bytes that have come and gone over each connection that has one of these at one end; none if the system does not tell.
+    """Bytes that were sent and received over each connection with one of the ``ports`` at one end; empty if the system does not say.
 
-    What has gone is counted when the other host has it.
+    Bytes that were sent count once the other host has them.
     """
     counts = {}
     if hasattr(socket, "TCP_INFO"):

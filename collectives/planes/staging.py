@@ -61,7 +61,7 @@ def scale(buffer: HostArray, factor: float) -> None:
 
 
 class Scratch:
-    """Memory that one thread takes again and again; as much is kept as was wanted at most."""
+    """Memory that one thread takes again and again; it stays as large as the largest request so far."""
 
     def __init__(self) -> None:
         self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -74,7 +74,7 @@ class Scratch:
         return self._memory[:nbytes].view(kind)
 
     def leave(self) -> None:
-        """Write to this memory no more: a library still uses it."""
+        """Never use this memory again: a library still reads or writes it."""
         self._memory = np.empty(0, np.uint8)
 
 
@@ -149,13 +149,15 @@ class Staging(Scratch):
 
 
 def leave_to_library(*objects: object) -> None:
-    """Keep these alive for as long as the process lives: a library that can't cancel may still use them."""
+    """Keep these objects alive for as long as the process lives: a library that can't cancel an operation may still use them."""
     for each in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def _wraps(compute: np.dtype[Any], dtype: DType) -> bool:
-    """Whether ``compute`` is a wider integer: it must not show, so values are scaled in their own type."""
+    """Whether ``compute`` is a wider integer than the storage type. That must not show in results, so values are scaled in their own
+    type.
+    """
     return compute.kind == "i" and compute != storage_type(dtype)
 
 

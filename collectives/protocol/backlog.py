@@ -1,4 +1,4 @@
-"""Frames that a socket did not take yet, and which of them is next. No I/O."""
+"""Frames that a socket has not taken yet, and which of them is next. No I/O."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import deque
 from collections.abc import Iterator
 
 Frame = tuple[memoryview, int]
-"""What is left of a frame, and a descriptor that goes with it, or -1."""
+"""The rest of a frame, and a descriptor that goes with it, or -1."""
 
 
 class Backlog:
-    """A queue in which frames in bulk wait for all others. Among each kind the order stays.
+    """A queue in which ``bulk`` frames wait for all others. Within each kind the order stays.
 
-    A frame that was begun, or only tried, is finished first: TLS demands to be given again what it did not take.
+    A frame of which sending was begun, or only tried, is finished first: TLS has to be given again the bytes that it did not take.
 
     Attributes:
-        nbytes: How much waits.
+        nbytes: Bytes that wait.
     """
 
     __slots__ = ("_begun", "_bulk", "_first", "nbytes")
@@ -27,7 +27,7 @@ class Backlog:
         self._bulk: deque[Frame] = deque()
 
     def begin(self, view: memoryview, descriptor: int) -> None:
-        """Keep what was tried to be sent while nothing waited."""
+        """Keep the rest of a frame that was tried while nothing waited."""
         assert not self.nbytes
         self._begun = (view, descriptor)
         self.nbytes = len(view)
@@ -38,7 +38,7 @@ class Backlog:
         self.nbytes += len(view)
 
     def next(self) -> Frame | None:
-        """What is to be tried now; ``None`` if nothing waits."""
+        """The frame to send now; ``None`` if none waits."""
         if self._begun is None:
             if self._first:
                 self._begun = self._first.popleft()
@@ -47,14 +47,14 @@ class Backlog:
         return self._begun
 
     def sent(self, count: int) -> None:
-        """So many bytes of :meth:`next` were sent, at least one; its descriptor went with them."""
+        """``count`` bytes of :meth:`next` were sent, at least one; its descriptor went with them."""
         assert self._begun is not None
         view, _ = self._begun
         self.nbytes -= count
         self._begun = None if count == len(view) else (view[count:], -1)
 
     def clear(self) -> list[int]:
-        """Forget everything; the descriptors that were kept."""
+        """Drop all frames. Returns the descriptors that were kept with them."""
         kept = [descriptor for _, descriptor in self._all() if descriptor >= 0]
         self._begun, self.nbytes = None, 0
         self._first.clear()

@@ -21,7 +21,7 @@ _to_peer: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(cast("type[T
 Payload = bytes | memoryview
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises: strings that are no UTF-8 and nesting without end are told by exceptions of Python's own."""
+"""What decoding raises: for strings that are no UTF-8, and for nesting without end, these are exceptions of Python's own."""
 
 
 def encode(message: Message) -> bytes:

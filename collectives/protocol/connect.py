@@ -27,11 +27,11 @@ _TRY_AGAIN_SECONDS = 0.2
 
 
 class NobodyThereError(StartError):
-    """Nobody has the socket: no coordinator, and nobody who would start one on it."""
+    """No process has the listening socket: neither a coordinator nor a starter that could start one on it."""
 
 
 class RefusedError(StartError):
-    """The coordinator has answered, and does not want this peer."""
+    """The coordinator has answered, and does not let this peer in."""
 
 
 def connect(
@@ -43,7 +43,7 @@ def connect(
     dead_after: float = 30.0,
     opened: Opened | None = None,
 ) -> tuple[Endpoint, Welcome]:
-    """Connect and introduce oneself.
+    """Connect to the coordinator and introduce this peer.
 
     Args:
         address: ``unix:/path`` or ``tls:host:port``.
@@ -51,14 +51,14 @@ def connect(
         certificate: PEM text; over TLS the coordinator must show exactly this certificate.
         deadline: Limit of all steps together.
         dead_after: Seconds without a sign of life of the other host after which the connection is lost (``tls`` only).
-        opened: Gets each socket before something is waited for on it; shutting it down from another thread ends the
+        opened: Gets each socket before this function waits on it; shutting it down from another thread ends the
             wait. May raise ``StartError`` to give up.
 
     Returns:
         The connection, on which nothing after ``Welcome`` was read yet, and the coordinator's answer.
 
     Raises:
-        StartError: Nobody listens there (``NobodyThereError``), the certificate is another one, Hello was refused
+        StartError: No process listens there (``NobodyThereError``), the certificate is another one, the coordinator refused Hello
             (``RefusedError``), or time is over.
         InvalidRequestError: The address can't be read.
     """
@@ -110,7 +110,7 @@ def _reach(where: Address, deadline: Deadline, opened: Opened | None) -> socket.
 
 
 def _connect_first(where: Address, deadline: Deadline, opened: Opened | None) -> socket.socket:
-    """A connection to the first of its addresses that answers."""
+    """A connection to the first address of ``where`` that answers."""
     if isinstance(where, UnixAddress):
         found: list[tuple[int, Any]] = [(socket.AF_UNIX, where.path)]
     else:
@@ -159,7 +159,7 @@ def _shake(secure: ssl.SSLSocket, where: str, certificate: str | None) -> None:
 
 
 def _notice_silence(sock: socket.socket, seconds: float) -> None:
-    """Let the system end a connection over which nothing comes: a host that is cut off says no goodbye."""
+    """Let the system end the connection after ``seconds`` without a sign of life: a host that is cut off can't close it."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     probe = max(1, int(seconds / 3))
     for option, value in (

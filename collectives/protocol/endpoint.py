@@ -22,7 +22,7 @@ from hvdlab.collectives.protocol.messages import Message
 
 RECEIVE_SIZE = 64 * 1024
 TLS_AT_ONCE = 4 * RECEIVE_SIZE
-"""Bytes after which :meth:`Endpoint.receive` looks at what came over TLS, before it reads more."""
+"""Bytes that :meth:`Endpoint.receive` reads over TLS before it decodes them."""
 DESCRIPTOR_LIMIT = 8
 LOST = -1
 _ANCILLARY = socket.CMSG_SPACE(4 * DESCRIPTOR_LIMIT)
@@ -55,7 +55,7 @@ class Endpoint:
         self._lock = threading.Lock()
         self._backlog = Backlog()
         self._closed = False
-        # What was read ahead and not decoded yet; see read_ahead.
+        # What recvmsg() returned and was not decoded yet; see read_ahead.
         self.early: deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = deque()
 
     # -- state ----------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Endpoint:
 
     @property
     def backlog(self) -> int:
-        """Bytes that the socket did not take yet. While there are some, watch for writability and ``flush``."""
+        """Bytes that the socket has not taken yet. While there are some, watch for writability and call :meth:`flush`."""
         return self._backlog.nbytes
 
     @property
@@ -96,7 +96,7 @@ class Endpoint:
         """Send a message; ``False`` if a part of it waits in the backlog.
 
         Raises:
-            ConnectionLost: The connection is closed, here or there.
+            ConnectionLost: The connection is closed, on this side or the other.
             ProtocolError: The message is too large.
         """
         return self.send_frame(encode(message), descriptor)
@@ -104,7 +104,7 @@ class Endpoint:
     def send_frame(self, frame: bytes, descriptor: int = -1, *, bulk: bool = False) -> bool:
         """Like :meth:`send`, for a frame that is encoded already. The descriptor is duplicated if it has to wait.
 
-        One in bulk lets others overtake it that are not.
+        Other frames overtake one in ``bulk`` that waits.
         """
         with self._lock:
             if self._closed:
@@ -199,27 +199,27 @@ class Endpoint:
                 self._keep_descriptors(ancillary, flags)
             if data:
                 payloads += self._decoder.feed(data)
-            elif not payloads:  # else the socket tells of its end again
+            elif not payloads:  # else the next call meets the end of the file again
                 raise ConnectionLost(self._end_of_file())
         return payloads
 
     def take_descriptor(self) -> int:
         """The oldest file descriptor that came along; the caller owns it.
 
-        :data:`LOST` if it could not be received, since this process has as many as it may have.
+        :data:`LOST` if it could not be received, because this process has as many descriptors as it may have.
 
         Raises:
-            ProtocolError: There is none, though a message said so.
+            ProtocolError: None came, though a message said so.
         """
         if not self._descriptors:
             raise ProtocolError("a message announces a file descriptor that did not come")
         return self._descriptors.popleft()
 
     def _read_tls(self) -> bytes:
-        """What can be read now, up to :data:`TLS_AT_ONCE` and what is inside the TLS layer.
+        """The bytes that can be read now: up to :data:`TLS_AT_ONCE`, and then those that are left inside the TLS layer.
 
-        The latter does not make the socket readable again. What is still in the socket does: a peer that sends faster than
-        this reads is neither held in memory nor able to keep the thread.
+        Bytes inside the TLS layer do not make the socket readable again, those that are still in the socket do. So a peer that sends
+        faster than this reads can neither fill memory nor keep the thread here.
         """
         assert isinstance(self._sock, ssl.SSLSocket)
         pieces: list[bytes] = []
@@ -253,7 +253,7 @@ class Endpoint:
     def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         assert self._descriptors is not None
         if flags & socket.MSG_CTRUNC and not ancillary:
-            # This process has no number left for it. Each message carries one, and none is read with another's.
+            # This process has no number left for the descriptor. One comes with each such message, so exactly one is lost.
             self._descriptors.append(LOST)
         for level, kind, content in ancillary:
             if level != socket.SOL_SOCKET or kind != socket.SCM_RIGHTS:
@@ -274,9 +274,9 @@ class Endpoint:
     # -- end ------------------------------------------------------------------------------------------------------
 
     def renew(self, other: Endpoint) -> None:
-        """Go on with the connection of ``other``, which is spent then; nothing of the old one is left.
+        """Go on with the connection of ``other``, which must not be used any more then; nothing of the old one is left.
 
-        By the owning thread, while no other thread reads ahead.
+        Called by the owning thread, while no other thread reads ahead.
         """
         self.close()
         with self._lock:
@@ -294,7 +294,7 @@ class Endpoint:
             os.close(number)
 
     def close(self) -> None:
-        """Close the socket and every descriptor that nobody took. Idempotent; what waits in the backlog is lost."""
+        """Close the socket and every descriptor that was not taken. Idempotent; what waits in the backlog is lost."""
         with self._lock:
             if self._closed:
                 return

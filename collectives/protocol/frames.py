@@ -1,4 +1,4 @@
-"""Frames: a length (unsigned, 32 bits, little endian) and so many bytes of payload. No I/O here.
+"""Frames: a length (unsigned, 32 bits, little endian) and that many bytes of payload. No I/O here.
 
 A peer that has not introduced itself may send small frames only, so that a stranger can't make the coordinator
 hold much memory.

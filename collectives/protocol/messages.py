@@ -2,7 +2,7 @@
 
 Three directions: rank to coordinator (:data:`FromRank`), client to coordinator (:data:`FromClient`) and coordinator
 to either (:data:`ToPeer`). A connection begins with :class:`Hello`. ``epoch`` is that of the process set at the time
-of sending; the receiver drops what belongs to an older one.
+of sending; the receiver drops messages of an older one that have lost their meaning.
 
 Fields are only ever appended: structs are arrays on the wire, and a missing trailing field takes its default.
 """
@@ -19,7 +19,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unk
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Base of what messages are made of."""
+    """Base of the parts of messages."""
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Member(Record, frozen=True):
 class Death(Record, frozen=True):
     """A rank that was lost. ``when`` is the coordinator's wall clock in seconds since 1970.
 
-    ``admitted`` says that it had been in a world: others do not wait for it to come.
+    ``admitted`` says that the rank had been in a world: others do not wait for it to come.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class Death(Record, frozen=True):
 
 
 class KnownSet(Record, frozen=True):
-    """A process set as a rank knew it when the coordinator was lost; ``ranks`` lived in ``epoch``."""
+    """A process set as a rank knew it when the coordinator was lost; ``ranks`` were its members in ``epoch``."""
 
     id: int
     epoch: int
@@ -89,7 +89,7 @@ class KnownSet(Record, frozen=True):
 
 
 class Submission(Record, frozen=True):
-    """A collective as others see it, for error texts."""
+    """A collective as one rank submitted it, for error texts."""
 
     kind: int
     name: str
@@ -106,7 +106,7 @@ class Hello(Message, frozen=True):
     An observer learns which ranks there are and which have died, and may ask for nothing. A rank's token lets it in, and
     the coordinator does not stay for it.
 
-    ``generation`` is that of the coordinator that the peer has lost, or -1: one that comes back says in its next
+    ``generation`` is that of the coordinator that the peer has lost, or -1. A peer that comes back says in its next
     message (:class:`Resume`, :class:`Recall`) what a successor has to know.
 
     ``versions`` are those that all ranks must have alike, by name.
@@ -130,7 +130,7 @@ class Hello(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Liveness probe; answered by :class:`Pong` with the same number.
 
-    Everything but events may overtake events that wait; so does the answer, unless it is wanted ``after_events``.
+    Everything but events may overtake events that wait to be sent; so may the answer, unless ``after_events`` is set.
     """
 
     number: int
@@ -174,9 +174,9 @@ class Resume(Message, frozen=True):
     """What a rank of a coordinator that died tells the successor, before anything else.
 
     ``sets`` are the world (0, if it was formed) and the process sets that were added, ``alive`` the ranks that lived as far
-    as this one was told. ``last_set`` is the highest id that it has seen. ``adding`` and ``removing`` are additions (their
-    ranks) and removals (their ids) of process sets that failed here with the loss, so that others undo or do them as well.
-    ``cells`` run here; ``ended`` are the last ones that ended, each with the line that says how it failed.
+    as this rank knows. ``last_set`` is the highest id of a set that it has seen. ``adding`` and ``removing`` are additions (their
+    ranks) and removals (their ids) of process sets that failed here with the loss: the successor has all ranks undo or do them.
+    ``cells`` run here; ``ended`` are the last cells that ended, each with the line that says how it failed.
     """
 
     sets: tuple[KnownSet, ...] = ()
@@ -196,7 +196,7 @@ class Announce(Message, frozen=True):
     dimension for allgather, the splits for alltoall.
 
     ``payload`` (not empty only for a single collective) is the tensor itself if it is small: when every member sends
-    it, it travels with the negotiation and no data plane is needed.
+    its own, they travel with the negotiation and no data plane is needed.
     """
 
     process_set: int
@@ -208,7 +208,7 @@ class Announce(Message, frozen=True):
 
 
 class Duplicate(Message, frozen=True):
-    """This rank submitted a name that is already in flight here; everybody's pending one fails."""
+    """This rank submitted a name that is already in flight here; the pending collective of that name fails on all ranks."""
 
     process_set: int
     epoch: int
@@ -220,8 +220,8 @@ class Duplicate(Message, frozen=True):
 class Blocked(Message, frozen=True):
     """The user's thread has been waiting for ``local`` for ``seconds``; sent once per wait, ``local`` -1 when over.
 
-    ``executing``: it has been told to execute it, and that goes on; sent again when that changes, and without a user who
-    waits if it takes long.
+    ``executing``: the coordinator has ordered it, and it is being executed; sent again when that changes, and also without a user's
+    thread that waits if it takes long.
     """
 
     process_set: int
@@ -234,8 +234,8 @@ class Blocked(Message, frozen=True):
 class Await(Message, frozen=True):
     """The user's thread waits for ranks outside of collectives, such as for a message of any of them.
 
-    ``number`` is the sender's own. Without ``ranks`` that wait is over. ``any``: one of them is enough; else all are
-    needed. ``what`` and ``site`` are for texts. Sent again as the answer to :class:`AwaitStill`.
+    ``number`` is the sender's own number for the wait. Without ``ranks`` it is over. ``any``: one of the ranks is enough; else all
+    are needed. ``what`` and ``site`` are for texts. Sent again as the answer to :class:`AwaitStill`.
     """
 
     number: int
@@ -246,13 +246,13 @@ class Await(Message, frozen=True):
 
 
 class AwaitStill(Message, frozen=True):
-    """Does that wait still go on, after all mail that was sent before this? A rank that does not wait any more says nothing."""
+    """Does wait ``number`` still go on, after all mail that was sent before this? A rank that does not wait any more sends no answer."""
 
     number: int
 
 
 class Absent(Message, frozen=True):
-    """The ranks that an :class:`Await` waits for won't do what it waits for; it is over with that."""
+    """The ranks that an :class:`Await` waits for won't do what would end it: the wait is in vain, and over."""
 
     number: int
     kind: str
@@ -261,7 +261,7 @@ class Absent(Message, frozen=True):
 
 
 class Paused(Message, frozen=True):
-    """The user looks around here (at a prompt, in a debugger): nobody who waits for this rank waits in vain."""
+    """The user looks around here (at a prompt, in a debugger): no rank that waits for this one waits in vain."""
 
     reason: str
 
@@ -281,9 +281,10 @@ class Withdraw(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """This rank gives up a message that waits for the other rank; with ``later`` younger ones of the same ``local`` behind it.
+    """This rank gives up a message that waits for the other rank; ``later`` younger ones of the same ``local`` wait behind it.
 
-    Answered by :class:`Cancelled` with the same ``ticket``. If it was ordered meanwhile, the epoch ends, as by :class:`Withdraw`.
+    Answered by :class:`Cancelled` with the same ``ticket``. If the coordinator has ordered the message meanwhile, the epoch ends, as
+    by :class:`Withdraw`.
     """
 
     process_set: int
@@ -297,10 +298,10 @@ class Cancel(Message, frozen=True):
 
 
 class DeclinePost(Message, frozen=True):
-    """A rank has posted its ``number``-th request on the board of this epoch and waits: who has not posted so many is to decline.
+    """A rank has posted its ``number``-th request on the board of this epoch and waits: members that have not posted so many decline.
 
-    To the coordinator, and from it to the members. When a member has left, or the epoch was changed over from in order, it says with it
-    which of the processes that were members are still there (``pids``): of the others, what is on the board is all that will ever be.
+    To the coordinator, and from it to the members. When a member has left, or the epoch has ended in order, the coordinator adds which of
+    the members' processes are still there (``pids``): the others will post no more than what is on the board.
     """
 
     process_set: int
@@ -310,7 +311,7 @@ class DeclinePost(Message, frozen=True):
 
 
 class BoardMissing(Message, frozen=True):
-    """This rank has no board of this epoch, or has it no more: what it has posted there is all that it ever will. To the coordinator."""
+    """To the coordinator: this rank has no board of this epoch, or none any more, and will post no more than it has."""
 
     process_set: int
     epoch: int
@@ -325,7 +326,7 @@ class PlaneFailed(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """The memory of this epoch did not reach this rank, which could have it now: what is pending is for the next one."""
+    """The memory of this epoch did not reach this rank, which could take it now: begin the next epoch, for what is pending."""
 
     process_set: int
     epoch: int
@@ -353,8 +354,8 @@ class Elastic(Message, frozen=True):
 class Regroup(Message, frozen=True):
     """This rank is where the world of its elastic training may change: it submits nothing more before the answer.
 
-    ``at_least`` is how many ranks it needs. Once every rank in training has come, and there are enough, the world gets
-    a new epoch with those that wait to enter, and each is sent :class:`Regrouped` with its ``ticket``.
+    ``at_least`` is how many ranks it needs. Once every rank in training has sent this, and there are enough, the world gets
+    a new epoch with the ranks that wait to enter, and the coordinator sends each :class:`Regrouped` with its ``ticket``.
     """
 
     ticket: int
@@ -381,8 +382,8 @@ class StoreGet(Message, frozen=True):
 
 
 COLLECT, COLLECTED = "hvdlab.events.collect", "hvdlab.events.collected"
-"""Topics of mail. A client asks ranks to send :class:`Events` of what they have recorded; each then answers with the body that
-came, after the events and on the same connection."""
+"""Topics of mail. A client asks ranks to send :class:`Events` of what they have recorded; each rank then answers with the same body,
+after the events and on the same connection."""
 
 
 class Events(Message, frozen=True):
@@ -392,9 +393,9 @@ class Events(Message, frozen=True):
 
 
 class Subscribe(Message, frozen=True):
-    """Ask for every rank's :class:`Events` on this connection, those of the past first if wanted, or stop.
+    """Ask for every rank's :class:`Events` on this connection, with ``history`` those of the past first; or, without ``events``, stop.
 
-    Of the past, those up to the number ``after`` are not wanted: they came over an earlier connection.
+    Past batches up to the number ``after`` are left out: they came over an earlier connection.
     """
 
     events: bool
@@ -408,7 +409,7 @@ class Subscribe(Message, frozen=True):
 class Recall(Message, frozen=True):
     """What a client that has lost its coordinator tells the successor, or the same one again, before anything else.
 
-    ``members`` lived and ``deaths`` had happened as far as it was told; ``cells`` run, each on these ranks.
+    ``members`` lived and ``deaths`` had happened as far as the client knows; ``cells`` run, each on these ranks.
     """
 
     expected: tuple[int, ...]
@@ -418,13 +419,13 @@ class Recall(Message, frozen=True):
 
 
 class Expect(Message, frozen=True):
-    """The world is made of these ranks from now on; living ranks not among them are told to leave."""
+    """The world is made of these ranks from now on; the coordinator tells living ranks not among them to leave."""
 
     ranks: tuple[int, ...]
 
 
 class Release(Message, frozen=True):
-    """Let these ranks go where elastic training lets the world change; at once if nobody trains."""
+    """Let these ranks go where elastic training lets the world change; at once if no rank trains."""
 
     ranks: tuple[int, ...]
 
@@ -469,13 +470,13 @@ class Refused(Message, frozen=True):
 
 
 class Configure(Message, frozen=True):
-    """A process set has a new epoch with these members (in order of rank).
+    """A process set has a new epoch with these members, by position.
 
-    ``plane`` is for tensors of the host; ``device_planes`` has the name of another plane for each device class that all
-    members offer one for. With plane ``shm`` one file descriptor (a memfd) comes along with the bytes of this frame.
+    ``plane`` is for tensors of the host; ``device_planes`` has the name of another plane for each device class for which all
+    members offer one. With plane ``shm`` one file descriptor (a memfd) comes along with the bytes of this frame.
 
-    ``listed`` is how it travels to ranks (see :mod:`~hvdlab.collectives.protocol.rosters`): which ranks the members are; ``members``
-    then describes those that were not described on this connection before.
+    ``listed`` is used on the way to ranks (see :mod:`~hvdlab.collectives.protocol.rosters`): it has the members' ranks, and ``members``
+    then describes only those that were not described on this connection before.
     """
 
     process_set: int
@@ -520,7 +521,7 @@ class Execute(Message, frozen=True):
 
 
 class Tune(Message, frozen=True):
-    """From the next order of this epoch on, move ``slice_bytes`` at a time; 0 leaves it to the plane."""
+    """From the next order of this epoch on, move ``slice_bytes`` bytes at a time; 0 leaves the size to the plane."""
 
     process_set: int
     epoch: int
@@ -536,7 +537,7 @@ class Party(Record, frozen=True):
 
 
 class Reject(Message, frozen=True):
-    """The head submission of ``locals`` (this rank's) fails with a mismatch; the epoch goes on."""
+    """The oldest undecided submission of each of ``locals`` (this rank's ids) fails with a mismatch; the epoch goes on."""
 
     process_set: int
     epoch: int
@@ -546,7 +547,7 @@ class Reject(Message, frozen=True):
 
 
 class RejectDuplicate(Message, frozen=True):
-    """The pending submissions ``locals`` (this rank's) fail, because a rank submitted the name twice."""
+    """The oldest undecided submission of each of ``locals`` (this rank's ids) fails, because a rank submitted the name twice."""
 
     process_set: int
     epoch: int
@@ -558,9 +559,10 @@ class RejectDuplicate(Message, frozen=True):
 
 
 class Decline(Message, frozen=True):
-    """The submissions ``locals`` (this rank's) fail although all agree: ``reason`` says why, in one sentence.
+    """The oldest undecided submission of each of ``locals`` (this rank's ids) fails although all agree.
 
-    ``joined`` are the ranks for whose sake it can't be done; empty if it can't be done at all.
+    ``reason`` says why, in one sentence. ``joined`` are the ranks that have joined, if that is why it can't be done; empty if it can't
+    be done at all.
     """
 
     process_set: int
@@ -572,9 +574,10 @@ class Decline(Message, frozen=True):
 
 
 class AbortedCollective(Record, frozen=True):
-    """One pending collective of an ended epoch: who had submitted it (with sites), who was waited for, who had joined.
+    """A pending collective: the ranks that ``waited`` in it (with their ``sites``), those ``missing``, and those that had ``joined``.
 
-    ``repeats`` is how it travels to ranks (see :mod:`~hvdlab.collectives.protocol.rosters`): how often each of the ``sites`` is there in a row.
+    ``repeats`` is used on the way to ranks (see :mod:`~hvdlab.collectives.protocol.rosters`): how often each of the ``sites`` comes in
+    a row.
     """
 
     kind: int
@@ -587,9 +590,10 @@ class AbortedCollective(Record, frozen=True):
 
 
 class Cancelled(Message, frozen=True):
-    """A message of one rank to another ends alone, and the epoch goes on: the other won't come, or this one asked for it.
+    """A message of one rank to another ends alone, and the epoch goes on: the other rank won't come, or this one asked for it.
 
-    It is the oldest that waits of each of ``locals`` (this rank's), or what this rank gave up by :class:`Cancel` with ``ticket``.
+    It is the oldest that waits of each of ``locals`` (this rank's ids), or the one that this rank gave up by :class:`Cancel` with
+    ``ticket``.
     """
 
     process_set: int
@@ -604,7 +608,7 @@ class Cancelled(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """``epoch`` (an old one) of a process set has ended; all its pending collectives fail with this cause."""
+    """``epoch`` of a process set, and all before it, have ended; what is pending in them fails with this cause."""
 
     process_set: int
     epoch: int
@@ -641,22 +645,22 @@ class Leave(Message, frozen=True):
 
 
 class World(Message, frozen=True):
-    """Membership as it is now; sent to clients and ranks on each change."""
+    """Membership as it is now; sent to clients and observers on each change, and to ranks soon after it."""
 
     expected: tuple[int, ...]
     members: tuple[Member, ...]
     deaths: tuple[Death, ...]
     epoch: int
     waiting: tuple[int, ...] = ()
-    """Ranks that live and would be in the world, but for elastic training that has to let them in."""
+    """Ranks that live and would be in the world, if elastic training had let them in yet."""
     restoring: bool = False
-    """Whether ranks of a coordinator that died are still awaited: who is not there yet is not known to be dead."""
+    """Whether the coordinator still waits for ranks of one that died: a rank that is not there yet is not known to be dead."""
     leaving: tuple[int, ...] = ()
     """Ranks in the world that are let go where elastic training lets it change."""
     formed: tuple[int, ...] = ()
     """Ranks that this epoch of the world is made of; empty until it has begun."""
     listed: tuple[int, ...] = ()
-    """As that of :class:`Configure`."""
+    """As ``listed`` of :class:`Configure`."""
 
 
 class Regrouped(Message, frozen=True):
@@ -674,7 +678,7 @@ class RankEvents(Message, frozen=True):
 
 
 class Stalled(Message, frozen=True):
-    """A collective has been waiting for ``seconds``: who has submitted it, who has not."""
+    """A collective has been waiting for ``seconds``; it says which ranks have submitted it, and which have not."""
 
     process_set: int
     seconds: float

@@ -1,12 +1,13 @@
-"""Lists of ranks and members, made short for the wire: what a connection has been told is not told again.
+"""Lists of ranks and members, made short for the wire: a description that was sent over a connection is not sent there again.
 
-A member's description takes some 70 bytes. A death in a world of 16,384 ranks concerns all of them, and each would be sent a megabyte twice, in
-:class:`~hvdlab.collectives.protocol.messages.Configure` and :class:`~hvdlab.collectives.protocol.messages.World`, to learn that one
-is gone: 34 GB in all. So each description goes over a connection once. After that a message names the rank, and
-neighbouring ranks as one run; call sites that follow upon each other and are equal are one. The coordinator's server shortens (:class:`SentMembers`), the rank's engine restores (:class:`KnownMembers`);
-the state machines on both sides see whole messages. Clients and observers get those as well: there are few of them.
+A member's description takes some 70 bytes. A death in a world of 16,384 ranks concerns all of them, and the coordinator would send each
+a megabyte twice, in :class:`~hvdlab.collectives.protocol.messages.Configure` and
+:class:`~hvdlab.collectives.protocol.messages.World`, to say that one is gone: 34 GB in all. So each description goes over a connection
+once. After that a message names the rank, and consecutive ranks as one run; equal call sites in a row are sent once, with their number.
+The coordinator's server shortens messages (:class:`SentMembers`), the rank's engine restores them (:class:`KnownMembers`);
+the state machines on both sides see whole messages. Clients and observers get whole messages, too: there are few of them.
 
-Both sides see the messages of a connection in one order, so that what the one has sent is what the other knows.
+Both sides see the messages of a connection in the same order, so that what one side has sent is what the other knows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Ranks = tuple[int, ...]
 
 
 def pack(ranks: Iterable[int]) -> Ranks:
-    """The same ranks, in order, with what follows upon each other as its first rank and the negative of its last one."""
+    """The same ranks, in order, with each run of consecutive ones as its first rank and the negative of its last one."""
     packed: list[int] = []
     first = last = -1
     for rank in ranks:
@@ -46,7 +47,7 @@ def _close_run(packed: list[int], first: int, last: int) -> None:
 
 
 def unpack(packed: Ranks) -> Ranks:
-    """What :func:`pack` was given. Raises ``ProtocolError`` for what it does not return."""
+    """The ranks that :func:`pack` was given. Raises ``ProtocolError`` for numbers that begin in the middle of a run."""
     if not packed or min(packed) >= 0:
         return packed
     if packed[0] < 0:
@@ -64,8 +65,8 @@ class SentMembers:
     """The coordinator's side: the newest description of each rank, numbered in the order in which they came up.
 
     Attributes:
-        newest: The highest number. A connection that has been sent everything up to a number is sent what is above it
-            with the next message that is shortened.
+        newest: The highest number. A connection over which all descriptions up to some number went gets those above it with the next
+            message that is shortened.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class SentMembers:
         self._numbers: dict[int, int] = {}  # of ranks
 
     def add(self, message: Message) -> None:
-        """Number what is new in a message, before it is shortened for any connection."""
+        """Number the new descriptions in a message, before it is shortened for any connection."""
         if isinstance(message, Configure | World):
             for member in message.members:
                 number = self._numbers.get(member.rank, 0)
@@ -85,11 +86,14 @@ class SentMembers:
                     self._by_number[self.newest] = member
 
     def shorten(self, message: Message, told: int) -> tuple[Message, int]:
-        """The message for a connection that has been sent everything up to this number, and up to which it has been then.
+        """Shorten a message for one connection.
 
         Args:
             message: One of :data:`ROSTERS` that was given to :meth:`add`.
-            told: 0 for a new connection.
+            told: The number up to which all descriptions went over the connection; 0 for a new one.
+
+        Returns:
+            The short message, and the number up to which all descriptions will have gone over the connection with it.
         """
         if isinstance(message, Configure | World) and message.members:
             new = tuple(self._since(told))
@@ -116,7 +120,7 @@ class KnownMembers:
         """The message as it was before it was shortened; one that was not is returned as it is.
 
         Raises:
-            ProtocolError: It names a rank of which this connection has not been told.
+            ProtocolError: It names a rank that was never described on this connection.
         """
         message = _each_list(message, unpack, _unpack_sites)
         if isinstance(message, Configure | World) and message.listed:
@@ -152,7 +156,7 @@ def _each_list(
     ranks: Callable[[Ranks], Ranks],
     sites: Callable[[AbortedCollective], AbortedCollective],
 ) -> Message:
-    """The message with its lists of ranks changed, and with them the call sites of these."""
+    """The message with its lists of ranks changed by ``ranks``, and its lists of call sites by ``sites``."""
     if isinstance(message, World):
         return msgspec.structs.replace(
             message,

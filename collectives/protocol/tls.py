@@ -1,4 +1,4 @@
-"""TLS with one pinned, self-signed certificate: whoever shows it is the coordinator, nobody else."""
+"""TLS with one pinned, self-signed certificate: only a peer that shows it is the coordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def client_context(certificate: str) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The certificate itself is pinned; ranks reach the coordinator under addresses that it can't know of.
+    # The certificate itself is pinned; its names say nothing, since ranks may reach the coordinator under any address.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:

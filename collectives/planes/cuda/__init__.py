@@ -1,1 +1,4 @@
-"""Ranks of one host whose GPUs work on each other's memory, be it one GPU for all, without NCCL, which refuses several ranks on one GPU."""
+"""The plane for ranks of one host whose GPUs work on each other's memory, or that share a GPU, without NCCL.
+
+(NCCL refuses several ranks on one GPU.)
+"""

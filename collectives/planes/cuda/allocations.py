@@ -1,4 +1,4 @@
-"""Where the members' memory is: what a member lets others open, and what a worker has opened.
+"""Where the members' memory is: the pieces that a member lets others open, and those that a worker has opened.
 
 A tensor lies somewhere in a piece of memory that a framework's allocator got from the driver, and only a whole piece can be opened by
 another process. So a member keeps a table of its pieces on the board, and announces in which of them a tensor lies, and where. Opening a
@@ -21,7 +21,7 @@ _ANY_ADDRESS = 16
 
 
 class Exports:
-    """The pieces of a member that others may open. One thread at a time."""
+    """The pieces of memory of a member that other members may open. Used by one thread at a time."""
 
     def __init__(self, device: Device, board: Board, index: int) -> None:
         self._device, self._board, self._index = device, board, index
@@ -40,7 +40,7 @@ class Exports:
         self._seen: list[tuple[int, int, int]] = []
 
     def begin(self, operation: int, finished: int) -> None:
-        """What is located next belongs to this operation; operations up to ``finished`` need their pieces no more."""
+        """The tensors located next belong to this operation; operations up to ``finished`` need their pieces no more."""
         self._operation, self._finished = operation, finished
         self._seen.clear()
         self._withdraw_one_if_freed()
@@ -101,7 +101,7 @@ class Exports:
         self.bases[slot] = base
         board.handles[self._index, slot] = np.frombuffer(handle, np.uint8, HANDLE_BYTES)
         self._count += 1
-        board.versions[self._index, slot] = self._count  # after the handle: whoever sees it finds that one
+        board.versions[self._index, slot] = self._count  # after the handle: a member that sees it finds that
         board.generations[self._index] += np.uint64(1)
 
     def _withdraw(self, base: int) -> None:
@@ -155,7 +155,7 @@ class Imports:
             if member == self._index:
                 self.bases[member, slot] = self._exports.bases[slot]
                 continue
-            # One that was withdrawn by now, or is just being replaced, may fail: nothing will ask for it.
+            # Opening may fail for a piece that was withdrawn by now, or is being replaced: no operation will use that one.
             with contextlib.suppress(DeviceFailed):
                 self.bases[member, slot] = self._device.open(bytes(self._board.handles[member, slot]))
 

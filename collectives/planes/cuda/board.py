@@ -1,4 +1,4 @@
-"""The shared memory of a group: how its members tell each other where their tensors are, and how far their GPUs have come.
+"""The shared memory of a group: in it members announce where their tensors are, and how far their GPUs have come.
 
 It has the words by which threads of the host wait for each other (:mod:`hvdlab.collectives.planes.shm.signals`), then for each member
 

@@ -43,7 +43,7 @@ class Gathering:
         return cls(topology, tuple(sizes), tuple(bounds))
 
     def piece(self, column: int, host: int) -> tuple[int, int]:
-        """Begin and end, within the host's block, of what travels in a column."""
+        """Begin and end, within the host's block, of the piece that travels in a column."""
         return self.bounds[host][column], self.bounds[host][column + 1]
 
     def piece_sizes(self, column: int) -> list[int]:
@@ -52,7 +52,7 @@ class Gathering:
         return [end - begin for begin, end in pieces]
 
     def column_sizes(self) -> list[int]:
-        """What each member of this host holds after the columns have gathered."""
+        """Bytes that each member of this host holds after the columns have gathered; 0 for a member in no column."""
         sizes = [sum(self.piece_sizes(c)) for c in range(self.topology.columns)]
         return sizes + [0] * (len(self.topology.here) - len(sizes))
 

@@ -1,6 +1,6 @@
 """The hierarchical plane: every operation is composed of operations within hosts and operations between hosts.
 
-Between hosts travels what has been reduced (or is gathered) within them, each carrier's share in its own column; see
+Data travels between hosts once it has been reduced (or gathered) within them, each carrier's share in its own column; see
 :mod:`topology`. f16 and bf16 are widened once at the beginning and rounded once at the end, so partial sums are float32 in
 both planes. Scales are applied once: ``prescale`` by the first reduction of a value, ``postscale`` by the last.
 """
@@ -77,7 +77,7 @@ class HierarchicalPlane(HostPlane):
         if len(top.hosts) == 1:
             self._alone = self._inner
             return
-        # On members that don't carry too: MPI begins when all processes load it.
+        # Loaded also on members that don't carry: MPI only begins when all processes load it.
         registry.plane_class(parts.outer_name)
         if top.carries:
             self._outer = parts.outer(top.column(top.local), top.host, f"column{top.local}/", deadline)
@@ -123,7 +123,7 @@ class HierarchicalPlane(HostPlane):
     def _pack(
         self, ins: Sequence[HostArray], total: int, dtype: DType, wide: DType, phases: Phases
     ) -> HostArray:
-        """The inputs one after another, in the wide type: the input itself if that is what it is."""
+        """The inputs one after another, in the wide type; a single input that has that type is returned itself."""
         if len(ins) == 1 and wide is dtype:
             return ins[0]
         start = monotonic_ns()
@@ -306,7 +306,7 @@ class HierarchicalPlane(HostPlane):
 
     @property
     def gave_up(self) -> bool:
-        """Whether an aborted operation of a library had to be left to the process."""
+        """Whether an aborted operation of a library did not end, and was left to the library with all that it holds."""
         return self._parts.gave_up
 
     def abort(self) -> None:

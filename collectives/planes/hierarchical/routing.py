@@ -1,7 +1,7 @@
 """How the pieces of an alltoall travel.
 
-A piece for a member of another host goes, within the host, to the member that carries for it; from there to the other
-host, together with all that the carrier has for that host; and there, where not everybody carries, on to its receiver.
+A piece for a member of another host goes, within the host, to the member that carries for that receiver; from there to the other
+host, together with all that the carrier has for that host; and there, where not all members carry, on to its receiver.
 So a carrier sends one message to each host, however many members that has.
 
 A member knows only what it sends and receives, so the sizes of the pieces travel first, by the same route.
@@ -25,7 +25,7 @@ _SIZE = np.dtype(np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """One member's part in the alltoalls of a group. ``outer`` is there if the member carries."""
+    """One member's part in the alltoalls of a group. ``outer`` is ``None`` if the member does not carry."""
 
     topology: Topology
     inner: HostPlane
@@ -95,7 +95,7 @@ class Routing:
     def _between_hosts(
         self, outer: HostPlane, carried: list[list[HostArray]], announced: list[list[int]], phases: Phases
     ) -> list[HostArray]:
-        """What arrives at this carrier: by host, sender of that host, and receiver of this host."""
+        """The pieces that arrive at this carrier: by host, sender of that host, and receiver of this host."""
         top = self.topology
         parcels, tables, incoming = [], [], []
         first = 0

@@ -9,7 +9,7 @@
 
 There are as many columns as the smallest host has members; column ``c`` holds the ``c``-th member of each host. The
 members in columns *carry*: only they talk to other hosts, each for a share of the data. Where all hosts have equally many
-members everybody carries; where one host has a single member the first of each host does.
+members, all members carry; where one host has a single member, only the first member of each host does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Topology:
 
     @classmethod
     def of(cls, hosts: Sequence[str], index: int) -> Topology:
-        """Of the group whose members have these host keys, as seen from member ``index``."""
+        """The topology of the group whose members have these host keys, as seen from member ``index``."""
         by_host: dict[str, list[int]] = {}
         for position, key in enumerate(hosts):
             by_host.setdefault(key, []).append(position)
@@ -51,7 +51,7 @@ class Topology:
 
     @property
     def even(self) -> bool:
-        """Whether all hosts have equally many members, so that everybody carries."""
+        """Whether all hosts have equally many members, so that all members carry."""
         return all(len(members) == self.columns for members in self.hosts)
 
     @property

@@ -2,22 +2,22 @@
 
 A member *posts* its n-th request: a digest of what it asks for and, if that is small, the tensor. Once all members have posted their
 n-th, each compares the digests. If all are equal the request is *agreed*: every member has every tensor and computes the result
-itself. If not, each asks the coordinator instead, as if there were no board.
+itself. If not, each member announces its request to the coordinator, as if there were no board.
 
 Why all members see the same
 ----------------------------
 * A post is one member's own word, written once, and never taken back. So whether the n-th request is agreed is a function of
   words that no longer change once all of them are there: there is nothing to decide, and no member that decides.
-* A member that does something else posts as well, by :meth:`Board.decline`: a digest that equals none. It is how those that wait get away from
+* A member that does something else posts as well, by :meth:`Board.decline`: a digest that equals none. That ends the waits of the others at
   the board; the coordinator asks for it when a member has waited for long.
-* A member that goes for good (:meth:`Board.retire`) counts as having posted everything, and agreed to nothing from then on. So does one whose
-  process is gone, and with it whoever could write its words: the others do it then, and write the same (:meth:`Board.count_out`).
+* A member that leaves for good (:meth:`Board.retire`) counts as having posted everything, and agreed to nothing from then on. So does one
+  whose process is gone, and with it all threads that wrote its words: the others write them then, all the same (:meth:`Board.count_out`).
 
 Why nothing is overwritten too early
 ------------------------------------
-Digests and tensors have two places, by the parity of n. Whoever posts n + 2 has seen all posts of n + 1; whoever has posted n + 1 has read
-what it needed of n, since it posts (and declines) only between its requests. So the place of n is free when n + 2 is written. A member that has
-declined n without having waited for it looks first whether all have posted n (:attr:`Board.vacant`).
+Digests and tensors have two places, by the parity of n. A member that posts n + 2 has seen all posts of n + 1; a member that has posted
+n + 1 has read what it needed of n, since it posts (and declines) only between its requests. So the place of n is free when n + 2 is
+written. A member that has declined n without having waited for it looks first whether all have posted n (:attr:`Board.vacant`).
 
 What a member that waits sees is ordered by :mod:`signals`: the count of posts is stored after digest and tensor, and read before them.
 """
@@ -44,13 +44,13 @@ _FOR_EVER = (1 << 62) - 1
 
 
 class Board:
-    """One member's view. ``post``, ``decline``, ``retire`` and ``leave`` are called under the engine's lock.
+    """One member's view. ``post``, ``decline`` and ``retire`` are called under the engine's lock.
 
     Args:
         memory: Descriptor of the process set's segment; it stays the caller's.
         offset: Where the board begins in it.
         members: Members of the process set.
-        index: This one's position.
+        index: This member's position.
         epoch: Epoch of the process set.
 
     Attributes:
@@ -66,7 +66,7 @@ class Board:
         self._memory = mmap.mmap(memory, layout.size, offset=offset)
         self._signals = Signals(self._memory, layout, index)
         whole = np.frombuffer(self._memory, np.uint8)
-        # By parity and member.
+        # The places for tensors, by parity and member.
         self.places: tuple[tuple[HostArray, ...], ...] = tuple(
             tuple(whole[layout.place(m, parity) :][:PAGE] for m in range(members)) for parity in (0, 1)
         )
@@ -101,14 +101,14 @@ class Board:
         return number
 
     def decline(self) -> None:
-        """Let the next request go to the coordinator."""
+        """Post that this member asks for nothing: its next request goes to the coordinator."""
         if not self._retired:
             self.post(DECLINED, None)
 
     def retire(self) -> None:
         """Decline the next request and all after it; nothing is posted any more.
 
-        The first number that this member declines for good is in the other row of counters.
+        The other row of counters gets the first number that this member declines for good.
         """
         if not self._retired:
             self._retired = True
@@ -116,7 +116,7 @@ class Board:
             self._signals.post(ARRIVED, _FOR_EVER)
 
     def wait(self, number: int, seconds: float | None) -> bool:
-        """Wait until all members have posted their ``number``-th request; whether they have after so long (``None``: for ever).
+        """Wait ``seconds`` (``None``: for ever) until all members have posted their ``number``-th request. Returns whether they have.
 
         Raises:
             PlaneAborted: :meth:`abort` was called, perhaps after all had posted.
@@ -128,7 +128,7 @@ class Board:
         return True
 
     def agreed(self, number: int) -> bool:
-        """Whether all have posted the same ``number``-th request; only after :meth:`wait` has seen it there."""
+        """Whether all have posted the same ``number``-th request. Call it only when :meth:`complete` is true for that number."""
         asked = self._signals.declared(number & 1)
         mine = asked[self._index]
         if mine == DECLINED or any(other != mine for other in asked):
@@ -153,7 +153,9 @@ class Board:
         self._signals.abort()
 
     def close(self) -> None:
-        """Let go of the memory. Nobody waits any more; whoever still has some of :attr:`places` keeps the memory until then."""
+        """Let go of the memory. No thread may wait at the board any more; arrays of :attr:`places` in use keep the memory until they are
+        gone.
+        """
         self.places = ()
         self._signals.close()
         with contextlib.suppress(BufferError):
@@ -166,5 +168,5 @@ def map_board(memory: int, offset: int, members: int, index: int, epoch: int) ->
         return None
     try:
         return Board(memory, offset, members, index, epoch)
-    except OSError:  # no descriptors: `Lacking` and the plane tell it
+    except OSError:  # no descriptors: `Lacking` and the plane handle and report that
         return None

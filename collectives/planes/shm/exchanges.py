@@ -1,4 +1,4 @@
-"""Operations in which members read what others put into their slots, step by step."""
+"""Operations in which members read what other members put into their slots, step by step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Broadcast:
 class AllToAll:
     """A slot is divided into a place for each receiver; bytes.
 
-    ``steps`` is what this member needs; no member knows all others' counts, so the number of steps is agreed on.
+    ``steps`` is the number of steps that this member needs. No member knows all others' counts, so the members agree on the largest.
     """
 
     def __init__(

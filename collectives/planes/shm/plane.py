@@ -1,8 +1,8 @@
 """The shared-memory plane: every operation is a sequence of steps over a few shared slots per member.
 
-A step moves at most one slot of each member. What happens in a step is told by an object with ``fill``, ``take`` and
-perhaps ``fold`` (:mod:`exchanges`, :mod:`reductions`); this module drives it in the order of :mod:`pipeline`. A small
-allreduce has a path of its own: one step, one synchronisation, everybody reduces everything.
+A step moves at most one slot of each member. An object with ``fill``, ``take`` and perhaps ``fold`` (:mod:`exchanges`,
+:mod:`reductions`) does the work of each step; this module drives it in the order of :mod:`pipeline`. A small
+allreduce has a path of its own: one step, one synchronisation, and every member reduces everything.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from hvdlab.collectives.planes.shm.steps import Folding, Steps
 from hvdlab.collectives.reduce.fold import Fold, is_direct, make_fold
 
 SMALL_BYTES = 16 * 1024
-"""Up to this size everybody reduces everything, in one step with one synchronisation."""
+"""Up to this size in bytes every member reduces everything, in one step with one synchronisation."""
 PAIR_CHUNK_BYTES = 256 * 1024
 """Largest chunk for two members: their slots and the buffers in use then stay in a 1 MiB second-level cache."""
 TWO_CHUNKS_BYTES = 1024 * 1024
-"""Up to this size two members make do with two chunks: waiting for each other costs more than the cache gains."""
+"""Up to this size in bytes two members make do with two chunks: waiting for each other costs more than the cache gains."""
 LEAST_CHUNK_BYTES = 64 * 1024
 """Chunks are not made smaller than this to have more of them."""
 _BYTE = np.dtype(np.uint8)
@@ -158,7 +158,7 @@ class ShmPlane(HostPlane):
         return min(max(half, LEAST_CHUNK_BYTES), most, self._layout.chunk_bytes) // itemsize
 
     def tune(self, slice_bytes: int) -> None:
-        # A slice that has no room for a cache line of each member would be no work to share.
+        # A chunk without room for a cache line of each member could not be shared among them.
         least = -(-LINE * self._size // PAGE) * PAGE
         self._slice = max(slice_bytes // PAGE * PAGE, least) if slice_bytes else 0
 
@@ -223,7 +223,7 @@ class ShmPlane(HostPlane):
             self._index,
             self._place(),
         )
-        # Two rows by turns: whoever writes one again knows that all have left the operation that read it.
+        # Two rows by turns: a member that writes one again knows that all have left the operation that read it.
         parity = self._alltoalls % 2
         self._alltoalls += 1
         self._signals.declare(parity, work.steps)
@@ -248,7 +248,7 @@ class ShmPlane(HostPlane):
         self._drive(work, 0, work.steps, views, phases)
 
     def _drive(self, work: Steps, first: int, stop: int, views: list[StepViews], phases: Phases) -> None:
-        """Steps ``first`` to ``stop`` in two stages."""
+        """Run steps ``first`` to ``stop`` (not included) of ``work`` in two stages."""
         signals, slots, base = self._signals, self._layout.slots, self._step - first
         now = monotonic_ns()
         for stage, offset in two_stages(stop - first, ahead_of_two(slots)):
@@ -270,7 +270,7 @@ class ShmPlane(HostPlane):
         self._step += max(0, stop - first)
 
     def _run_folding(self, work: Folding, views: list[StepViews], phases: Phases) -> None:
-        """All steps in three stages."""
+        """Run all steps of ``work`` in three stages."""
         signals, slots, base = self._signals, self._layout.slots, self._step
         now = monotonic_ns()
         for stage, step in three_stages(work.steps, ahead_of_three(slots)):
@@ -296,7 +296,7 @@ class ShmPlane(HostPlane):
         self._step = base + work.steps
 
     def _check(self) -> None:
-        # Before an operation touches the memory: others may still run and must not see steps of a spent member.
+        # Called before an operation touches the memory: other members may still run, and must not see steps of one that was aborted.
         if self._aborted:
             raise PlaneAborted
 

@@ -47,7 +47,7 @@ class PairReduction:
         other = slots[1 - index]
         for buffer, start, at, length in self._chunks[step]:
             mine, theirs = self._ins[buffer][start : start + length], other[at : at + length]
-            # In the order of the members, on both of them: NaN payloads depend on it.
+            # Both members add in the order of their positions: the payload of a NaN depends on it.
             sources = (theirs, mine) if index else (mine, theirs)
             fold(sources, self._outs[buffer][start : start + length], 1.0, postscale)
 
@@ -55,8 +55,8 @@ class PairReduction:
 class SlicedReduction:
     """Allreduce in which each member reduces a slice of every chunk for all; any number of members, any fold.
 
-    The result of a slice goes into the slot of the member that reduced it, in the place where nobody else looks for
-    its input.
+    The result of a slice goes into the slot of the member that reduced it, in the place where no other member looks for
+    that one's input.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class SlicedReduction:
             sources[self._index] = self._ins[pieces[0].buffer][start + lo : start + hi]
             self._fold(sources, own, self._prescale, self._postscale)
             return
-        # A fold may not write over a source that it has not read yet, so not directly into the own slot.
+        # A fold may not overwrite a source that it has not read yet, so it can't write into this member's slot directly.
         if len(self._scratch) < hi - lo:
             self._scratch = np.empty(hi - lo, own.dtype)
         result = self._scratch[: hi - lo]

@@ -1,10 +1,10 @@
 """Counters in shared memory, one per member, and the protocol by which members wait for them.
 
-A member posts by a plain store into its own word, which nobody else writes. A member that waits needs *all* words of
-a row to reach a value. It first offers its core to others some times (``sched_yield``), which costs nobody anything: on
-a free core it is a look every half microsecond, on a shared one it runs the member that is waited for, for a fraction
-of what sleeping and waking cost. Where something else is busy on the core, a yield takes milliseconds; then the member
-does without for a while. After that it sleeps in the kernel.
+A member posts by a plain store into its own word, which no other member writes. (One exception: words of a process that is gone,
+see ``Board.count_out``.) A member that waits needs *all* words of a row to reach a value. It first offers its core to other
+threads some times (``sched_yield``), which costs them nothing: on a free core that is a look every half microsecond, on a shared one
+it runs the member that is awaited, for a fraction of what sleeping and waking cost. Where something else is busy on the core, a
+yield takes milliseconds; then the member does without yields for a while. After that it sleeps in the kernel.
 
 Sleeping without lost wake-ups
 ------------------------------
@@ -28,7 +28,7 @@ All members sleep on one word, the doorbell. A sleeper S that wants ``min(row) >
 * :meth:`Signals.abort` sets the flag and then does P5 for its own member's bit, from another thread with a number of
   its own. If S4 missed the flag, the doorbell changes after S3. :meth:`Signals.nudge` does the same after words were changed.
 
-Nobody polls, nobody needs a timeout, and a post costs no system call unless it completes what somebody sleeps for.
+No member polls or needs a timeout, and a post costs no system call unless it completes what some member sleeps for.
 A member that was killed leaves its target set; that costs the others some looks until the epoch ends.
 """
 
@@ -57,7 +57,7 @@ _ROWS = 2  # rows that can be waited for; also the radix of a target
 
 
 class Signals:
-    """One member's view of the counters. Everything but :meth:`abort` belongs to one thread.
+    """One member's view of the counters. Everything but :meth:`abort`, :meth:`nudge` and :meth:`close` belongs to one thread.
 
     Attributes:
         arrived: Steps that each member has put into its slots, by member.
@@ -90,7 +90,7 @@ class Signals:
         return self._words[first : first + layout.members]
 
     def post(self, row: int, value: int) -> None:
-        """Set this member's counter and wake those who slept for it."""
+        """Set this member's counter and wake the members whose wait that completes."""
         self._rows[row][self._index] = value
         with self._fence:
             pass
@@ -128,7 +128,7 @@ class Signals:
             self._sleep(words, row, value, deadline)
 
     def _yield_until(self, words: memoryview, value: int) -> bool:
-        """Offer the core to others until all words reach ``value``; whether they did."""
+        """Offer the core to other threads until all words reach ``value``, for some time. Returns whether they did."""
         before = monotonic_ns()
         if before < self._sleep_until:
             return False
@@ -162,7 +162,7 @@ class Signals:
             self._targets[self._index] = 0
 
     def declare(self, parity: int, steps: int) -> None:
-        """Say how many steps this member needs (on the board: what it asks for); read once all have posted the first of them."""
+        """Store how many steps this member needs (on the board: its digest). Members read it once all have posted the first step."""
         self._needs[parity][self._index] = steps
 
     def agreed(self, parity: int) -> int:
@@ -186,7 +186,8 @@ class Signals:
             if self.aborted or self._closed:
                 return
             self.aborted = True
-            # Ringers 0 … members-1 are the executor threads, the rest their aborting threads, which abort once and count their nudges.
+            # Ringers 0 … members-1 are the threads that post, members … 2*members-1 those that abort and nudge. An aborting thread
+            # rings once with a count of 0; nudges are counted from 1.
             self._ring(self._members + self._index, self._bit)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a multi-step operation tells the plane that drives it."""
+"""What an operation of several steps looks like to the plane that drives it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Steps(Protocol):
     def steps(self) -> int: ...
 
     def fill(self, step: int, slots: StepViews) -> None:
-        """Put what others need into this member's slot."""
+        """Put what the other members need into this member's slot."""
 
     def take(self, step: int, slots: StepViews) -> None:
         """Get what this member needs from all slots, which are full."""

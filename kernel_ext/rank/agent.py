@@ -249,7 +249,7 @@ class RankAgent:
             self._enqueue(cell)
 
     def _ask(self, question: ToRank) -> None:
-        """Take a question. If it comes twice, an answer that is still at hand is sent again; else it is queued only once."""
+        """Take a question, which may come twice: repeat an answer that is still lent, don't queue what is queued or runs."""
         ticket = getattr(question, "ticket", None)
         if ticket is not None:
             answer = self._lending.again(ticket) or self._examining.again(ticket)

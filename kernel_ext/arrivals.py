@@ -1,4 +1,4 @@
-"""What has come of a cell from each rank: without gaps and without repetitions, whatever was sent again."""
+"""Which messages of a cell have come from each rank, so that its output has no gaps and no repetitions after a retransmit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Verdict(Enum):
     TAKE = auto()
     DROP = auto()
     ASK = auto()
-    """Drop it, and have the rank send again: what comes before it is missing."""
+    """Drop it, and have the rank retransmit: what comes before it is missing."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """A rank's part of the cell: bytes received and taken, whether it was asked to send again, whether it has ended."""
+    """A rank's part of the cell: bytes received and taken, whether the rank was asked to retransmit, whether it has ended."""
 
     received: int = 0
     taken: int = 0
@@ -32,12 +32,12 @@ class Arrivals:
     """The messages of one cell. No I/O, and no lock."""
 
     def __init__(self, ranks: Iterable[int], before: Mapping[int, int] | None = None) -> None:
-        """``before``: bytes of ranks' output that came, or were lost, before anything is looked at here."""
+        """``before``: rank to the bytes of its output that came, or were lost, before this object was made."""
         known = before or {}
         self._parts = {rank: _Part(known.get(rank, 0), known.get(rank, 0)) for rank in ranks}
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """These ranks, as other processes than before if they were there, get the cell as well."""
+        """These ranks get the cell as well. One that had it before is a new process, so its count begins anew."""
         self._parts.update({rank: _Part() for rank in ranks})
 
     @property
@@ -46,7 +46,7 @@ class Arrivals:
         return tuple(rank for rank, part in self._parts.items() if not part.ended)
 
     def output(self, rank: int, message: Output) -> Verdict:
-        """Output came."""
+        """What to do with output that came from a rank."""
         part = self._parts.get(rank)
         if part is None or part.ended:
             return Verdict.DROP
@@ -56,7 +56,7 @@ class Arrivals:
         return Verdict.DROP if message.before < part.received else self._ask(part)
 
     def done(self, rank: int, message: CellDone) -> Verdict:
-        """The end came."""
+        """What to do with the end of the cell that came from a rank."""
         part = self._parts.get(rank)
         if part is None or part.ended:
             return Verdict.DROP
@@ -66,9 +66,9 @@ class Arrivals:
         return Verdict.TAKE
 
     def left(self, rank: int, left: Left) -> tuple[int, Left] | None:
-        """A rank has died and left this: bytes that are missing before the part that has not come, and that part.
+        """A rank has died and left this output. Returns how many bytes before it are missing, and the part that has not come.
 
-        None if the end of its cell has come. What is still on its way will be a repetition.
+        None if the end of its cell has come. From then on what is still on its way from the rank counts as a repetition.
         """
         part = self._parts.get(rank)
         if part is None or part.ended:
@@ -85,11 +85,11 @@ class Arrivals:
             part.ended = True
 
     def taken(self, rank: int, taken: int) -> None:
-        """This much of a rank's output was taken."""
+        """The sink has taken this many bytes of a rank's output."""
         self._parts[rank].taken = taken
 
     def asking(self, rank: int) -> tuple[int, int] | None:
-        """Bytes received and taken, to ask this rank to send what follows; None if nothing is awaited from it."""
+        """Bytes received and taken, to ask this rank to send what follows; None if its part has ended."""
         part = self._parts.get(rank)
         if part is None or part.ended:
             return None
@@ -98,6 +98,6 @@ class Arrivals:
 
     @staticmethod
     def _ask(part: _Part) -> Verdict:
-        """Ask once: the answer comes after what is on its way."""
+        """Ask once: messages that were on their way arrive first, and the answer after them."""
         first, part.asked = not part.asked, True
         return Verdict.ASK if first else Verdict.DROP

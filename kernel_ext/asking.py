@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.inspect.views import Ranks
 
 ANSWER_WITHIN = 1.0
-"""Seconds that a rank has to tell its status; its control thread does, whatever the rank is doing."""
+"""Seconds that a rank has to answer; its control thread does, whatever the rank is doing."""
 
 
 class Asking:
@@ -42,14 +42,14 @@ class Asking:
         return Whereabouts(stacks, self._base.runs.lookout.look(silent) if silent else None)
 
     def names(self, ranks: Sequence[int] | None = None) -> dict[int, Names]:
-        """The variables that the user has made on these ranks (by default all), in that order, and modules apart."""
+        """Rank to the names that the user has made there, in that order, modules apart; by default of all ranks."""
         answers = self._base.runs.questions.ask(AskNames, self._chosen(ranks), Deadline(ANSWER_WITHIN))
         return {rank: answer for rank, answer in answers.items() if isinstance(answer, Names)}
 
     def complete(
         self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
     ) -> Completions | None:
-        """Completions from a rank's variables (by default the first one's); ``None`` if it does not answer."""
+        """Completions from a rank's variables (by default the first one's); ``None`` without an answer in ``timeout`` seconds."""
         answers = self._base.runs.questions.ask(
             lambda ticket: Complete(ticket, code, cursor), self._one(rank), Deadline(timeout)
         )
@@ -58,7 +58,7 @@ class Asking:
     def inspect(
         self, code: str, cursor: int, detail: int = 0, *, rank: int | None = None, timeout: float = 2
     ) -> Inspection | None:
-        """Documentation from a rank's variables (by default the first one's); ``None`` if it does not answer."""
+        """Documentation from a rank's variables (by default the first one's); ``None`` without an answer in ``timeout`` s."""
         answers = self._base.runs.questions.ask(
             lambda ticket: Inspect(ticket, code, cursor, detail), self._one(rank), Deadline(timeout)
         )
@@ -69,7 +69,7 @@ class Asking:
     ) -> dict[str, Any] | None:
         """Values of expressions on a rank (by default the first one) as Jupyter's protocol has them, by their names.
 
-        ``None`` if it does not answer.
+        ``None`` if the rank does not answer within ``timeout`` seconds.
         """
         asked = dict(expressions)
         answers = self._base.runs.questions.ask(

@@ -1,4 +1,4 @@
-"""Putting a pool together, and taking it apart: processes, connections, and who tells whom."""
+"""Putting a pool together, and taking it apart: processes, connections, and which part reports to which."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ from hvdlab.launch.starter import Capability, Ended, Launcher, Started, Waiting
 Progress = Callable[[str], None]
 
 RANK_MODULE = "hvdlab.kernel_ext.rank"
-"""What a rank runs that is started as a program."""
+"""The module that a rank runs if it is started as a program and not forked."""
 
 ANSWER_WITHIN = 5.0
-"""Seconds that ranks which another process has started have to answer."""
+"""Seconds that :meth:`PoolBase.attach` waits for the answers of the ranks that it has found."""
 
 
 class PoolBase:
-    """The parts of a pool, connected. Made by :meth:`start`.
+    """The parts of a pool, connected. Made by :meth:`start` and :meth:`attach`.
 
     Attributes:
-        launcher, plane: As asked for.
+        launcher, plane: The names that the caller of ``Pool.start`` gave.
         launch: What starts the ranks, and what it can do.
         client: The connection to the coordinator.
         group: The ranks.
         runs: The cells.
-        transcripts: What they wrote.
-        companion: ipyparallel's side.
-        resumed: Cells that a process before this one has left, of a pool that was kept.
+        transcripts: What the cells wrote.
+        companion: ipyparallel's controller, which has the same ranks as engines.
+        resumed: Cells of a kept pool that the process which had the pool before has left running.
         joining: Which ranks are engines of ipyparallel.
         newcomers: Ranks that were started after others and have learnt nothing from them.
         history: When ranks came and went.
@@ -105,7 +105,7 @@ class PoolBase:
             newcomers=self.newcomers,
             late=lambda rank, late: self.transcripts.late(rank, late.cell, late.chunks),
         )
-        # Whoever removes the coordinator's directory removes these files: at the pool's end, and if this process dies.
+        # These files go with the coordinator's directory, which is removed at the pool's end, also if this process dies.
         self.transcripts = Transcripts(base.coordinator.directory / "output", kept_limit(os.environ))
         self._starter = launcher.starter(self._request(options), self)
         self.companion.use(self._starter)
@@ -138,7 +138,7 @@ class PoolBase:
         deadline: Deadline,
         progress: Progress,
     ) -> PoolBase:
-        """Start everything, ranks included. Raises as ``Pool.start`` does; nothing is left behind then."""
+        """Start everything, ranks included. Raises what ``Pool.start`` does, and has left nothing behind then."""
         found = names.find(launcher)
         values = parse(found.name, found.options(), options) if options else {}
         found.check(size, hosts)
@@ -177,7 +177,7 @@ class PoolBase:
     def attach(
         cls, name: str, deadline: Deadline, progress: Progress, show: leftovers.Show | None = None
     ) -> PoolBase:
-        """Take over a pool that was kept. Raises as ``Pool.attach`` does; the pool is as it was then."""
+        """Take over a pool that was kept. Raises what ``Pool.attach`` does, and has left the pool as it was then."""
         keeping = Keeping.claim(name)
         progress("finding the ranks")
         base = keeping.connect(deadline)
@@ -211,19 +211,19 @@ class PoolBase:
         return {handle.cell: handle.ranks for handle in self.resumed}
 
     def _own(self, ranks: Iterable[int]) -> None:
-        """Tell ranks who takes what they write: they outlive this process."""
+        """Tell ranks that this process takes what they write; they need its id, since they outlive it."""
         pid = os.getpid()
         self.runs.post(TO_RANK, encode(Owner(pid, start_time(pid))), tuple(ranks))
 
     def _find(self) -> None:
-        """The ranks that another process has started. Those that are missing have ended while nobody looked."""
+        """Take in the ranks that another process has started. Missing ones have ended while no process had the pool."""
         pids = {
             number: child.pid for number, child in self._base.fork_server.children().items() if number >= 0
         }
         wanted = self.client.membership().expected or tuple(pids)
         coordinator = self._base.coordinator
         if isinstance(coordinator, AttachedCoordinator) and coordinator.replaced and self.keeping is not None:
-            # Nobody told that one of ranks that had ended before.
+            # The replaced coordinator has never heard of ranks that ended before it started: go by the pool's size.
             wanted = tuple(range(self.keeping.kept.size))
         self.group.handle(Found(wanted, pids))
         for rank in set(wanted) - set(pids):
@@ -253,7 +253,7 @@ class PoolBase:
             companion=self.companion,
         )
 
-    # -- who tells whom -------------------------------------------------------------------------------------------
+    # -- what each part reports to the others ---------------------------------------------------------------------
 
     def handle(self, event: Started | Ended | Waiting) -> None:
         """What the starter reports of a rank. Any thread."""
@@ -278,7 +278,10 @@ class PoolBase:
         self.companion.hear(event)
 
     def _take_left(self, event: Ended, left: Left) -> Ended:
-        """Show what a rank could not send; what nobody waits for is, as its standard error, among its last words."""
+        """Show what a rank could not send before it ended, under its cell.
+
+        If no cell waits for it, what it wrote to its standard error is put among its last words instead.
+        """
         if self.runs.left_behind(event.rank, left):
             return event
         unread = "".join(text.text for text in left.rest if text.name == "stderr")
@@ -305,7 +308,7 @@ class PoolBase:
         self.runs.rank_died(rank, reason, tail, detail)
 
     def _has_left(self, rank: int) -> None:
-        """No cell gets anything of this rank any more; those that let it go know why."""
+        """End the rank's part in all cells: it has left, as the pool wanted. Cells that let it go know why already."""
         self.joining.gone(rank)
         self._note_end("left", rank, "the pool was resized")
         self.runs.rank_died(rank, "it left the pool")
@@ -338,14 +341,14 @@ class PoolBase:
         self.note_kept()
 
     def note_kept(self) -> None:
-        """A process, or the size, has changed: who attaches later must know."""
+        """Write down that a process, or the size, has changed, for the process that attaches to the kept pool later."""
         if self.keeping is not None and not self._closed:
             self.keeping.update(
                 self._base.coordinator, self._base.fork_server, len(self.group.members.wanted)
             )
 
     def came(self, how: str, ranks: Sequence[int]) -> None:
-        """These ranks are new; if no other rank is left, nobody has come later."""
+        """These ranks are new; if the pool has no other rank, none of them counts as a newcomer."""
         self._note_arrivals(how, ranks)
         self.newcomers.came(how, ranks, self.group.members.wanted)
 
@@ -366,10 +369,10 @@ class PoolBase:
             bounds.check_size(size, self.runs.label(cell))
 
     def bring_in(self, ranks: Sequence[int], patience: float) -> None:
-        """Let these ranks, which are new, take part in the elastic cells that run: they get to know what the others know.
+        """Let these ranks, which are new, take part in the elastic cells that run: they are first sent what the others know.
 
-        If one can't, that is said under the cell, and the others go on without it. ``patience`` is how many seconds a
-        rank has for each answer and each piece.
+        If a rank can't take part, a line under the cell says so, and the others go on without it. ``patience`` is how many
+        seconds a rank has for each answer and each piece.
         """
         new = tuple(rank for rank in ranks if rank in self.group.ready())
         brought: tuple[int, ...] | None = None
@@ -383,7 +386,10 @@ class PoolBase:
                 self.runs.join(cell, brought)
 
     def _bring_known(self, sources: Sequence[int], new: Sequence[int], patience: float) -> tuple[int, ...]:
-        """Bring to ``new`` what one of ``sources`` knows, the next one if that one dies meanwhile. Returns those that have it."""
+        """Bring to ``new`` what one of ``sources`` knows; if that rank dies meanwhile, what the next one knows.
+
+        Returns those of ``new`` that have it.
+        """
         for source in sources:
             try:
                 brought = transfer.bring_known(self.runs.questions, source, new, patience, near=self.near())
@@ -395,14 +401,14 @@ class PoolBase:
             for name, reason in brought.failed.items():
                 self.tell(f"not brought to {format_ranks(new)}: {name} ({reason})")
             for rank, reason in brought.refused.items():
-                if not self._why_lost(rank):  # else its end is told
+                if not self._why_lost(rank):  # the end of a lost rank is reported anyway
                     self._tell_apart([rank], reason)
             return tuple(rank for rank in new if rank not in brought.refused)
         self._tell_apart(new, why)
         return ()
 
     def _tell_apart(self, ranks: Sequence[int], why: str) -> None:
-        """Say that these ranks don't take part in the elastic cells that run."""
+        """Tell the user that these ranks don't take part in the elastic cells that run."""
         self.tell(
             f"{format_ranks(ranks)} can't take part: {why}; `%hvd_pool restart {compact_ranks(ranks)}` tries again"
         )
@@ -412,12 +418,12 @@ class PoolBase:
         return {m.rank for m in self.client.membership().members if m.host == host_key()}
 
     def tell(self, text: str) -> None:
-        """Say this to the user: under the cells that run, else before the next one. Any thread."""
+        """Show this to the user: under the cells that run, else before the next cell. Any thread."""
         if not self._closed and not self.runs.tell(text):
             self._news.append(text)
 
     def news(self) -> list[str]:
-        """What was to be said while no cell ran; the second time it is gone."""
+        """What :meth:`tell` could not show, since no cell ran. Each text is returned once."""
         news, self._news = self._news, []
         return news
 
@@ -446,7 +452,7 @@ class PoolBase:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """What happens when the process ends, or forgets the pool: one that is kept stays, all else ends."""
+        """Called when this process ends, drops the pool or detaches: the ranks of a kept pool stay, all else ends."""
         if self.keeping is None:
             self.close()
         elif self._claim_end():
@@ -460,7 +466,7 @@ class PoolBase:
             self.rebuilder.join()
 
     def _claim_end(self) -> bool:
-        """Whether the caller is to end it. Not in a forked child of the pool's process."""
+        """Whether the caller is the one that ends the pool. False in a forked child of the pool's process."""
         with self._closing:
             if self._closed or os.getpid() != self._pid:
                 return False
@@ -488,6 +494,6 @@ class PoolBase:
 
 
 def _stall_time() -> float | None:
-    """Seconds after which it is told what cells wait for, as the coordinator has it; None never."""
+    """Seconds after which a line under a cell says what it waits for, by the coordinator's settings; None: never."""
     launch = Launch("", "", "", 0, **settings_from(os.environ))
     return launch.stall_seconds if launch.stall_seconds and not launch.stall_disable else None

@@ -1,4 +1,4 @@
-"""Is the wished-for pool possible? Asked before anything is started."""
+"""Checks of whether a pool is possible, before anything is started."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def check_not_in_rank() -> None:
 
 @contextmanager
 def limits_told(what: str) -> Iterator[None]:
-    """Tell of a limit of this process or host in one sentence.
+    """Turn an error by a limit of this process or host into one sentence, which begins with ``what``.
 
     Raises:
-        StartError: A file, thread or process could not be had.
+        StartError: A file could not be opened, or a thread or process not be started, for such a limit.
     """
     try:
         yield

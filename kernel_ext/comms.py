@@ -55,9 +55,9 @@ class CommRelay:
 
     Args:
         client: That connection.
-        here: Called when a comm is opened; what callbacks print later is written by what it returns, which takes the
-            name of a stream and a text.
-        states: Learns what passes.
+        here: Called when a rank opens a comm; returns ``write(stream, text)``, which later shows what the comm's callbacks
+            print.
+        states: Gets all messages that pass.
     """
 
     def __init__(self, client: Client, here: Callable[[], Write], states: WidgetStates) -> None:
@@ -67,7 +67,7 @@ class CommRelay:
         client.on_mail(COMM, self._from_rank)
 
     def _from_rank(self, rank: int, body: bytes) -> None:
-        """A rank sent. The client's thread."""
+        """Pass on a message of a rank. The client's thread."""
         message = decode(body)
         if message.kind == "comm_open":
             self._open(rank, message)
@@ -104,7 +104,7 @@ class CommRelay:
         self._states.opened(message.comm, message.target, message.data, message.buffers)
 
     def _to_rank(self, rank: int, kind: str, comm: str, content: dict[str, Any]) -> None:
-        """The frontend sent. Whichever thread takes the kernel's comm messages."""
+        """Pass on a message of the frontend. The thread that takes the kernel's comm messages."""
         if kind == "comm_close":
             self._forget(comm)
         data = content["content"].get("data", {})

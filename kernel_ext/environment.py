@@ -1,4 +1,4 @@
-"""What a foreign launcher's environment says about a rank. (What we tell ours is in ``collectives.environment``.)"""
+"""What a foreign launcher's environment says about a rank. (``collectives.environment`` has what we set for our ranks.)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdlab.collectives.bootstrap.launchers import detect
 def foreign_sizes(environ: Mapping[str, str]) -> dict[str, str]:
     """What a foreign launcher's variables mean for this rank; empty without such a launcher.
 
-    What the launcher does not tell, such as the number of hosts, is left out. Raises ``InvalidRequestError`` for
+    What the launcher does not say, such as the number of hosts, is left out. Raises ``InvalidRequestError`` for
     variables that make no sense.
     """
     launched = detect(environ)

@@ -15,7 +15,7 @@ from hvdlab.kernel_ext.rank import unsent
 from hvdlab.launch.forkserver.pipes import StdPipes
 
 PROGRAM_NAME = f"{__name__}:PROGRAM"
-"""What a fork server of a pool is started with."""
+"""The name that a pool's fork server is started with."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _left = msgspec.msgpack.Decoder(Left)
@@ -49,11 +49,11 @@ class PoolProgram:
         prepare_progress_bars()
 
     def usual(self) -> Sequence[str]:
-        """Frameworks whose hooks ask for it."""
+        """Frameworks whose hooks ask to be preloaded."""
         return tuple(name for name in framework_hooks.names() if framework_hooks.hooks_of(name).preload)
 
     def binding_of(self, framework: str) -> str:
-        """As the framework's hooks say."""
+        """Our binding of a framework, by the framework's hooks; empty for a framework without hooks."""
         known = framework in framework_hooks.names()
         return framework_hooks.hooks_of(framework).binding if known else ""
 
@@ -81,7 +81,7 @@ class PoolProgram:
         return _encode(msgspec.structs.replace(found.left, rest=rest))
 
     def run_rank(self, argv: Sequence[str], pipes: StdPipes, area: int) -> int:
-        """Be a rank, until it is told to leave."""
+        """Be a rank until the pool wants it to leave. Returns the exit code."""
         from hvdlab.kernel_ext.rank.app import run
 
         return run(argv, pipes, area)

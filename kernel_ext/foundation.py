@@ -1,4 +1,4 @@
-"""What a pool stands on, as its launcher and its end need it."""
+"""The processes that a pool stands on, chosen by where its launcher starts ranks and whether the pool is kept."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvdlab.kernel_ext.prestart import Base, Prestart
 
 
 def address_for(hosts: Iterable[str]) -> str:
-    """The address of this host that ranks on these reach it by.
+    """The address of this host by which ranks on other hosts reach it.
 
     Args:
-        hosts: Their names; empty if only the launcher knows them.
+        hosts: The names of those hosts; empty if only the launcher knows them.
 
     Raises:
-        StartError, InvalidRequestError: There is none.
+        StartError, InvalidRequestError: There is no such address.
     """
     named = list(hosts)
     if chosen := addresses.chosen(os.environ):
@@ -32,22 +32,22 @@ def address_for(hosts: Iterable[str]) -> str:
 def base_for(
     local: bool, tcp_host: str | None, keep: bool, warm: Prestart | None, deadline: Deadline
 ) -> Base:
-    """Take what was started ahead, or start it; with another coordinator if ranks are far or the pool is kept.
+    """Take the processes that were started ahead, or start them; with a new coordinator if ranks are far or the pool is kept.
 
     Args:
         local: Ranks are forked here.
         tcp_host: Where ranks of other hosts reach the coordinator; None if there are none.
-        keep: The pool outlives this process.
+        keep: Whether the pool outlives this process.
 
     Raises:
-        StartError: It could not be had in time; nothing is left behind.
+        StartError: A process did not start in time; nothing is left behind.
     """
     if warm is None:
         warm = Prestart.begin(preload=local)
     base = warm.take(deadline)
     if tcp_host is None and not keep:
         return base
-    # Ranks of other hosts reach the coordinator by TLS only; one that is kept has to know from its start.
+    # A coordinator learns only when it is started that it needs a TLS port for other hosts, or that it outlives this process.
     try:
         base.client.close()
         base.coordinator.close()

@@ -1,4 +1,4 @@
-"""The shell around :class:`~hvdlab.kernel_ext.members.Members`: does what it says, and lets callers wait."""
+"""The shell around :class:`~hvdlab.kernel_ext.members.Members`: carries out its effects, and lets callers wait for states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hvdlab.kernel_ext.topics import ENVIRONMENT, READY, WHO
 from hvdlab.launch.starter import Ended, Starter
 
 LEAVE_WITHIN = 3.0
-"""Seconds after which a rank that was told to leave is killed."""
+"""Seconds that a rank which the pool no longer wants has to leave; then it is killed."""
 
 CUT_OFF_WITHIN = 1.0
 """Seconds that the process of a rank whose connection has ended gets to end as well."""
@@ -42,7 +42,7 @@ CUT_OFF_WITHIN = 1.0
 _ERROR = re.compile(r"[\w.]+(Error|Exception)\b")
 
 SHOWN_LINES = 20
-"""Lines of a rank's standard error in the error that it could not be started."""
+"""Lines of a rank's standard error that the ``StartError`` shows if the rank could not be started."""
 
 
 class Group:
@@ -51,8 +51,8 @@ class Group:
     Args:
         client: The connection to the coordinator.
         died: Called with rank and reason when a rank that was ready is lost. Any thread; must not block.
-        ready: Called with a rank that became ready. The same holds.
-        left: Called with a rank that was to leave and has left. The same holds.
+        ready: Called with a rank that became ready. Any thread; must not block.
+        left: Called with a rank that the pool no longer wanted and that has left. Any thread; must not block.
     """
 
     def __init__(
@@ -69,21 +69,21 @@ class Group:
         self._members = Members()
         self._changed = threading.Condition(threading.RLock())
         self._broken = ""
-        #: What has to come before ranks can be started at all, if the starter said so: no time limit runs meanwhile.
+        #: What the starter waits for before it can start ranks at all; while that is not empty, no time limit runs.
         self._waits_for = ""
         self._reasons: dict[tuple[int, int], str] = {}
-        self._ending: set[int] = set()  # told to end by the user
+        self._ending: set[int] = set()  # ranks that the user has restarted, until their processes have ended
         client.on_mail(READY, lambda rank, body: self.handle(Answered(rank)))
 
     def use(self, starter: Starter) -> None:
-        """Let this start the ranks. Call it once, before anything is wanted."""
+        """Let ``starter`` start the ranks. Call it once, before the first :class:`Wanted`."""
         self._starter = starter
 
     # -- queries --------------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> Members:
-        """Read it only under no obligation to be consistent with what happens at the same time."""
+        """The state machine, read without the lock: two reads may see two states, as other threads change it meanwhile."""
         return self._members
 
     def ready(self) -> tuple[int, ...]:
@@ -115,18 +115,21 @@ class Group:
                     self._ready(rank)
 
     def waits(self, text: str) -> None:
-        """What ranks wait for before they can be started, for as long as it takes; empty once that is over. Any thread."""
+        """Note what has to come before ranks can be started; :meth:`want` waits for it without a limit.
+
+        An empty ``text`` says that it has come. Any thread.
+        """
         with self._changed:
             self._waits_for = text
             self._changed.notify_all()
 
     def explain(self, rank: int, pid: int, reason: str) -> None:
-        """Why this rank's process is about to end, which it can't tell itself. Any thread."""
+        """Note why this rank's process is about to end: its exit status won't say. Any thread."""
         with self._changed:
             self._reasons[rank, pid] = reason
 
     def broken(self, reason: str) -> None:
-        """What the ranks depend on is gone, and so are they. Any thread."""
+        """Count all ranks as ended, with this reason: what they depend on is gone. Any thread."""
         with self._changed:
             self._broken = self._broken or reason
             for rank, pid in self._members.living().items():
@@ -134,7 +137,7 @@ class Group:
             self._changed.notify_all()
 
     def reconnected(self) -> None:
-        """There is another coordinator: say what may have been lost on the way to the old one. Any thread."""
+        """There is another coordinator: send it again what may have been lost on the way to the old one. Any thread."""
         with self._changed:
             ready, size = self._members.ready, len(self._members.wanted)
             for effect in (Expect(self._members.wanted), Resized(ready, size)):
@@ -143,14 +146,14 @@ class Group:
                 self._client.post(WHO, b"", starting)
 
     def cut_off(self, membership: Membership) -> list[int]:
-        """Ranks that the coordinator takes for dead, and whose process lives."""
+        """Ranks that the coordinator takes for dead although their processes live."""
         deaths = {(death.rank, death.pid) for death in membership.deaths}
         with self._changed:
             return [rank for rank, pid in self._members.living().items() if (rank, pid) in deaths]
 
     def _perform(self, effect: Effect) -> None:
         assert self._starter is not None
-        # What is said while there is no coordinator is said again once there is another.
+        # What is sent while there is no coordinator is lost; reconnected() sends it to the next one.
         with contextlib.suppress(CoordinatorLostError):
             match effect:
                 case Expect(ranks):
@@ -169,15 +172,15 @@ class Group:
                 case Gone(rank):
                     self._left(rank)
                 case Leave():
-                    pass  # the coordinator tells the rank; leave() sees to it
+                    pass  # the coordinator tells the rank; _wait_left() kills it if it does not leave
 
     # -- changes --------------------------------------------------------------------------------------------------
 
     def let_go(self, ranks: Sequence[int], deadline: Deadline) -> None:
-        """Make the pool of these ranks; others leave where elastic training lets the world change. Waits until they have.
+        """Shrink the pool to these ranks: the others leave at the next commit of the elastic training. Waits until they have.
 
         Raises:
-            StartError: Some have not left in time; they do so later.
+            StartError: Some have not left in time; they leave at their next commit.
         """
 
         def leaving() -> tuple[int, ...]:
@@ -199,10 +202,10 @@ class Group:
         replace_lost: bool = False,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Make the pool of these ranks: start those that are missing, end those that are too many, and wait.
+        """Make the pool consist of these ranks: start those that are missing, end those that are too many, and wait for both.
 
-        The time limit begins when nothing has to come before any more, such as a batch system's queue; ``progress`` is called
-        with what is waited for till then.
+        If ranks can't be started yet, as in a batch system's queue, the time limit begins once they can; until then ``progress``
+        is called with what the starter waits for.
 
         Raises:
             StartError: A rank could not be started, or not in time. Those that were started by this call are ended
@@ -223,7 +226,10 @@ class Group:
         self._wait_left(deadline)
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait for the end of ranks that the coordinator takes for dead; a process that stays can't come back: kill it."""
+        """Wait until the processes of ranks that the coordinator takes for dead have ended; kill those that stay.
+
+        Such a process can't come back into the world.
+        """
 
         def cut_off() -> list[int]:
             return self.cut_off(self._client.membership())
@@ -244,7 +250,7 @@ class Group:
             return silent()
 
     def end(self, ranks: Sequence[int], deadline: Deadline) -> None:
-        """End these ranks' processes, whatever they do; they stay wanted and count as lost."""
+        """Kill these ranks' processes and wait for their end; the ranks stay wanted and count as lost."""
         with self._changed:
             self._ending |= set(ranks) & set(self._members.living())
         self.kill(ranks)
@@ -260,7 +266,7 @@ class Group:
             self._starter.signal(rank, signal.SIGKILL)
 
     def _wait_for_room(self, deadline: Deadline, progress: Callable[[str], None]) -> Deadline:
-        """Wait as long as ranks can't be started at all; returns the time limit, which begins then if there was a wait."""
+        """Wait as long as ranks can't be started at all. Returns the time limit; after a wait, one that begins now."""
         with self._changed:
             said = self._waits_for
         if not said:

@@ -1,4 +1,4 @@
-"""What became of a pool's ranks: when each came, how, from where, how those ended that are gone, and each generation."""
+"""What became of a pool's ranks: when each came, how, on which host, how it ended, and each generation of the world."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hvdlab.collectives.membership import Membership
 from hvdlab.kernel_ext.cells.elastic import Bounds
 
 KEPT = 1000
-"""Changes that are remembered."""
+"""How many changes are remembered."""
 
 ALL = -1
-"""The rank of a change that is of the world as a whole."""
+"""In place of a rank, in a change of the world as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Change:
     """Something that happened to a rank, or to the world.
 
     Attributes:
-        rank: Its number; ``ALL`` for a new generation of the world.
+        rank: The rank's number; ``ALL`` for a new generation of the world.
         what: ``joined``, ``waits`` (until the others let it in), ``admitted``, ``died``, ``left``, or ``formed``.
         why: What started it (``start``, ``attach``, ``resize``, ``repair``, ``restart``), the reason of its end, how long it
             waited, or the generation and its ranks.
@@ -56,7 +56,10 @@ class History:
         self._failures = Failures()
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call this after each change, on the thread that noticed it; it must not block. Returns what ends that."""
+        """Have ``callback`` called after each change, on the thread that noticed it; it must not block.
+
+        Returns a function that ends that.
+        """
         with self._lock:
             self._listeners.append(callback)
 
@@ -68,13 +71,13 @@ class History:
         return unlisten
 
     def add(self, *changes: Change) -> None:
-        """This happened."""
+        """Remember these changes, and call the listeners."""
         with self._lock:
             self._changes.extend(changes)
         self.announce()
 
     def announce(self) -> None:
-        """Call the listeners, also for what is no change but is shown with them."""
+        """Call the listeners. Also called for what is no change of the history but is shown with it, such as newcomers."""
         with self._lock:
             listeners = tuple(self._listeners)
         for listener in listeners:
@@ -82,7 +85,7 @@ class History:
                 listener()
 
     def world(self, now: Membership) -> None:
-        """Compare the world with what it was: a new generation, and ranks that wait or were let in, are changes."""
+        """Compare the membership with the last one seen: a new generation, and ranks that wait or were let in, are changes."""
         changes, at = [], time.time()
         with self._lock:
             waiting, here = set(now.waiting), set(now.ranks)
@@ -101,27 +104,27 @@ class History:
             self.add(*changes)
 
     def all(self) -> list[Change]:
-        """What is remembered."""
+        """The changes that are remembered, oldest first."""
         with self._lock:
             return list(self._changes)
 
     def arrival(self, rank: int) -> Change | None:
-        """How and when the process came that has this number now or had it last."""
+        """How and when the newest process of this rank came; None if that is not remembered."""
         return next((c for c in reversed(self.all()) if c.rank == rank and c.what == "joined"), None)
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticState:
-    """What :meth:`hvdlab.kernel_ext.pool.Pool.elastic` tells.
+    """What :meth:`hvdlab.kernel_ext.pool.Pool.elastic` returns.
 
     Attributes:
         generation: How often the world was made anew, by a rank that came or went, or after a failure.
         cells: The elastic cells that run: their labels, how many ranks each may have, and the ranks that are in it.
         members: Rank to its state: ``in the world``, ``waits to be let in``, ``starting``, or ``lost:`` and the reason.
-        awaited: Ranks that are to be there and are not.
+        awaited: Ranks that the pool wants and that are not ready.
         arrivals: Rank to how and when it came.
         history: All that is remembered, oldest first.
-        newcomers: Ranks that came later than others and have got nothing of what those know.
+        newcomers: Ranks that came later than others and have nothing of what those know.
     """
 
     generation: int

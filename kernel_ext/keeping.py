@@ -1,4 +1,4 @@
-"""A pool that outlives its notebook: how it is kept, found again, and ended by somebody who never used it."""
+"""A pool that outlives its notebook: how it is kept, found again, and ended by a process that never used it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AttachedCoordinator:
     """The process of a coordinator that another process has started. Attributes are those of ``CoordinatorProcess``.
 
     Attributes:
-        replaced: Whether it is not the one that who used the pool last has noted: that died when nobody used it.
+        replaced: Whether it is another coordinator than the pool's file names: that one died while no process used the pool.
     """
 
     tls_address = None
@@ -63,7 +63,7 @@ class AttachedCoordinator:
         return self._first if self._successor is None else self._successor.pid
 
     def ending(self) -> str:
-        """How it ended, as far as that can be known; empty as long as it runs."""
+        """How the coordinator ended, as far as that can be known; empty as long as it runs."""
         if self._successor is not None:
             return self._successor.ending()
         if self._process >= 0 and not readable(self._process, 0):
@@ -75,7 +75,7 @@ class AttachedCoordinator:
         return describe_signal(-code) if code < 0 else f"exit status {code}"
 
     def respawn(self, timeout: float = 10) -> None:
-        """Start a successor; what is left of this one is killed. Raises ``StartError``."""
+        """Kill what is left of this coordinator, and start a successor. Raises ``StartError``."""
         if self._successor is not None:
             self._successor.respawn(timeout)
             return
@@ -85,7 +85,7 @@ class AttachedCoordinator:
         self._successor = CoordinatorProcess.succeed(self._launch, self._listeners, timeout)
 
     def release(self) -> None:
-        """Leave it to itself. Idempotent."""
+        """Leave the coordinator to itself. Idempotent."""
         descriptor, self._process = self._process, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -95,11 +95,11 @@ class AttachedCoordinator:
             self._listeners.close()
 
     def close(self) -> None:
-        """End it and remove what it may have left. Idempotent."""
+        """End the coordinator and remove what it may have left. Idempotent."""
         if self._successor is not None:
             self._successor.close()
         elif self._listeners is not None:
-            self._listeners.close()  # first, or else those that lose it would wait for a successor
+            self._listeners.close()  # first, or else ranks that lose the connection would wait for a successor
         self._end(((signal.SIGTERM, END_WITHIN), (signal.SIGKILL, END_WITHIN)))
         self.release()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -117,10 +117,10 @@ class AttachedCoordinator:
 
 
 class Keeping:
-    """The entry of a pool that this process uses.
+    """The registry's entry of a pool that this process uses.
 
     Attributes:
-        kept: What it says.
+        kept: What the entry says.
     """
 
     def __init__(self, registry: Registry, kept: Kept) -> None:
@@ -160,12 +160,12 @@ class Keeping:
 
     @classmethod
     def claim(cls, name: str) -> Keeping:
-        """Become the owner of a pool. Raises ``InvalidRequestError`` if there is none, or somebody uses it."""
+        """Become the owner of a pool. Raises ``InvalidRequestError`` if there is none, or another process uses it."""
         registry = Registry()
         return cls(registry, registry.claim(name, _here()))
 
     def connect(self, deadline: Deadline) -> Base:
-        """What the pool stands on. Raises ``StartError``; the pool is nobody's then."""
+        """Connect to what the pool stands on. Raises ``StartError``; then the pool has no owner any more."""
         if self.kept.version != __version__:
             self.release()
             raise StartError(
@@ -174,7 +174,7 @@ class Keeping:
             )
         coordinator: AttachedCoordinator | None = None
         try:
-            # First: until then it is what replaces a coordinator that dies.
+            # The fork server first: until a process attaches, it is the one that replaces a coordinator that dies.
             warm = ForkServer.attach(self.kept.path, PROGRAM_NAME, deadline)
             try:
                 coordinator = AttachedCoordinator(self.kept)
@@ -194,7 +194,7 @@ class Keeping:
     def update(
         self, coordinator: CoordinatorProcess | AttachedCoordinator, fork_server: ForkServer, size: int
     ) -> None:
-        """Note other processes, and another size."""
+        """Write changed processes, or a changed size, into the entry."""
         kept = msgspec.structs.replace(
             self.kept, coordinator=Process.of(coordinator.pid), warm=Process.of(fork_server.pid), size=size
         )
@@ -203,30 +203,30 @@ class Keeping:
             self._registry.write(kept)
 
     def release(self) -> None:
-        """The pool is nobody's now."""
+        """Note that the pool has no owner any more."""
         self._registry.release(self.kept)
 
     def forget(self) -> None:
-        """The pool ends."""
+        """Remove the entry: the pool ends."""
         self._registry.remove(self.name)
 
 
 def _here() -> str:
-    """The working directory, which need not be UTF-8, to be shown."""
+    """The working directory as text that can be shown: a path need not be UTF-8."""
     return os.fsencode(os.getcwd()).decode("utf-8", "backslashreplace")
 
 
 def stop(name: str) -> None:
-    """End a kept pool that nobody uses.
+    """End a kept pool that no process uses.
 
     Raises:
-        InvalidRequestError: There is none of that name, or somebody uses it.
+        InvalidRequestError: There is none of that name, or a process uses it.
     """
     keeping = Keeping.claim(name)
     coordinator = AttachedCoordinator(keeping.kept)
     try:
         warm = ForkServer.attach(keeping.kept.path, PROGRAM_NAME, Deadline(END_WITHIN))
-    except StartError:  # it does not listen: with it end its ranks
+    except StartError:  # the fork server does not listen: kill it, and its ranks end with it
         if keeping.kept.warm.lives:
             os.kill(keeping.kept.warm.pid, signal.SIGKILL)
     else:

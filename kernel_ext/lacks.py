@@ -15,7 +15,7 @@ def lacking(names: Mapping[int, Names], replaced: Sequence[int]) -> str:
     """``it lacks model, opt and the modules np, torch: `%hvd_pool sync 3` …``; empty if no other rank has variables.
 
     Args:
-        names: Rank to its variables, for ranks that told.
+        names: Rank to its variables and modules, for ranks that answered.
         replaced: The ranks that are new.
     """
     stayed = [found for rank, found in sorted(names.items()) if rank not in replaced]
@@ -43,7 +43,7 @@ def back(names: Mapping[int, Names], replaced: Sequence[int], seconds: float) ->
 
 
 def _missing(have: Iterable[Sequence[str]], new: Sequence[Sequence[str]]) -> list[str]:
-    """What some of those that stayed have and one of the new ones has not, in the order in which it was made."""
+    """The names that a rank which stayed has and a new one has not, in the order in which they were made."""
     everywhere = set.intersection(*(set(one) for one in new)) if new else set[str]()
     return list(dict.fromkeys(name for names in have for name in names if name not in everywhere))
 

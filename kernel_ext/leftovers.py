@@ -17,18 +17,18 @@ from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.runs import Runs
 
 ANSWER_WITHIN = 2.0
-"""Seconds that ranks have to tell; one that is stopped does not."""
+"""Seconds that ranks have to answer; one that is stopped does not."""
 SLOW_WITHIN = 15.0
-"""Seconds more for those that are not stopped: what a rank does not tell of is lost, and much may be before its answer."""
+"""Seconds more for ranks that are not stopped: cells that a rank does not name are lost, and much mail may precede its answer."""
 STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True, slots=True)
 class LeftCell:
-    """A cell that nobody has seen the end of.
+    """A cell whose end no process of the pool's has seen.
 
     Attributes:
-        cell, label: Its id, and what users called it, such as ``[7]``.
+        cell, label: Its id, and the name that users know it by, such as ``[7]``.
         parts: What each rank has of it.
     """
 
@@ -60,7 +60,7 @@ Show = Callable[[LeftCell], OutputSink]
 
 
 def find(questions: Questions, pids: Mapping[int, int]) -> list[LeftCell]:
-    """Ask these ranks, whose processes are on this host. In the order in which the first of them has the cells."""
+    """Ask these ranks, whose processes are on this host, for their cells, in the order in which the first rank has them."""
     answers = questions.ask(AskCells, tuple(pids), Deadline(ANSWER_WITHIN))
     slow = [rank for rank, pid in pids.items() if rank not in answers and process_state(pid) not in STOPPED]
     if slow:
@@ -73,7 +73,7 @@ def find(questions: Questions, pids: Mapping[int, int]) -> list[LeftCell]:
 
 
 def go_on(left: LeftCell, runs: Runs, transcripts: Transcripts, sink: OutputSink) -> CellHandle:
-    """Take such a cell over. What ranks have of it comes once the pool is on the same page with them."""
+    """Take such a cell over. What ranks have of it comes with the next :meth:`Runs.resync`."""
     recorder = transcripts.record(left.cell, left.label, left.ranks, sink)
     before = {rank: part.before for rank, part in left.parts.items()}
     handle = runs.take_over(left.cell, left.label, before, recorder)

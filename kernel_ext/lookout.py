@@ -14,7 +14,7 @@ ELSEWHERE = "it does not answer"
 
 
 class Lookout:
-    """Of one pool.
+    """Asks the ranks of one pool where they are, and looks at their processes.
 
     Args:
         post: ``post(topic, body, ranks)``; must not block.
@@ -32,19 +32,19 @@ class Lookout:
         self._processes = Processes()
 
     def watch(self, feed: Callable[[Event], None]) -> Watch:
-        """For one cell, which is told by events."""
+        """The lookout of one cell; ``feed`` takes what is found, as events."""
         return Watch(self, feed)
 
     def ask(self, ticket: int, ranks: Sequence[int]) -> None:
         self._post(TO_RANK, encode(AskStack(ticket)), ranks)
 
     def look(self, ranks: Sequence[int]) -> dict[int, str]:
-        """What keeps ranks from answering. Any thread; takes a moment."""
+        """Rank to what keeps it from answering. Any thread; takes a moment."""
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
         return {**dict.fromkeys(ranks, ELSEWHERE), **self._processes.look_at(pids)}
 
     def halted(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those of these ranks that can't answer, as their process does not run. Any thread."""
+        """Those of these ranks that can't answer since their process is stopped, with a text that says so. Any thread."""
         pids = {rank: pid for rank in ranks if (pid := self._local_pid(rank)) is not None}
         return {rank: text for rank, pid in pids.items() if (text := halted(pid))}
 
@@ -63,7 +63,7 @@ class Watch:
         self._ticket = lookout.follow(self._answered)
 
     def ask(self, ranks: Sequence[int]) -> None:
-        """Ask ranks where they are; the answers come as :class:`StackArrived`, of those that can't :class:`ProcessSeen`."""
+        """Ask ranks where they are: :class:`StackArrived` brings each answer, :class:`ProcessSeen` why a rank can't answer."""
         self._lookout.ask(self._ticket, ranks)
         for rank, text in self._lookout.halted(ranks).items():
             self._feed(ProcessSeen(rank, text))
@@ -77,7 +77,7 @@ class Watch:
             self._feed(ProcessSeen(rank, text))
 
     def close(self) -> None:
-        """No answer is wanted any more."""
+        """Take no more answers."""
         self._lookout.unfollow(self._ticket)
 
     def _answered(self, rank: int, answer: Answer) -> None:

@@ -1,4 +1,4 @@
-"""What a pool tells of what its ranks did, and writes to files."""
+"""What a pool has recorded of its ranks, as tables and as files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Measuring:
         """Write what all ranks do from now on to a Chrome trace, also while cells run. Returns the file's whole path.
 
         Raises:
-            InvalidRequestError: One is being written already.
+            InvalidRequestError: A timeline is being written already.
             OSError: The file can't be created.
         """
         self._check_running()
@@ -62,11 +62,12 @@ class Measuring:
     def trace(self, *, arrow: bool = False) -> Any:
         """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
 
-        What the ranks have done before this was called is in it. ``docs/reference/trace.md`` has the columns. The newest million rows are kept, from the first use on and with
-        what the coordinator still has of the time before; ``table.attrs["dropped"]`` says how many rows are missing.
+        It has all that the ranks did before the call. ``docs/reference/trace.md`` has the columns. The newest million rows are
+        kept, from the first use on and with what the coordinator still has of the time before; ``table.attrs["dropped"]`` says
+        how many rows are missing.
 
         Args:
-            arrow: As a ``pyarrow.Table`` instead; ``table.schema.metadata`` has ``dropped`` then.
+            arrow: Return a ``pyarrow.Table`` instead; ``table.schema.metadata`` has ``dropped`` then.
 
         Raises:
             ModuleNotFoundError: pandas, or pyarrow, is not installed.

@@ -14,7 +14,7 @@ from hvdlab.launch.starter import Ended, Started
 
 
 class MemberState(StrEnum):
-    """Where a rank is in its life."""
+    """Which part of its life a rank is in."""
 
     STARTING = "starting"
     READY = "ready"
@@ -29,10 +29,10 @@ class Member:
     Attributes:
         rank: Its number.
         pid: Its process, or 0 as long as it has none.
-        state: Where it is.
-        reason: Why it is lost.
+        state: Which part of its life it is in.
+        reason: Why it is lost; empty if it is not.
         tail: The last lines of its standard error, if it is lost.
-        detail: What else is known of its end, such as its peak memory.
+        detail: What else the starter reported of its end, such as its peak memory.
     """
 
     rank: int
@@ -48,9 +48,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The pool is to be made of these ranks; those that are lost are to be started again if ``replace_lost``.
+    """The caller wants the pool to consist of these ranks; with ``replace_lost`` lost ones among them are started again.
 
-    With ``at_commit`` none is to be started, and those that are too many leave where elastic training lets them.
+    With ``at_commit`` the pool only shrinks: ranks that are not wanted any more leave at the next commit of the elastic training.
     """
 
     ranks: tuple[int, ...]
@@ -68,7 +68,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The rank's agent listens."""
+    """The rank's agent has said that it takes mail."""
 
     rank: int
 
@@ -96,14 +96,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The rank was told to leave by :class:`Expect`; see that it does."""
+    """:class:`Expect` has the coordinator tell this rank to leave; see that it does."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """Tell the coordinator that these ranks leave where elastic training lets the world change."""
+    """Tell the coordinator that these ranks leave at the next commit of the elastic training."""
 
     ranks: tuple[int, ...]
 
@@ -148,7 +148,7 @@ class Members:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """The ranks that the pool is to be made of."""
+        """The ranks that the pool shall consist of, ascending."""
         return self._wanted
 
     def get(self, rank: int) -> Member | None:
@@ -236,7 +236,7 @@ class Members:
         if member.state is MemberState.LEAVING:
             return self._gone(member)
         if member.state is MemberState.LOST:
-            if not member.pid and event.pid:  # it was missing, and this tells why
+            if not member.pid and event.pid:  # it was found missing, and only now its end is reported
                 member.reason, member.tail = event.reason, event.tail
             return []
         was_ready = member.state is MemberState.READY

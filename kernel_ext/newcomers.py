@@ -13,11 +13,11 @@ from hvdlab.collectives.visible import visible
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """A rank that has nothing of what the cells before it came have made.
+    """A rank that has nothing of what cells made before it came.
 
     Attributes:
         how: What started it: ``resize``, ``repair`` or ``restart``.
-        when: Seconds since the epoch.
+        when: When it came, in seconds since 1970.
     """
 
     how: str
@@ -27,8 +27,8 @@ class Newcomer:
 class Newcomers:
     """The ranks of a pool that came later than the others and have nothing of what those know. Any thread.
 
-    A rank that was sent an elastic cell to join gets what the others know when it enters that cell. Until then it is a
-    newcomer if the cell has ended, and none while the cell runs: there is nothing that its user has to do.
+    A rank that was sent an elastic cell to join binds what the others know when it enters that cell. Before that it does not
+    count as a newcomer as long as the cell runs, since the user has nothing to do; if the cell ends first, it counts again.
 
     Args:
         changed: Called after each change, on the thread that made it, with no lock held; must not block.
@@ -37,11 +37,11 @@ class Newcomers:
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
         self._changed = changed
         self._lock = threading.Lock()
-        #: All that have nothing, also those that will have it as soon as they enter a cell.
+        #: All ranks that have nothing, also those that will have it as soon as they enter a cell.
         self._came: dict[int, Newcomer] = {}
-        #: The cell that each was sent last to join.
+        #: Rank to the cell that it was sent last to join.
         self._joining: dict[int, str] = {}
-        #: Those of these cells that have not ended.
+        #: The cells in ``_joining`` that have not ended.
         self._running: set[str] = set()
 
     def came(self, how: str, ranks: Collection[int], wanted: Collection[int]) -> None:
@@ -54,14 +54,14 @@ class Newcomers:
         self._changed()
 
     def join(self, cell: str, ranks: Collection[int]) -> None:
-        """These ranks, which were brought what the others know, are sent this cell. Before it is sent."""
+        """These ranks, which were brought what the others know, join this cell. Call it before the cell is sent to them."""
         with self._lock:
             self._running.add(cell)
             self._joining.update(dict.fromkeys(ranks, cell))
         self._changed()
 
     def entered(self, cell: str, rank: int) -> None:
-        """A rank has entered the cell that it was sent, and knows what the others know; it may say so twice."""
+        """A rank has entered the cell that it was sent, and knows what the others know. Its message may come twice."""
         with self._lock:
             if self._joining.get(rank) != cell:
                 return
@@ -69,7 +69,7 @@ class Newcomers:
         self._changed()
 
     def cell_ended(self, cell: str) -> None:
-        """A cell has ended: what was brought to ranks that had not entered it is lost."""
+        """A cell has ended: ranks that had not entered it drop what they were brought, and are newcomers again."""
         with self._lock:
             if cell not in self._running:
                 return
@@ -77,13 +77,13 @@ class Newcomers:
         self._changed()
 
     def know(self, ranks: Collection[int]) -> None:
-        """These ranks were brought what another one knows."""
+        """These ranks were brought what another rank knows."""
         with self._lock:
             self._forget(ranks)
         self._changed()
 
     def all(self) -> dict[int, Newcomer]:
-        """The ranks that have nothing of what the others know, and how they came."""
+        """Rank to how it came, for ranks that have nothing of what the others know."""
         with self._lock:
             return {
                 rank: one for rank, one in self._came.items() if self._joining.get(rank) not in self._running
@@ -97,10 +97,10 @@ class Newcomers:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """What :meth:`hvdlab.kernel_ext.pool.Pool.sync` has done. Its ``str`` is a sentence for each part of it.
+    """What :meth:`hvdlab.kernel_ext.pool.Pool.sync` has done. Its ``str`` is a line on that, and one for each failure.
 
     Attributes:
-        source: The rank that the values came from.
+        source: The rank that the variables came from.
         ranks: The ranks that have them now.
         names: Variables that were brought, in the order in which they were made.
         modules: Names that modules were imported under.
@@ -120,7 +120,7 @@ class Synced:
     def __str__(self) -> str:
         from hvdlab.kernel_ext.rank.values import (
             rough_size,
-        )  # it imports cloudpickle, which a notebook does later
+        )  # imported here, since it imports cloudpickle, which a notebook does later
 
         has = "has" if len(self.ranks) == 1 else "have"
         variables = f"{len(self.names)} variable{'' if len(self.names) == 1 else 's'}"

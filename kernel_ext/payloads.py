@@ -4,7 +4,7 @@ The structs themselves are in ``messages``, ``inspect.messages`` and ``prompts.m
 
 Every struct travels under the topic of its direction: :data:`TO_RANK` from the pool, :data:`TO_POOL` from a rank.
 The coordinator relays the bytes without looking at them. No pickle here: :class:`Value` carries a pickle that the
-user asked for by pulling, and that is only read by the pool that started the ranks.
+user asked for by pulling, and only the pool that started the ranks unpickles it.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 class Pool(Running, Measuring, Sizing, Asking, Looking):
-    """Ranks. Made by :meth:`start`; all methods may be called from any thread.
+    """The ranks of one user. :meth:`start` and :meth:`attach` make it; all methods may be called from any thread.
 
     Attributes:
-        launcher, plane: As they were asked for.
+        launcher, plane: The names that the caller of :meth:`start` gave.
         replaceable: Whether the launcher can start single ranks, so that lost ones can be replaced.
     """
 
@@ -50,7 +50,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         self._changing = threading.RLock()
         self._stopped = False
         self._timeline: Recording | None = None
-        # At exit, and when it is forgotten, it ends, unless it is kept.
+        # When this process exits, or the pool is garbage-collected, the ranks end, unless the pool is kept.
         self._leave = weakref.finalize(self, base.leave)
 
     @classmethod
@@ -70,21 +70,22 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         """Start ranks and wait until all of them take cells.
 
         Args:
-            np: How many; by default one for each usable core.
+            np: How many ranks; by default one for each usable core.
             launcher: ``local``, ``ssh``, ``mpi``, one of ipyparallel's launchers, or one that an installed package offers
                 by the entry point group ``hvdlab.launchers``.
             plane: Data plane of the collectives, or ``auto``.
             hosts: ``a:4,b:4``, for launchers that start ranks on several hosts.
             launcher_options: Options that only this launcher has, as texts; one that it does not know is refused.
-            warm: What :meth:`hvdlab.kernel_ext.prestart.Prestart.begin` began; the pool takes it over, also if this fails.
-            keep: A name, or an empty text to be given one: the ranks then outlive this process, until
-                :meth:`stop`, and another one finds them by :meth:`attach`. Only for the launcher ``local``.
-            timeout: Seconds.
+            warm: What :meth:`hvdlab.kernel_ext.prestart.Prestart.begin` began; the pool takes it over, and closes it if
+                this fails.
+            keep: A name for the pool; with an empty text the pool chooses one. The ranks then outlive this process, until
+                :meth:`stop`, and another process finds them by :meth:`attach`. Only for the launcher ``local``.
+            timeout: Seconds for the whole start.
             on_progress: Called with a short text at each step, on the calling thread.
 
         Raises:
-            InvalidRequestError: This pool can't be had; nothing was started.
-            StartError: Something did not start; nothing is left behind.
+            InvalidRequestError: The arguments don't fit each other or this host; nothing was started.
+            StartError: Something did not start, or not in time; nothing is left behind.
         """
         try:
             checks.check_not_in_rank()
@@ -121,15 +122,16 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         The ranks have all their variables. What they are running goes on.
 
         Args:
-            name: What it is called; ``hvdlab pools`` on the command line lists them.
-            show: Called with each cell whose end that process has not seen; where its output goes, the newest 4 MiB of
-                each rank and what follows. :attr:`resumed` has these cells. Without it nothing is shown of them.
+            name: The pool's name; ``hvdlab pools`` on the command line lists them.
+            show: Called with each cell whose end the former process has not seen; it returns the sink for the cell's output:
+                the newest 4 MiB of each rank and what follows. :attr:`resumed` has these cells. Without it nothing is
+                shown of them.
             timeout: Seconds.
             on_progress: As for :meth:`start`.
 
         Raises:
             InvalidRequestError: There is no pool of this name, or another process uses it; the text says which.
-            StartError: It does not answer.
+            StartError: The pool does not answer.
         """
         return cls(PoolBase.attach(name, Deadline(timeout), on_progress or _say_nothing, show))
 
@@ -137,7 +139,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
 
     @property
     def name(self) -> str:
-        """What a pool that outlives this process is called; empty for any other."""
+        """The name of a pool that outlives this process; empty for any other pool."""
         return self._base.keeping.name if self._base.keeping is not None else ""
 
     @property
@@ -157,12 +159,12 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
 
     @property
     def lost(self) -> dict[int, str]:
-        """Ranks that have ended, and why; :meth:`repair` starts them again."""
+        """Rank to the reason of its end, for ranks that have ended; :meth:`repair` starts them again."""
         members = self._base.group.members
         return {rank: m.reason for rank in members.lost if (m := members.get(rank)) is not None}
 
     def last_words(self, rank: int) -> str:
-        """The last lines that a lost rank wrote to its standard error and nobody read, such as a crash report."""
+        """The last lines of a lost rank's standard error that were left unread when it ended, such as a crash report."""
         member = self._base.group.members.get(rank)
         return member.tail if member is not None else ""
 
@@ -184,7 +186,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
     def news(self) -> list[str]:
         """Sentences about what happened while no cell was running, such as a coordinator that was replaced.
 
-        What happens while cells run is told under these. A sentence is given once.
+        What happens while cells run is shown under these cells. Each sentence is returned once.
         """
         return [] if self._stopped else self._base.news()
 
@@ -224,7 +226,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         return found
 
     def elastic(self) -> ElasticState:
-        """Which ranks there are, since when and from where, which are awaited, and what became of the others."""
+        """Which ranks there are, since when and from where, which the pool still waits for, and what became of the others."""
         self._check_running()
         members, world, history = self._base.group.members, self.client.membership(), self._base.history
         runs = self._base.runs
@@ -250,10 +252,10 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         )
 
     def on_membership_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call this after each change that :meth:`elastic` tells of. Any thread; it must not block.
+        """Have ``callback`` called after each change of what :meth:`elastic` returns, on any thread. It must not block.
 
         Returns:
-            What ends that. It may be called once more that is under way.
+            A function that ends that. A call that is already under way may still come afterwards.
         """
         return self._base.history.listen(callback)
 
@@ -264,7 +266,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
 
     @property
     def hanging(self) -> dict[int, str]:
-        """Ranks that did not answer an interrupt, were given up, and still are in that cell, with its label."""
+        """Rank to the label of its cell, for ranks that were given up after an interrupt and still are in that cell."""
         given_up = self._base.runs.given_up
         if not given_up or self._stopped:
             return {}
@@ -278,9 +280,10 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
     # -- variables ------------------------------------------------------------------------------------------------
 
     def push(self, /, ranks: Sequence[int] | None = None, **values: Any) -> None:
-        """Bind variables on these ranks (by default all), after what they are running.
+        """Bind variables on these ranks (by default all); a rank does it once the cell that it runs has ended.
 
         Raises:
+            InvalidRequestError: One of these ranks is lost or does not exist.
             HvdlabError: A value can't be pickled, or a rank could not unpickle it.
         """
         transfer.push(self._base.runs.questions, values, self._chosen(ranks), near=self._near())
@@ -289,7 +292,8 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         """The value of a variable or expression on these ranks (by default all), by rank.
 
         Raises:
-            LookupError: It does not exist on a rank, can't be sent, or there is no memory for it here.
+            InvalidRequestError: One of these ranks is lost or does not exist.
+            LookupError: The value does not exist on a rank, can't be sent, or there is no memory for it in this process.
         """
         return transfer.pull(self._base.runs.questions, name, self._chosen(ranks), near=self._near())
 
@@ -317,7 +321,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
     # -- the end --------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End all ranks and everything that belongs to the pool. Idempotent; runs in flight end with dead ranks."""
+        """End all ranks and everything that belongs to the pool. Idempotent; cells that run end as if their ranks had died."""
         with self._changing:
             if self._stopped:
                 return
@@ -332,7 +336,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         """Let go of a pool that was started with ``keep``: its ranks stay. Idempotent.
 
         Raises:
-            InvalidRequestError: It was started without.
+            InvalidRequestError: The pool was started without ``keep``.
         """
         if not self.name:
             raise InvalidRequestError(
@@ -389,4 +393,4 @@ def _status(rank: int, host: str, pid: int, answer: Status) -> RankStatus:
 
 
 def _say_nothing(text: str) -> None:
-    """Nobody wants to know."""
+    """The progress callback of a caller that gave none."""

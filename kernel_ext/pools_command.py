@@ -1,4 +1,4 @@
-"""``hvdlab pools``: what is kept, and its end."""
+"""``hvdlab pools``: lists the kept pools, and ends them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run it; returns the exit code.
 
     Raises:
-        InvalidRequestError: The command can't be read, or there is no such pool, or somebody uses it.
+        InvalidRequestError: The command can't be read, or there is no such pool, or a process uses it.
     """
     match list(arguments):
         case []:

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Base:
-    """What a pool stands on. Who takes it closes it."""
+    """The processes and the connection that a pool stands on. The pool that takes them closes them."""
 
     fork_server: ForkServer
     coordinator: CoordinatorProcess | AttachedCoordinator
     client: Client
 
     def leave(self) -> None:
-        """Let go of all three, which were asked to stay."""
+        """Let go of all three; the fork server and the coordinator were asked to stay, and do."""
         self.fork_server.detach()
         self.client.close()
         self.coordinator.release()
 
     def close(self) -> None:
-        """End all three. Ranks first: they should not see their coordinator go."""
+        """End all three, the fork server with its ranks first: they should not see their coordinator go."""
         self.fork_server.close()
         self.client.close()
         self.coordinator.close()
@@ -72,10 +72,10 @@ class Prestart:
         )
 
     def take(self, deadline: Deadline) -> Base:
-        """Wait for it and take it over.
+        """Wait for the :class:`Base` and take it over.
 
         Raises:
-            StartError: It could not be made in time; nothing is left behind.
+            StartError: It could not be made, or not in time; nothing is left behind.
         """
         if not self._done.wait(deadline.remaining()):
             self.close()
@@ -113,12 +113,12 @@ class Prestart:
                 coordinator.close()
                 raise
             self._base = Base(self._fork_server, coordinator, client)
-        except BaseException as error:  # noqa: BLE001  (raised by take(), on the thread of whoever wants the pool)
+        except BaseException as error:  # noqa: BLE001  (raised by take(), on the thread that wants the pool)
             self._error = error
         finally:
             self._done.set()
-        # What the first cell and, later, the cluster will import: slow, and here it delays no cell. What needs a module that
-        # can't be imported gets the error; some modules (concurrent.futures) can't while the interpreter ends: RuntimeError.
+        # What the first cell and, later, the cluster will import: slow, and here it delays no cell. If an import fails, the
+        # code that needs the module gets the error; some (concurrent.futures) raise RuntimeError while the interpreter ends.
         with contextlib.suppress(ImportError, RuntimeError):
             importlib.import_module("hvdlab.kernel_ext.pool")
             load_ipyparallel()

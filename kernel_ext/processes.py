@@ -72,7 +72,7 @@ def look_at_state(pid: int, proc: Path = _PROC) -> str:
 
 
 def _waits_in(pid: int, proc: Path) -> str:
-    """What the kernel calls what it waits for; empty if that is not told."""
+    """The kernel function that the process waits in, in parentheses; empty if the kernel does not say."""
     try:
         name = (proc / f"{pid}/wchan").read_text()
     except OSError:
@@ -84,7 +84,7 @@ def _waits_in(pid: int, proc: Path) -> str:
 
 
 def dumped_places(pids: Mapping[int, int]) -> dict[int, str]:
-    """Where ranks are that can only dump their stack; those that don't are missing."""
+    """Rank to the place that its dumped stack shows; ranks that dump none are missing."""
     with contextlib.ExitStack() as opened:
         files = {}
         for rank, pid in pids.items():
@@ -95,7 +95,7 @@ def dumped_places(pids: Mapping[int, int]) -> dict[int, str]:
                 os.kill(pid, SIGNAL)
         deadline, places = Deadline(DUMP_WITHIN), dict[int, str]()
         while len(places) < len(files) and deadline.remaining():
-            # Nothing tells when a file in memory has been written to.
+            # There is no event for a write to a file in memory.
             threading.Event().wait(_LOOK)
             for rank, file in files.items():
                 file.seek(0)

@@ -57,7 +57,7 @@ class Questions:
 
     Args:
         post: ``post(topic, body, ranks)``.
-        gone: Whether a rank is lost; if it is not yet, :meth:`rank_died` will tell.
+        gone: Whether a rank is lost; if one is lost later, the caller calls :meth:`rank_died`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Questions:
         gone: Callable[[int], bool] = lambda rank: False,
     ) -> None:
         self._post, self._gone = post, gone
-        # A rank may still have questions of a pool before this one.
+        # From a random number on: a rank may still have questions of the process that had the pool before.
         self._numbers = itertools.count(1 + (secrets.randbits(30) << 16))
         self._changed = threading.Condition()
         self._open: dict[int, _Question] = {}
@@ -83,7 +83,7 @@ class Questions:
         return ticket
 
     def unfollow(self, ticket: int) -> None:
-        """No answer is wanted any more. Any thread."""
+        """End :meth:`follow`: drop further answers. Any thread."""
         self._followed.pop(ticket, None)
 
     def ask(
@@ -92,7 +92,7 @@ class Questions:
         """Ask these ranks and wait. Ranks that die or do not answer in time are missing from the result.
 
         Args:
-            make: Makes the question of a ticket.
+            make: Makes the question, given its ticket.
         """
         ticket = next(self._numbers)
         question = _Question(encode(make(ticket)), set(ranks))
@@ -109,7 +109,7 @@ class Questions:
                 del self._open[ticket]
 
     def tell(self, payload: Payload, ranks: Sequence[int]) -> None:
-        """Say something that needs no answer, and may get lost."""
+        """Send a payload that needs no answer, and may get lost."""
         self._post(TO_RANK, encode(payload), tuple(ranks))
 
     def answered(self, rank: int, answer: Answer) -> None:
@@ -125,7 +125,7 @@ class Questions:
                 self._changed.notify_all()
 
     def ask_again(self) -> None:
-        """Send what has not been answered once more: it, or its answer, may be lost. Ranks answer it once. Any thread."""
+        """Send all questions again that have no answer: they, or the answers, may be lost. Any thread."""
         with self._changed:
             unanswered = [(question.body, tuple(question.waiting)) for question in self._open.values()]
         for body, ranks in unanswered:
@@ -133,7 +133,7 @@ class Questions:
                 self._post(TO_RANK, body, ranks)
 
     def rank_died(self, rank: int) -> None:
-        """Nobody waits for this rank any more. Any thread."""
+        """Wait no longer for answers of this rank. Any thread."""
         with self._changed:
             for question in self._open.values():
                 question.waiting.discard(rank)

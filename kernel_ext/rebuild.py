@@ -2,8 +2,8 @@
 
 A coordinator that lives, and to which only the connection was lost, stays.
 
-One thread, which sleeps until something has died. (The fork server and ipyparallel's controller are put back by
-whoever has them: that takes no waiting.)
+All of that is done by one thread, which sleeps until something has died. (The parts of the pool that have the fork server
+and ipyparallel's controller replace them themselves: that takes no waiting.)
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ RECONNECT_WITHIN = 40.0
 KILLED_WITHIN = 5.0
 """Seconds that a killed process has to end."""
 OFTEN = 5
-"""After so many coordinators that died within a minute each one is started after a pause: they may die for a reason that
-another one does not cure. It is never given up for that, since ranks would lose their memory with the pool."""
+"""Once this many coordinators have died within a minute, the next ones are started after a pause: they may die for a reason
+that another one does not cure. The rebuilder never gives up for that, since ranks would lose their memory with the pool."""
 LONGEST_PAUSE = 8.0
 """Seconds; ranks wait longer than that for a successor."""
 
@@ -41,7 +41,7 @@ class Rebuilder:
     """Watches the coordinator, and ranks that it takes for dead.
 
     Args:
-        coordinator: Its process.
+        coordinator: The coordinator's process.
         client: The connection to it.
         group: The ranks.
         runs: The cells.
@@ -80,7 +80,7 @@ class Rebuilder:
         self._thread.start()
         client.on_lost(self._lost)
         client.on_membership(self._look)
-        if client.closed:  # before anybody looked
+        if client.closed:  # it was lost before on_lost() was called
             self._lost("it was lost before the pool used it")
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Rebuilder:
         return done.wait(timeout)
 
     def join(self) -> None:
-        """Wait for its end; call it once the coordinator is closed, so that nothing is waited for any more."""
+        """Wait for the end of the thread; call it once the coordinator is closed, so that the thread waits for nothing."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -106,7 +106,7 @@ class Rebuilder:
         self._jobs.put(lambda: self._rebuild(reason))
 
     def _look(self, membership: Membership) -> None:
-        """Whether ranks that the coordinator has given up (silent for long, cut off) still have a process."""
+        """Look for ranks that the coordinator has given up (silent for long, cut off) and that still have a process."""
         found = {(rank, self._group.pids().get(rank, 0)) for rank in self._group.cut_off(membership)}
         new, self._cut_off = found - self._cut_off, found
         if new:
@@ -130,18 +130,18 @@ class Rebuilder:
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._numbers), job))
 
     def _end_cut_off(self, ranks: set[tuple[int, int]]) -> None:
-        """They can't come back under their connection's end, and whoever waits for them must know."""
+        """Kill these ranks: without a connection they can't come back, and cells that wait for them must learn of their end."""
         deaths = {(death.rank, death.pid): death.reason for death in self._client.membership().deaths}
         for rank, pid in ranks:
             reason = deaths.get((rank, pid))
-            # Of one that has ended already it is about to be told how.
+            # Not one that has ended already: the starter is about to report how.
             if reason is not None and self._group.pids().get(rank) == pid and _lives(pid):
                 self._group.explain(rank, pid, reason)
                 self._group.kill([rank])
                 self._schedule(KILLED_WITHIN, partial(self._give_rank_up, rank, pid, reason))
 
     def _give_rank_up(self, rank: int, pid: int, reason: str) -> None:
-        """Not even SIGKILL has ended it: it hangs in the system."""
+        """Count the rank as ended if not even SIGKILL has ended it: it hangs in the system."""
         if self._group.pids().get(rank) == pid and _lives(pid):
             self._group.handle(Ended(rank, pid, reason))
 
@@ -178,7 +178,7 @@ class Rebuilder:
 
     def _go_on(self, recovered: Recovered) -> None:
         if not recovered.replaced:
-            self._deaths.pop()  # it was none
+            self._deaths.pop()  # only the connection was lost
         self._group.reconnected()
         self._runs.resync(recovered.membership.ranks, recovered.told)
 

@@ -1,4 +1,4 @@
-"""What the ranks do, in files that the notebook's process writes: it goes on whatever the ranks do."""
+"""What the ranks do, in files that the notebook's process writes, so that writing goes on whatever the ranks do."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def save_trace(client: Client, path: str | os.PathLike[str], format: str | None 
 
 
 def _take_history(client: Client) -> None:
-    """Let the recording have what the coordinator has of the past; only who listens first gets that.
+    """Let the recording have what the coordinator has of the past; only the first listener gets that.
 
     Raises ``CoordinatorLostError``, or ``TimeoutError`` if the coordinator does not answer.
     """
-    assert client.recording is not None  # made by being asked for
+    assert client.recording is not None  # the first access makes it
     client.flush()

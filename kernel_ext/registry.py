@@ -1,8 +1,8 @@
 """Pools that outlive their notebook: one small file for each, by which another process finds it.
 
-The files lie in a directory that only their user can enter, since they contain the pools' secrets. A file whose
-processes have ended is removed by whoever sees it. Who is attached to a pool is noted in its file, as a process with
-its start time: no lock has to be given back by a kernel that is killed.
+The files lie in a directory that only their user can enter, since they contain the pools' secrets. The first process that
+sees a file whose processes have ended removes it. The file names the process that is attached to the pool, with its start
+time, so that a kernel that is killed has no lock to give back.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hvdlab.collectives.visible import visible
 from hvdlab.launch.processes import open_process, readable, start_time
 
 _LONGEST = 300
-"""Characters of what a file says that are shown."""
+"""Characters of a text from a file that are shown at most."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 DEFAULT = "pool"
-"""What a pool is called that was given no name; the next ones are ``pool-2``, ``pool-3``."""
+"""The name of a pool whose user gave none; the next ones are ``pool-2``, ``pool-3``."""
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A process, and when it started in clock ticks since the boot: a number may be given again to a later one."""
+    """A process, and when it started in clock ticks since the boot: a later process may get the same number."""
 
     pid: int
     started: int
@@ -44,7 +44,7 @@ class Process(msgspec.Struct, frozen=True):
 
     @property
     def lives(self) -> bool:
-        """Whether it runs; one that has ended and that nobody has waited for does not."""
+        """Whether it runs; a process that has ended and not been waited for does not."""
         process = open_process(self.pid, self.started) if self.started else -1
         if process < 0:
             return False
@@ -58,17 +58,17 @@ class Kept(msgspec.Struct, frozen=True):
     """A pool that is kept.
 
     Attributes:
-        name: What users call it.
-        size, plane: Number of ranks, and their data plane, as asked for.
+        name: The name that users know it by.
+        size, plane: Number of ranks, and the data plane that the user asked for.
         started: When it was started, in seconds since 1970.
         address, token, client_token: Where the coordinator is reached, and its secrets for ranks and for clients.
         directory: The coordinator's private directory.
-        coordinator, warm: Its processes.
+        coordinator, warm: The processes of the coordinator and of the fork server.
         path: Where the fork server waits for a successor of the pool's process.
         ports: ``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks.
-        owner: The process that uses it.
-        place: Where that runs: the working directory of the notebook.
-        version: The hvdlab that its processes have loaded.
+        owner: The process that uses the pool.
+        place: The working directory of that process, which shows which notebook it is.
+        version: The version of hvdlab that the pool's processes have loaded.
     """
 
     name: str
@@ -91,13 +91,13 @@ class Kept(msgspec.Struct, frozen=True):
     def lives(self) -> bool:
         """Whether there is anything left to attach to.
 
-        Either process may have ended and be replaced by the owner; the coordinator, if there is none, by the other.
+        The owner replaces either process if it ends; if there is no owner, the fork server replaces the coordinator.
         """
         return self.owner.lives or self.warm.lives
 
 
 class Registry:
-    """The files.
+    """The files of all kept pools.
 
     Args:
         directory: Where they lie; by default in the user's runtime directory, or as :mod:`hvdlab.collectives.private` says.
@@ -107,7 +107,7 @@ class Registry:
         self._directory = directory or _default_directory()
 
     def all(self) -> list[Kept]:
-        """The pools that live, by name. Removes what is left of others."""
+        """The pools that live, sorted by name. Removes what is left of others."""
         with self._locked() as there:
             found = self._read_all() if there else []
         if there and not found:
@@ -146,7 +146,7 @@ class Registry:
         """Become the owner of a pool.
 
         Raises:
-            InvalidRequestError: There is none of that name, or somebody uses it; the text says who.
+            InvalidRequestError: There is none of that name, or another process uses it; the text names the process.
         """
         self.get(name)  # for its error
         with self._locked():
@@ -173,7 +173,7 @@ class Registry:
             ) from error
 
     def release(self, kept: Kept) -> None:
-        """The pool is nobody's now."""
+        """Note that the pool has no owner any more."""
         self.write(msgspec.structs.replace(kept, owner=Process(0, 0), place=""))
 
     def remove(self, name: str) -> None:
@@ -187,7 +187,7 @@ class Registry:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Alone with the files; False if there is no directory."""
+        """Hold the lock on the files; gives False if there is no directory."""
         try:
             lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -236,7 +236,7 @@ class Registry:
 
 
 def in_use(kept: Kept) -> str:
-    """Who has the pool, and what to do."""
+    """Which process uses the pool, and what the user can do."""
     if kept.owner.pid == os.getpid():
         return f"the pool `{kept.name}` is in use by this very process"
     return (
@@ -246,7 +246,7 @@ def in_use(kept: Kept) -> str:
 
 
 def user_of(kept: Kept) -> str:
-    """Who has the pool, in a few words."""
+    """Which process uses the pool, in a few words."""
     return f"process {kept.owner.pid} in {visible(kept.place, _LONGEST)}" if kept.owner.lives else "nobody"
 
 
@@ -277,7 +277,7 @@ def _default_directory() -> Path:
 
 
 def _check_private(directory: Path) -> None:
-    """Raises ``StartError`` if others could read or replace what lies there."""
+    """Raises ``StartError`` if other users could read or replace what lies there."""
     for path in (directory, directory.parent):
         if not private.is_private(path):
             raise StartError(
@@ -287,7 +287,7 @@ def _check_private(directory: Path) -> None:
 
 
 def _end(process: Process) -> None:
-    """End what is left of a pool of which the other half is gone."""
+    """End a process that is left of a pool that can't be used any more."""
     if not process.lives:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -43,16 +43,16 @@ class Running:
     ) -> CellResults:
         """Run a cell on ranks and wait for its end; an interrupt (Ctrl-C) interrupts the ranks.
 
-        Nothing that the cell raises is raised here: ``results.errors`` and ``results.root_cause`` tell.
+        Nothing that the cell raises is raised here: ``results.errors`` and ``results.root_cause`` have it.
 
         Args:
             source: Python source, with IPython's magics and ``!``.
-            ranks: Where; by default everywhere.
-            label: How users know the cell, such as ``[7]``.
+            ranks: The ranks that run it; by default all.
+            label: The name that users know the cell by, such as ``[7]``.
             line_offset: Lines of the notebook's cell above ``source``.
-            out: Takes the output.
-            timeout: Seconds after which the ranks are interrupted.
-            want_value: Whether the last expression's values are wanted.
+            out: Takes the output; without it nothing is shown, and the output is only kept.
+            timeout: Seconds after which the ranks are interrupted; None for no limit.
+            want_value: Whether ranks send the value of the last expression.
             store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
             file: What a frontend's debugger calls the cell that ``source`` is the end of.
             prompter: Asks the user when a rank wants input (``input()``, a debugger), if this is the main thread; by
@@ -99,7 +99,8 @@ class Running:
         """Like :meth:`run`, in the background: returns at once.
 
         Raises:
-            StartError: There can be no thread for it. The cell was interrupted at once, and has ended.
+            InvalidRequestError: As for :meth:`run`.
+            StartError: No thread could be started for it. The cell was interrupted at once, and has ended.
         """
         handle = self._dispatch(
             source,

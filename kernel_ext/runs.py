@@ -60,12 +60,13 @@ class _Run:
     """A cell that is running.
 
     Attributes:
-        order: What the ranks were sent; without its source if that was by another process.
-        arrivals: What has come from them.
-        handle: Takes it.
+        order: The message that ranks were sent; without the source if another process sent it.
+        arrivals: What has come from the ranks.
+        handle: Takes what has come, and is what the caller waits on.
         watch: Asks ranks where they are.
-        elastic: How many ranks it may have, if ranks may come and go.
-        joined: Ranks that were sent it while others ran it.
+        elastic: How many ranks the cell may have, if ranks may come and go.
+        joined: Ranks that were sent the cell while others ran it.
+        taken_over: Whether another process sent the cell, so that it can't be sent again from here.
     """
 
     order: RunCell
@@ -75,11 +76,11 @@ class _Run:
     elastic: Bounds | None = None
     joined: set[int] = field(default_factory=set)
     taken_over: bool = False
-    # What comes by mail and what is told of a rank's end come on two threads.
+    # Mail arrives on the client's thread, the news of a rank's end on the starter's: both feed arrivals and handle.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def orders(self, ranks: Sequence[int]) -> Iterator[tuple[RunCell, tuple[int, ...]]]:
-        """What each of these ranks is sent to have it run the cell: those that join enter the world first."""
+        """The orders to run the cell, each with the ranks that get it: ranks that join enter the world first."""
         if joining := tuple(rank for rank in ranks if rank in self.joined):
             yield msgspec.structs.replace(self.order, joins=True), joining
         if others := tuple(rank for rank in ranks if rank not in self.joined):
@@ -89,16 +90,16 @@ class _Run:
 class Runs:
     """Dispatches cells and gives each what comes from the ranks.
 
-    Mail may be lost with a coordinator. Between :meth:`lost` and :meth:`resync` nothing is sent; the latter has the
+    Mail may be lost with a coordinator. Between :meth:`lost` and :meth:`resync` no cell is sent; :meth:`resync` has the
     ranks send again what is missing, and sends them again what they may have missed.
 
     Args:
         client: The connection to the coordinator.
         reason: Why a rank is lost, or an empty text.
         local_pid: The process of a rank on this host, or None.
-        stall_time: Seconds after which it is told what a cell waits for; None never.
+        stall_time: Seconds after which a line under a cell says what it waits for; None: never.
         replaceable: Whether single ranks can be started again.
-        newcomers: The ranks that came later than others and have learnt nothing from them.
+        newcomers: The ranks that came later than others and have nothing of what those know.
         late: Called with what a rank's threads and tasks wrote after the end of their cell. The client's thread; must not block.
 
     Attributes:
@@ -141,7 +142,7 @@ class Runs:
 
     @property
     def given_up(self) -> dict[int, tuple[str, str]]:
-        """Rank to the cell (id and label) that it did not end when it was interrupted, and may still be in."""
+        """Rank to the cell (id and label) that it did not end after an interrupt, and may still be in."""
         with self._lock:
             return dict(self._given_up)
 
@@ -167,7 +168,7 @@ class Runs:
         prompter: Prompter | None = None,
         elastic: Bounds | None = None,
     ) -> CellHandle:
-        """Send a cell to ranks. The caller drives the run by waiting for it, or in the background."""
+        """Send a cell to ranks. The caller drives the run: by waiting on the handle, or by having it driven in the background."""
         at_least = elastic.at_least if elastic is not None else 0
         order = RunCell(
             cell,
@@ -193,7 +194,7 @@ class Runs:
         """Go on with a cell that another process has sent; the next :meth:`resync` has the ranks send what they have.
 
         Args:
-            before: The ranks that have it, with the bytes of their output that will not come.
+            before: Rank to the bytes of its output that will not come, for the ranks that have the cell.
         """
         run = self._begin(RunCell(cell, label, ""), Arrivals(before, before), tuple(before), sink, None)
         run.taken_over = True
@@ -201,7 +202,7 @@ class Runs:
         return run.handle
 
     def leave(self) -> None:
-        """What ends from now on, ends for this process only: another one may want what ranks have of it."""
+        """From now on don't tell ranks that a cell is settled: the next process may still want what they have of it."""
         self._leaving = True
 
     def _begin(
@@ -251,21 +252,21 @@ class Runs:
             }
 
     def label(self, cell: str) -> str:
-        """How users know a cell that runs; empty if it has ended."""
+        """The name that a user knows a running cell by, such as ``cell [7]``; empty if it has ended."""
         with self._lock:
             return run.order.label if (run := self._runs.get(cell)) is not None else ""
 
     def join(self, cell: str, ranks: tuple[int, ...]) -> bool:
-        """Send an elastic cell to ranks that came later, and know all that the others do. Whether it still runs.
+        """Send an elastic cell to ranks that came later and were brought what the others know.
 
-        From then on the coordinator lets them in where the others' training lets the world change.
+        From then on the coordinator lets these ranks in, at the others' next commit. Returns False if the cell has ended.
         """
         with self._order:
             with self._lock:
                 run = self._runs.get(cell)
                 if run is None or not run.arrivals.waiting:
                     return False
-                # Under the lock that the cell is removed under: its end comes after this.
+                # _finished() removes the cell under the same lock, so newcomers hear of its end after this.
                 self._newcomers.join(cell, ranks)
                 with run.lock:
                     run.arrivals.begin(ranks)
@@ -276,7 +277,7 @@ class Runs:
         return True
 
     def release(self, ranks: tuple[int, ...]) -> None:
-        """These ranks are let go where elastic training lets the world change. Before they are told."""
+        """Tell elastic cells that these ranks leave at the next commit. Called before the coordinator tells the ranks."""
         with self._lock:
             handles = [run.handle for run in self._runs.values() if run.elastic is not None]
         for handle in handles:
@@ -295,7 +296,7 @@ class Runs:
             self._client.interrupt(ranks)
 
     def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
-        """Send mail that may be lost with a coordinator, since it is sent again then. Any thread."""
+        """Send mail of a kind that :meth:`resync` sends again: it may be lost with a coordinator. Any thread."""
         with contextlib.suppress(CoordinatorLostError):
             self._client.post(topic, body, ranks)
 
@@ -324,9 +325,9 @@ class Runs:
         self.questions.rank_died(rank)
 
     def left_behind(self, rank: int, left: Left) -> bool:
-        """A rank has ended and left what it may not have sent; its end is told later. Any thread.
+        """A rank has ended and left output that it may not have sent; :meth:`rank_died` follows. Any thread.
 
-        Returns whether that is shown, since the cell is awaited.
+        Returns whether a running cell waits for this output, and thus shows it.
         """
         with self._lock:
             run = self._runs.get(left.cell)
@@ -365,11 +366,11 @@ class Runs:
             return {cell: waiting for cell, run in self._runs.items() if (waiting := run.arrivals.waiting)}
 
     def resync(self, ranks: Sequence[int], told: Mapping[str, Collection[int]]) -> None:
-        """Get on the same page with these ranks, over a new connection.
+        """Over a new connection, send these ranks what they may have missed, and have them send what is missing here.
 
         Args:
             ranks: Those that are connected.
-            told: Cells that the coordinator knows of, and the ranks on which it takes them to run.
+            told: Cell to the ranks on which the coordinator takes it to run, for the cells that it knows of.
 
         Raises:
             CoordinatorLostError: The new connection is lost as well.
@@ -386,7 +387,7 @@ class Runs:
         self.questions.ask_again()
 
     def _send_again(self, run: _Run, told: Mapping[str, Collection[int]]) -> None:
-        """Ranks that have the cell already, or have ended it, ignore it."""
+        """Send a cell once more; ranks that have it already, or have ended it, ignore that."""
         if waiting := run.arrivals.waiting:
             known = told.get(run.order.cell, ())
             if new := [
@@ -398,7 +399,10 @@ class Runs:
                     self._client.post(TO_RANK, encode(order), ranks)
 
     def _interrupt_again(self, runs: Sequence[_Run]) -> None:
-        """What may have been lost with the coordinator. Before ranks tell of their ends: who has ended ignores it."""
+        """Repeat the interrupts that may have been lost with the coordinator.
+
+        This comes before ranks send the ends of their cells; a rank whose cell has ended ignores the interrupt.
+        """
         since = self._lost_at - REPEAT_WITHIN
         waiting = {rank for run in runs for rank in run.arrivals.waiting}
         if again := [rank for rank in sorted(waiting) if self._interrupted.get(rank, -math.inf) > since]:
@@ -445,7 +449,8 @@ class Runs:
             run.watch.close()
             gone = set(results.unanswered) if results is not None else set()
             if late := [rank for rank in run.arrivals.waiting if rank not in gone]:
-                self.interrupt(late)  # they joined just when the others ended
+                # These joined just when the others ended, so no handle waits for them.
+                self.interrupt(late)
             if not self._leaving:
                 self.post(TO_RANK, encode(Settled(cell)), run.handle.ranks)
 
@@ -455,7 +460,7 @@ class Runs:
         try:
             payload = decode_to_pool(body)
         except ProtocolError:
-            return  # a cell may send what it likes under any topic
+            return  # not from our agent: a user's code may send anything under any topic
         if isinstance(payload, Output | CellDone):
             run = self._runs.get(payload.cell)
             if run is not None:

@@ -1,4 +1,4 @@
-"""How many ranks a pool has, how lost ones come back, and how they get to know what the others know."""
+"""How many ranks a pool has, how lost ones come back, and how new ones get the variables of the others."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Sizing:
         that are too many leave at their next commit, so that no step is lost.
 
         Raises:
-            InvalidRequestError: This size can't be had; nothing has changed.
-            StartError: A new rank did not start; the others are as before.
+            InvalidRequestError: The pool can't have this size; nothing has changed.
+            StartError: A new rank did not start within ``timeout`` seconds; the others are as before.
         """
         self._check_running()
         wanted = checks.check_size(np)
@@ -54,7 +54,8 @@ class Sizing:
         While an elastic cell runs, they get to know what the others know and take part in it.
 
         Raises:
-            StartError: One did not start; it stays lost.
+            InvalidRequestError: The launcher can't start single ranks.
+            StartError: A rank did not start within ``timeout`` seconds; it stays lost.
         """
         self._check_running()
         deadline = Deadline(timeout)
@@ -69,7 +70,12 @@ class Sizing:
             return lost
 
     def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:
-        """End ranks (by default all), whatever they are doing, and start them again with empty memory."""
+        """End ranks (by default all), whatever they are doing, and start them again with empty memory.
+
+        Raises:
+            InvalidRequestError: One of them does not exist, or the launcher can't start single ranks.
+            StartError: A rank did not start within ``timeout`` seconds; it is lost.
+        """
         self._check_running()
         with self._changing:
             self._base.check_replaceable()
@@ -107,10 +113,10 @@ class Sizing:
         cell on all ranks, after what they run.
 
         Args:
-            ranks: Where to; by default to :attr:`newcomers`.
-            source: Where from; by default the first rank that is none of these.
+            ranks: The ranks that get it; by default :attr:`newcomers`.
+            source: The rank that it comes from; by default the first one that is not in ``ranks``.
             without: Names of variables to leave out.
-            timeout: Seconds after which it is interrupted.
+            timeout: Seconds after which the copying is interrupted; None for no limit.
 
         Returns:
             What was brought, and what could not be and why.

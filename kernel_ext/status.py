@@ -1,4 +1,4 @@
-"""What ``pool.status()`` tells about each rank."""
+"""What ``pool.status()`` returns about each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdlab.kernel_ext.payloads import PendingNow, ServerNow
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankStatus:
-    """One rank now. What is not known, or not there, is left out of its text.
+    """One rank now. Its ``repr`` leaves out what is not known or not there.
 
     Attributes:
         rank: Its number.

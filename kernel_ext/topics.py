@@ -13,10 +13,10 @@ JOIN = "hvdlab.pool.join"
 rank registers when it is idle."""
 
 JOINED = "hvdlab.pool.joined"
-"""Rank to pool: it has registered. The body is a line with the number of the request, and then why not, if it failed."""
+"""Rank to pool: it has registered, or failed to. The body is a line with the number of the request, then why it failed."""
 
 ENVIRONMENT = "hvdlab.pool.environment"
 """Pool to rank: variables to set, a MessagePack map of strings, because the size of the pool changed."""
 
 COMM = "hvdlab.pool.comm"
-"""Both ways: what a widget of a rank and its view in the frontend say to each other (``kernel_ext.comms``)."""
+"""Both ways: messages between a widget of a rank and its view in the frontend (``kernel_ext.comms``)."""

@@ -1,4 +1,4 @@
-"""``hvdlab trace``: what ranks did, of a pool that is kept or of a file."""
+"""``hvdlab trace``: what ranks did, from a kept pool or from a file."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _opened(options: argparse.Namespace) -> Iterator[tuple[Recording, Client | None]]:
-    """The recording of what is meant, and the connection that brings it if it is a pool's."""
+    """The recording that the options name, and the connection that brings it if it is a pool's."""
     if options.trace is not None:
         from hvdlab.collectives.recording.loading import load
 
@@ -155,7 +155,7 @@ def _top(recording: Recording, client: Client | None, options: argparse.Namespac
         if not follow:
             return
         if not ended.wait(EVERY):
-            recording.wait(version, ended.is_set)  # nothing new is not worth saying
+            recording.wait(version, ended.is_set)  # print again only once there is something new
         if ended.is_set():
             print("the pool has ended")
             return

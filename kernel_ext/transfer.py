@@ -36,7 +36,7 @@ from hvdlab.kernel_ext.rank.values import INLINE, dump_parts, rough_size
 from hvdlab.launch.local import available_memory
 
 IN_FLIGHT = 32 << 20
-"""Bytes that are on their way from all ranks together."""
+"""Bytes that are on their way from all ranks together at most."""
 
 PIECE = 8 << 20
 LEAST_PIECE = 256 << 10
@@ -46,10 +46,10 @@ LOST = "it is lost"
 def pull(
     questions: Questions, name: str, ranks: Sequence[int], *, near: Collection[int] = ()
 ) -> dict[int, Any]:
-    """The value of an expression on these ranks, by rank; ``near`` are those whose memory can be looked into.
+    """The value of an expression on these ranks, by rank; ``near`` are ranks whose memory this process can look into.
 
     Raises:
-        LookupError: It does not exist on a rank, can't be sent, or there is no room for it here.
+        LookupError: The value does not exist on a rank, can't be sent, or there is no room for it here.
     """
     lots: list[int] = []
     lent = True  # unless the answers say otherwise
@@ -74,7 +74,7 @@ def pull(
             questions.tell(Release(lots[0]), ranks)
     values: dict[int, Any] = {}
     for rank, answer in found.items():
-        # The bytes come from a rank that this pool started: code that the user runs with his own rights.
+        # The bytes come from a rank that this pool started: code that the user runs with the same rights.
         if rank in parts:
             stream, *buffers = parts.pop(rank)
             values[rank] = pickle.loads(stream, buffers=buffers)  # noqa: S301
@@ -91,7 +91,7 @@ def _fetch_all(
     near: Collection[int],
     patience: float | None,
 ) -> dict[int, list[bytearray]]:
-    # What is in the pickle itself is copied once more out of it.
+    # Unpickling makes one more copy of what is in the pickle itself.
     needs = [sum(found) + found[0] for found in sizes.values()]
     total, room = sum(needs), available_memory()
     if total + IN_FLIGHT > room:
@@ -106,7 +106,7 @@ def _fetch_all(
         try:
             with Windows() as windows:
                 _fetch(questions, name, lot, shared, windows, patience)
-        except OSError:  # it can't be looked into after all
+        except OSError:  # their memory can't be looked into after all
             far = parts
     if far:
         _fetch(questions, name, lot, far, None, patience)
@@ -190,7 +190,8 @@ def _bring(
     """Bring parts of a value to ranks, piece by piece, each of which they have ``patience`` seconds to take.
 
     Returns:
-        The ranks that could not take a piece, and why. They got no more of them, nor did those that gave no answer.
+        Rank to the reason, for ranks that could not take a piece. They got no further pieces, nor did ranks that gave no
+        answer.
     """
     if set(ranks) <= set(near):
         with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as messages

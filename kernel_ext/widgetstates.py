@@ -1,7 +1,7 @@
 """What a page that is opened anew shows of ranks' widgets: the kernel answers for them, whatever the ranks do.
 
 The page asks the kernel for the states of all widgets, over a comm that only ipywidgets in the kernel itself serves. All
-that ranks and page say of a widget passes through the kernel, which so knows the state without a question.
+that ranks and page say of a widget passes through the kernel, which therefore knows the state without asking a rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Widget:
 
     def update(self, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
         state = data.get("state") or {}
-        self.state = {**self.state, **state}  # who reads may still have the one before
+        self.state = {**self.state, **state}  # a new one: a reader may still have the one before
         paths = [tuple(path) for path in data.get("buffer_paths") or ()]
         said = {*state, *(path[0] for path in paths)}
         self.buffers = {path: one for path, one in self.buffers.items() if path[0] not in said}
@@ -54,7 +54,7 @@ class WidgetStates:
             threading.Thread(target=self._serve, name="hvdlab-widgets", daemon=True).start()
 
     def told(self, comm: str, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
-        """One side has told the other something."""
+        """A rank or the page has sent the other a message: keep what it says of a widget's state."""
         if data.get("method") in _UPDATES:
             with self._lock:
                 if (widget := self._widgets.get(comm)) is not None:
@@ -66,14 +66,14 @@ class WidgetStates:
             self._widgets.pop(comm, None)
 
     def clear(self) -> None:
-        """The ranks are gone."""
+        """Forget all widgets: the ranks are gone."""
         with self._lock:
             self._widgets.clear()
 
     def add_to(
         self, states: dict[str, Any], paths: list[list[str | int]], buffers: list[Any]
     ) -> tuple[dict[str, Any], list[list[str | int]], list[Any]]:
-        """States of other widgets, where the buffers in them were, and these; with those of the ranks' widgets."""
+        """The same with the ranks' widgets added: states by comm, the paths of the buffers in them, and the buffers."""
         with self._lock:
             found = {comm: (one.state, one.buffers) for comm, one in self._widgets.items()}
         states, paths, buffers = dict(states), list(paths), list(buffers)
@@ -89,7 +89,7 @@ class WidgetStates:
         return states, paths, buffers
 
     def _serve(self) -> None:
-        """Stand before whoever answers the page now; ipywidgets would take the place when it is imported later."""
+        """Put a handler before the one that answers the page now; ipywidgets would replace it if it was imported later."""
         import comm
 
         if find_spec("ipywidgets") is not None:
@@ -100,7 +100,7 @@ class WidgetStates:
 
 
 class _Control:
-    """The page's comm, as who answers for the kernel's own widgets sees it."""
+    """The page's comm, as the handler of the kernel's own widgets sees it; adds the ranks' widgets to its answers."""
 
     def __init__(self, inner: Any, states: WidgetStates) -> None:
         self._inner, self._states = inner, states
@@ -116,7 +116,7 @@ class _Control:
 
 
 def _alone(comm: Any, message: dict[str, Any]) -> None:
-    """The kernel has no widgets of its own."""
+    """The handler of a kernel that has no widgets of its own."""
 
     def asked(question: dict[str, Any]) -> None:
         if question["content"]["data"].get("method") == "request_states":

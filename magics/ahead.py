@@ -1,4 +1,4 @@
-"""Starts what the first pool needs while the user still types."""
+"""Starts what the first pool needs while the user is still typing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Ahead:
         self._thread.start()
 
     def take(self) -> Prestart | None:
-        """Hand it over, once; None if it could not be begun (``Pool.start`` then finds out why)."""
+        """Hand the warm pool over, once; None if it could not be begun (``Pool.start`` then finds out why)."""
         self._thread.join()
         warm, self._warm = self._warm, None
         return warm
 
     def close(self) -> None:
-        """End what nobody took."""
+        """End what was started, unless it was taken."""
         warm = self.take()
         if warm is not None:
             warm.close()

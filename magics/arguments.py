@@ -108,7 +108,7 @@ def documented(parser: MagicParser) -> Callable[[F], F]:
 
 
 def add_pool_options(parser: MagicParser) -> None:
-    """How ranks are started."""
+    """Add the options about how ranks are started."""
     parser.add_argument(
         "-np", type=positive, metavar="N", help="number of ranks; a new number grows or shrinks the pool"
     )
@@ -126,7 +126,7 @@ def add_pool_options(parser: MagicParser) -> None:
 
 
 def add_cell_options(parser: MagicParser) -> None:
-    """How a cell is run and shown."""
+    """Add the options about how a cell is run and shown."""
     parser.add_argument(
         "--output", choices=OUTPUTS, default="grouped", help="how output is arranged (default: grouped)"
     )

@@ -25,9 +25,9 @@ def attach(session: Session, rank: int, port: int = 0, *, keep: bool = False) ->
     """Open a port for a debugger of this rank, and print where it is.
 
     Args:
-        session: The notebook's.
+        session: The notebook's session.
         rank: The rank.
-        port: Where to listen; any free one by default.
+        port: The port to listen at, on the loopback interface; any free one by default.
         keep: Whether the port stays open for one debugger after the other. By default it closes once one has attached, or
             after ten minutes without one.
 
@@ -53,7 +53,7 @@ def attach(session: Session, rank: int, port: int = 0, *, keep: bool = False) ->
 
 
 def detach(session: Session, rank: int | None = None) -> None:
-    """Close the port of this rank, or all, and let debuggers that have attached go; ranks that are stopped go on."""
+    """Close the port of this rank, or all ports, and disconnect attached debuggers; ranks that are stopped go on."""
     ports = _ports(session)
     ports.forget_over()
     closed = ports.close(rank)
@@ -107,7 +107,7 @@ class Ports:
         return relay
 
     def close(self, rank: int | None = None) -> list[int]:
-        """Close them, or that of one rank. Returns the ranks whose ports were open."""
+        """Close all ports, or that of one rank. Returns the ranks whose ports were open."""
         closing = [one for one in self._relays if rank in (None, one)]
         for one in closing:
             self._relays.pop(one).close()
@@ -141,7 +141,7 @@ class Ports:
 
 
 def write_cell(cell: str) -> None:
-    """Write a cell to the file that debuggers know it by, as JupyterLab's does for the cells that have breakpoints."""
+    """Write a cell to the file that debuggers know it by, as JupyterLab's debugger does for cells that have breakpoints."""
     try:
         from ipykernel.compiler import get_file_name
     except ImportError:
@@ -149,7 +149,7 @@ def write_cell(cell: str) -> None:
     path = Path(get_file_name(cell))  # type: ignore[no-untyped-call]  # ipykernel is partly untyped
     if not cell.strip():
         return
-    # The name of the directory can be foreseen: another user may have made it, with links to files of ours in it.
+    # The name of the directory can be foreseen: another user may have made it, with links to this user's files in it.
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         private.create(path, cell)

@@ -17,7 +17,7 @@ INSERTED = "%%hvd_run\n"
 class AutoRun:
     """An input transformer: puts ``%%hvd_run`` over cells that have no cell magic, and takes ``%%local`` off."""
 
-    has_side_effects = True  # IPython then does not try it on cells that are being typed
+    has_side_effects = True  # IPython then does not try the transformer on cells that are being typed
 
     def __init__(self) -> None:
         self.on = False
@@ -25,7 +25,7 @@ class AutoRun:
     def __call__(self, lines: list[str]) -> list[str]:
         first = next((line for line in lines if line.strip()), "")
         if re.fullmatch(r"%%local\s*", first):
-            # An empty line in its place: the cell is an ordinary one, with its own line numbers.
+            # An empty line in place of the magic keeps the line numbers.
             index = lines.index(first)
             return [*lines[:index], "\n", *lines[index + 1 :]]
         if not self.on or not first or first.startswith("%%") or self._is_about_hvdlab(lines):

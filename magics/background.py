@@ -32,7 +32,7 @@ class RunningCell(Protocol):
 class BackgroundSink:
     """The sink of a cell in the background: at the end it also shows the values, or why the cell failed.
 
-    A cell in the foreground does that by its result or its exception, a cell that has returned can't any more.
+    A cell in the foreground does that by its result or its exception; a cell that has returned can't any more.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BackgroundSink:
 
 
 class BackgroundCell:
-    """What ``%%hvd_run --background`` returns; the cell's output goes on to where it was started."""
+    """What ``%%hvd_run --background`` returns; the output goes on to the notebook's cell that started it."""
 
     def __init__(self, run: RunningCell, shell: InteractiveShell, name: str | None, label: str) -> None:
         self._run, self._shell, self._name, self._label = run, shell, name, label
@@ -74,9 +74,9 @@ class BackgroundCell:
         """The results, once the cell has ended.
 
         Raises:
-            CellFailed: It failed; the notebook shows the same report as for a cell in the foreground.
-            KeyboardInterrupt: It was interrupted, for example by Ctrl-C during this wait.
-            TimeoutError: It still runs after ``timeout`` seconds, and goes on.
+            CellFailed: The cell failed; the notebook shows the same report as for a cell in the foreground.
+            KeyboardInterrupt: The cell was interrupted, for example by Ctrl-C during this wait.
+            TimeoutError: The cell still runs after ``timeout`` seconds, and goes on.
         """
         results = self._run.wait(timeout)
         if self._name and self._shell.user_ns.get(self._name) is self:
@@ -87,7 +87,7 @@ class BackgroundCell:
         return results
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt on its ranks."""
+        """Raise KeyboardInterrupt on the ranks that run the cell."""
         self._run.interrupt()
 
     def __repr__(self) -> str:

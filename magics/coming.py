@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
 
 LEAVE_WITHIN = 5.0
-"""Seconds that :meth:`Coming.close` waits for a start that is under way. It ends with the process in any case."""
+"""Seconds that :meth:`Coming.close` waits for a start that is under way. The start ends with this process in any case."""
 
 
 class Coming:
     """Starts a pool on a thread of its own.
 
     Args:
-        start: Starts it; called with what is to be called at each step.
+        start: Starts the pool; called with a function that it calls with a short text at each step.
         done: Called with the pool, on that thread.
     """
 
@@ -34,19 +34,19 @@ class Coming:
         self._thread.start()
 
     def wait(self, show: Callable[[str], None]) -> None:
-        """Wait until the pool is there, and raise what its start raised. After an interrupt it goes on starting.
+        """Wait until the pool is there, and raise what its start raised. An interrupt ends the wait, not the start.
 
         Args:
             show: Called with a short text at each step.
         """
         for text in iter(self._steps.get, None):
             show(text)
-        self._steps.put(None)  # for whoever waits next
+        self._steps.put(None)  # for the next call
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Let go: the pool ends as soon as it is there."""
+        """Let go of the pool: it ends as soon as it is there."""
         with self._lock:
             self._closed = True
         self._thread.join(LEAVE_WITHIN)

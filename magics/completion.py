@@ -25,8 +25,8 @@ def rank_source(cell: str, offset: int, *, everywhere: bool = False) -> tuple[st
 
     Args:
         cell: The notebook's cell.
-        offset: The cursor, in characters from the cell's begin.
-        everywhere: Cells without a magic run on ranks, too (``%autohvd``).
+        offset: The cursor, in characters from the cell's beginning.
+        everywhere: Whether cells without a magic run on ranks, too (``%autohvd``).
     """
     head = _HEAD.match(cell)
     begin = head.end() if head else 0
@@ -40,7 +40,7 @@ class RankCompleter:
 
     Args:
         session: Has the pool.
-        everywhere: Tells whether ``%autohvd`` is on.
+        everywhere: Returns whether ``%autohvd`` is on.
     """
 
     def __init__(self, session: Session, everywhere: Callable[[], bool]) -> None:

@@ -16,7 +16,7 @@ _RANKS = re.compile(r"\s*%%hvd_(run|rank)\b")
 
 
 def load_debugger(session: Session, auto: AutoRun) -> DebugHub | None:
-    """Stand before the kernel's own debugger, if the kernel has one."""
+    """Put a hub before the kernel's own debugger; None if the kernel has none."""
     kernel = getattr(session.shell, "kernel", None)
     if not hasattr(getattr(kernel, "debugger", None), "process_request"):
         return None

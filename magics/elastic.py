@@ -1,4 +1,4 @@
-"""``%hvd_elastic``: the ranks that there are, since when, who is awaited, and the history of their coming and going."""
+"""``%hvd_elastic``: the ranks that there are, since when, which are missing, and the history of their coming and going."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.history import ElasticState
 
 SHOWN = 20
-"""Changes that are shown if nothing else is said."""
+"""Changes that are shown without ``--last``."""
 
 
 def elastic_parser() -> MagicParser:

@@ -62,7 +62,7 @@ class ExchangeMagics(Magics):
         return None if self._alone(line) else found[0] if len(found) == 1 else found
 
     def _alone(self, line: str) -> bool:
-        """Whether the magic is a line of its own: then the value would only be printed, however large it is."""
+        """Whether the magic is a line of its own: a value that it returned would only be printed, however large it is."""
         lines = (text.strip().removeprefix("%") for text in self.session.raw_cell.splitlines())
         return f"hvd_pull {line}".strip() in lines
 

@@ -63,7 +63,7 @@ class Extension:
     """Everything that loading adds to one shell; :meth:`unload` takes it away again.
 
     Attributes:
-        session: The pool and its surroundings.
+        session: The pool and what belongs to it.
     """
 
     def __init__(self, shell: InteractiveShell, session: Session | None = None) -> None:
@@ -129,7 +129,7 @@ class Extension:
         self.session.close()
 
     def _kernel_takes_ranks(self) -> Callable[[KernelRanks | None], None] | None:
-        """How a kernel whose cells run on ranks takes them."""
+        """The method by which a kernel whose cells run on ranks takes them; None for any other kernel."""
         found: Callable[[KernelRanks | None], None] | None = getattr(
             getattr(self.shell, "kernel", None), "take_ranks", None
         )
@@ -158,11 +158,11 @@ def load(shell: InteractiveShell) -> None:
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Unload, and say which ranks that ended; nothing happens if it is not loaded, or is only reloaded.
+    """Unload the extension, and print how many ranks ended with it; does nothing if it is not loaded, or only reloaded.
 
-    ``%reload_ext`` unloads, imports the package's root again and loads. First cells begin with it, so that they can be
-    run again: that must not cost the ranks and hours of training. There is nothing in the root that loading again
-    would renew, so everything stays as it is.
+    ``%reload_ext`` unloads, imports the package's root again and loads. Users put it into their first cell, so that they can
+    run that again: this must not cost the ranks and hours of training. Nothing in the root would be renewed by loading
+    again, so everything stays as it is.
     """
     extension = extension_of(shell)
     if extension is None or _reloading():
@@ -174,7 +174,7 @@ def unload(shell: InteractiveShell) -> None:
 
 
 def _reloading() -> bool:
-    """Whether ``%reload_ext`` is what calls. IPython tells extensions only that they are unloaded."""
+    """Whether ``%reload_ext`` is the caller. IPython tells an extension only that it is unloaded."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is ExtensionManager.reload_extension.__code__:
@@ -184,7 +184,7 @@ def _reloading() -> bool:
 
 
 def _farewell(pool: Pool | None) -> str:
-    """What is to be said once this pool is let go of."""
+    """The sentence for the user once this pool is let go of."""
     if pool is None:
         return ""
     count = pool.size - len(pool.lost)

@@ -13,7 +13,7 @@ from hvdlab.kernel_ext.payloads import Chunk
 
 
 class LateOutput:
-    """Gives output to a sink on a thread, which is there only while there is something to show.
+    """Gives output to a sink on a thread that exists only while there is something to show.
 
     Args:
         make: Makes the sink when the first output comes.
@@ -43,7 +43,7 @@ class LateOutput:
             with self._changed:
                 waiting, self._waiting = self._waiting, deque()
             for rank, chunks in waiting:
-                if rank not in self._ranks:  # it came while the cell ran
+                if rank not in self._ranks:  # the rank joined while the cell ran
                     self._ranks.add(rank)
                     self._sink.began(rank)
                 self._sink.output(rank, chunks)

@@ -51,7 +51,7 @@ class MetricsMagics(Magics):
 
 
 def _shown(pool: Any) -> MetricsWidget | None:
-    """The widget; text where there can't be one."""
+    """The widget; without the packages that it needs, print text."""
     try:
         from hvdlab.widgets.views import metrics
 

@@ -1,7 +1,7 @@
 """The panel of JupyterLab in this kernel: two comms that every page knows by their names, and the pools it can show.
 
-The names are fixed, so that a page that was loaded again finds them also while a cell runs. One comm only sends and the
-other only hears: ipykernel would let what is said to a comm wait for the running cell once that comm has sent from one.
+The names are fixed, so that a page that was loaded again finds the comms also while a cell runs. One comm only sends and the
+other only receives: once a comm has sent from a cell, ipykernel would let messages to it wait for the running cell.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Content = Mapping[str, Any]
 
 
 class PanelComms:
-    """What a page talks to. Costs next to nothing until one does.
+    """What a page talks to. It costs next to nothing until a page does.
 
     Args:
-        session: The notebook's.
+        session: The notebook's session.
     """
 
     def __init__(self, session: Session) -> None:
@@ -58,7 +58,7 @@ class PanelComms:
         self._send({"type": "here", "protocol": PROTOCOL}, [])
 
     def close(self) -> None:
-        """Tell the pages that nothing will come any more."""
+        """Close the comms, which tells the pages that nothing more will come."""
         self._closed = True
         self._session.watchers.remove(self._pool_changed)
         with self._starting:
@@ -78,7 +78,7 @@ class PanelComms:
                 self._panel = Panel(self._send, self._desk)
             panel = self._panel
         if panel is not None and isinstance(content, dict):
-            # On the main thread it was heard only because no cell runs; the page may be silent for as long as one does.
+            # If the main thread takes messages, the page can't be heard while a cell runs, so its wish holds longer.
             waits = threading.current_thread() is threading.main_thread()
             panel.receive(content, lease=LONG_LEASE if waits else None)
 
@@ -145,7 +145,7 @@ class NotebookDesk:
         raise InvalidRequestError(f"this version of hvdlab can't do `{what}`")
 
     def close(self) -> None:
-        """Leave the pools of others."""
+        """Close the connections to pools that this notebook only watches."""
         with self._watching:
             watched, self._watched = self._watched, {}
         for client in watched.values():
@@ -177,7 +177,7 @@ class NotebookDesk:
         raise InvalidRequestError(f"there is no pool `{pool}`")
 
     def _watch(self, name: str) -> Client:
-        """A connection that only looks: who uses the pool keeps it."""
+        """A connection that only watches: the process that uses the pool keeps it."""
         from hvdlab.collectives.client import Client
         from hvdlab.kernel_ext.registry import Registry
 
@@ -205,7 +205,7 @@ class NotebookDesk:
         save_trace(own.client if own is not None and not pool else self._client(pool), path)
 
     def _view(self, pool: str) -> str:
-        """Perfetto's UI with what was recorded until now; the one shown before is not served any more."""
+        """The address of Perfetto's UI with what was recorded until now; the one before is not served any more."""
         from hvdlab.collectives.timeline.viewer import PerfettoViewer
 
         with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Around what waits for ranks: says for whom if it takes long, and ends in one line if the user interrupts it."""
+"""Around code that waits for ranks: says for which ones if it takes long, and ends in one line if the user interrupts it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
 
 PATIENCE = 2.0
-"""Seconds of silence."""
+"""Seconds until the user reads which ranks are waited for."""
 
 
 @contextmanager
 def patience(pool: Pool, ranks: Sequence[int], what: str) -> Iterator[None]:
-    """``what`` is being done with these ranks, which takes what they run first.
+    """Around work that these ranks do after what they run; ``what`` names it for the user.
 
     Raises:
         KeyboardInterrupt: The user interrupted; shown as one line.
@@ -41,7 +41,7 @@ def patience(pool: Pool, ranks: Sequence[int], what: str) -> Iterator[None]:
 def _tell(pool: Pool, ranks: Sequence[int], what: str, over: threading.Event) -> None:
     try:
         places = pool.where(ranks)
-    except HvdlabError:  # the pool has come to an end, which whoever waits is told
+    except HvdlabError:  # the pool has come to an end, and the work that waits fails with that
         return
     late = sorted({*places.silent, *(rank for rank, stack in places.stacks.items() if stack.cell)})
     if late and not over.is_set():

@@ -163,7 +163,7 @@ class PoolMagics(Magics):
             )
 
     def _show_left(self, left: LeftCell) -> OutputSink:
-        """Where the output of a cell goes that the notebook before has left: under this one."""
+        """The sink for a cell that the notebook before has left: its output is shown under the cell that runs now."""
         state = f"still runs on {format_ranks(left.running)}" if left.running else "has ended"
         print(
             f"cell {left.label or left.cell} of the notebook before {state}; what it wrote meanwhile follows"
@@ -184,7 +184,7 @@ class PoolMagics(Magics):
 
 
 def _only_pool() -> str:
-    """The pool that is meant if none is named: there is but one."""
+    """The name of the only kept pool; ``UsageError`` if there is none, or more than one."""
     from hvdlab.kernel_ext.registry import Registry
 
     names = [kept.name for kept in Registry().all()]

@@ -1,4 +1,4 @@
-"""Says what the pool is waiting for while ranks start, and leaves nothing behind."""
+"""Shows what the pool is waiting for while ranks start, and erases it at the end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StartProgress:
         self._clear()
 
     def __call__(self, text: str) -> None:
-        """The next step."""
+        """Show the next step."""
         if self._notebook or self._tty:
             self._clear()
             self._shown = True

@@ -64,7 +64,7 @@ class ReplayMagics(Magics):
 
 
 def _first_wrong(suspects: dict[int, Any]) -> int:
-    """The rank where something was not finite first; of several, where that was nearest to the inputs."""
+    """The rank on which something was not finite first; of several, the one where that was nearest to the inputs."""
     known = {rank: found for rank, found in suspects.items() if found is not None}
     if not known:
         raise UsageError("%hvd_replay: nothing was recorded; `hvd.record(model)` before the training does")

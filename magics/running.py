@@ -45,7 +45,8 @@ def run_cell(
     """Run a cell; returns what the magic returns.
 
     Args:
-        options: ``output``, ``out``, ``background`` and ``timeout``; of cells that may be elastic, that as well.
+        options: ``output``, ``out``, ``background`` and ``timeout``; for cells that may be elastic also ``elastic``,
+            ``min_np`` and ``max_np``.
         offset: Lines of the notebook's cell above the source.
 
     Raises:
@@ -92,7 +93,7 @@ def _conclude(session: Session, results: CellResults, name: str | None, *, quiet
     if name:
         session.shell.user_ns[name], results.name = results, name
     elif quiet and results.ok and results.has_values:
-        # IPython takes what the magic returns for not shown, and for not kept either.
+        # After a ``;`` IPython neither shows nor keeps what the magic returns.
         session.shell.displayhook.update_user_ns(results)  # type: ignore[no-untyped-call]  # IPython has no annotation
     failure = failure_of(results, colours=shell_colours(session.shell))
     if failure is not None:
@@ -132,7 +133,7 @@ def make_sink(
     """The sink for ``--output``, in a notebook or a terminal.
 
     Args:
-        strip: The pool and the label of a cell that is to have a live strip.
+        strip: The pool and the label of a cell that gets a live strip; None for no strip.
     """
     if output == "none":
         return NullSink()
@@ -147,7 +148,7 @@ def make_sink(
         output,
         cell,
         plain=session.ranks_by_default,
-        # What is shown again shows what a later update made of it in its own place.
+        # A cell that is only shown again has areas of its own: it shows later updates of its displays in its own place.
         known=session.areas if strip is not None else None,
     )
     if limit := shown_limit(os.environ):
@@ -163,7 +164,7 @@ def make_sink(
 
 
 def _late_output(session: Session, ranks: Sequence[int], output: str) -> LateOutput | None:
-    """Shows what comes after the cell's end, under that cell."""
+    """What shows output that comes after the cell's end, under that cell."""
     if output == "none":
         return None
     publisher = _publisher(session, background=True)

@@ -1,4 +1,4 @@
-"""What one notebook has: at most one pool, and what is to be undone when the extension is unloaded."""
+"""What one notebook has: at most one pool, and what unloading the extension has to undo."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Session:
 
     Args:
         shell: The shell.
-        start: Starts a pool; ``Pool.start``.
-        attach: Takes one over by its name; ``Pool.attach``.
+        start: Starts a pool; by default ``Pool.start``.
+        attach: Takes a kept pool over by its name; by default ``Pool.attach``.
 
     Attributes:
         pool: The pool, or None if there is none or it was stopped.
-        ahead: What is started ahead; the next pool takes it.
+        ahead: What was started ahead; the next pool takes it.
         raw_cell: The notebook's cell that runs now, with its magic line.
-        labels: What users call the cells in the background, by their ids.
+        store_history: Whether ``raw_cell`` is one of the notebook's history.
+        labels: Id to label of cells in the background.
         strips: The live strips under cells.
         areas: Where the displays of ranks are that have an id.
         debugger: What lets the frontend's debugger reach the ranks.
-        store_history: Whether that cell is one of the notebook's history.
-        ranks_by_default: Plain cells run on the ranks.
-        running_label: What users call the cell that ran last on the ranks.
+        ranks_by_default: Whether plain cells run on the ranks.
+        running_label: The label of the cell that ran last on the ranks.
         watchers: Called whenever there is another pool, or none. Any thread.
-        leaving: What is to be closed when the extension is unloaded.
+        leaving: What is closed when the extension is unloaded.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Session:
 
     @property
     def current(self) -> Pool | None:
-        """The pool, without a look whether it still works. Any thread."""
+        """The pool, without a check whether it still works. Any thread."""
         return self._pool
 
     def _set(self, pool: Pool | None) -> None:
@@ -119,7 +119,7 @@ class Session:
         return self._pool
 
     def need_pool(self, what: str) -> Pool:
-        """The pool; UsageError if there is none."""
+        """The pool; raises UsageError, which names ``what``, if there is none."""
         self._wait_for_coming()
         if self.pool is None:
             if self._broken:
@@ -144,13 +144,14 @@ class Session:
         """The pool with ``np`` ranks: as it is, resized or new.
 
         Args:
-            keep: A name, or an empty text, for a new pool that is to outlive the notebook.
+            keep: A name, or an empty text, for a new pool that shall outlive the notebook.
             launcher_options: ``key=value`` for a new pool; a pool that runs keeps those that it was started with.
             new: Start a pool also if the last one broke down, which else only happens if ``np`` is given: a cell that
                 relies on variables of the old ranks would only fail on new ones.
+            say: Called with each sentence for the user.
 
         Raises:
-            UsageError: It can't be had, with the remedy.
+            UsageError: There can't be such a pool; the text has the remedy.
         """
         self._wait_for_coming()
         pool = self.pool
@@ -158,7 +159,7 @@ class Session:
             from hvdlab.kernel_ext.checks import check_not_in_rank
 
             with as_usage_error():
-                check_not_in_rank()  # before the question what else is missing, and before anything is started
+                check_not_in_rank()  # first, before other checks and before anything is started
             if self._broken and np is None and not new:
                 raise UsageError(self._gone())
             return self._start(np, launcher, plane, hosts, keep, launcher_options or (), say)
@@ -190,9 +191,9 @@ class Session:
         return pool
 
     def greet(self, pool: Pool) -> str:
-        """What is to be said about ranks that came later. In the kernel of ranks, they get what others know.
+        """The sentence about ranks that came later. In the kernel whose cells run on ranks, bring them what others know.
 
-        Not while something runs: they would get it only afterwards, and the notebook would wait for that.
+        That is not done while a cell runs: it would come after the cell, and the notebook would wait for it.
         """
         from hvdlab.kernel_ext.lacks import lacking
 
@@ -208,7 +209,7 @@ class Session:
             return f"{error}; `%hvd_pool sync` tries again"
 
     def check_answering(self, pool: Pool, ranks: Sequence[int]) -> None:
-        """UsageError if one of these ranks was given up and still hangs: a cell would wait for it for ever."""
+        """Raises UsageError if one of these ranks was given up and still hangs: a cell would wait for it for ever."""
         hanging = {rank: label for rank, label in pool.hanging.items() if rank in ranks}
         if not hanging:
             return
@@ -240,7 +241,7 @@ class Session:
             ahead.close()
 
     def end_pool(self) -> None:
-        """Stop the pool, or leave it if it is kept; one that is being started as well. Any thread."""
+        """Stop the pool, or leave it if it is kept; the same for a pool that is being started. Any thread."""
         coming, self._coming = self._coming, None
         if coming is not None:
             coming.close()
@@ -252,10 +253,10 @@ class Session:
                 pool.stop()
 
     def attach(self, name: str, show: Callable[[LeftCell], OutputSink]) -> Pool:
-        """Take a pool over that was kept. UsageError if it can't be had, or this notebook has one.
+        """Take a kept pool over. Raises UsageError if that fails, or this notebook has a pool.
 
         Args:
-            show: Where the output of a cell goes that the notebook before has left.
+            show: Returns the sink for a cell that the notebook before has left.
         """
         self._wait_for_coming()
         if self.pool is not None:
@@ -274,10 +275,10 @@ class Session:
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def begin(self, wishes: Callable[[], Wishes]) -> None:
-        """Begin to start a pool in the background. What is wrong with it is told when it is needed.
+        """Begin to start a pool in the background. If that fails, the first use of the pool raises the error.
 
         Args:
-            wishes: What it is to be like, also of a later one if nothing else is said; called on another thread.
+            wishes: What the pool shall be like, and later ones unless options say otherwise; called on another thread.
         """
         self._wishes = wishes
         ahead, self.ahead = self.ahead, None
@@ -312,7 +313,7 @@ class Session:
         self._coming = None
 
     def _alone(self) -> bool:
-        """Whether nothing is shown under the cell that runs but what its ranks will show."""
+        """Whether the cell that runs will show nothing but what its ranks show."""
         cell = self.raw_cell.lstrip()
         return cell.startswith("%%hvd_run") or (self.ranks_by_default and not cell.startswith("%"))
 
@@ -350,7 +351,7 @@ class Session:
 def _arguments(
     wishes: Wishes, np: int | None, launcher: str | None, plane: str | None, hosts: str | None
 ) -> dict[str, Any]:
-    """Of ``Pool.start``: what is said now, else what is wished for, else what is usual."""
+    """Arguments of ``Pool.start``: from the options, else from the wishes, else the defaults."""
     from hvdlab.kernel_ext.checks import default_size
 
     hosts = hosts or wishes.hosts
@@ -383,7 +384,7 @@ def _start_pool(*args: Any, **kwargs: Any) -> Pool:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user interrupted what the pool was doing; shown in one line."""
+    """The user interrupted what the pool was doing. Shown in one line."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: {self}"]
@@ -391,7 +392,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def as_usage_error() -> Iterator[None]:
-    """What the pool can't do is told in one sentence, without a traceback through our own frames."""
+    """Show what the pool can't do in one sentence, without a traceback through our own frames."""
     try:
         yield
     except (HvdlabError, TimeoutError, OSError) as error:
@@ -413,7 +414,7 @@ def shell_colours(shell: InteractiveShell) -> bool:
 
 
 def ranks_of(pool: Pool) -> list[int]:
-    """The ranks that live."""
+    """The ranks that live, ascending."""
     return sorted(pool.ranks)
 
 

@@ -19,11 +19,11 @@ PATIENCE = 5.0
 """Seconds that an idle rank has to answer; its first completion imports jedi."""
 
 BUSY_PATIENCE = 2.0
-"""Seconds that one has which runs a cell; it answers at once, or its interpreter is held by other code."""
+"""Seconds that a rank which runs a cell has; it answers at once, unless other code holds its interpreter."""
 
 
 class KernelRanks:
-    """The ranks of such a kernel: its session's pool."""
+    """The ranks of that kernel: its session's pool."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -47,7 +47,7 @@ class KernelRanks:
         return self._ask(lambda pool: pool.inspect(code, cursor, detail, timeout=_patience(pool)))
 
     def evaluate(self, expressions: Mapping[str, str]) -> dict[str, Any]:
-        """Expressions of a client."""
+        """Values of a client's expressions, evaluated on the first rank."""
         found = self._ask(lambda pool: pool.express(expressions))
         if found is not None:
             return dict(found)
@@ -55,12 +55,12 @@ class KernelRanks:
         return {name: {"status": "error", **why} for name in expressions}
 
     def busy_with(self) -> str:
-        """The label of the cell that runs."""
+        """The label of the cell that runs; empty if none does."""
         pool = self._session.current
         return self._session.running_label if pool is not None and pool.state == "running" else ""
 
     def end(self) -> None:
-        """The kernel ends."""
+        """The kernel ends: end the ranks, or leave them if they are kept."""
         self._session.end_pool()
 
     def _ask(self, ask: Callable[[Pool], A | None]) -> A | None:
@@ -69,7 +69,7 @@ class KernelRanks:
             return None
         try:
             return ask(pool)
-        except HvdlabError:  # it broke down, or has no ranks; the next cell says so
+        except HvdlabError:  # the pool broke down, or has no ranks; the next cell says so
             return None
 
 

@@ -22,7 +22,7 @@ class StatusTable:
 
     Args:
         rows: What :meth:`Pool.status` returned.
-        labels: What users call cells, by their ids.
+        labels: Id to label of cells.
 
     Attributes:
         rows: What :meth:`Pool.status` returned.
@@ -37,7 +37,7 @@ class StatusTable:
         return [_row(row, self._hosts(), self._labels) for row in self.rows]
 
     def server_cells(self) -> list[tuple[str, ...]]:
-        """The servers' rows. Each has as many keys as the rank says that knows of most: some may not have made the store yet."""
+        """The servers' rows. The number of keys is the largest that a rank knows: some may not have made the store yet."""
         found: dict[tuple[str, int], list[Any]] = {}
         for row in self.rows:
             for server in row.servers:
@@ -49,10 +49,10 @@ class StatusTable:
         ]
 
     def _hosts(self) -> dict[str, str]:
-        """What hosts are called, by what tells them apart."""
+        """Key of each host to the name that is shown."""
         keys = {str(row.host or "") for row in self.rows}
         names = Counter(key.split("#")[0] for key in keys)
-        # What follows the # tells apart hosts of the same name.
+        # What follows the # distinguishes hosts of the same name.
         return {key: key if names[key.split("#")[0]] > 1 else key.split("#")[0] for key in keys}
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ def wanted(environ: Mapping[str, str]) -> bool:
     """Whether cells get a strip, as far as settings and what is installed go.
 
     Raises:
-        InvalidRequestError: A variable holds what it should not.
+        InvalidRequestError: A variable's value is not valid.
     """
     return read(environ).get("HVDLAB_STRIP", True) is not False and find_spec("anywidget") is not None
 
@@ -30,7 +30,7 @@ def wanted(environ: Mapping[str, str]) -> bool:
 class Strips:
     """Makes the strips of one notebook.
 
-    A strip's widget outlives its cell until the next cell gets one: a click may arrive only when the cell has ended.
+    A strip's widget outlives its cell until the next cell gets one, since a click may arrive only when the cell has ended.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Strips:
         return Strip(publisher, load, area, begun)
 
     def ended(self, widget: StripWidget) -> None:
-        """The cell of this one has ended."""
+        """The cell of this widget has ended: keep the widget until the next one."""
         self._ended.append(widget)
 
     def close(self) -> None:

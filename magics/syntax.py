@@ -27,10 +27,10 @@ def check_syntax(shell: InteractiveShell, source: str, line_offset: int) -> None
     """Compile a cell as a rank would, with IPython's syntax and ``await`` at top level.
 
     Raises:
-        SourceError: It does not compile; the line numbers are those of the notebook's cell.
+        SourceError: The cell does not compile; the line numbers are those of the notebook's cell.
     """
     try:
-        # A manager of its own: one that the user changed (or %autohvd) would transform the cell a second time.
+        # A new manager: the shell's, if the user or %autohvd changed it, would transform the cell a second time.
         manager = TransformerManager()  # type: ignore[no-untyped-call]  # IPython has no annotation
         python = manager.transform_cell(source)
         code = "\n" * line_offset + python

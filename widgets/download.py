@@ -1,4 +1,4 @@
-"""A recording as a file for the reader's browser to keep."""
+"""A recording as a file that the user's browser saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Downloads:
     """Writes a recording when a view asks for it, one at a time, on a thread of its own: a full one takes seconds.
 
     Args:
-        recording: What is written.
+        recording: The recording that is written.
         send: Sends the file, or a problem in a sentence; called on that thread.
         failures: Where other errors are kept.
     """
@@ -33,7 +33,7 @@ class Downloads:
         self._thread: threading.Thread | None = None
 
     def start(self, kind: object) -> None:
-        """Begin to write, unless one is being written. ``kind`` is what the view calls the format. Any thread."""
+        """Begin to write a file, unless one is being written. ``kind`` is the view's name for the format. Any thread."""
         format = FORMATS.get(str(kind))
         with self._starting:
             if format is None or self._closed or (self._thread is not None and self._thread.is_alive()):
@@ -44,7 +44,7 @@ class Downloads:
             self._thread.start()
 
     def close(self, timeout: float = 5) -> None:
-        """Wait for what is being written. Idempotent."""
+        """Wait for the file that is being written, ``timeout`` seconds at most. Idempotent."""
         with self._starting:
             self._closed = True
         if self._thread is not None and self._thread is not threading.current_thread():

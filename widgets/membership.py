@@ -19,7 +19,7 @@ from hvdlab.widgets.timeline import STATIC
 from hvdlab.widgets.unparented import unparented
 
 INTERVAL = 0.3
-"""Seconds between two looks at the pool."""
+"""Seconds between two questions to the pool."""
 STILL = 20
 """Changes that a saved notebook keeps."""
 
@@ -28,8 +28,8 @@ class MembershipWidget(anywidget.AnyWidget):
     """Which ranks there are, since when and from where, live. Made by :func:`hvdlab.widgets.views.membership`.
 
     Attributes:
-        recording: What wakes it.
-        failures: What of it could not be shown.
+        recording: Wakes the widget's thread when something has changed.
+        failures: Errors of the widget, which it shows itself.
     """
 
     _esm = (STATIC / "membership.js").read_text(encoding="utf-8")
@@ -55,7 +55,7 @@ class MembershipWidget(anywidget.AnyWidget):
 
     def _run(self) -> None:
         version, soon = -1, False
-        # The end of the pool may come just after a look at it: the last look is the one after which none is due.
+        # The pool may end just after a question to it, so ask until no further question is due.
         while not self._closing.is_set() and (
             soon or not self.recording.closed or version != self.recording.version
         ):
@@ -106,7 +106,7 @@ class MembershipWidget(anywidget.AnyWidget):
         self._output.show(self._repr_mimebundle_())
 
     def close(self) -> None:
-        """End it; the still tables remain."""
+        """End the widget; the still tables remain."""
         self._closing.set()
         self.recording.poke()
         if threading.current_thread() is not self._thread:

@@ -33,7 +33,7 @@ class MembershipActions:
     """One action at a time, on a thread of its own: some take a minute.
 
     Args:
-        pool: Whose ranks.
+        pool: The pool that is changed.
         changed: Called on any thread when :attr:`busy` has changed.
 
     Attributes:
@@ -51,8 +51,8 @@ class MembershipActions:
 
         Args:
             content: ``what``: ``resize`` (with ``np``), ``repair``, ``restart`` (with ``ranks``) or ``sync``; ``ends``: the
-                ranks of which the user knows that they end by it. If others would end as well, since the pool has
-                changed meanwhile, nothing is done.
+                ranks that the user has agreed to end by it. If others would end as well, since the pool has changed
+                meanwhile, nothing is done.
             answer: Called once with ``text``, or with ``error`` and a sentence, on this thread or another one.
         """
         with self._starting:

@@ -11,29 +11,29 @@ from hvdlab.widgets.membership_actions import ChangeablePool, MembershipActions
 from hvdlab.widgets.membership_rows import MembershipState, membership_message
 
 INTERVAL = 0.5
-"""Seconds between two looks at a pool that has not said that it has changed: cells begin and end, and ranks get ready."""
+"""Seconds between two questions to a pool that has not announced a change: cells begin and end, and ranks get ready."""
 
 
 class MembershipNews:
-    """What a view of a pool's ranks shows, if it is not what it was.
+    """What a view of a pool's ranks shows, whenever that has changed.
 
     Args:
-        pool: Whose ranks.
-        actions: What changes them.
-        recording: Announces changes of the pool to whoever waits for news of it.
+        pool: The pool.
+        actions: The actions that change it.
+        recording: Announces changes of the pool to threads that wait for news of the recording.
 
     Attributes:
-        state: What the pool said last; None if it has ended before it was asked.
+        state: What the pool answered last; None if it had ended before it was asked.
         asks_later: Whether :meth:`take` has not asked the pool, since it had done so just before: call it again soon.
     """
 
     def __init__(self, pool: ChangeablePool, actions: MembershipActions, recording: Recording) -> None:
         self._pool, self._actions, self._recording = pool, actions, recording
         self._unlisten = pool.on_membership_change(self._changed)
-        #: Whether the pool has said that it has changed since it was asked.
+        #: Whether the pool has announced a change since it was asked.
         self._is_due = True
         self._asked = 0.0
-        #: What was given out last: the pool's state, whether it has ended, and what was being done to it.
+        #: What :meth:`take` returned last: the pool's state, whether it had ended, and which action was running.
         self._given: tuple[MembershipState | None, bool, str] = (None, False, "")
         self.state: MembershipState | None = None
         self.asks_later = False
@@ -43,7 +43,7 @@ class MembershipNews:
         self._recording.announce()
 
     def forget(self) -> None:
-        """Give everything out again next time."""
+        """Have the next :meth:`take` return everything again."""
         self._is_due, self._given = True, (None, False, "")
 
     def take(self) -> dict[str, Any] | None:
@@ -57,7 +57,7 @@ class MembershipNews:
         if not ended:
             try:
                 self.state = pool.elastic()
-            except HvdlabError:  # it has ended, or broken down, just now
+            except HvdlabError:  # the pool has ended, or broken down, just now
                 ended = True
         given = self.state, ended, busy
         if self.state is None or given == self._given:

@@ -20,7 +20,7 @@ WIDEST = 300
 Rows = list[tuple[str, ...]]
 
 STATES = {"in the world": "here", "waits to be let in": "waiting"}
-"""What browsers call a state that is not one word."""
+"""The one word that browsers get for a state of several words."""
 
 
 class Change(Protocol):
@@ -69,7 +69,7 @@ class MembershipState(Protocol):
 
 
 def headline(state: MembershipState) -> str:
-    """The world, the ranks that are awaited, and the elastic cells that run."""
+    """One sentence: the world, the ranks that are missing, and the elastic cells that run."""
     there, wanted = len(state.members) - len(state.awaited), len(state.members)
     text = f"generation {state.generation}: {there} of {wanted} ranks are there"
     if state.awaited:
@@ -108,7 +108,7 @@ def history_rows(state: MembershipState, last: int) -> Rows:
 
 
 def membership_text(state: MembershipState, last: int) -> str:
-    """All of it for a terminal."""
+    """Headline and tables, for a terminal; ``last`` is the number of changes."""
     earlier = len(state.history) - last
     more = f"\n({earlier} earlier changes: --last N shows more)" if earlier > 0 else ""
     members, history = _text(MEMBERS, member_rows(state)), _text(HISTORY, history_rows(state, last))
@@ -116,13 +116,13 @@ def membership_text(state: MembershipState, last: int) -> str:
 
 
 def membership_html(state: MembershipState, last: int) -> str:
-    """All of it for a notebook."""
+    """Headline and tables, for a notebook; ``last`` is the number of changes."""
     members, history = _html(MEMBERS, member_rows(state)), _html(HISTORY, history_rows(state, last))
     return f"<p>{html.escape(headline(state))}</p>{members}{history}"
 
 
 def membership_message(state: MembershipState) -> dict[str, Any]:
-    """All of it for the browser: what ``MembershipState`` in ``ui/src/model/membership.ts`` describes."""
+    """The state for the browser: what ``MembershipState`` in ``ui/src/model/membership.ts`` describes."""
     arrivals = state.arrivals
     members = [
         {
@@ -163,12 +163,12 @@ def membership_message(state: MembershipState) -> dict[str, Any]:
 
 
 def clock(when: float) -> str:
-    """Seconds since the epoch as the time of the day."""
+    """Seconds since 1970 as the time of the day."""
     return time.strftime("%H:%M:%S", time.localtime(when))
 
 
 def plain_host(host: str) -> str:
-    """A host's name without what tells two of that name apart."""
+    """A host's name without the part that distinguishes hosts of the same name."""
     return host.split("#")[0]
 
 

@@ -1,4 +1,4 @@
-"""What the browser gets: rows as one buffer of column after column, and the rest as JSON."""
+"""Messages to the browser: rows as one buffer of column after column, and the rest as JSON."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class MetricsWidget(anywidget.AnyWidget):
     """Lines of what all ranks measured, live. Made by :func:`hvdlab.widgets.views.metrics`.
 
     Attributes:
-        recording: What is shown.
-        failures: What of it could not be shown.
+        recording: The recording that is shown.
+        failures: Errors of the widget, which it shows itself.
     """
 
     _esm = (STATIC / "metrics.js").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ class MetricsWidget(anywidget.AnyWidget):
         self._output.show(self._repr_mimebundle_())
 
     def close(self) -> None:
-        """End it; the still picture remains."""
+        """End the widget; the still picture remains."""
         self._publisher.close()
         super().close()
 

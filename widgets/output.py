@@ -24,8 +24,8 @@ class Output:
 
     Attributes:
         name: Name of this output, also a CSS class.
-        publish: Shows data with metadata in an area (if it has a name), or updates that; by default under the cell that
-            runs.
+        publish: ``publish(data, metadata, area, update)`` shows data in an area (if it has a name), or updates that area; by
+            default under the cell that runs.
     """
 
     def __init__(self, kind: str, still: Callable[[], Data], failures: Failures) -> None:
@@ -45,7 +45,7 @@ class Output:
         }
 
     def show(self, bundle: Any) -> None:
-        """Show both; ``bundle`` is what the widget's ``_repr_mimebundle_`` returned."""
+        """Show both parts; ``bundle`` is what the widget's ``_repr_mimebundle_`` returned."""
         self.publish(self._still(), {}, self.name, False)
         self._shown = True
         if bundle is not None:

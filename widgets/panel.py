@@ -1,6 +1,6 @@
 """What the panel in JupyterLab gets: rows and news of a pool, for as long as a page asks for them.
 
-A page says what it wants and says it again every now and then; who falls silent gets nothing any more, since a page that
+A page says what it wants and repeats that every now and then; one that falls silent gets nothing any more, since a page that
 is closed does not say goodbye. Everything goes out over one comm and comes in over another.
 """
 
@@ -28,7 +28,7 @@ Has = tuple[int, int]  # the rows and the points before these numbers
 OWN = ""
 """The pool of the notebook, whichever that is."""
 LEASE = 75.0
-"""Seconds for which a page's wish holds. It says it again every 20, browsers let hidden pages do so once a minute."""
+"""Seconds for which a page's wish holds. A page repeats it every 20 s; browsers let hidden pages do so once a minute."""
 LONG_LEASE = 3600.0
 """The same where a page can't be heard while a cell runs."""
 
@@ -37,7 +37,7 @@ class Desk(Protocol):
     """What a panel can ask its notebook. Any thread; raises ``HvdlabError`` or ``OSError`` with a sentence for users."""
 
     def recording(self, pool: str) -> Recording | None:
-        """That of a pool; ``None`` if there are no ranks now."""
+        """The recording of a pool; ``None`` if there are no ranks now."""
         ...
 
     def changeable(self, pool: str) -> ChangeablePool | None:
@@ -58,10 +58,12 @@ class Showing:
     """A pool that is sent to pages.
 
     Attributes:
-        rows: Whether any page wants rows, and not only to know how the ranks are.
-        until: When the wish for it ends.
-        rows_until: When the wish for rows ends.
-        actions: What changes its ranks; ``None`` if it can only be watched.
+        recording: The pool's recording.
+        name: The recording's name, by which a page says which one it knows.
+        until: When the pages' wish for the pool ends, by ``time.monotonic()``.
+        rows_until: When the wish for rows ends; without it pages only get news of the ranks.
+        actions: The actions that change the pool's ranks; ``None`` if it can only be watched.
+        ended: Whether the wish has ended, and the publisher with it.
     """
 
     recording: Recording
@@ -92,7 +94,7 @@ class Panel:
         self._failures = Failures()
 
     def receive(self, content: Content, *, lease: float | None = None) -> None:
-        """Take in what a page says. Any thread."""
+        """Take a message of a page. ``lease`` is how many seconds its wish holds. Any thread."""
         kind, request = content.get("type"), content.get("request")
         try:
             if kind == "hello":
@@ -154,7 +156,7 @@ class Panel:
     def _show(self, pool: str, known: object, has: Has | None, until: float, rows_until: float) -> None:
         """Send a pool to a page that has these rows and points of the recording that it knows.
 
-        A page that does not say what it has only goes on wanting what it gets.
+        A page that does not say what it has only wants to go on getting what it gets.
         """
         recording = self._desk.recording(pool)
         if recording is None:
@@ -204,7 +206,7 @@ class Panel:
         now = time.monotonic()
         if now > showing.until:
             showing.ended = True
-            showing.publisher.close()  # the thread that this is ends then
+            showing.publisher.close()  # this is the publisher's own thread, which ends then
             return
         if message["count"] and now > showing.rows_until:
             showing.publisher.want(rows=False, points=False)

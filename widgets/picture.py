@@ -45,7 +45,7 @@ class Lane:
 
 
 def lanes(recording: Recording, columns: int) -> tuple[list[Lane], float]:
-    """The newest spans of each rank in a number of columns, and the seconds these show."""
+    """The newest spans of each rank in a number of columns, and the seconds that all columns show together."""
     _, rows = recording.rows_since(recording.end - ROWS_DRAWN)
     if not len(rows):
         return [], 0.0
@@ -82,7 +82,7 @@ def _covered(begin: NDArray[Any], end: NDArray[Any], edges: NDArray[np.float64])
     reached = np.maximum.accumulate(end)
     begin = np.maximum(begin, np.concatenate(([-np.inf], reached[:-1])))
     end = np.maximum(begin, end)
-    # Length that lies before each edge: of those that have begun, less what of them is still to come.
+    # Covered length before each edge: all of the intervals that have begun, less the part of them that lies behind the edge.
     sums = np.concatenate(([0.0], np.cumsum(end - begin)))
     started = np.searchsorted(begin, edges, "right")
     running = np.maximum(started - 1, 0)

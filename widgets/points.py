@@ -1,4 +1,4 @@
-"""What the browser gets of series: their definitions as JSON, their points as one buffer of column after column."""
+"""Messages about series to the browser: their definitions as JSON, their points as one buffer of column after column."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def pack_points(points: Points, origin_ns: int, first: int) -> bytes:
 
 
 class SeriesNews:
-    """What one view has not got of the series yet; to be taken along with each message.
+    """What one view has not got of the series yet; each message of the publisher takes some of it along.
 
-    A message has all points from the number ``pointsFrom`` to below ``pointsTo``, but for those that have made room. Whoever
-    gets one that begins behind what it has, has missed something.
+    A message has all points from the number ``pointsFrom`` to below ``pointsTo``, except those that were dropped to make
+    room. A view that gets a message which begins behind what it has, has missed something.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -50,7 +50,7 @@ class SeriesNews:
         self._point, self._series = point, series
 
     def take(self, most: int = POINTS_PER_MESSAGE) -> tuple[dict[str, Any], bytes]:
-        """Fields for the next message, and its buffer. ``more`` is set if that was not all."""
+        """Fields for the next message, and its buffer. :attr:`more` says afterwards whether that was not all."""
         recording, first = self._recording, self._point
         end, points = recording.points_since(first, most)
         series = recording.series(self._series)

@@ -21,7 +21,7 @@ ROWS_PER_MESSAGE = 20_000
 INTERVAL = 0.05
 """Seconds between messages: few large ones, since the Jupyter server drops what exceeds 1000 a second."""
 AGAIN = (0.3, 0.7, 1.5, 3.0, 6.0)
-"""Seconds after the start at which everything is said again while nobody has answered."""
+"""Seconds after the start at which everything is sent again if no view has answered."""
 MOST_UNHEARD = 100_000
 QUIET = 1.5
 
@@ -30,23 +30,23 @@ class Publisher:
     """Sends rows in order; until the view has said hello, from the beginning again and again.
 
     The script of a widget begins to listen at some moment after the widget was made, and its hello waits as long as a
-    cell runs. So what may have got lost is sent again; the view knows rows by their numbers and takes each once.
+    cell runs. So the publisher retransmits what may have got lost; the view knows rows by their numbers and takes each once.
 
-    An error is kept in :attr:`failures` and sent to the view, which says it in itself; the next news are sent as if
+    An error is kept in :attr:`failures` and sent to the view, which shows it; the next news are sent as if
     nothing had happened.
 
     Args:
-        recording: What is sent.
+        recording: The recording that is sent.
         send: Sends a message; called on the publisher's thread.
         quiet: Called there when nothing has come for ``QUIET`` seconds, and at the end, if there is news since the
             last time.
-        rows: Whether rows are sent, or only what is told about the ranks; :meth:`hello` changes that.
+        rows: Whether rows are sent, or only news of the ranks; :meth:`hello` changes that.
         points: Whether points of series are sent, also without rows.
-        membership: What is sent of the pool's coming and going; by default nothing. It is closed with the publisher.
-        failures: Where errors are kept; by default in some of its own.
+        membership: Has the news of the pool's membership; by default none are sent. It is closed with the publisher.
+        failures: Where errors are kept; by default in a collection of the publisher's own.
 
     Attributes:
-        failures: As above.
+        failures: Where errors are kept.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Publisher:
         self._heard = False
         self._row = self._name = self._stamp = 0
         self._skipped = self._cleared = 0
-        #: The next row when a message has failed last: rows that fail twice are passed over.
+        #: The next row at the last failure of a message: rows that fail twice are passed over.
         self._stuck = -1
         #: Whether the last message failed before it was sent.
         self._unmade = False
@@ -97,7 +97,7 @@ class Publisher:
                 self._thread = self._start()  # all was sent, but not to this view: the page was loaded again
 
     def want(self, *, rows: bool, points: bool) -> None:
-        """Send these from now on, or no more. Any thread."""
+        """Send rows, and points, from now on, or no more. Any thread."""
         self._with_rows, self._with_points = rows, points
 
     def close(self, timeout: float = 5) -> None:
@@ -141,7 +141,7 @@ class Publisher:
             version = recording.version
             if self._heard or again:
                 self._flush()
-            # Ranks that do nothing still say every second how much memory they use.
+            # Only these count as news for the picture: ranks that do nothing still report their memory every second.
             if drawn != (drawn := (recording.end, self._stamp, recording.cleared_end)):
                 drawn_at, picture_due = time.monotonic(), True
             elif picture_due and time.monotonic() - drawn_at >= QUIET:
@@ -165,7 +165,7 @@ class Publisher:
         self._told_failures = []
 
     def _forget_ranks(self) -> None:
-        """Say everything about the ranks again next time."""
+        """Have the next message say everything about the ranks again."""
         self._ranks.forget()
         if self._membership is not None:
             self._membership.forget()
@@ -179,12 +179,12 @@ class Publisher:
         return QUIET if news else None
 
     def _say_ranks(self, last: bool = False) -> None:
-        """Say what became of the ranks since the last rows, and what failed, if anything."""
+        """Send what is new about the ranks since the last rows, and what failed, if there is any of it."""
         if news := self._news(last):
             self._send_rows(news, 0)
 
     def _news(self, last: bool = False) -> dict[str, Any]:
-        """What is new about the ranks and about what failed; as much of it as can be found out."""
+        """What is new about the ranks and about failures, as much of it as can be found out."""
         news: dict[str, Any] = {}
         with self.failures.guard("the table of ranks"):
             news |= self._ranks.take(last)
@@ -198,7 +198,7 @@ class Publisher:
         return news
 
     def _is_behind(self) -> bool:
-        """Whether the view lacks something that is to be sent to it."""
+        """Whether the view lacks something that it wants."""
         return self._series.more or (self._with_rows and self._row < self._recording.end)
 
     def _flush(self) -> None:
@@ -229,7 +229,7 @@ class Publisher:
         return len(rows) > 0
 
     def _rows(self, most: int) -> tuple[int, Rows, int]:
-        """Rows that come next, the number of the first, and before which number all were cleared then."""
+        """The number of the first row that comes next, the rows, and the number before which all were cleared at that moment."""
         recording = self._recording
         while True:
             cleared = recording.cleared_end
@@ -238,7 +238,7 @@ class Publisher:
                 return first, rows, cleared
 
     def _send_rows(self, news: dict[str, Any], most: int) -> bool:
-        """Send a message; whether that worked. If not, the next one has what this one had."""
+        """Send a message. Returns whether that worked; if not, the next one has what this one had."""
         point, series = self._series.place
         self._unmade = True
         with self.failures.guard("what is drawn here"):
@@ -271,7 +271,7 @@ class Publisher:
         )
         message = {
             "type": "rows",
-            "after": self._row,  # what is between this and the next line made room before it could be sent
+            "after": self._row,  # rows between this number and the next were dropped before they could be sent
             "from": first,
             "count": len(rows),
             "namesFrom": self._name,

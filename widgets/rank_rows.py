@@ -1,4 +1,4 @@
-"""The ranks as rows of plain values: who is there, what each does, and who holds the others up."""
+"""The ranks as rows of plain values: which are there, what each does, and which hold the others up."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def heading(rows: list[dict[str, Any]]) -> str:
 
 
 def paused_text(paused: Mapping[int, str]) -> str:
-    """Who is paused and why: ``rank 3 is at a prompt``; empty if nobody is."""
+    """Which ranks are paused and why: ``rank 3 is at a prompt``; empty if none is."""
     reasons: dict[str, list[str]] = {}
     for rank, why in sorted(paused.items()):
         reasons.setdefault(why, []).append(str(rank))
@@ -75,7 +75,7 @@ def paused_text(paused: Mapping[int, str]) -> str:
 
 
 def plane_text(planes: Mapping[int, str]) -> str:
-    """What moves a rank's data: ``shm``, with the process sets that use another plane: ``shm; set 1: gloo``."""
+    """The planes of a rank: ``shm``, with the process sets that use another plane: ``shm; set 1: gloo``."""
     world = planes.get(0, "")
     others: dict[str, list[str]] = {}
     for number, plane in sorted(planes.items()):
@@ -88,7 +88,7 @@ def plane_text(planes: Mapping[int, str]) -> str:
 
 
 def _pace(recording: Recording, rows: list[dict[str, Any]]) -> str:
-    """Steps per second of the cells that run, if their ranks tell of any."""
+    """Steps per second of the cells that run, if their ranks report any."""
     running = [row["rank"] for row in rows if row["state"] == "running"]
     if not running:
         return ""
@@ -105,12 +105,12 @@ class RankNews:
         self.forget()
 
     def forget(self) -> None:
-        """Tell everything again next time."""
+        """Have the next :meth:`take` return everything again."""
         self._version, self._at = -1, 0.0
         self._told: dict[str, Any] = {}
 
     def take(self, last: bool = False) -> dict[str, Any]:
-        """``ranks`` and ``heading``, or nothing. What comes ``last`` does not wait."""
+        """``ranks`` and ``heading``, or nothing if they are not new or came just before; ``last`` does not wait for that."""
         recording, now = self._recording, time.monotonic()
         if recording.version == self._version or (now < self._at + INTERVAL and not last):
             return {}

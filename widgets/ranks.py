@@ -1,4 +1,4 @@
-"""The ranks as a widget: who is there, and who holds the others up."""
+"""The ranks as a widget: which are there, and which hold the others up."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class RanksWidget(anywidget.AnyWidget):
     """A table of the ranks, live. Made by :func:`hvdlab.widgets.views.ranks`.
 
     Attributes:
-        recording: What is shown.
-        failures: What of it could not be shown.
+        recording: The recording that is shown.
+        failures: Errors of the widget, which it shows itself.
     """
 
     _esm = (STATIC / "ranks.js").read_text(encoding="utf-8")
@@ -100,7 +100,7 @@ class RanksWidget(anywidget.AnyWidget):
         self._output.show(self._repr_mimebundle_())
 
     def close(self) -> None:
-        """End it; the still table remains."""
+        """End the widget; the still table remains."""
         self._closing.set()
         self.recording.poke()
         if threading.current_thread() is not self._thread:

@@ -16,30 +16,30 @@ Finder = Callable[[], Any]
 Waiting = Callable[[], "Recording | None"]
 
 _finders: list[Finder] = []
-"""Ask these for the pool of the place where the user is; the newest first. Filled by the notebook's extension."""
+"""Functions that return the pool of the notebook in which the user is; the newest is asked first. The extension adds them."""
 
 _waiting: list[Waiting] = []
-"""Ask these for the recording of the pool that comes next; the newest first. Filled as above."""
+"""Functions that return the recording of the pool that comes next; the newest is asked first. The extension adds them."""
 
 
 def add_finder(finder: Finder) -> None:
-    """Let ``finder`` tell which pool is meant when none is named; it returns ``None`` if it knows of none."""
+    """Have ``finder`` asked for the pool that is meant when none is named; it returns ``None`` if it knows of none."""
     _finders.append(finder)
 
 
 def remove_finder(finder: Finder) -> None:
-    """Ask it no more. Nothing happens if it is not known."""
+    """Undo :func:`add_finder`. Nothing happens if ``finder`` is not known."""
     if finder in _finders:
         _finders.remove(finder)
 
 
 def add_awaiting(waiting: Waiting) -> None:
-    """Let ``waiting`` give out the recording of the pool that comes next."""
+    """Have ``waiting`` asked for the recording of the pool that comes next."""
     _waiting.append(waiting)
 
 
 def remove_awaiting(waiting: Waiting) -> None:
-    """Ask it no more. Nothing happens if it is not known."""
+    """Undo :func:`add_awaiting`. Nothing happens if ``waiting`` is not known."""
     if waiting in _waiting:
         _waiting.remove(waiting)
 
@@ -61,14 +61,14 @@ def recording_of(source: Any = None, *, coming: bool = False) -> Recording:
     It has what the ranks have done before this was called.
 
     Args:
-        source: What leads to it.
-        coming: Without a pool, give out the recording of the notebook's next pool, which is empty until then.
+        source: A pool, a client or a recording; by default the notebook's pool.
+        coming: Without a pool, return the recording of the notebook's next pool, which is empty until then.
 
     Raises:
         InvalidRequestError: There is no pool.
-        TypeError: This leads to no recording.
+        TypeError: ``source`` leads to no recording.
     """
-    # numpy is wanted only by those who look; who loads the extension does not yet.
+    # Imported here, since these import numpy, which views need and loading the extension does not.
     from hvdlab.collectives.client import Client
     from hvdlab.collectives.recording import Recording
 

@@ -30,7 +30,8 @@ BAND = (30, 130, 196)
 LINES = len(RANKS)
 _BARS = "▁▂▃▄▅▆▇█"
 
-# Ours, in the order in which they are shown; what users report comes before all of them, and what is not here is not shown.
+# Our own series in the order in which they are shown. Those of users come before all of them; ours that are not here are not
+# shown.
 _ORDER = (
     "hvdlab/step_time",
     "hvdlab/samples_per_second",
@@ -78,7 +79,7 @@ class Spark:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the greatest value; what is finite of them."""
+        """The least and the greatest finite value; 0 and 1 if there is none."""
         values = np.concatenate((self.low.ravel(), self.high.ravel()))
         values = values[np.isfinite(values)]
         return (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
@@ -86,7 +87,7 @@ class Spark:
 
 def sparks(recording: Recording, columns: int, most: int = 14) -> tuple[list[Spark], float]:
     """The first ``most`` names, and the seconds that all columns show together."""
-    recording.points_since(recording.points_end)  # what follows from spans is up to date then
+    recording.points_since(recording.points_end)  # brings the series up to date that are computed from spans
     series = [one for one in recording.series() if _place(one.name) < len(_ORDER)]
     points = {(one.rank, one.name): recording.points(one.rank, one.name) for one in series}
     points = {key: found for key, found in points.items() if len(found)}
@@ -196,7 +197,7 @@ def characters(spark: Spark) -> str:
 
 
 def title(name: str) -> str:
-    """What a series is called: our own by their meaning, those of users as they call them."""
+    """The name that is shown for a series: our own by their meaning, those of users as they are."""
     if not name.startswith("hvdlab/"):
         return name
     words = {"rss": "memory", "cpu": "CPU", "samples_per_second": "samples/s"}

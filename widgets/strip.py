@@ -22,23 +22,22 @@ from hvdlab.widgets.unparented import unparented
 STATIC = Path(__file__).parent / "static"
 
 NOTEWORTHY = 0.05
-"""Share of the time that others waited for a rank, from which on it is named."""
+"""Share of the time that others waited for a rank, from which on the strip names the rank."""
 SUMMARY_ROWS = 100_000
-"""Rows that the summary looks at, the newest."""
-
+"""How many of the newest rows the summary looks at."""
 Show = Callable[[dict[str, Any], dict[str, Any], str, bool], None]
-"""Shows data with metadata in an area (none: a new one), or updates it."""
+"""``show(data, metadata, area, update)`` shows data in an area (an empty name: in a new one), or updates the area."""
 
 
 class StripWidget(anywidget.AnyWidget):
-    """One line, live. Made for each cell that runs for more than a moment.
+    """One live line, for each cell that runs for more than a moment.
 
     Args:
-        recording: The ranks' spans.
+        recording: Has the ranks' spans.
         ranks: The ranks of the cell.
-        label: What users call it: ``[7]``.
-        begun: When it began, by ``time.monotonic()``.
-        show: Shows what is opened under the cell. Any thread.
+        label: The name that users know the cell by: ``[7]``.
+        begun: When the cell began, by ``time.monotonic()``.
+        show: Shows the timeline that the user opens under the cell. Any thread.
     """
 
     _esm = (STATIC / "strip.js").read_text(encoding="utf-8")
@@ -63,19 +62,19 @@ class StripWidget(anywidget.AnyWidget):
         unparented(super().__init__, pace=self._bare_state(""))
         self.refresh(time.monotonic(), "")
         self.on_msg(self._receive)
-        # Where somebody is asked for something, the cell's thread waits for the answer.
+        # While a rank asks the user, the cell's thread waits for the answer and does not refresh the strip.
         recording.when_paused.append(self._paused)
 
     # -- what is shown ------------------------------------------------------------------------------------------------
 
     def bundle(self) -> dict[str, Any]:
-        """What a cell shows of it."""
+        """The mime bundle that the notebook shows under the cell."""
         data: Any = self._repr_mimebundle_()
         found = data[0] if isinstance(data, tuple) else data
         return {**found, "text/plain": self.text()}
 
     def refresh(self, now: float, stalled: str) -> None:
-        """Bring it up to date.
+        """Bring the strip up to date.
 
         Args:
             now: ``time.monotonic()``.
@@ -94,7 +93,7 @@ class StripWidget(anywidget.AnyWidget):
             self.refresh(time.monotonic(), self._stalled)
 
     def _bare_state(self, stalled: str) -> dict[str, Any]:
-        """What is known of the cell without a look at the recording, and what was in the way of that."""
+        """What is known of the cell without the recording, and the failures that were in the way of reading that."""
         return {
             "ranks": [],
             "heading": f"{_count(len(self._ranks), 'rank')} · running {self._label}",
@@ -108,7 +107,7 @@ class StripWidget(anywidget.AnyWidget):
         }
 
     def close(self) -> None:
-        """End it."""
+        """End the widget."""
         if self._paused in self._recording.when_paused:
             self._recording.when_paused.remove(self._paused)
         super().close()
@@ -169,7 +168,7 @@ class StripWidget(anywidget.AnyWidget):
     # -- what stays ---------------------------------------------------------------------------------------------------
 
     def summary(self, now: float) -> str:
-        """The cell in one line, from all that was recorded of it; empty if that is nothing."""
+        """The cell in one line, from all that was recorded of it; empty if nothing was."""
         with self.failures.guard("the summary of the cell"):
             return self._summary(now)
         return str(self.failures.all()[-1])

@@ -23,8 +23,8 @@ class TimelineWidget(anywidget.AnyWidget):
     """Lanes of all ranks, live. Made by :func:`hvdlab.widgets.views.timeline`.
 
     Attributes:
-        recording: What is shown.
-        failures: What of it could not be shown.
+        recording: The recording that is shown.
+        failures: Errors of the widget, which it shows itself.
     """
 
     _esm = (STATIC / "timeline.js").read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ class TimelineWidget(anywidget.AnyWidget):
         }
 
     def show_with(self, publish: Publish) -> None:
-        """Show it in another place than under the cell that runs; ``publish`` as :attr:`Output.publish`."""
+        """Show the timeline elsewhere than under the cell that runs; ``publish`` as :attr:`Output.publish`."""
         self._output.publish = publish
         self._ipython_display_()
 
@@ -71,7 +71,7 @@ class TimelineWidget(anywidget.AnyWidget):
         self._output.show(self._repr_mimebundle_())
 
     def close(self) -> None:
-        """End it; the still picture remains."""
+        """End the widget; the still picture remains."""
         self._publisher.close()
         self._downloads.close()
         super().close()

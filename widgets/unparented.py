@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 def unparented(call: Callable[..., T], *arguments: Any, **more: Any) -> T:
-    """Call something that sends messages of a widget, without saying to which cell they belong.
+    """Call something that sends messages of a widget, so that the messages belong to no cell.
 
-    A kernel with subshells answers what comes from the browser on the one that the page has chosen, also while a cell
-    runs. But if a widget's last message was part of a cell, its answers are sent to the main shell and wait until that
-    has ended. Output that the call makes must not rely on the cell either. In a kernel without subshells, and in none,
-    this is a plain call.
+    A kernel with subshells handles messages of the browser on the subshell that the page has chosen, also while a cell
+    runs. But if a widget's last message was part of a cell, the page sends its answers to the main shell, where they wait
+    until the cell has ended. Output that the call makes must not rely on the cell either. In a kernel without subshells,
+    and without a kernel, this is a plain call.
     """
     parent = _parent_variable()
     if parent is None:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def timeline(pool: Any = None, *, height: int = 420) -> TimelineWidget:
-    """The collectives of all ranks as they happen: who waits, who transfers, who came last.
+    """The collectives of all ranks as they happen: which ranks wait, which transfer, and which came last.
 
     Args:
-        pool: Whose ranks; by default the notebook's pool, or the next one if there is none yet.
-        height: Most pixels of the drawing.
+        pool: The pool; by default the notebook's, or the next one if there is none yet.
+        height: Height of the drawing at most, in pixels.
 
     Raises:
         InvalidRequestError: No ranks are running.
@@ -38,10 +38,10 @@ def timeline(pool: Any = None, *, height: int = 420) -> TimelineWidget:
 
 
 def ranks(pool: Any = None) -> RanksWidget:
-    """A table of the ranks that follows what happens: state, process, waiting, lateness.
+    """A live table of the ranks: state, process, waiting, lateness.
 
     Args:
-        pool: Whose ranks; by default the notebook's pool.
+        pool: The pool; by default the notebook's, or the next one if there is none yet.
 
     Raises:
         InvalidRequestError: No ranks are running.
@@ -58,11 +58,11 @@ def ranks(pool: Any = None) -> RanksWidget:
 def membership(pool: Any = None) -> MembershipWidget:
     """Which ranks there are, since when and from where, and when others came and went, live; with buttons.
 
-    They resize the pool, repair lost ranks, restart ranks and bring newcomers what the others know. Before any rank ends by
-    one of them, the view asks; also while a cell runs.
+    The buttons resize the pool, repair lost ranks, restart ranks and bring newcomers what the others know, also while a cell
+    runs. The view asks before a button ends a rank.
 
     Args:
-        pool: Whose ranks; by default those of the notebook's pool, or of the next one if there is none yet.
+        pool: The pool; by default the notebook's, or the next one if there is none yet.
 
     Raises:
         InvalidRequestError: No ranks are running.
@@ -86,7 +86,7 @@ def metrics(pool: Any = None) -> MetricsWidget:
     ``pool.metrics()`` and ``hvdlab.metrics().table()`` have the numbers as a pandas table.
 
     Args:
-        pool: Whose ranks; by default the notebook's pool.
+        pool: The pool; by default the notebook's, or the next one if there is none yet.
 
     Raises:
         InvalidRequestError: No ranks are running.
@@ -111,8 +111,8 @@ def trace(pool: Any = None, *, arrow: bool = False) -> Any:
     on, and with what the coordinator still has of the time before; ``table.attrs["dropped"]`` says how many are missing.
 
     Args:
-        pool: Whose ranks; by default the notebook's pool.
-        arrow: As a ``pyarrow.Table`` instead.
+        pool: The pool; by default the notebook's.
+        arrow: Return a ``pyarrow.Table`` instead.
 
     Raises:
         InvalidRequestError: No ranks are running.
@@ -125,13 +125,13 @@ def trace(pool: Any = None, *, arrow: bool = False) -> Any:
 def export(exporter: Exporter, pool: Any = None, *, names: str | Sequence[str] = "*") -> RecordingExport:
     """Hand the metrics of all ranks to a tracker: what was recorded so far, and what comes, until the pool ends.
 
-    On the ranks there is ``hvd.export()``, which goes on when the notebook is closed. This one also knows what follows from
-    the spans of all ranks (``hvdlab/share/wait``, ``hvdlab/bandwidth/…``, ``hvdlab/lateness``).
+    Ranks themselves have ``hvd.export()``, which goes on when the notebook is closed. This one also has the metrics that are
+    computed from the spans of all ranks (``hvdlab/share/wait``, ``hvdlab/bandwidth/…``, ``hvdlab/lateness``).
 
     Args:
         exporter: One of :mod:`hvdlab.exporters`, or any object with ``write(points)`` and ``close()``.
-        pool: Whose ranks; by default the notebook's pool.
-        names: Patterns of the metrics that are wanted, such as ``["loss*", "hvdlab/share/*"]``.
+        pool: The pool; by default the notebook's.
+        names: Patterns of the metrics to export, such as ``["loss*", "hvdlab/share/*"]``; by default all.
 
     Returns:
         The export, with ``exported``, ``dropped`` and ``failed`` counts. ``close()`` ends it.

@@ -1,6 +1,6 @@
 """The shell around :class:`~hvdlab.kernel_ext.cells.run.CellRun`: a queue, a clock and the calls to the outside.
 
-Whoever waits for a run drives it, on his own thread, so that a notebook cell's output is written by the thread that
+The thread that waits for a run drives it, so that a notebook cell's output is written by the thread that
 runs the cell. A run in the background is driven by a thread of its own. There is nothing to poll: the driver sleeps
 in the queue until an event comes or the next time limit is reached.
 """
@@ -67,7 +67,7 @@ class CellHandle:
         ask: ``ask(ranks)`` has ranks tell where they are, as :class:`StackArrived`. Must not block.
         look: ``look(ranks)`` looks at ranks' processes, for :class:`ProcessSeen`. Must not block.
         finished: Called once with the results, on the driving thread, before :meth:`wait` returns.
-        desk: Where ranks ask the user; by default nobody can be asked.
+        desk: Where ranks ask the user; by default none that asks gets an answer.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CellHandle:
         self._run, self._sink = run, GuardedSink(sink)
         self._ask, self._look = ask or _nobody, look or _nobody
         self._credit, self._interrupt, self._on_finished = credit, interrupt, finished
-        self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes who waits
+        self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes the driver
         self._held: list[SendCredit] = []
         self._sink_at: float | None = None
         self._driver = threading.Lock()
@@ -111,7 +111,7 @@ class CellHandle:
                 self._desk.withdraw(rank, number)
 
     def join(self, ranks: tuple[int, ...]) -> None:
-        """These ranks are about to be sent the cell as well. Any thread; it must be elastic."""
+        """These ranks are about to get the cell as well. Any thread; the cell must be elastic."""
         self.ranks = tuple(sorted({*self.ranks, *ranks}))
         self.feed(RanksJoined(ranks))
 
@@ -120,9 +120,9 @@ class CellHandle:
         self.feed(InterruptRequested())
 
     def wait(self, timeout: float | None = None) -> CellResults:
-        """Wait for the end, driving the run if nobody does yet.
+        """Wait for the end, driving the run if no other thread does.
 
-        Ctrl-C (or a notebook's stop button) interrupts the ranks, not the wait; ``results.interrupted`` tells.
+        Ctrl-C (or a notebook's stop button) interrupts the ranks, not the wait; ``results.interrupted`` says so.
 
         Raises:
             TimeoutError: The run is not over after ``timeout`` seconds; it goes on.
@@ -151,7 +151,7 @@ class CellHandle:
         self._thread = threading.Thread(target=self._drive, name=f"hvdlab-cell-{self.cell}", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # there can be no thread: whoever waits drives it
+        except RuntimeError:  # no thread can be started: the thread that waits drives the run
             self._thread = None
             raise
 
@@ -163,17 +163,17 @@ class CellHandle:
                 self._finish()
             elif (question := self._desk.due(time.monotonic())) is not None:
                 self._ask_user(question)
-                self._step(time.monotonic())  # what has come meanwhile, before another is asked for
+                self._step(time.monotonic())  # handle what came meanwhile before the next question
             elif not self._step(self._desk.deadline, until) and _passed(until):
                 return
 
     def _step(self, *limits: float | None) -> bool:
-        """Wait for what happens next, at most until these times, and do what is due. Returns whether something was."""
+        """Wait for the next event, at most until these times, and do what is due. Returns whether anything was."""
         event = self._next_event(*limits)
         now = time.monotonic()
         if event is not None:
             self._take(event, now)
-        # What only wakes may be left over from a wait that ended by itself: what happened is behind it.
+        # A None that only wakes may be left over from a wait that ended by itself: the events are behind it.
         taken = self._drain(now)
         late = self._run.deadline is not None and now >= self._run.deadline
         if late:
@@ -189,7 +189,7 @@ class CellHandle:
             return None
 
     def _drain(self, now: float) -> bool:
-        """Take what has queued up meanwhile, so that a burst is written in few pieces. Returns whether something had."""
+        """Take what has queued up meanwhile, so that a burst is written in few pieces. Returns whether anything had."""
         taken = False
         for _ in range(_BATCH):
             try:
@@ -221,7 +221,7 @@ class CellHandle:
                 self._sink.status(visible_lines(self._desk.status()), final=False)
 
     def _ask_user(self, question: Question) -> None:
-        """Let the user answer a rank. On this thread; where there is room for output another drives the run meanwhile."""
+        """Let the user answer a rank, on this thread; if output can be shown beside the prompt, another drives the run."""
         self._sink.settle()
         if self._desk.shows_beside:
             self._sink.status(visible_lines(self._desk.status()), final=False)
@@ -303,8 +303,8 @@ def _passed(until: float | None) -> bool:
 
 
 def _no_reply(rank: int, reply: Reply) -> None:
-    """Who asks gets no answer."""
+    """Drop the reply: the rank that asked gets no answer."""
 
 
 def _nobody(ranks: tuple[int, ...]) -> None:
-    """There is nobody to ask."""
+    """Ask no rank, for a run that was given no ``ask`` or no ``look``."""

@@ -1,4 +1,4 @@
-"""Who takes part in an elastic cell: ranks that join it while it runs, are lost, and are let go. No I/O."""
+"""Which ranks take part in an elastic cell: they join it while it runs, are lost, and are let go. No I/O."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ class Participants:
     """The ranks of an elastic cell over time.
 
     Args:
-        bounds: How many there may be.
+        bounds: How many ranks there may be.
 
     Attributes:
-        released: Ranks that leave at their next commit, as was asked for.
-        ended: Whether a rank has come to the end of the cell: those that were lost before are then not missed.
+        released: Ranks that leave at their next commit, since the user has made the pool smaller.
+        ended: Whether a rank has come to the end of the cell: ranks that were lost are then not missed.
     """
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.released: set[int] = set()
         self.ended = False
-        self._too_few = False  # this was said
+        self._too_few = False  # whether a line has said that too few ranks are left
 
     def joined(self, ranks: Sequence[int], running: Collection[int]) -> str:
-        """What is said of ranks that begin the cell; ``running`` has them."""
+        """The line that says that ranks begin the cell; ``running`` includes them."""
         self.released.difference_update(ranks)
         self._too_few = len(running) < self.bounds.at_least
         joins = "joins" if len(ranks) == 1 else "join"
@@ -68,13 +68,13 @@ class Participants:
         return f"{format_ranks(ranks)} {joins} at the others' next commit{waits}"
 
     def leaving(self, ranks: Sequence[int]) -> str:
-        """What is said of ranks that are let go."""
+        """The line that says that ranks are let go."""
         self.released.update(ranks)
         leave = "leaves" if len(ranks) == 1 else "leave"
         return f"{format_ranks(ranks)} {leave} at the next commit"
 
     def left(self, rank: int, done: CellDone | None) -> bool:
-        """A rank's part is over, by its death if ``done`` is None. Whether that is because it was let go."""
+        """A rank's part is over, by its death if ``done`` is None. Returns whether that is because it was let go."""
         if done is None:
             return rank in self.released
         self.ended = self.ended or done.error is None
@@ -84,7 +84,7 @@ class Participants:
         return rank in self.released and stopped
 
     def lost(self, running: Collection[int]) -> str:
-        """A rank died. What is said if too few are left, once."""
+        """A rank died. Returns the line that says that too few are left, the first time; else an empty text."""
         if self.ended or self._too_few or not running or len(running) >= self.bounds.at_least:
             return ""
         self._too_few = True

@@ -39,8 +39,8 @@ class DoneArrived:
 class RankDied:
     """A rank is gone. ``reason`` reads after the rank's name, such as ``killed by SIGKILL``.
 
-    ``when`` is ``time.monotonic_ns()`` at which the death was seen, ``tail`` what nobody read of its standard error,
-    ``detail`` what else is known, such as its peak memory.
+    ``when`` is ``time.monotonic_ns()`` at which the death was seen, ``tail`` the end of its standard error that was left
+    unread, ``detail`` what else is known, such as its peak memory.
     """
 
     rank: int
@@ -52,14 +52,14 @@ class RankDied:
 
 @dataclass(frozen=True, slots=True)
 class RanksJoined:
-    """These ranks, which came later, were sent the cell as well. Only of elastic cells."""
+    """The pool has sent the cell to these ranks as well, which came later. Only of elastic cells."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RanksReleased:
-    """These ranks are let go where elastic training lets the world change. Only of elastic cells."""
+    """These ranks leave at the next commit of the elastic training. Only of elastic cells."""
 
     ranks: tuple[int, ...]
 
@@ -76,7 +76,7 @@ class TimePassed:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Something happened to the pool that who looks at the cell should know, in one line."""
+    """Something happened to the pool that the user should read under the cell, in one line."""
 
     text: str
 
@@ -98,7 +98,7 @@ class StackArrived:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSeen:
-    """What a look at a process told, as it reads after ``rank 2: ``."""
+    """What a look at a rank's process showed, as it reads after ``rank 2: ``."""
 
     rank: int
     text: str
@@ -172,7 +172,7 @@ class InterruptRanks:
 
 @dataclass(frozen=True, slots=True)
 class RankBegan:
-    """Tell the sink that output of this rank comes from now on, which may have ended before."""
+    """Tell the sink that this rank writes from now on; it may have ended before."""
 
     rank: int
 
@@ -210,7 +210,7 @@ class LookAt:
 class ShowStatus:
     """Show what the cell waits for, in place of what was shown before; nothing if ``text`` is empty.
 
-    ``final`` is True if it will not change any more, unless something else is waited for later.
+    ``final`` is True if it will not change any more, unless the cell waits for something else later.
     """
 
     text: str

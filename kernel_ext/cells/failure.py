@@ -58,6 +58,6 @@ def failure_of(results: CellResults, *, colours: bool = True) -> CellFailed | Ce
 
 def _named(base: type[F], name: str) -> type[F]:
     """A subclass under the name of the cause."""
-    # A name with a NUL or half a character in it would be refused.
+    # type() would refuse a name with a NUL or half a character in it.
     found: type[F] = type(visible(name), (base,), {"__module__": base.__module__})  # pyright: ignore[reportAssignmentType]
     return found

@@ -1,4 +1,4 @@
-"""A sink whose failure is told at the end of the run instead of stopping it."""
+"""A sink whose failure is raised at the end of the run instead of stopping it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 class GuardedSink:
     """Does what ``sink`` does, until that raises; from then on nothing is shown.
 
-    A run that stopped there would never end: its ranks would wait for room for their output, and everybody for them.
+    A run that stopped there would never end: its ranks would wait for room for their output, and the user for the ranks.
 
     Attributes:
-        failure: What it raised.
+        failure: What the sink raised; None if nothing.
     """
 
     def __init__(self, sink: OutputSink) -> None:

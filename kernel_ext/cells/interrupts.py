@@ -1,7 +1,7 @@
 """Interrupting the ranks of a cell, and what becomes of those that do not answer. No I/O.
 
-The first interrupt goes to all ranks. Who has not answered after :data:`PATIENCE` seconds is named, with where it is.
-The next one is the last: it goes to the ranks that are left, and soon nobody waits for them any longer.
+The first interrupt goes to all ranks. A line names each that has not answered after :data:`PATIENCE` seconds, and where it is.
+The next interrupt is the last: it goes to the ranks that are left, and soon the run ends without them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdlab.kernel_ext.cells.places import ANSWER_WITHIN, SEEN_WITHIN, Places
 from hvdlab.kernel_ext.output.places import grouped
 
 PATIENCE = 1.7
-"""Seconds after an interrupt until the ranks that have not answered are named: users are promised that within two."""
+"""Seconds after an interrupt until a line names the ranks that have not answered: we promise users that within two."""
 
 ASK_BEFORE = ANSWER_WITHIN + SEEN_WITHIN
 """Seconds before that moment at which they are asked where they are."""
@@ -23,16 +23,16 @@ LAST_CHANCE = 1.0
 """Seconds between the last interrupt and giving up; enough to find out where the ranks are."""
 
 AFTER_TIMEOUT = 10.0
-"""Seconds after a time limit until ranks that do not answer its interrupt are given up: nobody may be there."""
+"""Seconds after a time limit until ranks that do not answer its interrupt are given up: no user may be there to do it."""
 
 
 class Interrupts:
-    """Of one cell.
+    """The interrupts of one cell.
 
     Attributes:
         requests: How often the user interrupted.
         stopped: Ranks that were interrupted.
-        gave_up: Whether ranks that are left are not to be waited for any longer.
+        gave_up: Whether the run no longer waits for the ranks that are left.
     """
 
     def __init__(self, places: Places) -> None:
@@ -53,7 +53,7 @@ class Interrupts:
         return min(limits, default=None)
 
     def stop(self, running: Collection[int], now: float, because: str = "") -> list[Effect]:
-        """Interrupt the ranks that have not ended the cell; ``because`` of what, if it was not the user's wish."""
+        """Interrupt the ranks that have not ended the cell; ``because`` says why, unless the user asked for it."""
         self._because = because
         self.stopped |= set(running)
         if self._name_at is None and self._give_up_at is None:
@@ -61,7 +61,7 @@ class Interrupts:
         return [InterruptRanks(tuple(sorted(running)))]
 
     def time_is_up(self, running: Collection[int], now: float) -> list[Effect]:
-        """The cell's time limit was reached: interrupt, and in the end give up without being asked."""
+        """The cell's time limit was reached: interrupt, and in the end give up without another interrupt by the user."""
         self._give_up_at = now + AFTER_TIMEOUT
         effects = self.stop(running, now)
         self._ask_at, self._name_at = now + PATIENCE - ASK_BEFORE, now + PATIENCE
@@ -75,7 +75,7 @@ class Interrupts:
         if self.requests > 2:
             self.gave_up = True
             return []
-        # Who clicks twice in a hurry has not seen yet that the first one works.
+        # A user that clicks twice in a hurry has not seen yet that the first interrupt works: that gets its full time.
         earliest = self._name_at if self._name_at is not None else now
         self._give_up_at = max(now + LAST_CHANCE, earliest)
         self._ask_at = self._name_at = None

@@ -1,4 +1,4 @@
-"""Where ranks are, as far as they have said: who was asked, who answered, who has to be looked at."""
+"""Where ranks are, as far as they have said: which were asked, which answered, which have to be looked at."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Places:
         self._looking = False
 
     def ask(self, ranks: Iterable[int], now: float) -> list[Effect]:
-        """Begin a round. What is known from the last one is forgotten, but for looks at who did not answer."""
+        """Begin a round. What is known from the last one is forgotten, but for looks at ranks that did not answer."""
         self._asked = frozenset(ranks)
         self.answers = {}
         self._seen_now = set()
@@ -58,7 +58,7 @@ class Places:
         return self._all_known()
 
     def seen(self, rank: int, text: str) -> bool:
-        """A process was looked at. True if that ends the round."""
+        """A look at a rank's process found this. True if that ends the round."""
         if rank not in self._asked or rank in self.answers:
             return False
         self._seen[rank] = text

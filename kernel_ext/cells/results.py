@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 class Death:
     """A rank that ended during the cell; ``when`` as in :class:`~hvdlab.kernel_ext.payloads.CellError`.
 
-    ``tail`` has the last lines of its standard error that nobody read, such as a crash report, ``detail`` what else is
+    ``tail`` has the last lines of its standard error that were left unread, such as a crash report, ``detail`` what else is
     known, such as its peak memory.
     """
 
@@ -105,13 +105,13 @@ class CellResults(Sequence[Any]):
         deaths: Rank to death, for ranks that ended during the cell.
         interrupted: Whether the user interrupted the cell.
         timed_out: The ranks that still ran when the time limit was reached.
-        unanswered: The ranks that did not answer an interrupt and were not waited for any longer, and where they are.
+        unanswered: Rank to where it is, for ranks that did not answer an interrupt and were given up.
         replaceable: Whether single ranks of the pool can be started again.
-        newcomers: Ranks that had come later when the cell began, and had learnt nothing from the others.
+        newcomers: Rank to how it came, for ranks that had come later when the cell began and had nothing of the others'.
         seconds: Rank to run time.
         label: The cell's name, such as ``[7]``.
         name: The variable that users have the results in.
-        plain: Shown as the value itself where all ranks agree, as in a notebook without ranks.
+        plain: Whether they are shown as the value itself where all ranks agree, as in a notebook without ranks.
     """
 
     def __init__(
@@ -191,7 +191,8 @@ class CellResults(Sequence[Any]):
         alike = {r for r, e in self.errors.items() if same_error(e, error)}
         said = error.evalue
         if error.aborted:
-            # Who came late was told that those who had been stopped were missing; it waited for the same ranks.
+            # A rank that came late has an error that names ranks which were only stopped themselves; it waited for
+            # the same ranks.
             late = {r for r, e in self.errors.items() if e.aborted and e.collective == error.collective}
             alike |= {r for r in late if self.origin(r) == set(error.culprits)}
             said = _WAITED.sub(f"{format_ranks(tuple(alike))} waited; ", said, count=1)
@@ -224,7 +225,7 @@ class CellResults(Sequence[Any]):
         return RootCause(hit, "KeyboardInterrupt", said, self._traceback(shown), shown=shown)
 
     def _most_telling(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Of ranks that were stopped, those in the line where fewest were: mostly the others waited for them."""
+        """Of ranks that were stopped, those in the line of code where fewest were: mostly the others waited for them."""
         by_site: dict[str, list[int]] = {}
         for rank in ranks:
             by_site.setdefault(self.errors[rank].site, []).append(rank)
@@ -262,7 +263,7 @@ class CellResults(Sequence[Any]):
         if done.has_value and done.value is None:
             why = done.value_note or "it can't be pickled; give it a name in the cell and use %hvd_pull"
             raise NoValue(f"rank {rank}'s value was not sent: {why}")
-        # The bytes come from a rank that this pool itself started: code that the user runs with his own rights.
+        # The bytes come from a rank that this pool itself started: code that the user runs with the same rights.
         self._values[rank] = pickle.loads(done.value) if done.value is not None else None  # noqa: S301
         return self._values[rank]
 
@@ -317,12 +318,12 @@ class CellResults(Sequence[Any]):
         return [(tuple(ranks), data) for ranks, data in found]
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any] | None:
-        """The value's own representations, if it is to be shown plainly; None leaves it to the others."""
+        """The value's own representations if :attr:`as_one`; None has IPython use the other methods."""
         return dict(self.groups()[0][1]) if self.as_one else None
 
     @property
     def as_one(self) -> bool:
-        """Whether it is shown as the one value that all ranks agree on."""
+        """Whether the results are shown as the one value that all ranks agree on."""
         return self.plain and [ranks for ranks, _ in self.groups()] == [self.ranks]
 
     def __repr__(self) -> str:

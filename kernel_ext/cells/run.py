@@ -5,7 +5,7 @@ user interrupts a second time and no longer wants to wait for those that don't a
 
 When one rank fails, the others get :data:`GRACE` seconds to end by themselves (their collectives are aborted by the
 coordinator) and are interrupted then, so that the cell ends everywhere within a second. A death alone interrupts
-nobody: survivors that need the dead rank are told by their collective, and elastic code goes on without it.
+no rank: a survivor that needs the dead rank gets an error from its collective, and elastic code goes on without it.
 
 An elastic cell also goes on with ranks that join it while it runs, and without those that are let go. Deaths that it has
 survived are no failure of it.
@@ -53,7 +53,7 @@ GRACE = 0.5
 """Seconds between a failure and the interrupt of the ranks that still run."""
 
 ANNOUNCE = 0.5
-"""Seconds after a death until it is told while the others go on; the report of a run that ends before tells it."""
+"""Seconds after a death until a line says so while the others go on; if the run ends before, its report says it."""
 
 ACK_BYTES = 1 << 20
 """Output taken from a rank between two credits."""
@@ -136,10 +136,12 @@ class CellRun:
             effects += self._give_up()
         if not self.running:
             self.finished = True
-            if self._participants is not None and self._participants.ended:  # no report tells of them
+            if (
+                self._participants is not None and self._participants.ended
+            ):  # the report leaves these deaths out
                 effects += self._announce()
             results = self._results()
-            # What it waited for stands before the end of the output.
+            # What the cell waited for stands before the end of the output.
             effects = [*self._stalls.close(results.ok, now), *effects, Finished(results)]
         return effects
 
@@ -264,7 +266,7 @@ class CellRun:
         return effects
 
     def _look(self, now: float) -> list[Effect]:
-        """Go on with what has to do with where the ranks are."""
+        """Do what is due about where ranks are: for the round of questions, the stalls and the interrupts."""
         effects: list[Effect] = []
         if self._places.deadline is not None and now >= self._places.deadline:
             over, effects = self._places.time()
@@ -293,11 +295,11 @@ class CellRun:
 
     @_on.register
     def _asked(self, event: Asked, now: float) -> list[Effect]:
-        return []  # the desk's
+        return []  # CellHandle gives it to its desk
 
     @_on.register
     def _unasked(self, event: Unasked, now: float) -> list[Effect]:
-        return []  # the desk's
+        return []  # CellHandle gives it to its desk
 
     @_on.register
     def _at_prompts(self, event: AtPrompts, now: float) -> list[Effect]:

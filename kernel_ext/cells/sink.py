@@ -19,7 +19,7 @@ class OutputSink(Protocol):
         """A rank wrote."""
 
     def done(self, rank: int, done: CellDone | None) -> None:
-        """Nothing more comes from this rank; ``done`` is None if it died or is no longer waited for."""
+        """Nothing more comes from this rank; ``done`` is None if it died or was given up."""
 
     def note(self, text: str) -> None:
         """One line about the run itself."""
@@ -50,7 +50,7 @@ class StatusSink(OutputSink, Protocol):
     """A sink that shows what the run waits for; others get it as notes, when it begins and when it ends."""
 
     def status(self, text: str, *, final: bool) -> None:
-        """Show this in place of what was shown last, or nothing if it is empty; ``final`` if it will stay so."""
+        """Show ``text`` in place of the last one, or nothing if it is empty; ``final`` if it will stay so."""
 
 
 @runtime_checkable
@@ -77,10 +77,10 @@ def began(sink: OutputSink, rank: int) -> None:
 
 @runtime_checkable
 class SettlingSink(OutputSink, Protocol):
-    """A sink that holds output back, and can be told to show all of it now."""
+    """A sink that holds output back, and can show all of it at once."""
 
     def settle(self) -> None:
-        """The user is about to be asked something: what was written before is to be seen."""
+        """A rank is about to ask the user something: show all that was written before."""
 
 
 def settle(sink: OutputSink) -> None:

@@ -1,9 +1,9 @@
-"""What a cell waits for when that takes long: told under the cell while it lasts. No I/O.
+"""What a cell waits for when that takes long: lines under the cell say so while it lasts. No I/O.
 
-Three things are told: a collective that some ranks have submitted and others have not, one that all have submitted
-and that does not end, and ranks that are still in the cell long after others have ended it. The coordinator reports the
-first. For the second, every so often the ranks are asked what they are in; and for all of them, each second while it
-lasts, where they are.
+They say three things: that some ranks have submitted a collective and others have not, that all have submitted one
+and it does not end, and that ranks are still in the cell long after others have ended it. The coordinator reports the
+first. For the second, every so often this asks the ranks which collective they are in; for all three, each second while
+it lasts, where they are.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hvdlab.kernel_ext.cells.places import Places
 from hvdlab.kernel_ext.output.places import collective_of, grouped, waits_in
 
 REFRESH = 1.0
-"""Seconds between two states of what is shown."""
+"""Seconds between two updates of what is shown."""
 MOST_WAITS = 3
-"""Groups of collectives that are told one by one."""
+"""Groups of collectives that get a line each; a line counts the others."""
 
 _Key = tuple[int, str, str]
 _EXECUTING = -1
@@ -38,8 +38,8 @@ class _Wait:
         site: Where one of the ranks called it.
         since: When it was submitted first.
         seen: Rank to seconds that it had been waiting when it was last asked, of ranks that have submitted it.
-        missing: Ranks that have not.
-        waiting, awaited: Who waited and who was missing when it was shown last, and when that was.
+        missing: Ranks that have not submitted it.
+        waiting, awaited, shown_at: Which ranks waited and which were missing when it was shown last, and when that was.
         executing: Whether all have submitted it; then those that do not answer are missing.
     """
 
@@ -66,7 +66,7 @@ class Stalls:
         cell: Id of the cell.
         ranks: Its ranks.
         places: Asks the ranks; :meth:`placed` is to be called at the end of a round.
-        every: Seconds after which something has taken long; None if nothing is to be told.
+        every: Seconds after which something has taken long; with None nothing is shown but what the coordinator reports.
         now: When the cell began.
     """
 
@@ -80,8 +80,8 @@ class Stalls:
         self._refresh_at = None if every is None else now + every
         self._told: _Wait | None = None  # what is shown now; of several the oldest
         self._places_told: list[str] = []
-        self._vanished = False  # nobody was in it any more when the ranks were asked last
-        self._behind = False  # that ranks are behind is shown now
+        self._vanished = False  # whether no rank was in it any more when the ranks were asked last
+        self._behind = False  # whether a line says now that ranks are behind
         self._quiet = False
         self._oldest = 0.0  # seconds of the collective that executes longest
 
@@ -99,7 +99,7 @@ class Stalls:
         key = (stall.process_set, kind_label(stall.kind), stall.name)
         wait = self._waits.get(key)
         if (_EXECUTING, *key[1:]) in self._waits:
-            return []  # it was found by asking
+            return []  # found already by asking the ranks
         if wait is None:
             site = stall.sites[0] if stall.sites else ""
             wait = self._waits[key] = _Wait(key[1], key[2], site, now - stall.seconds, set())
@@ -155,7 +155,7 @@ class Stalls:
         return []
 
     def put_off(self, seconds: float, now: float) -> None:
-        """So many seconds have passed that do not count: the user was asked something."""
+        """These seconds do not count: the user was answering a rank."""
         if self._ended_at is not None:
             self._ended_at += seconds
         for wait in self._waits.values():
@@ -230,7 +230,7 @@ class Stalls:
     def _is_own(self, wait: _Wait) -> bool:
         """Whether a rank waits in this very cell, and not in another that these ranks run before or after it.
 
-        If none of them can say so in time, rather tell it under a cell too many than nowhere.
+        If no rank that waits answers in time, show it under one cell too many rather than nowhere.
         """
         cells = [stack.cell for rank, stack in self._places.answers.items() if rank in wait.seen]
         return not cells or self._cell in cells

@@ -1,4 +1,4 @@
-"""How a multiplexer asks several and answers one, and what it knows of each rank."""
+"""How a multiplexer asks several debug servers and gives one answer, and what it knows of each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdlab.kernel_ext.debugger.events import AskLocal, Effect, Expired, Json, P
 from hvdlab.kernel_ext.debugger.identifiers import Numbers
 
 LOCAL = -1
-"""The kernel, among ranks."""
+"""The kernel's own debugger, in place of a rank."""
 
 _EMPTY: Mapping[str, Json] = {
     "stackTrace": {"stackFrames": []},
@@ -20,7 +20,7 @@ _EMPTY: Mapping[str, Json] = {
     "completions": {"targets": []},
     "richInspectVariables": {"data": {}, "metadata": {}},
 }
-"""What frontends expect in an answer, also in one that tells of a failure."""
+"""What frontends expect in an answer, also in one that reports a failure."""
 
 Place = tuple[str, int, str]
 Take = Callable[[Json], list[Effect]]
@@ -36,14 +36,16 @@ class RankState:
     main: int = 1
     waiting: dict[int, tuple[str, Take]] = field(
         default_factory=dict
-    )  # by number: command, who takes the answer
-    stopped: dict[int, Place | None] = field(default_factory=dict)  # thread to where it is, if that was asked
-    going: bool = False  # it was told to go on, and has not yet said that it does
+    )  # by number: command, and what takes the answer
+    stopped: dict[int, Place | None] = field(
+        default_factory=dict
+    )  # thread to where it is; None if the rank was not asked
+    going: bool = False  # an order to go on was sent, and the rank has not confirmed it
 
 
 @dataclass(slots=True)
 class Gathering:
-    """A request of the frontend that several answer."""
+    """A request of the frontend that several debug servers answer."""
 
     request: Json
     waiting: set[int]
@@ -52,7 +54,7 @@ class Gathering:
 
 
 class Asking:
-    """Questions to the kernel's own debugger and to ranks, and what their answers are made into.
+    """Questions to the kernel's own debugger and to ranks, and how their answers become one.
 
     Args:
         cells: Beginning of the names of files that stand for cells.
@@ -82,7 +84,7 @@ class Asking:
         return [ToRank(rank, message)]
 
     def _gather(self, key: int, request: Json, asked: Mapping[int, Json], finish: Finish) -> list[Effect]:
-        """Ask each of these its own version of the request, and finish when all have answered."""
+        """Ask each of these debug servers its own version of the request, and call ``finish`` when all have answered."""
         self._open[key] = Gathering(request, set(asked), finish)
         effects: list[Effect] = []
         for rank, version in asked.items():
@@ -105,7 +107,7 @@ class Asking:
         return gathering.finish(gathering.replies)
 
     def _answered_by(self, rank: int, reply: Json) -> list[Effect]:
-        """Whoever waits for a rank itself, not for an answer to a question, waits no more."""
+        """A rank is ready, or gone: ``attach``, which waits for ranks and not for answers, waits for it no more."""
         effects: list[Effect] = []
         for key, gathering in list(self._open.items()):
             if gathering.request.get("command") == "attach":
@@ -113,7 +115,8 @@ class Asking:
         return effects
 
     def _expired(self, event: Expired) -> list[Effect]:
-        """Ranks have had their time. The kernel's own debugger always answers, if only when a cell has ended."""
+        """The time of ranks is up: finish without them. The kernel's own debugger is waited for: it always answers, if
+        only when a cell has ended."""
         gathering = self._open.get(event.key)
         if gathering is None:
             return []
@@ -124,12 +127,12 @@ class Asking:
         return gathering.finish(gathering.replies)
 
     def _only(self, key: int, request: Json) -> list[Effect]:
-        """The kernel's own debugger answers alone."""
+        """Wait for the kernel's own debugger alone."""
         self._open[key] = Gathering(request, {LOCAL}, lambda got: self._first(key, request, got))
         return []
 
     def _first(self, key: int, request: Json, got: dict[int, Json]) -> list[Effect]:
-        """The kernel's own answer counts."""
+        """Reply with the answer of the kernel's own debugger."""
         if LOCAL in got:
             return [Reply(key, got[LOCAL])]
         return [self._failed(key, request, "the kernel does not answer")]

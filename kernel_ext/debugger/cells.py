@@ -1,4 +1,4 @@
-"""What a frontend's debugger calls the cell that runs now."""
+"""The file name by which a frontend's debugger knows the cell that runs now."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 def present_cell_file() -> str:
     """The file name of the notebook's cell that called this, an empty text outside of ipykernel.
 
-    ipykernel has computed it: it is what the cell was compiled under, and frontends compute the same.
+    ipykernel has computed it: it compiles the cell under this name, and frontends compute the same one.
     """
     compiler = sys.modules.get("ipykernel.compiler")
     if compiler is None:

@@ -1,4 +1,4 @@
-"""Whom the debugger's buttons move: all ranks that have stopped, or only the one that is looked at."""
+"""Which ranks the debugger's buttons move: all that have stopped, or only the one that the user looks at."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from hvdlab.kernel_ext.debugger.events import Effect, Json
 from hvdlab.kernel_ext.debugger.going import Going
 
 SCOPE = "hvdlab/scope"
-"""A request of ours. ``alone`` among its arguments chooses; the answer tells.
+"""A request of our own. ``alone`` among its arguments chooses; the answer has the present choice.
 
-A frontend that has asked is told of each change, in an event of this name with the same body.
+A frontend that has sent it gets an event of this name, with the same body, after each change.
 """
 WORDS = {"%one": True, "%all": False}
 """Expressions that choose, for frontends that have no button for it."""
@@ -16,14 +16,14 @@ NOBODY: Json = {"alone": False, "rank": None, "stoppedRanks": []}
 
 
 class Choosing(Going):
-    """The choice, and who is told of it."""
+    """The choice, and what the frontend knows of it."""
 
     def __init__(self, cells: str) -> None:
         super().__init__(cells)
         self._told: Json | None = None  # what a frontend that has asked knows
 
     def _scope(self) -> Json:
-        """Whether the buttons move one rank only, which that is, and who has stopped."""
+        """Whether the buttons move one rank only, which one that is, and which ranks have stopped."""
         rank = self._shown() if self.stopped else None
         return {"alone": self._alone, "rank": rank, "stoppedRanks": list(self.stopped)}
 
@@ -34,7 +34,7 @@ class Choosing(Going):
         return [self._response(key, request, self._told)]
 
     def _tell_scope(self) -> list[Effect]:
-        """Tell whoever has asked what has changed; not of ranks that have only begun a step."""
+        """Tell a frontend that has asked what has changed; not while ranks have only begun a step."""
         if self._told is None or self._stepping is not None or (now := self._scope()) == self._told:
             return []
         self._told = now

@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The frontend asks; ``key`` is the hub's number of the request. ``local_stopped``: the kernel itself has stopped."""
+    """The frontend has sent a request, which the hub numbers ``key``. ``local_stopped``: the kernel itself has stopped."""
 
     key: int
     request: Json
@@ -42,7 +42,7 @@ class RankOpened:
 
 @dataclass(frozen=True, slots=True)
 class RankSaid:
-    """A rank's debug server says something."""
+    """A rank's debug server has sent a message."""
 
     rank: int
     message: Json
@@ -59,7 +59,7 @@ class RankGone:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """The frontend has waited long enough: it is answered with what there is."""
+    """The frontend has waited long enough: answer with what there is."""
 
     key: int
 
@@ -96,7 +96,7 @@ class CloseRank:
 
 @dataclass(frozen=True, slots=True)
 class ToRank:
-    """Say this to a rank's debug server."""
+    """Send this to a rank's debug server."""
 
     rank: int
     message: Json
@@ -119,7 +119,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Remind:
-    """A rank steps: remind of it after a moment."""
+    """A rank steps: send :class:`Reminded` after a moment."""
 
 
 Effect = AskLocal | OpenRank | CloseRank | ToRank | Reply | Publish | Remind

@@ -26,7 +26,7 @@ def frame(message: bytes) -> bytes:
 
 
 class Unframer:
-    """Finds the messages in what a socket gives, and refuses anything else at the first byte that is wrong.
+    """Finds the messages in the bytes of a socket, and refuses anything else at the first byte that is wrong.
 
     A head consists of one ``Content-Length: N`` line and at most one ``Content-Type`` line. A request of HTTP, which a web
     page can have its browser send to any port, begins with other bytes whatever the page does.
@@ -38,7 +38,7 @@ class Unframer:
     def __init__(self, most: int = MOST) -> None:
         self.most = most
         self._buffer = bytearray()
-        #: Bytes of the message whose head was complete and has left the buffer; None while a head is awaited.
+        #: Bytes of the message whose head was complete and has left the buffer; None before a head is complete.
         self._length: int | None = None
 
     @property
@@ -50,7 +50,7 @@ class Unframer:
         """The messages that are complete with this data.
 
         Raises:
-            FramingError: What came is no message, or one that is too long.
+            FramingError: The bytes are no message, or one that is too long.
         """
         self._buffer += data
         found: list[bytes] = []

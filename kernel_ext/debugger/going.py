@@ -1,4 +1,4 @@
-"""Ranks stop, step and go on."""
+"""How ranks stop, step and go on."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ STEPS = frozenset({"next", "stepIn", "stepOut"})
 
 
 class Going(Asking):
-    """What ranks say of themselves, and what they are told to do.
+    """Takes the events of ranks' debug servers, and sends them orders to step and to go on.
 
-    JupyterLab shows the stack of whoever has told last that it stopped. So one rank is the one that is looked at; while
-    it steps, others are kept back.
+    JupyterLab shows the stack of the thread whose ``stopped`` event came last. So one rank is the *selected* one, which the
+    user looks at; while it steps, the ``stopped`` events of others are held back.
     """
 
     def __init__(self, cells: str) -> None:
         super().__init__(cells)
         self._selected = 0
         self._alone = False
-        self._stepping: int | None = None  # the rank that is looked at, while it steps
-        self._held: list[tuple[int, Json]] = []  # what others tell meanwhile
+        self._stepping: int | None = None  # the selected rank, while it steps
+        self._held: list[tuple[int, Json]] = []  # the ``stopped`` events of others meanwhile
 
     def _shown(self) -> int:
-        """The rank that the frontend is at."""
+        """The rank that the frontend shows."""
         return self._selected if self._selected in self.stopped else self.stopped[0]
 
     def _go(self, key: int, request: Json, thread: tuple[int, int]) -> list[Effect]:
@@ -54,7 +54,7 @@ class Going(Asking):
         return effects
 
     def _step_over(self) -> list[Effect]:
-        """The rank that is looked at has stepped, or takes long: tell what the others have done."""
+        """The selected rank has stepped, or takes long: publish the events of the others that were held back."""
         self._stepping = None
         held, self._held = self._held, []
         events = [self._event("stopped", body) for rank, body in held if rank in self.stopped]
@@ -79,7 +79,7 @@ class Going(Asking):
         asked = {rank: {**request, "arguments": {"threadId": number}} for rank, number in pausing}
         return self._gather(key, request, asked, lambda got: [self._response(key, request, {})])
 
-    # -- what ranks say --------------------------------------------------------------------------------------------------
+    # -- messages of ranks -----------------------------------------------------------------------------------------------
 
     def _said(self, rank: int, message: Json) -> list[Effect]:
         one = self._ranks.get(rank)
@@ -133,7 +133,7 @@ class Going(Asking):
         return effects + (self._show_again() if effects else [])
 
     def _give_up(self, one: RankState) -> list[Effect]:
-        """What was asked about a rank's frames may never be answered: the text of a value that took for ever, say."""
+        """Fail questions about frames of a rank that goes on: their answers may never come, as of an endless ``__repr__``."""
         effects: list[Effect] = []
         for seq, (command, take) in list(one.waiting.items()):
             if command in _ABOUT_FRAMES:
@@ -146,7 +146,7 @@ class Going(Asking):
         return self._event("continued", {"threadId": number, "allThreadsContinued": False})
 
     def _show_again(self) -> list[Effect]:
-        """JupyterLab empties its list of frames when a thread goes on; others may still have stopped."""
+        """Publish ``stopped`` again for a rank that has not gone on: JupyterLab empties its frames when any thread goes on."""
         staying = [rank for rank in self.stopped if not self._ranks[rank].going]
         if self._knows_threads or self._stepping is not None or not staying:
             return []

@@ -1,8 +1,8 @@
 """The debugger of a notebook's kernel, extended to the ranks of its pool.
 
-ipykernel answers a frontend's debug requests on its control channel, whose thread is free while a cell runs. The hub
-stands before the kernel's own debugger: it asks that one and the ranks, and answers with what the multiplexer makes of it.
-Everything happens on the control channel's loop; what comes from ranks is handed over to it.
+ipykernel answers a frontend's debug requests on its control channel, whose thread is free while a cell runs. The hub takes
+the place of the kernel's own debugger: it asks that one and the ranks, and answers with what the multiplexer makes of the
+answers. Everything happens on the control channel's loop; messages of ranks are handed over to it.
 """
 
 from __future__ import annotations
@@ -47,21 +47,22 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
 
 ANSWER_WITHIN = 8.0
-"""Seconds that a frontend waits for ranks; then it gets what there is."""
+"""Seconds that a frontend waits for ranks; then it gets the answers that there are."""
 START_WITHIN = 20.0
 """The same, while debug servers start."""
 STEP_WITHIN = 1.0
-"""Seconds that the rank that is looked at gets to step before the others are shown."""
+"""Seconds that the selected rank has to step before the frontend is shown the others."""
 CONNECT_ATTEMPTS = 3
 CONNECT_WITHIN = 10.0
-"""Seconds that the kernel's own debugger gets to answer over a new connection."""
+"""Seconds that the kernel's own debugger has to answer over a new connection."""
 OWNER = "the notebook's debugger"
 
 Process = Callable[[Json], Awaitable[Json]]
 
 
 class DebugHub:
-    """Made when the extension is loaded; costs nothing until a frontend switches the debugger on.
+    """The hub of one notebook's kernel. The extension makes it when it is loaded; it costs nothing until a frontend
+    switches the debugger on.
 
     Args:
         kernel: An ipykernel with a debugger.
@@ -100,7 +101,7 @@ class DebugHub:
             session.close()
 
     def _join(self) -> None:
-        """The debugger was switched on before the extension was loaded."""
+        """Take over a debugger that was switched on before the extension was loaded."""
         _spare_children()
         self._loop = self._kernel.control_thread.io_loop.asyncio_loop
         known = dict(self._debugger.breakpoint_list)
@@ -115,7 +116,7 @@ class DebugHub:
 
     @property
     def on(self) -> bool:
-        """A frontend has switched the debugger on. Any thread."""
+        """Whether a frontend has switched the debugger on. Any thread."""
         return self._mux is not None and self._mux.on
 
     # -- main thread ----------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ class DebugHub:
     def prepare(self, ranks: Sequence[int]) -> list[str]:
         """Wait until the debug servers of these ranks know the breakpoints: a cell is about to run there.
 
-        Returns what the user has not been told yet of ranks that can't be debugged.
+        Returns sentences about ranks that can't be debugged, if the user has not seen them yet.
         """
         loop = self._loop
         if not self.on or loop is None:
@@ -200,7 +201,7 @@ class DebugHub:
         """
         for _ in range(CONNECT_ATTEMPTS):
             answer = asyncio.ensure_future(self._ask_kernel(dict(request)))
-            # It starts debugpy in this step, which blocks the loop as long as a cell runs.
+            # In this step ipykernel starts debugpy, which blocks the loop as long as a cell runs.
             await asyncio.sleep(0)
             with contextlib.suppress(asyncio.TimeoutError):
                 return await asyncio.wait_for(answer, CONNECT_WITHIN)
@@ -309,16 +310,16 @@ class DebugHub:
 
 
 def _spare_children() -> None:
-    """Processes that the kernel starts, such as those of a pool, are not to wait for a debugger of their own.
+    """Keep debugpy from starting the kernel's child processes, such as those of a pool, under itself.
 
-    debugpy would start them under itself, and JupyterLab has nothing with which to attach to them.
+    They would wait for a debugger of their own, and JupyterLab can't attach to them.
     """
     with contextlib.suppress(ImportError):
         import debugpy  # noqa: T100  # to configure what ipykernel is about to start
 
         debugpy.configure({"subProcess": False})
         patching = sys.modules.get("_pydev_bundle.pydev_monkey")
-        if patching is not None:  # it has begun already
+        if patching is not None:  # debugpy runs already
             vars(patching)["_get_apply_arg_patching"] = lambda: False
 
 

@@ -1,4 +1,4 @@
-"""Numbers of threads, frames and variables: every rank counts its own, a frontend must see them apart."""
+"""Numbers of threads, frames and variables: every rank counts its own, and a frontend must be able to tell them apart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Numbers:
         self._meant: dict[int, tuple[int, int]] = {}
 
     def give(self, rank: int, number: int) -> int:
-        """The number that a frontend is told; the same one each time."""
+        """The number that a frontend gets for a rank's own one; the same each time."""
         pair = (rank, number)
         given = self._given.get(pair)
         if given is None:
@@ -26,20 +26,20 @@ class Numbers:
         return given
 
     def meant(self, given: object) -> tuple[int, int] | None:
-        """What a frontend means; None if it is none of ours, or long gone."""
+        """The rank and its own number that a frontend means; None if the number is not from here, or was dropped."""
         return self._meant.get(given) if isinstance(given, int) else None
 
     def issued(self, given: object) -> bool:
-        """Whether this was ever given, even if it is gone."""
+        """Whether this number was ever given, even if it was dropped since."""
         return isinstance(given, int) and given >= FIRST
 
     def drop(self, rank: int) -> None:
-        """Forget those of a rank. They are not given again."""
+        """Forget the numbers of a rank. They are not given again."""
         for pair in [pair for pair in self._given if pair[0] == rank]:
             del self._meant[self._given.pop(pair)]
 
     def drop_one(self, rank: int, number: int) -> None:
-        """Forget one."""
+        """Forget one number of a rank."""
         given = self._given.pop((rank, number), None)
         if given is not None:
             del self._meant[given]

@@ -50,7 +50,7 @@ class Looking(Choosing):
         return self._gather(key, request, asked, finish)
 
     def _renumbered(self, rank: int, body: Json) -> Json:
-        """The body of an answer with our numbers of variables."""
+        """The body of an answer with the numbers of variables that the frontend knows."""
         body = dict(body)
         if "variables" in body:
             body["variables"] = [one for one in body["variables"] if shown(one.get("name", ""))]
@@ -70,7 +70,7 @@ class Looking(Choosing):
         return self._pass_on(key, {**request, "command": "setExpression"}, rank, inner)
 
     def _rich(self, key: int, request: Json, rank: int, frame: int) -> list[Effect]:
-        """A variable as a cell would show it: how the kernel's own debugger does it, too."""
+        """A variable as a cell would show it, in the same way as the kernel's own debugger does it."""
         name = request["arguments"].get("variableName", "")
         if not name.isidentifier():
             return [self._response(key, request, {"data": {}, "metadata": {}})]
@@ -111,7 +111,7 @@ class Looking(Choosing):
         frames = list((reply.get("body") or {}).get("stackFrames", ()))
         paths = [str((one.get("source") or {}).get("path", "")) for one in frames]
         in_cells = [place for place, path in enumerate(paths) if path.startswith(self._cells)]
-        if in_cells:  # below are those that run cells
+        if in_cells:  # the frames after the outermost one of a cell are those that run cells
             frames = frames[: in_cells[-1] + 1]
         one = self._ranks.get(rank)
         if one is None or thread not in one.stopped:

@@ -44,8 +44,8 @@ class Desk:
         """Begin a session.
 
         Args:
-            owner: Whose it is, for others who come.
-            heard: Gets what debug servers say.
+            owner: What has the session, in words, for frontends that come later.
+            heard: Gets the messages of debug servers.
             gone: ``gone(rank, reason)``: a rank has ended. On the client's thread as well.
         """
         session = Session(self, next(self._numbers), owner, heard, gone)
@@ -74,7 +74,7 @@ class Desk:
 
 
 def lost_ranks(before: Mapping[int, int], now: Mapping[int, int]) -> list[int]:
-    """Ranks whose process is not the one it was."""
+    """Ranks that are gone, or have another process than before."""
     return [rank for rank, pid in before.items() if now.get(rank) != pid]
 
 
@@ -92,7 +92,7 @@ class Session:
         self._send(Open(self.number, self._owner), rank)
 
     def say(self, rank: int, message: bytes) -> None:
-        """Say something to it."""
+        """Send a message of the Debug Adapter Protocol to the rank's debug server."""
         self._send(Said(self.number, message), rank)
 
     def leave(self, rank: int) -> None:
@@ -100,7 +100,7 @@ class Session:
         self._send(Close(self.number), rank)
 
     def close(self) -> None:
-        """Hear nothing any more."""
+        """Take no more mail."""
         self._desk.forget(self)
 
     def _send(self, payload: Payload, rank: int) -> None:

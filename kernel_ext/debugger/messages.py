@@ -22,7 +22,7 @@ class Open(Payload, frozen=True):
 
 
 class Opened(Payload, frozen=True):
-    """Rank to notebook: it may be spoken to; or not, if there is an ``error``."""
+    """Rank to notebook: the debug server takes messages; or, with an ``error``, it does not."""
 
     session: int
     error: str = ""

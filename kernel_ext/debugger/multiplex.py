@@ -1,8 +1,8 @@
 """One frontend, one kernel and any number of ranks in one debugging session.
 
-A pure state machine over the Debug Adapter Protocol: the frontend asks, and the answer is made of those of the kernel's
-own debugger and of the ranks' debug servers. Ranks are threads for the frontend. JupyterLab shows the stack of one thread
-only; so it gets the frames of all ranks that have stopped, each with its rank. The rank whose frame was looked at last is
+A pure state machine over the Debug Adapter Protocol: the frontend asks, and the answer is made of the answers of the kernel's
+own debugger and of the ranks' debug servers. For the frontend, ranks are threads. JupyterLab shows the stack of one thread
+only; so it gets the frames of all ranks that have stopped, each with its rank. The rank whose frame the user selected last is
 the one that steps, and with it those that have stopped at the same line.
 """
 
@@ -38,7 +38,7 @@ _KEPT = ("setExceptionBreakpoints", "setFunctionBreakpoints")
 
 
 class Multiplexer(Looking):
-    """See above. :meth:`handle` takes what happened and returns what is to be done.
+    """The state machine of one debugging session. :meth:`handle` takes what happened and returns what is to be done.
 
     Args:
         attach: Arguments of ``attach`` for ranks.
@@ -59,7 +59,7 @@ class Multiplexer(Looking):
 
     @property
     def on(self) -> bool:
-        """The frontend has attached."""
+        """Whether the frontend has attached."""
         return self._on
 
     @property
@@ -121,7 +121,7 @@ class Multiplexer(Looking):
         return [OpenRank(rank) for rank in new]
 
     def _opened(self, rank: int) -> list[Effect]:
-        """Tell a rank that has just come what others were told before."""
+        """Send a rank that has just come what the others have got before."""
         if rank not in self._ranks:
             return [CloseRank(rank)]
         effects: list[Effect] = []
@@ -207,7 +207,7 @@ class Multiplexer(Looking):
         if command in {"stackTrace", "continue"} | STEPS | _BY_THREAD:
             thread = self._thread(event)
             if thread is None and not event.local_stopped and self._on and command not in _BY_THREAD:
-                # The kernel's own debugger would answer only when it has stopped and goes on, and nothing else till then.
+                # The kernel's own debugger would answer only once it has stopped and goes on, and no other request before.
                 return [self._answer_unasked(key, request)]
             if thread is None:
                 gone = self._threads.issued(arguments.get("threadId"))
@@ -220,7 +220,7 @@ class Multiplexer(Looking):
         return []
 
     def _answer_unasked(self, key: int, request: Json) -> Reply:
-        """Nobody has stopped; a button was pressed too late, or twice."""
+        """The answer when neither the kernel nor a rank has stopped: a button was pressed too late, or twice."""
         body: dict[str, Json] = {"stackTrace": {"stackFrames": []}, "continue": {"allThreadsContinued": True}}
         return self._response(key, request, body.get(request["command"], {}))
 
@@ -328,5 +328,5 @@ class Multiplexer(Looking):
 
 
 def not_debugged(rank: int, reason: str) -> str:
-    """What the user is told of a rank that can't be debugged."""
+    """The sentence for the user about a rank that can't be debugged."""
     return f"rank {rank} does not stop at breakpoints: {reason}"

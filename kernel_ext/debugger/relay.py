@@ -1,11 +1,11 @@
-"""A port on the loopback interface of the notebook's host, for a debugger of one rank that is no notebook.
+"""A port on the loopback interface of the notebook's host, by which another program than the notebook debugs one rank.
 
 VS Code and others attach to it as to ``debugpy.listen``. Behind it is the connection that the pool has with its rank, on
 whatever host that is: the rank itself listens nowhere.
 
-The protocol knows no password, and whoever speaks it to a rank runs code there. So the port lets in processes of the same
-user only, refuses what is no message of the protocol at its first wrong byte (a web page can have the user's browser send
-HTTP to any port), and passes nothing on until the debugger has introduced itself and listened to the answer.
+The protocol knows no password, and a program that speaks it to a rank runs code there. So the port lets in processes of the
+same user only, refuses what is no message of the protocol at its first wrong byte (a web page can have the user's browser
+send HTTP to any port), and passes nothing on until the debugger has introduced itself and waited for the answer.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from hvdlab.kernel_ext.debugger.messages import FromServer, Opened, Said
 from hvdlab.kernel_ext.debugger.peers import is_mine
 
 OPEN_WITHIN = 20.0
-"""Seconds that a rank gets to start its debug server, and again to answer ``initialize``."""
+"""Seconds that a rank has to start its debug server, and again to answer ``initialize``."""
 HANDSHAKE_WITHIN = 10.0
-"""Seconds that a debugger gets for each of its first two requests."""
+"""Seconds that a debugger has for each of its first two requests."""
 HANDSHAKE_MOST = 256 << 10
-"""Bytes of the longest of those."""
+"""Bytes of each of these two requests at most."""
 UNUSED_FOR = 600.0
-"""Seconds without a session after which the port closes, unless it is to stay open."""
+"""Seconds without a session after which the port closes, unless the relay was made with ``keep``."""
 
 
 class HandshakeError(Exception):
-    """This is no debugger, or none that keeps to the protocol."""
+    """The other end is no debugger, or none that keeps to the protocol."""
 
 
 class Phase(enum.Enum):
     """How far a handshake has come."""
 
     INITIALIZE = enum.auto()
-    """``initialize`` is awaited from the debugger."""
+    """The debugger has to send ``initialize``."""
     ANSWER = enum.auto()
-    """The rank's answer is awaited. The protocol forbids the debugger to send anything before it has that."""
+    """The rank has to answer. The protocol forbids the debugger to send anything before it has the answer."""
     ATTACH = enum.auto()
-    """``attach`` or ``launch`` is awaited from the debugger."""
+    """The debugger has to send ``attach`` or ``launch``."""
     DONE = enum.auto()
 
 
 class _Head(msgspec.Struct):
-    """What is looked at in a message."""
+    """The fields of a message that the handshake looks at."""
 
     type: str
     seq: int
@@ -64,10 +64,10 @@ class _Head(msgspec.Struct):
 
 
 class Handshake:
-    """What a debugger has to say before its rank listens to it.
+    """What a debugger has to send before its messages reach the rank.
 
     Attributes:
-        phase: What is awaited.
+        phase: What has to come next.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Handshake:
         self.phase = Phase.ANSWER if self.phase is Phase.INITIALIZE else Phase.DONE
 
     def from_rank(self, message: bytes) -> bool:
-        """A message comes from the rank; whether it is the answer that the debugger has to wait for."""
+        """A message came from the rank. Returns whether it is the answer that the debugger has to wait for."""
         try:
             said = msgspec.json.decode(message, type=_Answer)
         except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -107,9 +107,9 @@ class _Answer(msgspec.Struct):
 
 
 class Relay:
-    """Listens from its making until :meth:`close`, or until it has let a debugger in. One at a time is let in.
+    """Listens from its making until :meth:`close`, or until it has let a debugger in. It lets in one at a time.
 
-    Who is refused, or never introduces itself, does not close the port.
+    A program that is refused, or never introduces itself, does not close the port.
 
     Args:
         client: The pool's connection.
@@ -118,7 +118,7 @@ class Relay:
         keep: Listen until :meth:`close`, for any number of debuggers one after the other.
         mine: Whether a connection may come in.
         unused_for: Seconds without a session after which the port closes, unless ``keep``.
-        handshake_within: Seconds that a debugger gets for each request of its handshake.
+        handshake_within: Seconds that a debugger has for each request of its handshake.
 
     Raises:
         OSError: The port is taken.
@@ -154,17 +154,17 @@ class Relay:
 
     @property
     def busy(self) -> bool:
-        """A debugger is attached."""
+        """Whether a debugger is attached."""
         return self._busy
 
     @property
     def listening(self) -> bool:
-        """Debuggers can still come."""
+        """Whether debuggers can still come."""
         return self._listening
 
     @property
     def over(self) -> bool:
-        """No debugger is attached, and none can come any more."""
+        """Whether no debugger is attached, and none can come any more."""
         return not self._thread.is_alive()
 
     def _listen(self) -> None:
@@ -246,7 +246,7 @@ class _Visit:
         self._opened = threading.Event()
         self._refused = ""
         self._ended = False
-        #: What the rank's debug server says; None when nothing more comes.
+        #: Messages of the rank's debug server; None when nothing more comes.
         self._said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     # -- the client's thread --------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class _Visit:
     # -- the relay's thread ---------------------------------------------------------------------------------------
 
     def shake_hands(self) -> bool:
-        """Let the debugger introduce itself; whether it may stay."""
+        """Let the debugger introduce itself. Returns whether it may stay."""
         handshake = Handshake()
         try:
             request = self._next()
@@ -315,8 +315,8 @@ class _Visit:
         """The next message.
 
         Raises:
-            FramingError: It is none.
-            OSError: The connection has ended, or it took too long.
+            FramingError: The bytes are no message.
+            OSError: The connection has ended, or the message took too long.
         """
         deadline = Deadline(self._handshake_within)
         while not self._received:
@@ -328,7 +328,7 @@ class _Visit:
         return self._received.popleft()
 
     def _check_silent(self) -> None:
-        """Somebody who sends without listening is no debugger."""
+        """Raises ``HandshakeError`` if the other end has sent more before the answer: then it is no debugger."""
         self._connection.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             self._connection.recv(1, socket.MSG_PEEK)
@@ -336,7 +336,7 @@ class _Visit:
         self._connection.settimeout(self._handshake_within)
 
     def serve(self) -> None:
-        """Carry messages to and fro until one side has had enough."""
+        """Carry messages to and fro until one side ends."""
         assert self._session is not None
         self._connection.settimeout(None)
         self._unframer.most = MOST

@@ -11,5 +11,5 @@ _KEPT = re.compile(r"_i*\d*\Z")
 
 
 def shown(name: str) -> bool:
-    """Not what IPython keeps for itself."""
+    """Whether a debugger shows a variable of this name: not those that Python and IPython keep for themselves."""
     return name not in _HIDDEN and not _KEPT.match(name)

@@ -17,7 +17,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def array_source(value: Any) -> ArraySource | None:
-    """``value`` as an array; None if it is none, or holds Python objects. Raises what the framework raises."""
+    """``value`` as an array; None if it is no array, or one of Python objects. Raises what the framework raises."""
     for hooks in loaded():
         if (source := hooks.array(value)) is not None:
             return source
@@ -25,5 +25,5 @@ def array_source(value: Any) -> ArraySource | None:
 
 
 def family(device: str) -> str:
-    """``cuda`` of ``cuda:3``: each rank has its own."""
+    """``cuda`` of ``cuda:3``, to compare devices of ranks: each rank has a number of its own."""
     return device.partition(":")[0]

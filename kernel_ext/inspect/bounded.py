@@ -1,4 +1,4 @@
-"""Code of the user's that may never return, called so that nobody waits for it for long."""
+"""Code of the user's that may never return, called so that no thread waits for it for long."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ T = TypeVar("T")
 
 
 class TookTooLong(Exception):
-    """It was told to stop."""
+    """The call did not return in time."""
 
 
 class _Stop(BaseException):
-    """Raised in what took too long."""
+    """Raised in the thread of a call that took too long."""
 
 
 def bounded(work: Callable[[], T], seconds: float) -> T:
-    """What ``work`` returns, called on a thread of its own. Raises what it raises, whatever that is.
+    """Call ``work`` on a thread of its own and return what it returns. Raises what it raises, whatever that is.
 
     Raises:
-        TookTooLong: It did not return in time. It is stopped at its next line of Python; a call into a library goes on
-            until it returns.
+        TookTooLong: It did not return within ``seconds``. It is stopped at its next line of Python; a call into a library
+            goes on until it returns.
     """
     results: list[T] = []
     errors: list[BaseException] = []

@@ -19,7 +19,7 @@ from hvdlab.kernel_ext.rank.failures import one_line
 from hvdlab.kernel_ext.rank.values import rough_size, short_repr
 
 SAMPLE = 32 << 20
-"""Bytes of an array that its statistics are made of; of a larger one, blocks from all over it."""
+"""Bytes of an array that its statistics are made of; of a larger array, these are blocks from all over it."""
 
 BLOCKS = 16
 FIRST = 6
@@ -77,7 +77,7 @@ def _is_known(value: Any) -> bool:
 
 
 def _printed(value: Any) -> list[str]:
-    """Its own ``__repr__``, if that is any good."""
+    """The lines of a value's own ``__repr__``, or one line that says why there is none."""
     try:
         text = bounded(lambda: short_repr(value), REPR_WITHIN)
     except TookTooLong:
@@ -126,7 +126,7 @@ def _finite(part: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def _sample(source: ArraySource) -> tuple[Sequence[Bytes], bool]:
-    """Parts of an array that are small enough, and whether these are not all of it."""
+    """Parts of an array, :data:`SAMPLE` bytes at most together, and whether there is more of it."""
     if source.nbytes <= SAMPLE:
         return [source.read(0, source.nbytes)], False
     length = SAMPLE // BLOCKS // source.itemsize * source.itemsize

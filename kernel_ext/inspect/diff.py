@@ -1,4 +1,4 @@
-"""A variable compared over the ranks: fingerprints first, elements only of what differs, and these between the ranks."""
+"""A variable compared over the ranks: fingerprints first, then the elements of what differs, which ranks compare themselves."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def diff(
     """Compare the value of an expression over ranks; ``near`` are those that can look into each other's memory.
 
     Raises:
-        HvdlabError: A rank was lost meanwhile, or could not go on.
+        HvdlabError: A rank was lost meanwhile, or could not go on with the comparison.
     """
     lots: list[int] = []
 
@@ -71,7 +71,7 @@ def diff(
 
 
 def _groups(found: Mapping[int, Examined]) -> tuple[Group, ...]:
-    """Ranks that agree together, the most numerous first."""
+    """Groups of ranks that agree, the largest first; ranks with an error come last."""
     ranks: dict[tuple[bytes, str], list[int]] = {}
     for rank, answer in sorted(found.items()):
         ranks.setdefault((answer.digest, answer.error), []).append(rank)
@@ -105,7 +105,7 @@ class _Comparison:
         self._pairs: list[_Pair] = []
 
     def rows(self) -> list[DiffRow]:
-        """What differs, in the order of the largest group's value."""
+        """A row for each part that differs, in the order of the largest group's value."""
         if len(self._groups) < 2:
             return []
         for group in self._groups:
@@ -128,7 +128,7 @@ class _Comparison:
         by_path: dict[str, tuple[int, Leaf]] = {}
         for number, leaf in enumerate(all_leaves):
             path, again = leaf.path, 1
-            while path in by_path:  # keys that can't be told apart by what is shown of them
+            while path in by_path:  # keys that look the same in a path
                 again += 1
                 path = f"{leaf.path}#{again}"
             by_path[path] = number, leaf
@@ -205,7 +205,7 @@ class _Comparison:
     def _where_texts_part(self, pair: _Pair, digests: Mapping[tuple[int, int], bytes]) -> tuple[Range, int]:
         """The block of the reference's text that has the first difference, and the number of its first character.
 
-        One text may be the beginning of the other. Where the reference's ends with a block it is this last one: the
+        One text may be the beginning of the other. If the reference's ends with a block, the result is that last block: the
         other rank compares some characters more than it gets.
         """
         leaf = self._rows[pair.row].expected
@@ -220,7 +220,7 @@ class _Comparison:
     def _compare(
         self, reference: int, batch: Sequence[Range], blocks: Mapping[Range, list[tuple[_Pair, int]]]
     ) -> bool:
-        """Whether the others could see it."""
+        """Have ranks compare a batch of the reference's blocks; False if they can't look into the reference's memory."""
         share, wanted = self._share, tuple(batch)
         piece = self._ask(lambda ticket: Gather(ticket, self._lot, wanted, share), [reference])[reference]
         if not isinstance(piece, Piece):

@@ -11,7 +11,7 @@ from hvdlab.kernel_ext.inspect.arrays import Bytes
 from hvdlab.kernel_ext.inspect.messages import Difference
 
 STRIDE = 96 << 10
-"""Bytes that are worked on at once: what is computed stays in the cache, and in memory that malloc keeps at hand."""
+"""Bytes that are worked on at once, so that results stay in the cache, and in memory that malloc keeps at hand."""
 
 _AS_FLOAT = {"bfloat16": np.dtype(np.uint16)}
 
@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 
 def numeric(raw: Bytes, dtype: str, itemsize: int) -> Array | None:
-    """These bytes as numbers of the type that a framework calls ``dtype``; None if numpy does not know it."""
+    """These bytes as numbers of the type that a framework calls ``dtype``; None if numpy does not know the type."""
     if dtype in _AS_FLOAT:
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     try:
@@ -33,7 +33,7 @@ def numeric(raw: Bytes, dtype: str, itemsize: int) -> Array | None:
 def compare(ours: Bytes, theirs: Bytes, dtype: str, itemsize: int) -> Difference:
     """How two ranges of whole elements differ, bit by bit; magnitudes where the elements are numbers.
 
-    NaN differs from nothing by an amount, so it does not count for the largest differences.
+    A difference from NaN is no number, so NaN does not count for the largest differences.
     """
     count, first = 0, -1
     largest: float | None = None
@@ -51,7 +51,7 @@ def compare(ours: Bytes, theirs: Bytes, dtype: str, itemsize: int) -> Difference
             first = start // itemsize + int(odd.argmax())
         here, there = numeric(a, dtype, itemsize), numeric(b, dtype, itemsize)
         if here is not None and there is not None:
-            if found < odd.size // 8:  # else it takes longer to choose than to reckon
+            if found < odd.size // 8:  # else choosing elements takes longer than computing with all
                 here, there = here[odd], there[odd]
             most, rel = _magnitudes(here, there)
             largest, relative = _more(largest, most), _more(relative, rel)
@@ -74,7 +74,7 @@ def _stride(itemsize: int) -> int:
 
 
 def _differing(a: Bytes, b: Bytes, itemsize: int) -> npt.NDArray[np.bool_]:
-    """In which elements the bytes differ."""
+    """For each element, whether its bytes differ."""
     if itemsize in (1, 2, 4, 8):
         word = np.dtype(f"u{itemsize}")
         same_size: npt.NDArray[np.bool_] = a.view(word) != b.view(word)
@@ -97,7 +97,7 @@ def _magnitudes(a: Array, b: Array) -> tuple[float | None, float | None]:
 
 
 def _quick(a: Array, b: Array) -> tuple[Any, Any]:
-    """In the elements' own precision and few passes; not finite if the elements are not, or their difference is too large."""
+    """The same in the elements' own precision and few passes; not finite if elements are not, or differ by too much."""
     apart = np.subtract(a, b)
     np.abs(apart, out=apart)
     most = apart.max()

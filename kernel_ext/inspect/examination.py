@@ -1,4 +1,4 @@
-"""One value of a rank under examination: its leaves with their fingerprints, and what the pool asks about them."""
+"""One value of a rank under examination: its leaves with their fingerprints, and the answers to the pool's questions."""
 
 from __future__ import annotations
 
@@ -19,27 +19,25 @@ from hvdlab.kernel_ext.inspect.scalars import type_name
 from hvdlab.kernel_ext.rank.failures import one_line
 
 NAMED = 3
-"""Parts that can't be compared and are named."""
-
+"""How many of the parts that can't be compared are named."""
 EXCERPT = 24
-"""Characters of a text from the first on that differs."""
-
+"""Characters of a text that are shown, from the first differing one on."""
 BEFORE = 8
-"""Characters of a text that are shown in front of the first that differs."""
+"""Characters of a text that are shown in front of the first differing one."""
 
 _ITEMSIZE = {"text": 4, "bytes": 1, "hex": 1}
 
 MOST_IN_ONE = 4000
-"""Leaves that are told in one message."""
+"""Leaves in one message at most."""
 
 
 class Examination:
-    """Belongs to the main thread of a rank; the value must not change meanwhile.
+    """An examination, which belongs to the main thread of a rank; the value must not change while it lasts.
 
     Args:
-        value: What is looked at.
-        threads: Among how many threads fingerprints are made.
-        walked: Its leaves, if they are known.
+        value: The value that is examined.
+        threads: How many threads make fingerprints.
+        walked: The value's leaves, if they are known.
     """
 
     def __init__(self, value: Any, threads: int = 1, walked: Walked | None = None) -> None:
@@ -71,7 +69,7 @@ class Examination:
         )
 
     def examined(self, ticket: int) -> Examined:
-        """What the whole value is like."""
+        """The answer about the whole value: its fingerprint, type and counts."""
         arrays = [leaf for leaf in self.leaves if leaf.kind == "array"]
         unknown = [leaf for leaf in self.leaves if leaf.kind in ("opaque", "error")]
         return Examined(
@@ -89,7 +87,7 @@ class Examination:
         )
 
     def some_leaves(self, ticket: int, first: int) -> Leaves:
-        """The leaves from this number on."""
+        """The leaves from number ``first`` on, :data:`MOST_IN_ONE` at most."""
         return Leaves(ticket, tuple(self.leaves[first : first + MOST_IN_ONE]))
 
     def blocks(self, ticket: int, leaves: Sequence[int]) -> Blocks:
@@ -103,7 +101,7 @@ class Examination:
         )
 
     def _blocks_of(self, number: int) -> bytes:
-        """Fingerprints of blocks; of texts these are made when they are asked for, which is seldom."""
+        """Fingerprints of blocks; those of texts are only made here, since the pool seldom asks for them."""
         array = self._arrays[number]
         if array is None or self.leaves[number].kind == "array":
             return self._blocks[number]
@@ -146,7 +144,7 @@ class Examination:
         return Difference(found.count, found.first)
 
     def _read_from(self, number: int, offset: int, length: int) -> Bytes:
-        """These bytes of a text and an excerpt behind them, as far as there are so many."""
+        """These bytes of a text and an excerpt behind them, as far as the text goes."""
         array = self._arrays[number]
         size = 0 if array is None else array.nbytes
         return self._read(
@@ -161,7 +159,7 @@ class Examination:
 
 
 def same_key(leaf: Leaf) -> tuple[Any, ...]:
-    """Equal for leaves that do not differ. Of devices only the kind counts: each rank has one of its own."""
+    """A key that is equal for leaves that do not differ. Of devices only the kind counts: each rank has its own."""
     return (
         leaf.path,
         leaf.kind,

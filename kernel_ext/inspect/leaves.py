@@ -1,7 +1,7 @@
 """A value taken apart into its leaves: numbers, texts and arrays, each with a path.
 
-No code of the user's runs here, other than what frameworks call: containers are read as what they are built on, objects
-by their ``__dict__``, and nothing is printed by its own ``__repr__``.
+No code of the user's runs here, other than what frameworks call: containers are read by the built-in types that they derive
+from, objects by their ``__dict__``, and nothing is printed by its own ``__repr__``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hvdlab.kernel_ext.rank.failures import one_line
 MOST_LEAVES = 20_000
 DEEPEST = 60
 FINGERPRINTS = "items"
-"""What stands for the dtype of a long list of anything: its elements are fingerprints."""
+"""In place of a dtype, for a long list of values that are no numbers: its elements are fingerprints."""
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class Found:
         content: What a value's fingerprint is made of.
         text: The value, shortened.
         array: The elements, if it is an array.
-        value: What has them.
-        long: What can be compared one by one of a text that is too long to be shown, as :func:`long_text` gives it.
+        value: The object that has the elements.
+        long: A text that is too long to be shown, to be compared character by character, as :func:`long_text` returns it.
     """
 
     path: str
@@ -81,7 +81,7 @@ class _Walk:
         self.leaves = Leaves()
         self._most = most
         self._seen: dict[int, str] = {}
-        self._kept: list[Any] = []  # or another object could get the same identity
+        self._kept: list[Any] = []  # keeps objects alive, else another one could get the same id()
 
     def visit(self, path: str, value: Any, depth: int) -> None:
         if len(self.leaves.found) >= self._most or depth > DEEPEST:
@@ -121,7 +121,7 @@ class _Walk:
             self.visit(f"{path}.__class__", kind, depth + 1)  # a class's attributes are its objects' as well
 
     def _beside(self, path: str, value: Any, parts: Iterable[Part], depth: int) -> None:
-        """What belongs to a value that is a leaf itself; once, as there are functions that call themselves."""
+        """Visit what belongs to a value that is a leaf itself; only once, as there are functions that call themselves."""
         found = list(parts)
         if id(value) in self._seen or not (found or isinstance(value, type)):
             return
@@ -136,7 +136,8 @@ class _Walk:
         if isinstance(parts, Long):
             self._add(Found(path, "array", type_name(type(value)), array=_long(parts.items)))
             return
-        # Also of something empty there is a leaf, and a list is not a tuple. How many parts there are is told by them.
+        # A leaf of its own, so that empty containers, and a list and a tuple, can differ. The number of parts is not in its
+        # content: the parts' own leaves show that.
         self._add(Found(path, "value", type_name(type(value)), b"", _count(parts := list(parts or ()))))
         self._each(path, parts, depth)
 

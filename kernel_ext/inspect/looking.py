@@ -1,4 +1,4 @@
-"""What a pool can tell about the variables of its ranks."""
+"""What a pool can find out about the variables of its ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.base import PoolBase
 
 LOOK_WITHIN = 7.0
-"""Seconds that ranks have to look at something; they give up themselves before."""
+"""Seconds that the pool waits for ranks that look at something; they give up by themselves before that."""
 
 
 class Looking:
@@ -32,15 +32,15 @@ class Looking:
     def diff(self, name: str = "", ranks: Sequence[int] | None = None, *, special: str = "") -> Diff:
         """Compare a variable or expression over these ranks (by default all), after what they are running.
 
-        Fingerprints are made and elements are compared on the ranks; only what is told comes here.
+        Ranks make the fingerprints and compare the elements; only the result comes to this process.
 
         Args:
             name: The expression.
-            ranks: Where.
+            ranks: The ranks to compare; by default all.
             special: ``rng`` (states of random numbers) or ``environment`` (versions and settings), instead of a name.
 
         Raises:
-            InvalidRequestError: Neither a name nor something special was given, or there is no such rank.
+            InvalidRequestError: Not exactly one of ``name`` and ``special`` was given, or a rank is lost or does not exist.
             HvdlabError: A rank was lost meanwhile.
         """
         if bool(name) == bool(special) or special not in ("", *SPECIAL):
@@ -51,7 +51,7 @@ class Looking:
         return diff(questions, name, self._chosen(ranks), special=special, near=self._near())
 
     def view(self, expression: str, ranks: Sequence[int] | None = None) -> dict[int, View]:
-        """What the value of an expression is like on these ranks (by default all), also while they run a cell.
+        """Rank to a description of an expression's value there, of these ranks (by default all), also while they run a cell.
 
         Ranks that do not answer are missing.
         """
@@ -66,7 +66,7 @@ class Looking:
         return Overview(found, tuple(rank for rank in chosen if rank not in found))
 
     def tensors(self, ranks: Sequence[int] | None = None, *, most: int = 20) -> TensorTable:
-        """The ``most`` largest arrays and tensors on each of these ranks (by default all)."""
+        """The ``most`` largest arrays and tensors on each of these ranks (by default all), also while cells run."""
         answers = self._look(lambda ticket: AskTensors(ticket, most), ranks)
         return TensorTable({rank: answer for rank, answer in answers.items() if isinstance(answer, Tensors)})
 

@@ -1,4 +1,4 @@
-"""What is said about the variables of ranks: a part of :mod:`hvdlab.kernel_ext.payloads`.
+"""Messages about the variables of ranks: a part of :mod:`hvdlab.kernel_ext.payloads`.
 
 A value is looked at in its *leaves*: numbers, texts and arrays, each with a path such as ``.fc.weight`` or
 ``['lr']``. :class:`Examine` opens an *examination*: while it lasts the rank's main thread does nothing else, so that
@@ -65,9 +65,9 @@ class Examined(Payload, frozen=True):
     Attributes:
         digest: Fingerprint of the whole value; equal if and only if nothing differs.
         type_name: Name of the Python type.
-        leaves: How many there are.
+        leaves: How many leaves there are.
         arrays: How many of them are arrays, of ``nbytes`` in all.
-        error: Why there is none; then there is no examination either.
+        error: Why there is no value; then there is no examination either.
         left_out: How many parts were not looked at, since there are too many.
         unknown: How many parts can't be compared, such as locks and open files.
         unknown_parts: The first of them: path and type, or path and error.
@@ -94,7 +94,7 @@ class AskLeaves(Payload, frozen=True):
 
 
 class Leaves(Payload, frozen=True):
-    """Answer to AskLeaves; fewer than there are if these are many. Empty behind the last."""
+    """Answer to AskLeaves: a limited number of leaves; empty behind the last one."""
 
     ticket: int
     leaves: tuple[Leaf, ...]
@@ -150,7 +150,7 @@ class Difference(msgspec.Struct, array_like=True, frozen=True, gc=False):
         count: Elements whose bytes differ.
         first: The first of them, counted in elements from the beginning of the range.
         here, there: Its values, in words; ``there`` is the other rank's.
-        largest: Largest absolute difference of numbers; None if there is none to be told.
+        largest: Largest absolute difference of numbers; None if the elements have none.
         relative: Largest difference relative to the larger of the two magnitudes.
     """
 
@@ -174,14 +174,14 @@ class Compared(Payload, frozen=True):
 
 
 class AskView(Payload, frozen=True):
-    """Ask what the value of an expression is like."""
+    """Ask for a description of the value of an expression."""
 
     ticket: int
     expression: str
 
 
 class View(Payload, frozen=True):
-    """Answer to AskView: some lines about it, or why there are none.
+    """Answer to AskView: some lines about the value, or in ``error`` why there are none.
 
     Attributes:
         lines: What kind of value it is, then more about it.
@@ -232,7 +232,7 @@ class AskTensors(Payload, frozen=True):
 
 
 class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Memory of an array or tensor; ``count`` of them without a name are told together."""
+    """Memory of an array or tensor, or of ``count`` equal ones without a name together."""
 
     name: str
     dtype: str

@@ -1,4 +1,4 @@
-"""Stacks of ranks with the frames below Python, by py-spy if it is installed. They are seen from outside."""
+"""Stacks of ranks with the frames below Python, read from outside by py-spy if it is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdlab.kernel_ext.output.places import short_path
 WITHIN = 30.0
 """Seconds that py-spy has for a process; to read a large library's symbols takes some."""
 
-# Of the Python interpreter, and of what runs a cell in it.
+# Parts of the file names of frames outside of the cell: of the interpreter's start, and of what runs a cell.
 _HIDDEN = ("ipykernel", "IPython/", "asyncio/", "runpy.py", "hvdlab/kernel_ext/", "tornado/")
 
 
@@ -58,7 +58,7 @@ def _dump(path: str, pid: int, within: float) -> tuple[str, ...]:
 
 
 def _lines(frames: list[dict[str, Any]]) -> tuple[str, ...]:
-    """From the cell's line to the innermost."""
+    """The frames from the cell's line to the innermost, a line each."""
     lines: list[str] = []
     for frame in reversed(frames):
         file = frame.get("filename") or frame.get("module") or ""

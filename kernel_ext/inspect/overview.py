@@ -78,7 +78,7 @@ class Overview:
         return table
 
     def notes(self) -> list[str]:
-        """What else is to be said."""
+        """Lines about ranks that run a cell, failed or did not answer, and about variables that are not shown."""
         busy = [rank for rank, answer in self.ranks.items() if answer.cell]
         failed = {rank: answer.error for rank, answer in self.ranks.items() if answer.error}
         notes = (

@@ -1,7 +1,7 @@
 """What a value consists of: its parts, each with the step that leads to it.
 
-A value's parts are all in which two such values could differ. What can't be had (the inside of a C extension's object that
-does not even tell it to pickle) is a part, too: one that is :class:`Unknown`.
+A value's parts are everything in which two such values could differ. What can't be had (the inside of a C extension's object
+that pickle does not get either) is a part, too: one that is :class:`Unknown`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hvdlab.kernel_ext.inspect.scalars import (
 )
 
 LONG = 64
-"""Items from which a list is compared as one array."""
+"""A list of more items than this is compared as one array."""
 
 _OPAQUE = frozenset(
     {
@@ -99,9 +99,9 @@ def parts_of(value: Any) -> Parts:
 
 
 def beside(value: Any) -> Iterable[Part]:
-    """What makes up a value, for which there is a leaf of its own already, besides what that leaf compares.
+    """The parts of a value that has a leaf of its own, besides what that leaf compares.
 
-    Such as the defaults of a function, the attributes of a class of the user's, a number's that is of such a class.
+    Such as the defaults of a function, or the attributes of a user's class and of a number that is of such a class.
     """
     kind = type(value)
     if issubclass(kind, types.FunctionType):
@@ -144,7 +144,7 @@ def has_c_state(kind: type) -> bool:
 
 
 def _from_c(value: Any) -> Iterable[Part] | None:
-    """Of an object of a C extension: what it tells to pickle, unless code of the user's would have to tell it."""
+    """The parts of an object of a C extension: what it gives to pickle, unless code of the user's would give it."""
     kind = type(value)
     held = list(attributes(value) or ())
     reduced = None
@@ -162,7 +162,7 @@ def _from_c(value: Any) -> Iterable[Part] | None:
 
 
 def _reduces(kind: type) -> bool:
-    """Whether a type has an own way to be pickled, and that is not the user's."""
+    """Whether a type has its own way to be pickled, and that is not code of the user's."""
     told = False
     for name in ("__reduce_ex__", "__reduce__", "__getstate__"):
         owner = next(cls for cls in (*kind.__mro__, object) if name in cls.__dict__ or cls is object)
@@ -175,7 +175,7 @@ def _reduces(kind: type) -> bool:
 
 
 def attributes(value: Any) -> Iterable[Part] | None:
-    """What is in an object's ``__dict__`` and slots; None if it has neither."""
+    """Name and value of what is in an object's ``__dict__`` and slots; None if it has neither."""
     found: dict[str, Any] = {}
     names = [name for cls in type(value).__mro__ for name in _own_slots(cls)]
     try:
@@ -196,13 +196,13 @@ def _own_slots(cls: type) -> Iterable[str]:
     names = cls.__dict__.get("__slots__", ())
     for name in [names] if isinstance(names, str) else names:
         if name not in ("__dict__", "__weakref__"):
-            # Two underscores in front stand for the class's name, too.
+            # Python puts the class's name before a name that begins with two underscores.
             private = name.startswith("__") and not name.endswith("__")
             yield f"_{cls.__name__.lstrip('_')}{name}" if private else name
 
 
 def _added(value: Any, base: type) -> Iterable[Part]:
-    """What a class derived from a built-in one adds to it."""
+    """What a class that is derived from a built-in one adds to a value."""
     return () if type(value) in _COMPLETE else attributes(value) or ()
 
 
@@ -291,14 +291,14 @@ def _defaults(value: Any) -> Iterable[Part]:
 
 
 def _member(cls: type, name: str, value: Any) -> Any:
-    """What a member of a built-in class is, whatever a subclass of the user's says."""
+    """The value of a built-in class's member, whatever a subclass of the user's says."""
     return cls.__dict__[name].__get__(value)
 
 
 def _key(key: Any) -> str:
     if is_scalar(key):
         data, text = content(key)
-        # Two of which only the same beginning is shown are two all the same.
+        # Keys whose shown beginnings are equal must stay two keys.
         return text if len(data) <= LONGEST // 2 else f"{text}#{fingerprint(data).hex()[:6]}"
     if type(key) is tuple:
         return f"({', '.join(map(_key, key))})"

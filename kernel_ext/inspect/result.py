@@ -27,12 +27,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """One part of a value that some ranks have otherwise than most.
+    """One part of a value in which some ranks differ from most.
 
     Attributes:
-        path: Where it is in the value, such as ``.fc.weight``.
+        path: Where the part is in the value, such as ``.fc.weight``.
         ranks: The ranks that differ.
-        reference: Those they are compared with: the most that agree.
+        reference: The ranks that they are compared with: the largest group that agrees.
         what: In what they differ: ``values`` (of an array), ``value``, ``type``, ``dtype``, ``shape``, ``device``,
             ``requires_grad``, ``missing`` (these ranks do not have it), ``only there`` (the others do not have it).
         leaf, expected: What these ranks and the others have; None if nothing.
@@ -42,7 +42,7 @@ class DiffRow:
         largest: Largest absolute difference.
         relative: Largest difference relative to the larger of the two magnitudes.
         not_finite: Numbers of NaN and infinite elements on these ranks.
-        expected_not_finite: On the others.
+        expected_not_finite: The same numbers on the others.
     """
 
     path: str
@@ -72,7 +72,7 @@ class DiffRow:
 
     @property
     def is_text(self) -> bool:
-        """Whether ``first``, ``here`` and ``there`` are of long texts: a character's number, and what is from it on."""
+        """Whether ``first`` is the number of a character of a long text, and ``here`` and ``there`` what follows from it on."""
         return self.leaf is not None and self.leaf.kind == "value"
 
     def with_elements(
@@ -119,7 +119,7 @@ class Diff:
 
     Attributes:
         name: The expression, or what else was compared.
-        groups: Ranks that agree together, the most numerous first; ranks where it can't be had come last.
+        groups: Groups of ranks that agree, the largest first; ranks where the value can't be had come last.
         rows: What differs, in the order in which it is in the value.
     """
 
@@ -143,7 +143,7 @@ class Diff:
         return tuple(sorted(rank for group in self.groups[1:] for rank in group.ranks))
 
     def headline(self) -> str:
-        """One sentence: who agrees with whom."""
+        """One sentence: which ranks agree, and which differ."""
         first, *rest = self.groups
         if first.found.error:
             return f"{self.name}: no rank has it"
@@ -168,7 +168,7 @@ class Diff:
         return f"{head} agree ({_size(first.found)}); {differ}"
 
     def notes(self) -> list[str]:
-        """What else is to be said, a line each."""
+        """Lines about errors, about parts that were not compared, and about rows that are not shown."""
         found = [f"{format_ranks(g.ranks)}: {g.found.error}" for g in self.groups if g.found.error]
         most = max((group.found for group in self.groups), key=lambda found: found.unknown)
         if most.unknown:
@@ -184,7 +184,7 @@ class Diff:
         return found
 
     def table(self) -> Table:
-        """What differs; the ranks that have it otherwise are marked."""
+        """What differs, as a table; the differing ranks and their values are marked."""
         head = (
             "part",
             "ranks",
@@ -225,7 +225,7 @@ def _size(found: Examined) -> str:
 
 
 def _who(row: DiffRow, ranks: int) -> str:
-    """The odd ranks, and whom they are compared with unless that is all the others."""
+    """The differing ranks, and the ranks that they are compared with unless these are all the others."""
     odd = compact_ranks(row.ranks)
     return (
         odd
@@ -266,7 +266,7 @@ def _values(row: DiffRow) -> tuple[str, str]:
 
 
 def _described(leaf: Leaf | None, what: tuple[str, ...]) -> str:
-    """What a leaf is, as far as it matters."""
+    """A leaf in words, as far as it matters for the difference."""
     if leaf is None:
         return "nothing"
     if leaf.kind != "array":

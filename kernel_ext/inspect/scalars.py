@@ -34,7 +34,7 @@ _CONSTANTS = (type(None), type(Ellipsis), type(NotImplemented), range, slice)
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether :func:`content` knows it."""
+    """Whether :func:`content` knows this value."""
     return is_scalar_type(type(value))
 
 
@@ -55,7 +55,7 @@ def framework_of(kind: type) -> FrameworkHooks | None:
 
 
 def content(value: Any) -> tuple[bytes, str]:
-    """What makes two values of a type the same, and the value in words. For what :func:`is_scalar` takes."""
+    """Bytes that are equal for equal values of a type, and the value in words. Only for what :func:`is_scalar` accepts."""
     kind = type(value)
     if kind in _PLAIN:
         return _PLAIN[kind](value)
@@ -87,7 +87,7 @@ class Hidden(str):
 
 
 def _as_plain(base: Any, value: Any) -> Any:
-    """What a subclass of the user's adds to, without asking it."""
+    """The built-in value that an instance of a user's subclass is, without calling code of that class."""
     if base in (bytes, bytearray):
         return base.__getitem__(value, slice(None))
     return str.__str__(value) if base is str else base.__pos__(value)
@@ -114,7 +114,7 @@ def _of_code(code: types.CodeType) -> tuple[bytes, str]:
 
 
 def _of_constant(value: Any) -> bytes:
-    """A constant of code: these have no order of their own where they are sets, and addresses where they are code."""
+    """A fingerprint of a constant of code: a set has no order, and the repr of a code object has an address in it."""
     if isinstance(value, types.CodeType):
         return _of_code(value)[0]
     if isinstance(value, (tuple, frozenset)):
@@ -128,7 +128,7 @@ def _of_constant(value: Any) -> bytes:
 def _of_int(value: int) -> tuple[bytes, str]:
     bits = value.bit_length()
     data = value.to_bytes(bits // 8 + 1, "little", signed=True)
-    # Python refuses to print very long ones, and takes long for long ones.
+    # Python refuses to print very long integers, and takes long for long ones.
     return data, str(value) if bits <= 256 else f"<an int of {bits} bits>"
 
 
@@ -156,7 +156,7 @@ SHOWN_WHOLE = 40
 
 
 def long_text(value: Any) -> tuple[str, str | bytes] | None:
-    """``text``, ``bytes`` or ``hex`` and what can be compared one by one, of what is too long to be shown whole."""
+    """``text``, ``bytes`` or ``hex``, and the characters to compare one by one; None if the value can be shown whole."""
     kind = type(value)
     if kind is Hidden:
         return None
@@ -173,7 +173,7 @@ def long_text(value: Any) -> tuple[str, str | bytes] | None:
 
 
 SCALAR_TYPES: tuple[type, ...] = (*_PLAIN, Hidden, *_CONSTANTS)
-"""Types of which a leaf compares all there is to their values."""
+"""Types whose values a leaf compares completely."""
 
 
 def shortened(text: str, more: bool = False) -> str:

@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.inspect.scalars import Hidden
 SPECIAL = ("rng", "environment")
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-# What is meant to differ from rank to rank, or belongs to what started it.
+# Environment variables that are meant to differ from rank to rank, or that the launcher has set.
 _OWN = re.compile(
     r"(.*_)?(RANK|PROCID|LOCALID|NODEID)$|HVDLAB_|HOROVOD_|PMI_|PMIX_|OMPI_|JPY_|IPP_|OLDPWD$|_$"
 )
@@ -36,7 +36,7 @@ def random_states() -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, environment variables (secret ones by their fingerprint only) and what makes results differ."""
+    """Versions, environment variables (of secret ones only fingerprints leave the rank) and settings that change results."""
     return {
         "python": {
             "version": platform.python_version(),

@@ -11,7 +11,7 @@ from hvdlab.collectives.visible import visible
 WIDEST = 60
 """Characters of a cell that are shown."""
 
-# A left border and bold letters, so that it is not told by colour alone; readable on light and dark grounds.
+# A left border and bold letters, so that a mark is more than a colour; readable on light and dark backgrounds.
 _MARK = "font-weight: bold; box-shadow: inset 3px 0 #d97706; padding-left: 8px"
 
 
@@ -28,7 +28,7 @@ class Table:
 
     Args:
         head: Names of the columns.
-        numbers: Those with numbers, which stand to the right.
+        numbers: Columns with numbers, which are aligned to the right.
     """
 
     def __init__(self, head: Sequence[str], *, numbers: Collection[str] = ()) -> None:
@@ -43,7 +43,7 @@ class Table:
         return [n for n in range(len(self._head)) if any(row[n].text for row in self.rows)]
 
     def lines(self) -> list[str]:
-        """As text."""
+        """The table as lines of text."""
         shown = self._shown()
         rows = [[self._head[n] for n in shown], *([row[n].text for n in shown] for row in self.rows)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(shown))]
@@ -57,7 +57,7 @@ class Table:
         ]
 
     def html(self, headline: str, notes: Sequence[str] = ()) -> str:
-        """As HTML, below a headline and above notes."""
+        """The table as HTML, below a headline and above notes."""
         parts = [f"<div><b>{html.escape(headline)}</b></div>"]
         if self.rows:
             shown = self._shown()

@@ -1,4 +1,4 @@
-"""Ranks and their values as objects: ``pool.ranks[3].model.fc.weight`` tells what it is like, and moves nothing."""
+"""Ranks and their values as objects: ``pool.ranks[3].model.fc.weight`` describes a value, and does not move it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Ranks(tuple[int, ...]):
-    """The ranks of a pool, as numbers; an index is not a place but a rank, and gives a view of its variables."""
+    """The ranks of a pool, as numbers; an index is not a position but a rank, and gives a view of its variables."""
 
     _pool: Looking
 
@@ -42,9 +42,9 @@ class Ranks(tuple[int, ...]):
 
 
 class RankView:
-    """A rank: its variables are attributes, or items; called with an expression it gives the view of its value.
+    """A rank: its variables are attributes, or items; called with an expression it returns the view of that value.
 
-    As a number it is that of the rank.
+    As an index or in a comparison it counts as the rank's number.
     """
 
     def __init__(self, pool: Looking, rank: int) -> None:
@@ -52,7 +52,7 @@ class RankView:
 
     def __getattr__(self, name: str) -> ValueView:
         if name.startswith("_"):
-            raise AttributeError(name)  # what notebooks ask any object for
+            raise AttributeError(name)  # notebooks ask any object for such names
         return ValueView(self._pool, self._rank, name)
 
     def __getitem__(self, name: str) -> ValueView:
@@ -73,7 +73,7 @@ class RankView:
     def __dir__(self) -> Iterable[str]:
         try:
             return self._names()
-        except HvdlabError:  # it is gone; completion has nothing to offer
+        except HvdlabError:  # the rank is gone; completion has nothing to offer
             return []
 
     def _names(self) -> list[str]:
@@ -96,7 +96,7 @@ class ValueView:
         self._pool, self._rank, self._expression = pool, rank, expression
 
     def pull(self) -> Any:
-        """The value. Raises ``LookupError`` if it can't be had, as :meth:`Pool.pull` does."""
+        """The value itself, brought to this process. Raises ``LookupError`` as :meth:`Pool.pull` does."""
         return self._pool.pull(self._expression, [self._rank])[self._rank]
 
     def __getattr__(self, name: str) -> ValueView:

@@ -6,27 +6,27 @@ from collections import deque
 from dataclasses import dataclass
 
 SAME_PORTS = (0.1, 0.3, 1.0, 2.0)
-"""Seconds to wait before another attempt with the ports that clients know: who has taken one may let go of it."""
+"""Seconds to wait before another attempt with the ports that clients know: a program that has taken one may let go of it."""
 OTHER_PORTS = (0.0, 0.3, 1.0)
-"""Seconds to wait before each attempt with ports of its own choice, once those can not be had."""
+"""Seconds to wait before each attempt with ports that the controller chooses, once the known ones can't be had."""
 
 SOON = 0.2
 """Seconds from a controller's death to the start of the next one."""
 DEATHS = 3
 """After so many deaths …"""
 DEATHS_WITHIN = 60.0
-"""… within so many seconds they follow in growing intervals, unless someone uses the cluster, …"""
+"""… within so many seconds the next controllers are started after growing pauses, unless the user uses the cluster, …"""
 LATER, AT_LATEST = 5.0, 30.0
 """… from the first of these up to the second, in seconds. The second also follows a start that has failed for good."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start.
+    """One attempt to start a controller.
 
     Attributes:
         wait: Seconds before it.
-        elsewhere: Whether it takes other ports than its predecessor had.
+        elsewhere: Whether the controller takes other ports than its predecessor had.
     """
 
     wait: float = 0.0
@@ -37,8 +37,8 @@ class Attempts:
     """The attempts of one start.
 
     Args:
-        again: Whether it takes a predecessor's place. If not, nobody knows its ports, and who waits is told at once what
-            fails.
+        again: Whether the controller takes a predecessor's place. If not, no client knows its ports, and the caller that
+            waits for it gets the first error that other ports can't cure, at once.
     """
 
     def __init__(self, *, again: bool) -> None:
@@ -47,7 +47,7 @@ class Attempts:
         self._again = again
 
     def after(self, *, taken: bool) -> Attempt | None:
-        """What follows an attempt that failed, ``taken``: for lack of its ports. None: nothing."""
+        """The attempt that follows one that failed; None for none. ``taken``: it failed since its ports were taken."""
         if self._same:
             return Attempt(self._same.popleft())
         if taken and self._other:
@@ -65,7 +65,7 @@ class Deaths:
         return bool(self._times)
 
     def add(self, now: float) -> float:
-        """One has died now. Returns the seconds after which the next one is started."""
+        """A controller has died now. Returns the seconds after which the next one is started."""
         lately = sum(now - then < DEATHS_WITHIN for then in self._times)
         self._times.append(now)
         return SOON if lately < DEATHS else min(AT_LATEST, LATER * 2 ** (lately - DEATHS))

@@ -1,7 +1,7 @@
 """A pool's ``ipyparallel.Cluster``: its controller, its engine set, and the one thread that its coroutines run on.
 
 It is brought up when it is first used, by ``Companion.cluster`` or ``Companion.wait_up``: it listens on ports and takes
-memory, which a pool that is used by cells alone does without.
+memory, which a pool whose user only runs cells does without.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 START_WITHIN = 40.0
-"""Seconds that a controller gets to start."""
+"""Seconds that a controller has to start."""
 END_WITHIN = 5.0
-"""Seconds until one that is killed has ended."""
+"""Seconds that a killed controller has to end."""
 
 log = logging.getLogger(__name__)
-log.addHandler(logging.NullHandler())  # ipyparallel's news are for who asks for them, not for the notebook
+log.addHandler(
+    logging.NullHandler()
+)  # ipyparallel's news are for users that configure logging, not for the notebook
 
 
 class Companion:
@@ -76,12 +78,12 @@ class Companion:
         self._fork_server, self._pids, self._connected = fork_server, pids, connected
         self._lost = lost or log.warning
         self._starter: Starter | None = None
-        # What an earlier process left, if it kept this pool.
+        # The cluster that an earlier process left, if it kept this pool.
         self._earlier = Predecessor.of(fork_server)
         self._deaths = Deaths()
         self._serving: ForkControllerLauncher | None = None
         self._starting: asyncio.Task[Any] | None = None
-        self._follows = False  # one that was up
+        self._follows = False  # whether the next controller takes the place of one that was up
         self._told_down, self._last = False, ""
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
@@ -97,18 +99,18 @@ class Companion:
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def use(self, starter: Starter) -> None:
-        """Let ipyparallel's requests to signal ranks be done by this. Call it once, before anything is brought up."""
+        """Have ``starter`` send the signals that ipyparallel sends to ranks. Call it once, before the cluster is brought up."""
         self._starter = starter
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster; brought up if it was not yet. Does not wait for engines to register."""
+        """The cluster; brings it up if it is not. Does not wait for engines to register."""
         self.wait_up(Deadline(60))
         assert self._cluster is not None
         return self._cluster
 
     def bring_up(self) -> Future[str]:
-        """Begin to bring it up, if that was not done yet. The result is the engines' connection information."""
+        """Begin to bring the cluster up, if that was not done yet. The result is the engines' connection information."""
         with self._lock:
             if self._up is None:
                 self._up = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
@@ -123,9 +125,9 @@ class Companion:
         return self.bring_up()
 
     def wait_up(self, deadline: Deadline) -> str:
-        """Bring it up and wait for it. Ctrl-C breaks the wait.
+        """Bring the cluster up and wait for it, also if that has failed before. Ctrl-C breaks the wait.
 
-        What has failed before is tried again.
+        Returns the engines' connection information.
 
         Raises:
             StartError: The controller did not start.
@@ -152,7 +154,7 @@ class Companion:
                     controller.has_ended(event)
                     alone = (
                         self._fork_server.lost is None
-                    )  # else it ended with the fork server, and that is told
+                    )  # else it ended with the fork server, whose end is reported
                     self._call_soon(self._controller_ended, controller, event, alone)
         if isinstance(event, Exited) and event.number == CONTROLLER and self._earlier is not None:
             self._earlier.has_ended()
@@ -182,7 +184,7 @@ class Companion:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(deadline.remaining())
 
     def close(self, *, keep: bool = False) -> None:
-        """End controller and engines that the cluster started itself, and the thread. Idempotent.
+        """End the controller and the engines that the cluster started itself, and the thread. Idempotent.
 
         Args:
             keep: Leave all that to a later process that takes the pool over; only the thread ends.
@@ -242,12 +244,12 @@ class Companion:
         return self._cluster
 
     def guard(self, *paths: str) -> None:
-        """Have these files removed when the pool ends in whatever way."""
+        """Have the fork server remove these files when the pool ends, in whatever way."""
         self._guarded += paths
         self._fork_server.send(Guard(self._guarded))
 
     def watch_launcher(self, pid: int) -> None:
-        """Have this program, which started the ranks, ended with the pool in whatever way that ends."""
+        """Have the fork server end this program, which started the ranks, when the pool ends, in whatever way."""
         self._fork_server.send(Adopt((Forked(LAUNCHER, pid, start_time(pid)),)))
 
     async def _start(self) -> str:
@@ -267,7 +269,7 @@ class Companion:
             if again:
                 self._stays_down(error)
             raise
-        if self._serving is None:  # and another one is on its way
+        if self._serving is None:  # it has died meanwhile, and the next one is on its way
             raise RuntimeError("ipyparallel's controller ended as soon as it was up")
         if elsewhere or self._last not in ("", information):
             self._lost(
@@ -313,7 +315,7 @@ class Companion:
         return information
 
     def _stays_down(self, error: Exception) -> None:
-        """A successor could not be started. It is said once, and tried again now and then."""
+        """A successor could not be started: say so once, and try again now and then."""
         if self._closed:
             return
         if not self._told_down:
@@ -326,12 +328,14 @@ class Companion:
         self._set_timer(AT_LATEST)
 
     def _controller_ended(self, controller: ForkControllerLauncher, end: Exited, alone: bool) -> None:
-        """One that was up has died: say so, and start another one. What is being started is ``_start``'s business."""
+        """A controller that was up has died: say so, and start another. One that is only being started is left to ``_start``."""
         cluster = self._cluster
         if cluster is None or controller is not self._serving or self._closed:
             return
         with self._lock:
-            self._up = None  # first of all: who uses the cluster from now on waits for the next one
+            self._up = (
+                None  # first of all: a caller that uses the cluster from now on waits for the next controller
+            )
         self._serving = None
         self._connected("")
         controller.notify_stop({"exit_code": end.code, "pid": end.pid, "identifier": controller.identifier})
@@ -382,6 +386,6 @@ class Companion:
 
 
 def _log_failure(up: Future[str]) -> None:
-    """The pool works without ipyparallel's controller; whoever asks for the cluster gets the error."""
+    """Log why the start failed. The pool works without the controller; a caller that asks for the cluster gets the error."""
     if not up.cancelled() and up.exception() is not None:
         log.warning("ipyparallel's controller could not be started: %s", up.exception())

@@ -30,17 +30,17 @@ SUBSCRIBED_WITHIN = 0.5
 
 
 PORTS = 32
-"""Ports to choose for it: more than it uses."""
+"""How many ports are chosen for the controller: more than it uses."""
 
 LISTENS_WITHIN = 10.0
 """Seconds that a queue's thread gets to take its ports."""
 
 
 class Queue(ThreadMonitoredQueue):
-    """A queue in a thread, which takes its ports there.
+    """A queue in a thread, which takes its ports on that thread.
 
     Attributes:
-        listens: Completed when it has them, or can't have them.
+        listens: Completed when the queue has its ports; fails if it can't have them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -83,12 +83,12 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
 
     @observe("use_threads")
     def _use_threads_changed(self, change: Any) -> None:
-        """Threads whose success can be awaited: if one has none, the controller is not up."""
+        """Use queues whose start can be awaited: if one fails, the controller is not up."""
         self.mq_class = f"{__name__}.{Queue.__name__}"
 
     @default("ports")
     def _choose_ports(self) -> list[int]:
-        """The ports that nobody has configured; those of a predecessor, which some will get, are left out."""
+        """Ports for what is not configured, without those of a predecessor, which some queues will get."""
         told = [*self.engine_info.values(), *self.client_info.values()]
         known = [port for value in told for port in (value if isinstance(value, list) else [value])]
         return ports.choose(PORTS, avoid=known)
@@ -114,7 +114,7 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
         super().init_hub()
         self.heartmonitor_process = _NoHeartMonitor()
         self.hub.engine_state_file = ""  # it would stay behind
-        # An engine may be busy with a cell before it completes its registration; its end would be told.
+        # Never: an engine may be busy with a cell before it completes its registration, and the fork server reports its end.
         self.hub.registration_timeout = FOREVER
         answer = self.hub.query_handlers["connection_request"]
 
@@ -125,8 +125,8 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
         self.hub.query_handlers["connection_request"] = client_connects
 
     def _finish(self, engine: int) -> None:
-        """An engine that has registered listens now, which clients may learn."""
-        # A client gets the list of engines first and subscribes to news of others then: none must come in between.
+        """An engine that has registered listens now: let clients learn of it."""
+        # A client gets the list of engines first and then subscribes to news of others: none must come in between.
         wait = self._last_client + SUBSCRIBED_WITHIN - self.loop.time()
         if wait > 0:
             self.loop.call_later(wait, self._finish, engine)
@@ -140,7 +140,7 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
         self.hub.unregister_engine(b"", {"content": {"id": engine}})
 
     def start(self) -> None:
-        """Run until told to stop, or until the fork server is gone."""
+        """Run until SIGTERM, or until the fork server is gone."""
         self.loop.add_handler(self._channel.fileno(), self._hear, self.loop.READ)
         self.loop.add_callback(self._say_up)
         super().start()
@@ -162,10 +162,10 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
         signal.signal(signal.SIGTERM, self.handle_signal)
 
     def cleanup_connection_files(self) -> None:
-        """The pool's business: who takes this one's place, because the fork server has died, needs them."""
+        """Leave them to the pool: the controller that takes this one's place, if the fork server died, needs them."""
 
     def terminate_children(self) -> None:
-        """There are none."""
+        """Nothing to do: there are no child processes."""
 
     def _hear(self, descriptor: int, events: int) -> None:
         try:

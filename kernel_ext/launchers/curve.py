@@ -1,8 +1,8 @@
 """Keys by which ipyparallel's controller knows its clients and engines, and they it: CurveZMQ.
 
-Without it, ZeroMQ's ports take subscriptions from anybody who reaches them, other users of this host among them. The public
-key lies in the controller's connection files, which are for their user alone. A successor has the same pair, so that engines
-and clients which are there stay connected.
+Without it, ZeroMQ's ports take subscriptions from any process that reaches them, also from those of other users of this host.
+The public key lies in the controller's connection files, which only their user can read. A successor has the same pair of
+keys, so that engines and clients that exist stay connected.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class _Keys(msgspec.Struct, frozen=True):
 
 
 def environment(path: Path) -> dict[str, str]:
-    """The variables that have a controller use the pair of keys in this file, which is made if there is none.
+    """The environment variables that have a controller use the pair of keys in this file, which is made if there is none.
 
     Raises:
-        OSError: The file is not ours, or can't be made.
+        OSError: The file does not belong to this user alone, or can't be made.
     """
     if not zmq.has("curve"):
         log.warning(

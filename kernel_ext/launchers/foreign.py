@@ -1,7 +1,7 @@
 """Ranks that one of ipyparallel's own launchers starts: Slurm and others.
 
-They are started all at once as ``python -m hvdlab.kernel_ext.rank``, find the coordinator by their environment, and
-are known by their connection to it alone.
+The launcher starts them all at once as ``python -m hvdlab.kernel_ext.rank``. They find the coordinator by their environment,
+and the pool knows of them by their connections to it alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PYTHON = Option("python", "interpreter of the ranks (default: python3 of the PAT
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest(LaunchRequest):
-    """What ranks of a pool are to be started for.
+    """What a launcher needs to start the ranks of a pool.
 
     Attributes:
         companion: Has the ipyparallel cluster of the pool.
@@ -50,7 +50,7 @@ class EngineSetLauncher:
     """A :class:`~hvdlab.launch.starter.Launcher` by one of ipyparallel's launchers of engine sets.
 
     Args:
-        name: Its name.
+        name: The name of ipyparallel's launcher.
     """
 
     capabilities = Capabilities.all_but({**LACKS, Capability.PROGRAMS: "ipyparallel starts them"})
@@ -65,17 +65,17 @@ class EngineSetLauncher:
         return (PYTHON, *(Option(name, text, kind) for name, (text, kind) in sorted(traits.items())))
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``StartError`` if the program that it calls is not installed, ``InvalidRequestError`` for odd hosts."""
+        """Raises ``StartError`` if the launcher's program is not installed, ``InvalidRequestError`` for malformed hosts."""
         names.check_program(self.name)
         if hosts:
             parse_hosts(hosts)
 
     def is_far(self, hosts: str) -> bool:
-        """Only the launcher's system knows."""
+        """Always True: only the launcher's system knows where ranks will run."""
         return True
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> EngineSetStarter:
-        """What starts the ranks of a pool. Raises ``InvalidRequestError`` for a job that is none."""
+        """What starts the ranks of a pool. Raises ``InvalidRequestError`` if the request is not for a pool."""
         if not isinstance(request, PoolRequest) or request.companion is None:
             raise InvalidRequestError(f"the launcher `{self.name}` starts ranks of notebooks only.")
         return EngineSetStarter(self.name, request, request.companion, ranks)
@@ -85,8 +85,8 @@ class EngineSetStarter:
     """Starts ranks by an engine set launcher of ipyparallel's.
 
     Args:
-        launcher: Its name.
-        request: What for.
+        launcher: The name of ipyparallel's launcher.
+        request: What the ranks are started for.
         companion: Has the cluster.
         ranks: Takes what happens to ranks.
     """
@@ -101,11 +101,11 @@ class EngineSetStarter:
         self._stopped = threading.Event()
 
     def start(self, ranks: Sequence[int], size: int) -> None:
-        """Have them started; possible once.
+        """Have the launcher start all ranks; possible once.
 
         Raises:
-            InvalidRequestError: They were started before.
-            StartError: The launcher could not do it.
+            InvalidRequestError: Ranks were started before.
+            StartError: The launcher could not start them.
         """
         if self._size:
             EngineSetLauncher.capabilities.require(
@@ -121,11 +121,11 @@ class EngineSetStarter:
             ) from error
 
     def signal(self, rank: int, number: int) -> None:
-        """Ranks of this host get the signal; others are ended by the coordinator's word and the launcher's stop."""
+        """Send a rank of this host the signal. Ranks elsewhere end since the coordinator tells them to, or the launcher stops."""
         self._connected.signal(rank, number)
 
     def place(self, rank: int, size: int) -> Place | None:
-        """Only the launcher knows; a rank learns it by its environment."""
+        """None: only the launcher knows; a rank learns its place from its environment."""
         return None
 
     def close(self, timeout: float) -> None:
@@ -184,7 +184,7 @@ _OURS = {
 
 
 def _own_traits(launcher: Any) -> Mapping[str, tuple[str, Kind]]:
-    """Configurable traits of a launcher's class that a text can be read for."""
+    """Configurable traits of a launcher's class whose values can be read from text: name to its help and kind."""
     from traitlets import Any as AnyTrait
     from traitlets import Int, List, Unicode
 

@@ -36,7 +36,7 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         fork_server: The fork server.
         reuse: Whether it takes the place of one that died: with its ports, so that engines and clients find it.
         elsewhere: Whether it takes that one's place with other ports.
-        forked, listening, ended: Completed by the pool when the fork server tells so.
+        forked, listening, ended: The pool completes them when the fork server reports these events.
     """
 
     # How the cluster's file names it, for other processes to import.
@@ -54,11 +54,11 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     @property
     def keys_file(self) -> Path:
-        """Where its keys are, for it and its successors."""
+        """The file with the keys of this controller and of its successors."""
         return keys_file(self.profile_dir, self.cluster_id)
 
     async def start(self) -> None:
-        """Have it forked; returns when it has a process id."""
+        """Have the fork server fork the controller; returns when it has a process id."""
         assert self.fork_server is not None
         environment = {**os.environ, **self.get_env(), **curve.environment(self.keys_file)}
         reuse = ["--reuse", f"--PoolController.elsewhere={self.elsewhere}"] if self.reuse else []
@@ -72,14 +72,14 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         self.notify_start(self.pid)
 
     async def get_connection_info(self, timeout: float | None = None) -> Any:
-        """Wait until it listens, and read its connection files."""
+        """Wait until the controller listens, and read its connection files."""
         if self.fork_server is not None:
             limit = self.connection_info_timeout if timeout is None else timeout
             await asyncio.wait_for(outcome_of(self.listening), limit if limit >= 0 else None)
         return await super().get_connection_info(timeout)
 
     async def stop(self) -> None:
-        """End it."""
+        """End the controller: by SIGTERM, and by SIGKILL if it takes too long."""
         if self.fork_server is None:  # found by its file, in another process
             await super().stop()
             return
@@ -97,19 +97,19 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         )
 
     def get_output(self, remove: bool = False) -> str:
-        """Its last words, if it has ended."""
+        """The controller's last words, if it has ended."""
         return self.ended.result().tail if self.ended.done() else ""
 
     def was_forked(self, outcome: int | Exception) -> None:
-        """The fork server forked it, or could not. Any thread."""
+        """The fork server has forked the controller (``outcome`` is its process id), or could not. Any thread."""
         _complete(self.forked, outcome)
 
     def is_up(self) -> None:
-        """It listens. Any thread."""
+        """The controller listens. Any thread."""
         _complete(self.listening, None)
 
     def has_ended(self, event: Exited) -> None:
-        """The fork server reaped it. Any thread."""
+        """The fork server has reaped the controller. Any thread."""
         why = RuntimeError(f"ipyparallel's controller ended: {describe(event)}\n{event.tail}".rstrip())
         _complete(self.forked, why)
         _complete(self.listening, why)
@@ -117,11 +117,11 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     @property
     def ports_taken(self) -> bool:
-        """Whether it has ended because it could not have its ports."""
+        """Whether the controller has ended because it could not have its ports."""
         return self.ended.done() and self.ended.result().code == ports.TAKEN
 
     async def surely_gone(self, seconds: float) -> None:
-        """End it at once, if it has not ended. Raises ``TimeoutError`` if it is still there."""
+        """End the controller at once, if it has not ended. Raises ``TimeoutError`` if it lives after ``seconds``."""
         if self.ended.done() or not self.forked.done() or self.forked.exception() is not None:
             return
         self.fork_server.send(Signal(CONTROLLER, signal.SIGKILL))
@@ -136,7 +136,8 @@ def keys_file(profile_dir: str, cluster_id: str) -> Path:
 async def outcome_of(future: Future[Any]) -> Any:
     """Wait for a future that others wait for, too; it goes on if this wait is cancelled.
 
-    asyncio would say at the end of the process that nobody has asked how it failed, if that was after the wait.
+    The callback looks at its exception: asyncio would else complain, at the end of the process, that the exception of a future
+    which failed after the wait was never retrieved.
     """
     wrapped = asyncio.wrap_future(future)
     wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -144,7 +145,7 @@ async def outcome_of(future: Future[Any]) -> Any:
 
 
 def _complete(future: Future[Any], outcome: Any) -> None:
-    """Complete a future, unless it is too late: it was, or nobody waits any more."""
+    """Complete a future, unless it is too late: it is completed already, or was cancelled."""
     if future.done() or not future.set_running_or_notify_cancel():
         return
     if isinstance(outcome, Exception):
@@ -172,7 +173,7 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
 
     @classmethod
     def from_dict(cls, d: dict[str, Any], **kwargs: Any) -> ForkEngineSetLauncher:
-        """The launcher as another process finds it by the cluster's file."""
+        """The launcher that another process makes from the cluster's file."""
         launcher: ForkEngineSetLauncher = super().from_dict(d, **kwargs)
         launcher.pids = {rank: pid for rank, pid in launcher.pids.items() if psutil.pid_exists(pid)}
         if not launcher.pids:
@@ -205,7 +206,7 @@ class ForkEngineSetLauncher(EngineLauncher):  # type: ignore[misc]  # ipyparalle
         self.notify_stop({"exit_code": 0, "identifier": self.identifier})
 
     def update(self, pids: Mapping[int, int]) -> None:
-        """The ranks changed."""
+        """Take over the ranks that live now: rank to process id."""
         self.pids = {str(rank): pid for rank, pid in sorted(pids.items())}
         self.n = len(pids)
         if not pids and not self._stopped.done():

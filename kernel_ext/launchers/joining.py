@@ -8,18 +8,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 TRIES = 3
-"""So often a rank is asked to join a controller."""
+"""How often a rank is asked to join a controller at most."""
 
 
 class Joining:
     """Which ranks have been asked to join.
 
-    Whatever was said may be lost with a coordinator, come twice, or come when it does not count any more. So each request
+    A request or an answer may be lost with a coordinator, come twice, or come when it does not count any more. So each request
     has a number, which the answer to it repeats; only the answer to a rank's last request counts.
 
     Args:
         ask: ``ask(rank, request)`` sends a request to a rank. Must not block.
-        failed: ``failed(rank, why)`` is told of a rank that could not join, and is not asked again. Must not block.
+        failed: ``failed(rank, why)`` is called for a rank that could not join and is not asked again. Must not block.
         at_once: How many ranks join at the same time; by default one for each four cores.
     """
 
@@ -58,7 +58,7 @@ class Joining:
         self._next()
 
     def add(self, ranks: Iterable[int]) -> None:
-        """Ranks are ready."""
+        """These ranks are ready: have them join."""
         with self._lock:
             new = [rank for rank in ranks if rank not in self._ranks]
             self._ranks.update(new)
@@ -73,7 +73,7 @@ class Joining:
             self._ask(rank, request)
 
     def answered(self, rank: int, answer: str) -> bool:
-        """A rank has joined, or could not. Returns whether it has, which is false too if the answer does not count."""
+        """A rank has joined, or could not. Returns whether it has; False also for an answer that does not count."""
         number, _, failure = answer.partition("\n")
         with self._lock:
             if self._under_way.get(rank, "").partition("\n")[0] != number:

@@ -1,4 +1,4 @@
-"""Importing ipyparallel, which must not be begun by two threads at different ends of its import cycle."""
+"""Importing ipyparallel: two threads must not begin that at different ends of its import cycle."""
 
 from __future__ import annotations
 

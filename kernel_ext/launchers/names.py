@@ -23,7 +23,7 @@ PROGRAMS = {
     "sge": "qsub",
     "sshproxy": "ssh",
 }
-"""What ipyparallel's launchers call."""
+"""The program that each of ipyparallel's launchers calls."""
 
 
 def known() -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Ports for ipyparallel's controller, chosen so that its successor can have them again.
 
-The system gives the ports of one range to whoever connects to somewhere or listens without caring where. A port from there
-may have another owner a moment after its last one died; those outside that range only change hands if someone names them.
+The system gives the ports of one range to any program that connects to somewhere or listens without naming a port. A port
+from there may have another owner a moment after its last one died; a port outside that range only gets another owner if a
+program names it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ TAKEN = errno.EADDRINUSE
 LOWEST = 10000
 """Below it there are many programs' usual ports."""
 HIGHEST = 30000
-"""Clusters forward ports from here on, though nobody listens there."""
+"""Clusters forward ports from here on, though no program listens there."""
 ENOUGH = 1000
-"""So many ports to choose from make it unlikely that two that choose at the same time take the same one."""
+"""With this many ports to choose from, two controllers that choose at the same time are unlikely to take the same one."""
 
 SYSTEM = Path("/proc/sys/net/ipv4")
 
 
 def outgoing(system: Path = SYSTEM) -> range:
-    """The ports that the system gives away by itself; empty if it does not tell."""
+    """The ports that the system gives away by itself; empty if it does not say."""
     try:
         low, high = map(int, (system / "ip_local_port_range").read_text().split())
     except (OSError, ValueError):
@@ -61,7 +62,7 @@ def choose(count: int, avoid: Collection[int] = (), among: range | None = None) 
 
 
 def _is_free(port: int) -> bool:
-    """Whether nobody has it, on any address. It is bound for a moment; nobody can connect to it."""
+    """Whether no program has the port, on any address. It is bound for a moment, but does not listen."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))

@@ -1,4 +1,4 @@
-"""ipyparallel's controller that an earlier process left with a kept pool, and the files that tell about it."""
+"""ipyparallel's controller that an earlier process left with a kept pool, and its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Predecessor:
     """An earlier cluster, whose place a new one takes: with its name and, if it was up, its ports.
 
     Args:
-        identity: ``cluster_id`` and ``profile_dir`` of it.
+        identity: Its ``cluster_id`` and ``profile_dir``.
     """
 
     def __init__(self, identity: dict[str, str]) -> None:
@@ -27,7 +27,7 @@ class Predecessor:
 
     @classmethod
     def of(cls, fork_server: ForkServer) -> Self | None:
-        """That of the children of this fork server, if it has a controller or had one."""
+        """The predecessor that this fork server has or had a controller of; None if there is none."""
         for path in map(Path, fork_server.guarded()):
             if path.name.startswith("cluster-"):
                 with contextlib.suppress(OSError, ValueError, KeyError):  # it is gone, or half written
@@ -36,7 +36,7 @@ class Predecessor:
         return None
 
     def has_ended(self) -> None:
-        """The fork server reaped its controller. Any thread."""
+        """The fork server has reaped the predecessor's controller. Any thread."""
         if not self._gone.done():
             self._gone.set_result(None)
 

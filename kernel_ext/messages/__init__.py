@@ -1,1 +1,1 @@
-"""What the pool and its ranks say to each other, by what it is about; all of it together is in ``payloads``."""
+"""The messages between the pool and its ranks, by subject; ``payloads`` has all of them together."""

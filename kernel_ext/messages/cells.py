@@ -1,4 +1,4 @@
-"""What runs on ranks and what it writes: cells, their output and their ends."""
+"""Messages about what runs on ranks and what it writes: cells, their output and their ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ class RunCell(Payload, frozen=True):
 
     Attributes:
         cell: Unique id of this run.
-        label: How users know it, such as ``[7]``.
-        source: Python source without the magic line; ``line_offset`` blank lines are to be thought before it, so that
-            line numbers are those that the notebook shows.
+        label: The name that users know it by, such as ``[7]``.
+        source: Python source without the magic line; the rank compiles it as if ``line_offset`` blank lines were before it,
+            so that line numbers are those that the notebook shows.
         line_offset: Number of lines of the notebook's cell above the source (the magic line).
         want_value: Send the last expression's value, pickled, if it is no larger than ``value_limit`` bytes.
-        file: What the frontend's debugger calls the whole cell.
+        store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]``.
+        file: The file by which the frontend's debugger knows the whole cell.
         at_least: Ranks that elastic training needs in this cell; 0 in a cell that is not elastic.
         joins: Whether other ranks have been running it for a while: this one enters the world first.
     """
@@ -47,15 +48,15 @@ class Resync(Payload, frozen=True):
     """The pool may have missed mail: a coordinator died, or this pool has only now come to these ranks.
 
     Every cell of this rank that the pool waits for is listed, as ``(cell, received, taken)``: bytes of output that
-    have arrived, and those of them that the pool has taken, as in :class:`Credit`. What follows ``received`` is to be
-    sent again, the cell's :class:`CellDone` too if there is one. What is kept of other cells is no longer wanted.
+    have arrived, and those of them that the pool has taken, as in :class:`Credit`. The rank retransmits what follows
+    ``received``, the cell's :class:`CellDone` too if there is one, and forgets what it keeps of other cells.
     """
 
     cells: tuple[tuple[str, int, int], ...]
 
 
 class Entered(Payload, frozen=True):
-    """This rank has entered a cell that it was sent to join, and knows what the others know."""
+    """This rank has entered a cell that the pool sent it to join, and knows what the others know."""
 
     cell: str
 
@@ -67,7 +68,7 @@ class Settled(Payload, frozen=True):
 
 
 class Owner(Payload, frozen=True):
-    """This process, on the rank's host, uses the kept pool from now on; nobody does if ``pid`` is 0.
+    """This process, on the rank's host, uses the kept pool from now on; no process does if ``pid`` is 0.
 
     ``started`` is when it started, in clock ticks since the boot.
     """
@@ -77,7 +78,7 @@ class Owner(Payload, frozen=True):
 
 
 class AskCells(Payload, frozen=True):
-    """Ask which cells of a pool's process before this one the rank has: :class:`Cells`."""
+    """Ask which cells the rank has of the process that had the pool before: :class:`Cells`."""
 
     ticket: int
 
@@ -122,21 +123,21 @@ class Output(Payload, frozen=True):
 
 
 class Late(Payload, frozen=True):
-    """What a thread or task that a cell has started wrote there after the cell's end: it counts for no window."""
+    """What a thread or task of a cell wrote after the cell's end: it counts for no window."""
 
     cell: str
     chunks: tuple[Chunk, ...]
 
 
 class Left(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a rank that has died wrote and may not have sent; told by the process that forked it, not by mail.
+    """What a rank that has died wrote and may not have sent; the process that forked it reports this, not by mail.
 
     Attributes:
-        cell: Of which cell.
+        cell: The cell that wrote it.
         before: Bytes of its output before the first of ``chunks``, in the count of :class:`Output`.
         chunks: What followed; None is a display that was too large to be kept.
-        sizes: The bytes for which each of them counts.
-        rest: What followed after that in the pipes of its descriptors 1 and 2, where it had not read it itself.
+        sizes: The bytes for which each of ``chunks`` counts.
+        rest: What followed in the pipes of the rank's descriptors 1 and 2, which it had not read itself.
     """
 
     cell: str
@@ -151,7 +152,7 @@ class Left(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return self.before + sum(self.sizes)
 
     def after(self, received: int) -> Left:
-        """The same without what is in these first bytes of the cell's output."""
+        """The same without the first ``received`` bytes of the cell's output."""
         before, chunks, sizes = self.before, list(self.chunks), list(self.sizes)
         while chunks and before < received:
             chunk, size = chunks[0], sizes[0]
@@ -173,14 +174,14 @@ class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
         evalue: Its text.
         traceback: Coloured lines, as IPython renders them, with the cell's own line numbers.
         when: ``time.monotonic_ns()`` of the raise (same host: comparable between ranks), to find the first.
-        aborted: True if it only fails because a collective was ended by somebody else (AbortedError).
+        aborted: True if the cell only failed because another rank ended a collective (AbortedError).
         collective: The collective it was stopped in, such as ``allreduce `loss```, if aborted.
         culprits: Ranks that the abort names as its cause.
         interrupted: True for KeyboardInterrupt.
         mismatch: True for MismatchError (the same text on all ranks).
         syntax: True if the source did not compile (the same on all ranks).
         cause: What kind of event aborted it (a value of ``CauseKind``), and ``why`` in words, if aborted.
-        site: The cell's innermost line, such as ``cell [7] line 4 in step``; empty if it did not get there.
+        site: The cell's innermost line, such as ``cell [7] line 4 in step``; empty if no line of the cell was reached.
         recorded: The last steps of a training that was recorded, in lines; ``wrong`` the first that was not finite.
     """
 
@@ -219,12 +220,12 @@ class CellDone(Payload, frozen=True):
 
 
 class HeldCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A cell of which a rank has something that nobody has taken.
+    """A cell of which a rank has something that no process has taken.
 
     Attributes:
         cell, label: As in :class:`RunCell`.
-        before: Bytes of its output that are not there any more.
-        dropped: Those of them that nobody has taken: it was too much to be kept.
+        before: Bytes of its output that the rank does not have any more.
+        dropped: Those of them that no process has taken: they were too much to be kept.
         running: Whether it has not ended.
     """
 
@@ -236,7 +237,7 @@ class HeldCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Cells(Payload, frozen=True):
-    """Answer to :class:`AskCells`, in the order in which they came."""
+    """Answer to :class:`AskCells`: the cells, in the order in which they came."""
 
     ticket: int
     cells: tuple[HeldCell, ...]

@@ -1,4 +1,4 @@
-"""What is asked about a rank and its variables, and the answers."""
+"""Questions about a rank and its variables, and the answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Inspect(Payload, frozen=True):
 
 
 class Express(Payload, frozen=True):
-    """Ask for :class:`Expressed`: expressions of a client, by its names for them."""
+    """Ask for :class:`Expressed`: the client's expressions, by the names that it gives them."""
 
     ticket: int
     expressions: dict[str, str]
@@ -62,7 +62,7 @@ class PendingNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class ServerNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A parameter server that the rank is connected to: how many keys of its stores are there, and the bytes of their values.
+    """A parameter server that the rank is connected to: how many keys of the rank's stores it has, and the bytes of their values.
 
     ``pss`` is the memory of its process, 0 if that is on another host.
     """
@@ -107,8 +107,8 @@ class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Stack(Payload, frozen=True):
     """Answer to AskStack; made by the control thread, so it comes even while the rank is stuck.
 
-    ``frames`` are the cell's own and what they called, innermost last; empty if no cell is running. ``paused`` says why
-    the user looks around there, as it reads after ``rank 3 is``; empty if nobody does.
+    ``frames`` are the cell's own and what they called, innermost last; empty if no cell is running. ``paused`` says why the
+    rank waits for the user, such as at a prompt, as it reads after ``rank 3 is``; empty if it does not.
     """
 
     ticket: int
@@ -119,7 +119,7 @@ class Stack(Payload, frozen=True):
 
 
 class Names(Payload, frozen=True):
-    """Answer to AskNames, also from a busy rank: what the user has made there, in that order; modules apart."""
+    """Answer to AskNames, also from a busy rank: the names that the user has made there, in that order, modules apart."""
 
     ticket: int
     variables: tuple[str, ...]

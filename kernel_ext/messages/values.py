@@ -1,4 +1,4 @@
-"""Values on their way: bound on ranks, or brought from there."""
+"""Messages about values: to bind them on ranks, or to bring them from there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdlab.kernel_ext.payload import Payload
 class PushValue(Payload, frozen=True):
     """Bind ``names[i]`` to the value pickled in ``pickles[i]``.
 
-    With a ``lot`` one pickle of all values and its buffers were brought before, as :class:`PushPart`.
+    With a ``lot`` the pool has brought one pickle of all values and its buffers before, as :class:`PushPart`.
     """
 
     ticket: int
@@ -21,9 +21,9 @@ class PushValue(Payload, frozen=True):
 
 
 class PushPart(Payload, frozen=True):
-    """A piece of what a :class:`PushValue` with this ``lot`` will bind: ``data`` of one part at an offset.
+    """A piece of what a :class:`PushValue` or a :class:`Learn` with this ``lot`` will take: ``data`` of one part at an offset.
 
-    ``sizes`` are the bytes of all parts. The answer is a :class:`Done`; then what is ``shared`` may change.
+    ``sizes`` are the bytes of all parts. The rank answers with a :class:`Done`; from then on ``shared`` memory may change.
     """
 
     ticket: int
@@ -57,7 +57,7 @@ class Fetch(Payload, frozen=True):
 
 
 class Release(Payload, frozen=True):
-    """Nothing of this lot is needed any longer."""
+    """The pool no longer needs anything of this lot."""
 
     lot: int
 
@@ -69,9 +69,9 @@ class AskKnown(Payload, frozen=True):
 
 
 class Known(Payload, frozen=True):
-    """Answer to AskKnown: ``sizes`` are the bytes of its parts, to be fetched (:class:`Fetch`) and released.
+    """Answer to AskKnown: ``sizes`` are the bytes of its parts, which the pool fetches (:class:`Fetch`) and then releases.
 
-    ``names`` and ``modules`` are in it; ``failed`` has the name of what is not, and why. With an ``error`` there is nothing.
+    ``names`` and ``modules`` are in it; ``failed`` has name to reason for what is not. With an ``error`` there is nothing.
     """
 
     ticket: int
@@ -83,9 +83,9 @@ class Known(Payload, frozen=True):
 
 
 class Learn(Payload, frozen=True):
-    """Take what another rank knows, which was brought before as :class:`PushPart` of this lot: :class:`Learnt`.
+    """Take what another rank knows, which the pool has brought as :class:`PushPart` of this lot: :class:`Learnt`.
 
-    It is bound when a cell begins that this rank joins.
+    The rank binds it when it enters a cell that it joins.
     """
 
     ticket: int
@@ -93,7 +93,7 @@ class Learn(Payload, frozen=True):
 
 
 class Learnt(Payload, frozen=True):
-    """Answer to Learn: modules that could not be imported, and why nothing was taken, if so."""
+    """Answer to Learn: modules that could not be imported, with the reasons; ``error`` says why nothing was taken, if so."""
 
     ticket: int
     failed: dict[str, str] = msgspec.field(default_factory=dict)
@@ -101,7 +101,10 @@ class Learnt(Payload, frozen=True):
 
 
 class Done(Payload, frozen=True):
-    """Answer to PushValue; ``error`` is empty if all is well."""
+    """Answer to PushValue and PushPart, and to a question about an examination that can't be answered.
+
+    ``error`` is empty if all is well.
+    """
 
     ticket: int
     error: str = ""
@@ -110,8 +113,8 @@ class Done(Payload, frozen=True):
 class Value(Payload, frozen=True):
     """Answer to PullValue: pickles by name, or an error line for the names that could not be sent.
 
-    What is too large for a message has neither, but ``sizes``: the bytes of a pickle and of its buffers, which are
-    to be fetched (:class:`Fetch`) and then released (:class:`Release`). Only for a question about one name.
+    A value that is too large for a message has neither, but ``sizes``: the bytes of a pickle and of its buffers, which the
+    pool fetches (:class:`Fetch`) and then releases (:class:`Release`). Only in the answer about a single name.
     """
 
     ticket: int
@@ -121,7 +124,7 @@ class Value(Payload, frozen=True):
 
 
 class Piece(Payload, frozen=True):
-    """Answer to Fetch; with neither if the value is not kept any longer. What is shared is valid until the next one."""
+    """Answer to Fetch; with neither if the rank no longer keeps the value. ``shared`` memory is valid until the next one."""
 
     ticket: int
     data: bytes | None

@@ -15,14 +15,14 @@ _DUMP = re.compile(
     r"Thread 0x|Current thread|  File \"|  <|  \.\.\.|Extension modules: |Python runtime state: |Garbage-collecting"
     r"|  Binary file |Fatal Python error: (Segmentation fault|Aborted|Bus error|Floating[ -]point|Illegal instruction)"
 )
-"""A line of the fault handler's dump; those of its headings that repeat how the process ended are, too."""
+"""Matches a line of the fault handler's dump, and those of its headings that only repeat how the process ended."""
 
 
 def crash_lines(tail: str) -> list[str]:
     """What is worth reading of a dead rank's last lines on standard error, indented.
 
-    Python's fault handler dumps every thread; of that, the calls from the cell down to the crash remain. Of anything
-    else, such as an abort message of the C++ runtime, the last lines do, whether it came before or after the dump.
+    Python's fault handler dumps every thread; of that, the calls from the cell down to the crash remain. Of all other
+    text, such as an abort message of the C++ runtime, the last lines remain, whether they came before or after the dump.
     """
     lines = tail.splitlines()
     said = [line[:LONGEST_LINE] for line in lines if line.strip() and not _DUMP.match(line)][-MOST_LINES:]
@@ -47,7 +47,7 @@ def _calls(dump: str) -> list[str]:
 def called(dump: str) -> str:
     """``cell [4] line 5 in f``: the cell's innermost line in a complete dump of one thread; empty if there is none."""
     frames = [match for line in dump.splitlines() if (match := _FRAME.match(line)) is not None]
-    # The calls below the cell end in ours: before those are there, the dump is not complete.
+    # Outside of the cell come frames of hvdlab, which the dump has last: without them it is not complete yet.
     if not any("/hvdlab/kernel_ext/" in frame[1] for frame in frames):
         return ""
     for frame in frames:

@@ -12,7 +12,7 @@ from hvdlab.kernel_ext.output.transcript import Transcript
 from hvdlab.kernel_ext.payloads import Stream
 
 _HELD = 4 << 20
-"""Characters that may wait for the same lines of other ranks: what counts as time here."""
+"""Characters that may wait for the same lines of other ranks; they take the place of time here."""
 
 
 def write_text(transcript: Transcript, path: Path, ranks: Sequence[int], *, merge: bool = True) -> int:

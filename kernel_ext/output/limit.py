@@ -1,7 +1,7 @@
-"""Shows the beginning and the end of what a rank writes, if that is more than anybody reads.
+"""Shows the beginning and the end of what a rank writes, if that is more than a user reads.
 
-What is beyond a rank's share is not shown as it comes: its last line is, in place, and at the end its last lines. All
-of it is in the transcript, and one line says where.
+What is beyond a rank's share is not shown as it comes: one line shows its newest line, in place, and at the end its last
+lines are shown. All of it is in the transcript, and one line says where.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LEAST_SHARE = 64 << 10
 """Characters of each rank that are shown in any case."""
 
 DISPLAYS = 8
-"""Displays may take this many times as much as text."""
+"""Displays may take this many times as many characters as text."""
 
 REFRESH = 0.5
-"""Seconds between two states of the line that stands for what is not shown."""
+"""Seconds between two updates of the line that stands for what is not shown."""
 
 LAST_LINES = 20
 LAST_CHARACTERS = 8 << 10
@@ -162,7 +162,7 @@ class LimitedSink:
         end = chunk.text.rfind("\n", 0, room) + 1 or room
         self._hide(rank, account, chunk.text[end:])
         head = chunk.text[:end]
-        # What stands for the rest is to begin a line of its own.
+        # The line that stands for the rest must begin on a line of its own.
         return Stream(chunk.name, head if head.endswith("\n") else f"{head}\n")
 
     def _display(self, account: _Rank, display: Display) -> Display | None:
@@ -187,7 +187,7 @@ class LimitedSink:
     def _live_line(self, account: _Rank) -> Stream:
         last = next((line for line in reversed(account.tail.split("\n")) if line.strip()), "")
         text = f"… {_amount(account.hidden)} more; now: {current(last)}"[:LIVE_CHARACTERS]
-        # Shorter than what it replaces it would leave the rest of that on a screen that only overwrites.
+        # On a screen that only overwrites, a shorter line would leave the end of the one that it replaces.
         account.live = text.ljust(LIVE_CHARACTERS) if self._plain else text
         begin = "\n\r" if "stdout" in account.open_lines else "\r"
         account.open_lines.discard("stdout")
@@ -225,7 +225,7 @@ def shown_limit(environ: Mapping[str, str]) -> int:
     """Characters of a cell that are shown, as the user wants it; 0 for all.
 
     Raises:
-        InvalidRequestError: A variable holds what it should not.
+        InvalidRequestError: A variable's value is not valid.
     """
     return int(read(environ).get("HVDLAB_OUTPUT_SHOWN", SHOWN))  # type: ignore[arg-type]  # it is a number
 

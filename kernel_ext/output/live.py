@@ -29,7 +29,7 @@ class LiveView:
 
     @property
     def deadline(self) -> float | None:
-        """When :meth:`take` has something new although nothing was written; None if it hasn't."""
+        """When :meth:`take` will have a new state although nothing was written; None if it won't."""
         texts = {
             source: self._due_at(splitter) for source, splitter in self._splitters.items() if _text(splitter)
         }

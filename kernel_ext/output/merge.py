@@ -1,7 +1,7 @@
 """Lines that all ranks print alike are shown once; what differs is labelled.
 
 Each rank has a queue of lines. While every running rank has one, the heads are compared: equal heads become one line;
-a head that another rank has further down waits until that rank's earlier lines are out; what nobody else has is shown
+a head that another rank has further down waits until that rank's earlier lines are out; what no other rank has is shown
 under its own rank at once. A line waits at most ``hold`` seconds for ranks whose queue is empty. The order of a rank's
 lines, over both of its streams and its displays, is never changed, and nothing is dropped.
 
@@ -26,7 +26,7 @@ HOLD = 0.25
 """Seconds that a line waits for the same line of other ranks, unless ``HVDLAB_OUTPUT_HOLD`` says otherwise."""
 
 REFRESH = 0.1
-"""Seconds between two states of the live lines."""
+"""Seconds between two updates of the live lines."""
 
 _ERR = "\0"  # before the key of a line of stderr, so that it never equals one of stdout
 _content = msgspec.msgpack.Encoder().encode
@@ -38,7 +38,7 @@ class _Rich:
     __slots__ = ("chunk", "content")
 
     def __init__(self, chunk: Display | Clear) -> None:
-        # What may be updated later belongs to its rank alone, else one rank's update would show as everybody's.
+        # A display that may be updated later belongs to its rank alone, else one rank's update would show as all ranks'.
         own = isinstance(chunk, Display) and bool(chunk.display_id)
         self.chunk, self.content = chunk, b"%d" % id(self) if own else _content(chunk)
 
@@ -55,7 +55,7 @@ class LineMerger:
     Args:
         ranks: All ranks that take part.
         hold: Seconds that a line waits for others.
-        refresh: Seconds between two states of the live lines.
+        refresh: Seconds between two updates of the live lines.
         merge: False to label each line as it comes, without waiting.
     """
 
@@ -139,7 +139,7 @@ class LineMerger:
         return pieces
 
     def take_all(self, now: float) -> list[Piece]:
-        """What was written, unfinished lines as well, although other ranks may still write the same."""
+        """All that was written, unfinished lines as well, although other ranks may still write the same."""
         return self.take(now + 2 * self._hold)
 
     def _release(self, now: float) -> None:
@@ -172,7 +172,7 @@ class LineMerger:
         return self._totals[key] > own
 
     def _common_run(self, group: list[RankQueue], most: int | None) -> int:
-        """How many lines from the head on all queues of the group share, and nobody else has (at least one)."""
+        """How many lines from the head on all queues of the group share, and no other queue has (at least one)."""
         length = min(len(queue) for queue in group)
         most = length if most is None else max(1, min(most, length))
         size, count = len(group), 0
@@ -221,6 +221,6 @@ def hold_time(environ: Mapping[str, str]) -> float:
     """Seconds that a line waits for the same line of other ranks, as the user wants it.
 
     Raises:
-        InvalidRequestError: A variable holds what it should not.
+        InvalidRequestError: A variable's value is not valid.
     """
     return float(read(environ).get("HVDLAB_OUTPUT_HOLD", HOLD))  # type: ignore[arg-type]  # it is a number

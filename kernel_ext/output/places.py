@@ -12,7 +12,7 @@ from hvdlab.kernel_ext.payloads import PendingNow, Stack, StackFrame
 LONGEST_TEXT = 80
 """Characters shown of a line of code."""
 MOST_LINES = 8
-"""Places told below a line about ranks that are awaited."""
+"""Lines with places below a line about missing ranks, at most."""
 
 _CELL = "cell "
 
@@ -83,7 +83,7 @@ def _code(frame: StackFrame) -> str:
 
 
 def waits_in(pending: Sequence[PendingNow], collective: str, name: str) -> float | None:
-    """Since how many seconds this collective is in flight there; None if it is not."""
+    """For how many seconds this collective has been in flight on the rank; None if it is not."""
     return max((p.seconds for p in pending if (p.collective, p.name) == (collective, name)), default=None)
 
 
@@ -92,7 +92,7 @@ class Whereabouts:
 
     Attributes:
         stacks: Rank to what it answered.
-        silent: Rank to what was seen of those that did not answer.
+        silent: Rank to what a look at its process showed, for ranks that did not answer.
     """
 
     def __init__(self, stacks: Mapping[int, Stack], silent: Mapping[int, str] | None = None) -> None:

@@ -12,11 +12,11 @@ class RankQueue:
     """A queue that knows what it contains and since when.
 
     Args:
-        rank: Whose lines these are.
-        totals: How often each line is in all ranks' queues together; the queues keep it.
+        rank: The rank that wrote the lines.
+        totals: How often each line is in all ranks' queues together; the queues keep it up to date.
 
     Attributes:
-        rank: Whose lines these are.
+        rank: The rank that wrote the lines.
         keys: The lines (or displays), oldest first.
         counts: How often each is in the queue.
     """
@@ -43,7 +43,7 @@ class RankQueue:
         return self._arrivals[0][0]
 
     def older_than(self, limit: float) -> int:
-        """How many came at ``limit`` or before."""
+        """How many lines came at ``limit`` or before."""
         found = 0
         for time, count in self._arrivals:
             if time > limit:
@@ -62,7 +62,7 @@ class RankQueue:
                 counts[key] = known(key, 0) + 1
 
     def pop(self, count: int) -> list[Key]:
-        """Take ``count`` from the head."""
+        """Take ``count`` lines from the head."""
         take = self.keys.popleft
         taken = [take() for _ in range(count)]
         for counts in (self.counts, self._totals):

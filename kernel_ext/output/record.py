@@ -1,4 +1,4 @@
-"""The transcripts of a pool: every cell is recorded while it runs, the oldest are forgotten when there are too many."""
+"""The transcripts of a pool: it records every cell while it runs, and forgets the oldest when there are too many."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ FREE_PART = 10
 class Recorder:
     """The sink of a run: everything is recorded, and shown by one sink or, after :meth:`attach`, by several.
 
-    One that fails shows nothing from then on; what the first one raised, :meth:`finished` raises.
+    A sink that fails shows nothing from then on; :meth:`finished` raises what the first sink raised.
 
     Args:
-        transcript: Where it is recorded.
-        sink: Shows it.
+        transcript: Where the run is recorded.
+        sink: Shows the run.
     """
 
     def __init__(self, transcript: Transcript, sink: OutputSink) -> None:
@@ -57,11 +57,11 @@ class Recorder:
             sink.kept(transcript)
 
     def driven(self, wake: Callable[[], None]) -> None:
-        """Tell what has the driver of the run call :meth:`tick` soon."""
+        """Set what :meth:`attach` calls to have the driver of the run call :meth:`tick` soon."""
         self._wake = wake
 
     def show_late(self, show: ShowLate | None) -> None:
-        """What ranks write after the end of their cell is given to ``show``, which must not block."""
+        """Give what ranks write after the end of their cell to ``show``, which must not block."""
         self._late = show
 
     def late(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
@@ -98,7 +98,7 @@ class Recorder:
     def began(self, rank: int) -> None:
         with self.transcript.lock:
             self.transcript.begin(rank)
-            (first, ranks), *others = self._sinks  # the others were attached for ranks that somebody chose
+            (first, ranks), *others = self._sinks  # the others were attached for ranks that the user chose
             self._sinks = ((first, ranks | {rank}), *others)
             first.began(rank)
 
@@ -156,8 +156,8 @@ class Transcripts:
     """The recorded cells of a pool.
 
     Args:
-        directory: Where files are made; whoever owns it removes it.
-        limit: Bytes of all files; 0 for no files.
+        directory: Where files are made; its owner removes it.
+        limit: Bytes of all files together; 0 for no files.
     """
 
     def __init__(self, directory: Path, limit: int = KEPT_BYTES) -> None:
@@ -176,7 +176,7 @@ class Transcripts:
         return recorder
 
     def all(self) -> list[Recorder]:
-        """What is kept, oldest first."""
+        """The recorders that are kept, oldest first."""
         with self._lock:
             return list(self._recorders.values())
 
@@ -200,7 +200,7 @@ class Transcripts:
             recorder.late(rank, chunks)
 
     def forget(self, cell: str) -> None:
-        """This cell did not begin."""
+        """Drop the recorder of a cell that did not begin."""
         with self._lock:
             del self._recorders[cell]
 
@@ -223,7 +223,10 @@ class Transcripts:
                 self._forget(cell)
 
     def _room(self, size: int) -> str:
-        """Why no more may be written; older cells make room. Called by a transcript, with its lock."""
+        """Why ``size`` more bytes must not be written; empty if they may. Forgets older cells to make room.
+
+        A transcript calls this with its lock held.
+        """
         with self._lock:
             used = sum(r.transcript.on_disk for r in self._recorders.values()) + size
             for cell, recorder in list(self._recorders.items()):
@@ -246,7 +249,7 @@ class Transcripts:
         return f"only {free >> 20} MiB are free in {self._directory.parent}" if free - size < reserve else ""
 
     def _forget(self, cell: str) -> bool:
-        """Whether it could be: one that is being shown stays."""
+        """Forget a cell, unless it is being shown. Returns whether it was forgotten."""
         transcript = self._recorders[cell].transcript
         if not transcript.lock.acquire(blocking=False):
             return False
@@ -259,10 +262,10 @@ class Transcripts:
 
 
 def kept_limit(environ: Mapping[str, str]) -> int:
-    """Bytes of files, as the user wants it.
+    """Bytes of files that may be kept, as the user wants it.
 
     Raises:
-        InvalidRequestError: A variable holds what it should not.
+        InvalidRequestError: A variable's value is not valid.
     """
     return int(read(environ).get("HVDLAB_OUTPUT_KEPT", KEPT_BYTES))  # type: ignore[arg-type]  # it is a number
 

@@ -19,7 +19,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def report(results: CellResults, *, colours: bool = True) -> list[str]:
-    """Lines (with ANSI colours, unless ``colours`` is False) that tell why the cell failed; empty if it didn't."""
+    """Lines (with ANSI colours, unless ``colours`` is False) that say why the cell failed; empty if it didn't."""
     cause = results.root_cause
     if cause is None:
         return []
@@ -46,7 +46,7 @@ def _came_later(results: CellResults) -> list[str]:
 
 
 def _recorded(results: CellResults, cause: RootCause) -> list[str]:
-    """The last steps where it failed, and elsewhere the first that was not finite."""
+    """The last recorded steps of a rank that failed, and for other ranks the first step that was not finite."""
     first = next((rank for rank in cause.shown or cause.ranks if rank in results.errors), None)
     if first is None or not results.errors[first].recorded:
         first = next((rank for rank, error in results.errors.items() if error.recorded), None)
@@ -125,7 +125,7 @@ def _consequences(results: CellResults, cause: RootCause) -> list[str]:
 
 
 def _given_up(results: CellResults) -> list[str]:
-    """Who is no longer waited for, where it is, and what can be done."""
+    """Which ranks were given up, where they are, and what the user can do."""
     late = tuple(results.unanswered)
     if not late:
         return []

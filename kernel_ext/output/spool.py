@@ -34,7 +34,7 @@ class Spool:
     """Files in a directory of their own, which is made with the first write.
 
     Attributes:
-        directory: Where.
+        directory: That directory.
         size: Bytes in the files.
     """
 
@@ -53,7 +53,7 @@ class Spool:
             OSError: They could not be written, or not all of them. None of them is in the index then; nothing more
                 must be appended.
         """
-        # Not what is above: once the pool's directory is removed, none is to come back.
+        # No directories above these: once the pool's directory is removed, it must not come back.
         for directory in (self.directory.parent, self.directory):
             directory.mkdir(mode=0o700, exist_ok=True)
         data: dict[Path, list[bytes]] = {}

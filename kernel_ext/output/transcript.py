@@ -28,7 +28,7 @@ AT_ONCE = 1 << 20
 """Bytes that are gathered for one write once there are files."""
 
 AT_LATEST = 1.0
-"""Seconds after which new output is written to the files, if more comes."""
+"""Seconds after the last write after which output that comes is written to the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,15 @@ class Transcript:
     """The output of one run of a cell, in order of arrival. All methods may be called from any thread.
 
     Args:
-        cell, label, ranks: As of the run.
-        directory: Where its files are made, if there are to be any.
+        cell, label, ranks: The run's.
+        directory: Where its files are made, if it needs any.
         room: ``room(bytes)`` says why that many more must not be written to files, or nothing.
 
     Attributes:
         total: Bytes that came.
         lost: Bytes that were not kept, and ``why``.
         ended: Ranks whose part has ended.
-        ending: What it left at its end; None while it runs.
+        ending: What the cell left at its end; None while it runs.
         lock: Held while something is added or replayed.
     """
 
@@ -181,7 +181,7 @@ class Transcript:
         return self._spool.directory if self._spool.size else None
 
     def entries(self) -> Iterator[Entry]:
-        """What was kept, in order; displays that were cleared or updated since are left out. Hold :attr:`lock`."""
+        """What was kept, in order, without displays that were cleared or updated since. The caller holds :attr:`lock`."""
         number = 0
         for rank, what in self._all():
             if not isinstance(what, (Display, Clear)):
@@ -200,7 +200,7 @@ class Transcript:
         yield from self._recent
 
     def replay(self, sink: OutputSink, ranks: Sequence[int] | None = None) -> None:
-        """Give a sink what was kept, as if it were written now, by these ranks (by default all) and nobody else.
+        """Give a sink what was kept of these ranks (by default all) and of no others, as if they wrote it now.
 
         Raises:
             OSError: The files can't be read.

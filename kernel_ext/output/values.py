@@ -37,7 +37,7 @@ def text_of(groups: Groups, width: int = 0, *, name: str = "_") -> str:
 
 
 def shortened(text: str, most: int, name: str) -> str:
-    """``text`` with at most ``most`` lines, the last of which tells how much is missing and what has it whole."""
+    """``text`` with at most ``most`` lines, the last of which says how much is missing and which expression has it whole."""
     lines = text.split("\n")
     cut = any(len(line) > LONGEST_LINE for line in lines[:most])
     if len(lines) <= most and not cut:
@@ -53,7 +53,7 @@ def shortened(text: str, most: int, name: str) -> str:
 
 
 def html_of(groups: Groups) -> str | None:
-    """The same with tables and pictures, or None if no value has any."""
+    """The groups as HTML, with tables and pictures; None if no value has any."""
     if not any(kind in data for _, data in groups for kind in _RICH):
         return None
     return "\n".join(_LABEL.format(format_ranks(ranks)) + _block(data) for ranks, data in groups)
@@ -68,7 +68,7 @@ def _block(data: Mapping[str, Any]) -> str:
     if "text/html" in data:
         return str(data["text/html"])
     if "image/svg+xml" in data:
-        # As a picture, whose scripts no browser runs; within the page they would.
+        # As a picture, whose scripts no browser runs; it would run those of an element within the page.
         svg = data["image/svg+xml"]
         return _picture("image/svg+xml", svg if isinstance(svg, bytes) else str(svg).encode())
     for kind in ("image/png", "image/jpeg"):

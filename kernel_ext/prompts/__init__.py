@@ -1,1 +1,1 @@
-"""Prompts of ranks: who asks, whose turn it is, and what the user's answer means."""
+"""Prompts of ranks: which ranks ask, whose turn it is, and what the user's answer means."""

@@ -1,4 +1,4 @@
-"""What a line means that was typed at a rank's prompt."""
+"""What a line means that the user typed at a rank's prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Tell the user something, and ask again. With an empty text: who waits."""
+    """Tell the user something, and ask again. With an empty text: which ranks wait."""
 
     text: str = ""
 
@@ -42,10 +42,10 @@ def understand(line: str, rank: int, waiting: Collection[int], alike: Collection
     """What a line means.
 
     Args:
-        line: What was typed.
-        rank: Whose prompt was shown.
+        line: What the user typed.
+        rank: The rank whose prompt was shown.
         waiting: All ranks that are at a prompt.
-        alike: Those of them whose prompt is of the same kind, whom ``all:`` means.
+        alike: Those of them whose prompt is of the same kind; ``all:`` means these.
     """
     if _WHO.match(line):
         return Tell()

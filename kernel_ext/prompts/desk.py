@@ -1,7 +1,7 @@
 """Where the ranks' questions of one cell meet the user: the shell around :class:`~hvdlab.kernel_ext.prompts.queue.PromptQueue`.
 
-The thread that drives the cell asks the user, and waits; where output has a place beside the question another thread
-drives the cell meanwhile. What happens to the rank then (it dies, its cell is ended) breaks the wait by a signal.
+The thread that drives the cell asks the user, and waits; if output can be shown beside the question, another thread
+drives the cell meanwhile. If the rank dies then, or its cell ends, that thread breaks the wait by a signal.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class PromptDesk:
     """The questions of one cell.
 
     Args:
-        prompter: Asks the user; None if nobody can be asked.
-        reply: ``reply(rank, reply)`` tells a rank. Must not block.
+        prompter: Asks the user; None if no user can be asked.
+        reply: ``reply(rank, reply)`` sends a rank its answer. Must not block.
     """
 
     def __init__(self, prompter: Prompter | None, reply: Callable[[int, Reply], None]) -> None:
@@ -46,13 +46,13 @@ class PromptDesk:
         self._lock = threading.Lock()
         self._asking: Question | None = None
         self._withdrawn = False
-        self._open = False  # signals raise
+        self._open = False  # whether signals raise
         self._refusal = "" if prompter is not None else IN_BACKGROUND
         self.shows_beside = prompter is not None and prompter.shows_beside
 
     @property
     def asking(self) -> bool:
-        """The user is being asked."""
+        """Whether the user is being asked."""
         return self._asking is not None
 
     @property
@@ -97,7 +97,7 @@ class PromptDesk:
             self.break_off()
 
     def break_off(self) -> None:
-        """Do not wait for the user any more, whomever he is asked for."""
+        """Do not wait for the user any more, whichever rank asks."""
         with self._lock:
             if self._asking is None or self._withdrawn:
                 return
@@ -113,11 +113,11 @@ class PromptDesk:
         return self._queue.due(now)
 
     def status(self) -> str:
-        """Who is at a prompt, in words; empty if nobody is."""
+        """Which ranks are at a prompt, in words; empty if none is."""
         return self._queue.status()
 
     def ask(self, question: Question, meanwhile: Meanwhile = nullcontext) -> str:
-        """Ask the user and tell the ranks. Returns what is to be shown to the user. Only on the main thread.
+        """Ask the user and send the answers to the ranks. Returns text to show to the user. Only on the main thread.
 
         Args:
             meanwhile: Entered while the user is asked. Within it other threads may call everything but this and
@@ -155,7 +155,7 @@ class PromptDesk:
         return told
 
     def refuse(self, sentence: str) -> None:
-        """Nobody will answer any more, for the reason that this sentence gives."""
+        """Answer these and all later questions with this sentence, which says why the user can't be asked."""
         self._refusal = sentence
         self._refuse(sentence, time.monotonic())
 
@@ -169,7 +169,7 @@ class PromptDesk:
 
     @contextmanager
     def _breakable(self) -> Iterator[None]:
-        """Let Ctrl-C be one, and :meth:`break_off` break the wait."""
+        """While the user is asked, let Ctrl-C raise KeyboardInterrupt, and :meth:`break_off` break the wait."""
         before = signal.getsignal(signal.SIGINT)
 
         def on_signal(number: int, frame: FrameType | None) -> None:
@@ -186,10 +186,10 @@ class PromptDesk:
                     raise _Withdrawn
                 yield
             finally:
-                self._open = False  # first of all: no signal handler runs before it
+                self._open = False  # first of all, so that no signal raises in what follows
                 for number, handler in previous.items():
                     signal.signal(number, handler)
         except KeyboardInterrupt:
-            if self._withdrawn:  # a kernel takes whatever breaks its wait for an interrupt
+            if self._withdrawn:  # a kernel turns anything that breaks its wait into a KeyboardInterrupt
                 raise _Withdrawn from None
             raise

@@ -1,11 +1,11 @@
-"""What a rank that wants input and the pool say to each other."""
+"""The messages between a rank that wants input and the pool."""
 
 from __future__ import annotations
 
 from hvdlab.kernel_ext.payload import Payload
 
 INPUT, PASSWORD, DEBUGGER = "input", "password", "debugger"
-"""Kinds of questions: a line, a line that is not to be seen, a debugger's command."""
+"""Kinds of questions: for a line, a line that is not shown while it is typed, a debugger's command."""
 
 LONGEST_PROMPT = 2000
 """Characters of a prompt that are shown."""
@@ -18,10 +18,10 @@ class Ask(Payload, frozen=True):
     """A rank waits for a line from the user; sent again if it, or the answer, may have got lost.
 
     Attributes:
-        cell: Which cell asks.
-        number: Tells this rank's questions apart.
+        cell: The id of the cell that asks.
+        number: Distinguishes this rank's questions.
         kind: One of :data:`INPUT`, :data:`PASSWORD`, :data:`DEBUGGER`.
-        prompt: What it shows.
+        prompt: The text in front of the input.
     """
 
     cell: str

@@ -20,19 +20,19 @@ class Prompter(Protocol):
     """Asks the user for a line.
 
     Attributes:
-        shows_beside: Whether the question leaves room for the cell's output, and for who is at a prompt. A terminal's does
-            not: what was typed so far would be torn.
+        shows_beside: Whether the question leaves room for the cell's output, and for a line that says which ranks are at a
+            prompt. A terminal's does not: output would tear what the user has typed so far.
     """
 
     shows_beside: bool
 
     def ask(self, prompt: str, *, hidden: bool) -> str:
-        """A line from the user, which is not to be seen if ``hidden``.
+        """A line from the user; if ``hidden``, it is not shown while it is typed.
 
         Raises:
             EOFError: The user has ended the input.
             KeyboardInterrupt: The user has interrupted.
-            StdinNotImplementedError: Nobody can be asked here.
+            StdinNotImplementedError: No user can be asked here.
         """
         ...
 
@@ -49,7 +49,7 @@ class ProcessPrompter:
 
     def ask(self, prompt: str, *, hidden: bool) -> str:
         try:
-            # Looked up when it is needed: a kernel puts its own there while a cell runs.
+            # Looked up when it is needed: a kernel puts its own functions there while a cell runs.
             return getpass.getpass(prompt) if hidden else builtins.input(prompt)
         except OSError as error:  # stdin is closed, or no terminal
             raise StdinNotImplementedError(str(error)) from None

@@ -1,4 +1,4 @@
-"""Which ranks are at a prompt, whose turn it is, and when the user is to be asked. No I/O."""
+"""Which ranks are at a prompt, whose turn it is, and when to ask the user. No I/O."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from hvdlab.kernel_ext.prompts.commands import Send, Switch, Tell, understand
 from hvdlab.kernel_ext.prompts.messages import DEBUGGER, Ask, Reply
 
 GATHER = 0.3
-"""Seconds after a question in which others may come."""
-
+"""Seconds after a question in which those of other ranks may come before the user is asked."""
 RETURN = 0.6
-"""Seconds that ranks which were answered have to ask again, before the user is asked for others that wait."""
-
+"""Seconds that ranks which got an answer have to ask again, before the user is asked for other ranks that wait."""
 REMEMBERED = 1024
-"""Answers that are given again to a rank that may not have got them."""
+"""How many answers are kept, to be sent again to a rank that may not have got them."""
 
 _KINDS = {DEBUGGER: "in the debugger"}
 
@@ -31,7 +29,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank is told."""
+    """The answer that a rank gets."""
 
     rank: int
     reply: Reply
@@ -63,7 +61,7 @@ class PromptQueue:
             self._waiting[rank, ask.number] = ask
             awaited = rank in self._expected
             self._expected.discard(rank)
-            # When all that were answered are back there is nobody else to be waited for.
+            # When all ranks that got an answer have asked again, there is no other rank to wait for.
             self._gather_until = now if awaited and not self._expected else now + GATHER
         return []
 
@@ -96,7 +94,7 @@ class PromptQueue:
         return max(self._gather_until, self._expected_until if self._expected else 0.0)
 
     def due(self, now: float) -> Question | None:
-        """Whom to ask the user for now, if anybody: who was answered last, else the lowest rank."""
+        """The question to ask the user now, if any: of the rank that got the last answer, else of the lowest rank."""
         if not self._waiting or now < self._gather_until or (self._expected and now < self._expected_until):
             return None
         rank = self._current if self._current in self.ranks else self.ranks[0]
@@ -104,7 +102,7 @@ class PromptQueue:
         return Question(rank, self._ask_of(rank))
 
     def label(self, question: Question) -> str:
-        """The prompt with the rank's name, and whoever waits as well."""
+        """The prompt with the rank's name, and the other ranks that wait."""
         others = [rank for rank in self.ranks if rank != question.rank]
         also = ""
         if others:
@@ -112,13 +110,13 @@ class PromptQueue:
         return f"[rank {question.rank}]{also} {question.ask.prompt}"
 
     def status(self) -> str:
-        """Who is at a prompt, in words."""
+        """Which ranks are at a prompt, in words; empty if none is."""
         if not self._waiting:
             return ""
         return f"{format_ranks(self.ranks)} {'is' if len(self.ranks) == 1 else 'are'} at a prompt"
 
     def overview(self) -> str:
-        """Who waits, one line for each."""
+        """The ranks that wait, a line each, and how to answer them."""
         lines = []
         for (rank, _), ask in sorted(self._waiting.items()):
             kind = f" {_KINDS[ask.kind]}" if ask.kind in _KINDS else ""
@@ -131,7 +129,7 @@ class PromptQueue:
         )
 
     def answered(self, question: Question, line: str, now: float) -> tuple[list[Answer], str]:
-        """The user has typed a line at this question. Returns what ranks are told, and what the user is told."""
+        """The user has typed a line at this question. Returns the answers for ranks, and a text for the user."""
         rank, ask = question.rank, question.ask
         if ask.number not in {number for one, number in self._waiting if one == rank}:
             return [], ""
@@ -139,7 +137,7 @@ class PromptQueue:
         if ask.kind == DEBUGGER or len(self.ranks) > 1:
             command = understand(line, rank, self.ranks, alike)
         else:
-            command = Send((rank,), line)  # nobody else could be meant
+            command = Send((rank,), line)  # no other rank could be meant
         match command:
             case Tell(text):
                 return [], text or self.overview()
@@ -152,7 +150,7 @@ class PromptQueue:
                 return self._answer(ranks, text, "", now), ""
 
     def end(self, ranks: Iterable[int], error: str, now: float) -> list[Answer]:
-        """These ranks get no line, but this error."""
+        """Answer these ranks with an error in place of a line."""
         return self._answer(tuple(ranks), "", error, now)
 
     # -- helpers --------------------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 def standing_in(
     step: Callable[[], object], wake: Callable[[], object], failed: Callable[[], object]
 ) -> Iterator[None]:
-    """Have another thread repeat ``step`` until the block is left; then nothing of it runs any more.
+    """Have another thread repeat ``step`` until the block is left; that thread has ended then.
 
-    The thread has this one's context variables: a kernel keeps there to which cell's request output belongs.
+    It has the calling thread's context variables, in which a kernel keeps the request that output belongs to.
 
     Args:
         step: Waits for what happens next, and does what is due then.
-        wake: Lets a ``step`` that waits return. Any thread.
+        wake: Makes a ``step`` that waits return. Any thread.
         failed: Called, on the other thread, when a step raised; its error is raised when the block is left.
     """
     over = threading.Event()
@@ -37,7 +37,7 @@ def standing_in(
     )
     try:
         thread.start()
-    except RuntimeError:  # there can be no thread: output waits for the answer
+    except RuntimeError:  # no thread can be started: output waits for the answer
         yield
         return
     try:

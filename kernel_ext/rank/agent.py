@@ -71,15 +71,15 @@ from hvdlab.kernel_ext.topics import COMM
 
 
 class RankAgent:
-    """Made on the main thread of a rank, whose loop it works in.
+    """The agent of one rank. It is made on the rank's main thread, and works in the loop of that thread.
 
     Args:
         shell: The InteractiveShell that cells run in.
         loop: The loop of the main thread.
         engine: The rank's collective engine, connected.
-        leave: What to do when the pool wants this rank to go, after its cell; the loop is stopped by default.
+        leave: Called when the pool wants this rank to go, after its cell; by default it stops the loop.
         fds: Redirected file descriptors, if output below Python is to be captured.
-        unsent: Where who forked this process finds what it had not sent when it is killed.
+        unsent: Shared memory in which the process that forked this one finds unsent output if this one is killed.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class RankAgent:
 
     @contextlib.asynccontextmanager
     async def foreign(self) -> AsyncIterator[None]:
-        """Around code that others run in this shell (ipyparallel's requests): between cells, with its own output."""
+        """Around code that ipyparallel's requests run in this shell: it waits its turn between cells, and has its own output."""
         async with self._turn:
             self._setup.pause()
             try:
@@ -190,7 +190,7 @@ class RankAgent:
         try:
             mail = decode_to_rank(body)
         except ProtocolError:
-            return  # of somebody who has the token and is no pool
+            return  # not from the pool, but from another process that has the token
         if self._leaving:
             return
         if isinstance(mail, Credit):
@@ -241,13 +241,13 @@ class RankAgent:
             self._ask(mail)
 
     def _expect(self, cell: RunCell) -> None:
-        """A cell came, perhaps again: a pool that may have missed mail sends what it waits for a second time."""
+        """Take a cell. It may come twice: a pool that may have missed mail sends again what it waits for."""
         if self._capture.sent.expect(cell.cell, cell.label):
             self._gate.expect()
             self._enqueue(cell)
 
     def _ask(self, question: ToRank) -> None:
-        """A question came, perhaps again: it is answered once."""
+        """Take a question, which may come twice: repeat an answer that is still lent, don't queue what is queued or runs."""
         ticket = getattr(question, "ticket", None)
         if ticket is not None:
             answer = self._lending.again(ticket) or self._examining.again(ticket)
@@ -264,7 +264,7 @@ class RankAgent:
         threading.Thread(target=look, name="hvdlab-looking", daemon=True).start()
 
     def _tell_known(self, ticket: int) -> None:
-        """What this rank knows, for one that joins the cell that it runs. Asked again, it answers with what is lent."""
+        """Send what this rank knows, for a rank that joins its cell. Asked again, it sends the answer whose parts are lent."""
         if (given := self._lending.again(ticket)) is not None:
             self._reply(given)
             return
@@ -278,7 +278,7 @@ class RankAgent:
         self._call_soon(self._arrived.set)
 
     def _paused(self, yes: bool) -> None:
-        """The debugger has stopped this rank, or let it go on."""
+        """Tell the engine that the debugger has stopped this rank, or let it go on: its timers stand still meanwhile."""
         patience = getattr(self._engine, "pause" if yes else "resume", None)
         if patience is not None:
             patience("stopped by the debugger")
@@ -335,7 +335,7 @@ class RankAgent:
                 return
 
     def _on_comm(self, body: bytes) -> None:
-        """A widget's view in the frontend says something: after what runs, in the order in which it was said."""
+        """Deliver a message of a widget's view in the frontend, after what runs, in the order in which messages came."""
         task = self._loop.create_task(self._deliver(decode_comm(body)))
         self._delivering.add(task)
         task.add_done_callback(self._delivering.discard)
@@ -350,7 +350,7 @@ class RankAgent:
     async def _run_cell(self, request: RunCell) -> None:
         self._cell, self._state = request.cell, "running"
         if not request.joins:
-            self._lesson = None  # the cell that it was for has ended; others know more by now
+            self._lesson = None  # the cell that the lesson was for has ended; other ranks know more by now
         try:
             await self._runner.run(request, self._enter if request.joins else None)
         except Exception as error:  # noqa: BLE001  # a fault of ours ends the cell, with its traceback, but not the rank
@@ -395,7 +395,7 @@ class RankAgent:
         self._reply(self._lesson.prepare(self._shell, request.ticket))
 
     def _enter(self) -> None:
-        """Before a cell that others have been running: be let in by them, and know what they know."""
+        """Before a cell that other ranks have been running: wait until they let this rank in, then bind what they know."""
         context.init()
         lesson, self._lesson = self._lesson, None
         if lesson is not None:

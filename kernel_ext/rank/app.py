@@ -35,7 +35,7 @@ from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY, WHO
 from hvdlab.launch.forkserver.pipes import StdPipes
 
 LEAVE_WITHIN = 2.0
-"""Seconds that a rank gets to end by itself after it was told to leave, whatever its cell does."""
+"""Seconds that a rank has to end by itself after an order to leave or SIGTERM, whatever its cell does."""
 
 
 class RankProgram:
@@ -43,8 +43,8 @@ class RankProgram:
 
     Args:
         argv: Options for ipyparallel's engine.
-        pipes: Pipes for the output, if who started the rank made them.
-        unsent: An area for output that was not sent, likewise; -1 for none.
+        pipes: Pipes for the output, if the process that started the rank made them.
+        unsent: Descriptor of an area for output that was not sent, if that process made one; else -1.
     """
 
     def __init__(self, argv: Sequence[str], pipes: StdPipes | None, unsent: int) -> None:
@@ -65,7 +65,7 @@ class RankProgram:
         self._done = threading.Event()
 
     def run(self) -> int:
-        """Serve until told to leave. Returns the exit code."""
+        """Serve until the pool wants the rank to leave. Returns the exit code."""
         signal.signal(signal.SIGTERM, self._terminate)
         self._agent.start()
         self._engine.on_mail(ENVIRONMENT, self._on_environment)
@@ -95,7 +95,10 @@ class RankProgram:
         threading.Thread(target=self._end_anyway, name="hvdlab-leave", daemon=True).start()
 
     def _end_anyway(self) -> None:
-        """A main thread that is stuck in foreign code can't be asked. After the loop's end, exit handlers still run."""
+        """Exit if the loop has not ended in time: a main thread that is stuck in foreign code can't be asked to end it.
+
+        Once the loop has ended, exit handlers may take as long as they need.
+        """
         if not self._done.wait(LEAVE_WITHIN):
             os._exit(1)
 
@@ -105,10 +108,10 @@ class RankProgram:
         self._joining = self._loop.create_task(self._join_controller(request, self._joining))
 
     async def _join_controller(self, request: str, before: asyncio.Task[None] | None) -> None:
-        if before is not None:  # with a controller that is gone: it fails, or has
+        if before is not None:  # with a controller that is gone: that attempt fails, or has failed
             await before
         if self._joining is not asyncio.current_task():
-            return  # asked for something else meanwhile
+            return  # another request came meanwhile, and has a task of its own
         answer = await join_controller(self._agent, self._engine.rank, request, self._argv)
         self._engine.post(JOINED, answer.encode())
 
@@ -138,7 +141,10 @@ def _area(descriptor: int) -> Unsent | None:
 
 
 def run(argv: Sequence[str], pipes: StdPipes | None = None, unsent: int = -1) -> int:
-    """Be a rank, as the environment says (see :class:`~hvdlab.collectives.settings.Settings`), until told to leave."""
+    """Be a rank with the settings of the environment (:class:`~hvdlab.collectives.settings.Settings`) until it is to leave.
+
+    Returns the exit code.
+    """
     set_environment()
     offer()
     ask_frameworks(devices_in_use)

@@ -14,7 +14,7 @@ class Attendance:
     """The pool's process, watched by the thread that sends.
 
     Attributes:
-        absent: Nobody takes anything now. Never true where nobody was named: such a rank ends with its pool.
+        absent: Whether no process takes output now. Never true where none was named: such a rank ends with its pool.
     """
 
     def __init__(self) -> None:
@@ -24,12 +24,12 @@ class Attendance:
         self._descriptor = -1
 
     def name(self, pid: int, started: int) -> None:
-        """This process takes it from now on; nobody if ``pid`` is 0. Any thread; :meth:`update` is to follow."""
+        """This process takes the output from now on; none does if ``pid`` is 0. Any thread; call :meth:`update` afterwards."""
         with self._lock:
             self._named = (pid, started)
 
     def update(self, selector: selectors.BaseSelector) -> None:
-        """Watch who was named last. The thread that sends, as for what follows."""
+        """Watch the process that was named last. Only for the thread that sends, like the methods below."""
         with self._lock:
             named, self._named = self._named, None
         if named is None:
@@ -41,13 +41,14 @@ class Attendance:
             selector.register(self._descriptor, selectors.EVENT_READ)
 
     def is_it(self, descriptor: int) -> bool:
-        """Whether this, which the selector has found readable, is the process."""
+        """Whether this descriptor, which the selector has found readable, is the process's."""
         return descriptor == self._descriptor
 
     def has_ended(self, selector: selectors.BaseSelector, then: Callable[[], None]) -> None:
-        """The process has. Nothing happens if another one has been named, which :meth:`update` then watches.
+        """The process has ended: call ``then``. If another one has been named, do nothing; :meth:`update` watches that one.
 
-        Who is named next comes after what ``then`` does: it can't take back what was done for that one.
+        ``then`` runs with the lock held, so it is over before the next process can be named, and can't take back what is
+        done for that one.
         """
         with self._lock:
             if self._named is None:
@@ -56,7 +57,7 @@ class Attendance:
                 then()
 
     def close(self, selector: selectors.BaseSelector) -> None:
-        """Watch nobody."""
+        """Watch no process any more."""
         if self._descriptor >= 0:
             selector.unregister(self._descriptor)
             os.close(self._descriptor)

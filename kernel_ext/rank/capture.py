@@ -37,7 +37,7 @@ INTERVAL = 0.05
 LINGER = 0.003
 """Seconds that even the first output waits for the rest of its line, as ``print`` writes the line's end separately."""
 GAP = 0.0002
-"""Seconds between two writes in which a subprocess may have written something; none starts and ends in less."""
+"""Seconds that must lie between two writes for a subprocess to have written something; none starts and ends in less."""
 PIECE = 256 << 10
 """A single write is taken apart into pieces of this many characters."""
 MESSAGE = 1 << 20
@@ -56,8 +56,8 @@ def window_of(ranks: int) -> int:
 class Capture:
     """The queue, its window and the thread that sends.
 
-    Any thread may write. :meth:`credit` is meant for the control thread and never blocks for long: no lock is held
-    while something is sent or waited for.
+    Any thread may write. :meth:`credit` is meant for the control thread and never blocks for long: the lock that it takes is
+    not held while a thread sends or waits.
 
     Args:
         post: Sends mail.
@@ -93,7 +93,7 @@ class Capture:
         self._late: deque[tuple[str, _Entry]] = deque()  # written after the end of these cells
         self._over = False  # the end of the current cell is on its way: what is written now comes after it
         self._queued = 0  # bytes in _entries
-        self._lands = False  # what was read from a pipe last is in the area of unsent output
+        self._lands = False  # whether what was read from a pipe last is in the area of unsent output
         self._total = 0  # bytes of the current cell, queued ones included
         self._taken = 0  # of those, what the pool has taken
         self._cell = ""
@@ -157,22 +157,21 @@ class Capture:
         """Send what is left of the cell's output, then its end."""
         self.flush()
         with self._lock:
-            self._over = (
-                True  # a thread may be writing: between the two, its text would be neither here nor there
-            )
+            # Set before the rest is sent: what another thread queued after that would follow the end of the cell.
+            self._over = True
         with self._sending:
             self._send_queued()
         self.sent.done(done)
 
     def settled(self, cell: str) -> None:
-        """The pool has what it wanted of the cell. If that still runs, what it writes goes nowhere. Control thread."""
+        """The pool has what it wanted of the cell. If the cell still runs, what it writes goes nowhere. Control thread."""
         self.sent.settled(cell)
         self.credit(cell, UNBOUNDED)
 
     def owned(self, pid: int, started: int) -> None:
-        """This process takes what is written from now on; nobody if ``pid`` is 0. Control thread.
+        """Note which process takes what is written from now on; none does if ``pid`` is 0. Control thread.
 
-        While nobody does, the newest output of each cell is kept and nobody waits for room.
+        While no process does, the newest output of each cell is kept and no writer waits for room.
         """
         self._attendance.name(pid, started)
         if not pid:
@@ -182,7 +181,7 @@ class Capture:
     def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
         """Send again what the pool has missed of these cells, as :class:`Resync` says. Control thread.
 
-        A cell that it does not wait for any more can't fill a window: what it writes goes nowhere.
+        A cell that the pool does not wait for any more can't fill a window: what it writes goes nowhere.
         """
         self.sent.resync(cells)
         known = {cell: taken for cell, _, taken in cells}
@@ -207,8 +206,8 @@ class Capture:
         if self.widgets.entered and self.widgets.write(name, text):
             return
         if self._fds is not None:
-            # What subprocesses and C code wrote since belongs before this text. They need time to do so, hence
-            # looking is only worth a system call when some has passed.
+            # What subprocesses and C code wrote since the last write belongs before this text. They need time to do so,
+            # hence looking is only worth a system call when some has passed.
             now = monotonic()
             if now - self._last_write > GAP:
                 self._drain_fds()
@@ -223,7 +222,7 @@ class Capture:
     def put(self, chunk: Display | Clear) -> None:
         """Queue a display or a clear, in order with the text."""
         if self._forked:
-            return  # a forked child has nobody to show it to
+            return  # a forked child has no thread that sends
         if self.widgets.entered and self.widgets.put(chunk):
             return
         if self._fds is not None:
@@ -266,7 +265,7 @@ class Capture:
         self._wake()
 
     def _put_late(self, entry: _Entry, cell: str, landed: Piece | None) -> None:
-        """Queue what a cell that has ended writes. Hold the lock."""
+        """Queue what a cell that has ended writes. The caller holds the lock."""
         if landed is not None and self._unsent is not None:
             self._unsent.write_landed(landed.stream, "", landed.size, landed.cut)
         if entry[2] or entry[1] is None:
@@ -274,7 +273,7 @@ class Capture:
             self._wake()
 
     def _await_room(self, size: int) -> None:
-        # What is larger than the window itself goes alone.
+        # An entry that is larger than the window goes alone: it waits until the pool has taken all before it.
         self._urgent = True
         self._wake()
         self._room.wait_for(
@@ -339,7 +338,7 @@ class Capture:
         with fds.lock:
             room = self._window - (0 if self._attendance.absent else self._total - self._taken)
             for piece in fds.read(room, self._receive):
-                # Never waits: the thread that sends comes through here.
+                # Must not wait for room: the thread that sends comes through here, and no room comes without it.
                 self._put(_entry(piece.stream, piece.text), wait=False, landed=piece if self._lands else None)
 
     def _receive(self, stream: str, pipe: int, limit: int) -> bytes:
@@ -443,7 +442,7 @@ _captures: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    # The thread that sends, and who held the locks, stayed with the parent.
+    # The thread that sends, and any thread that held a lock, stayed with the parent.
     for capture in list(_captures):
         capture._forked = True
     _captures.clear()

@@ -1,4 +1,4 @@
-"""Comms in a rank: what widgets send goes to the notebook's frontend, what it answers comes back."""
+"""Comms in a rank: what widgets send goes to the notebook's frontend, and what the frontend answers comes back."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class RankComms:
 
     Args:
         post: Sends mail to the pool.
-        widgets: Is to know when there may be widgets that take output.
+        widgets: Installed with the first comm, as from then on there may be widgets that take output.
     """
 
     def __init__(self, post: Post, widgets: WidgetOutputs) -> None:
         self._post, self._widgets = post, widgets
-        # ipykernel's: the engine of ipyparallel, a kernel of its, wants no other.
+        # ipykernel's class: ipyparallel's engine, which is a kernel of ipykernel's, takes no other.
         self._manager: Any = CommManager()  # type: ignore[no-untyped-call]  # it has no annotations
         self._before: tuple[Any, Any] | None = None
 
     def install(self) -> None:
-        """Let ``comm.create_comm``, and so ipywidgets, make comms of the frontend's."""
+        """Let ``comm.create_comm``, and so ipywidgets, make comms whose other side is in the frontend."""
         self._before = comm.create_comm, comm.get_comm_manager
         comm.create_comm = self._create
         comm.get_comm_manager = lambda: self._manager

@@ -40,7 +40,7 @@ class CellCompiler(CachingCompiler):
     """IPython's compiler, which calls cells of the pool by their label: ``Cell In[7], line 4``.
 
     Attributes:
-        files: What a frontend's debugger calls cells, and what each was compiled as last.
+        files: The file by which a frontend's debugger knows a cell, to the name that the cell was compiled under last.
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class CellCompiler(CachingCompiler):
         """The next code to be compiled is ``source``, known to users as ``label``, with ``lines`` lines above it.
 
         Args:
-            file: What a frontend's debugger calls it.
+            file: The file by which a frontend's debugger knows the cell.
 
         Returns:
-            What it will be compiled as.
+            The file name that the code will be compiled under.
         """
         name = f"<cell {label}>"
         known = self._names.setdefault(name, source)
@@ -74,12 +74,12 @@ class CellCompiler(CachingCompiler):
     def _introduce(self, name: str) -> None:
         """Let sites and tracebacks call code that is compiled under this name a cell."""
         register_label(name, f"cell {label_of(name)}")
-        # Else it is looked for in every module that is imported, for each frame of a traceback: seconds, with torch.
+        # Else inspect looks for the file in every imported module, for each frame of a traceback: seconds, with torch.
         for place in (name, os.path.normcase(os.path.abspath(name))):
             inspect.modulesbyfile[place] = "__main__"
 
     def cells(self) -> dict[str, tuple[str, str]]:
-        """Of each cell's file name, the cell's source and the lines that tracebacks show."""
+        """File name of each cell to its source and the lines that tracebacks show."""
         return {
             name: (source, "".join(linecache.getlines(name))) for name, source in dict(self._names).items()
         }
@@ -111,7 +111,7 @@ class CellCompiler(CachingCompiler):
         return super().ast_parse(source, filename, symbol)
 
     def format_code_name(self, name: str) -> Any:
-        """What a traceback calls it."""
+        """The kind and the name by which a traceback calls code of this file name."""
         if name in self._names:
             label = label_of(name)
             return "Cell", f"In{label}" if cell_number(label) is not None else label

@@ -12,7 +12,7 @@ from hvdlab.kernel_ext.payloads import Complete, Completions, Express, Expressed
 from hvdlab.kernel_ext.rank.display import wire_bundle
 
 WITHIN = 5.0
-"""Seconds after which looking is given up while a cell runs."""
+"""Seconds after which an answer is given up while a cell runs."""
 
 
 def while_busy(shell: Any, question: Complete | Inspect) -> Completions | Inspection:

@@ -28,13 +28,13 @@ _LOOKS_BACK = re.compile(
 _DEBUGGERS = frozenset({"bdb", "pdb", "IPython.core.debugger"})
 
 _REPLACED = "REPLACED BY KeyboardInterrupt"
-"""What pybind11 says, in a RuntimeError, where an interrupt comes while it makes an exception of an error of C++."""
+"""What pybind11's RuntimeError says if an interrupt comes while pybind11 turns an error of C++ into an exception."""
 
 _plain_stop_here = bdb.Bdb.stop_here
 
 
 def looks_back(source: str) -> bool:
-    """Whether a cell looks at what the one before has failed with."""
+    """Whether a cell looks at the error that the cell before it failed with."""
     return bool(_LOOKS_BACK.search(source))
 
 
@@ -49,7 +49,7 @@ def forget_failure(shell: Any) -> None:
             if getattr(handler, name, None) is not None:
                 setattr(handler, name, None)
     if failed:
-        gc.collect()  # what shows tracebacks leaves circles of frames, which may hold a model's activations
+        gc.collect()  # showing a traceback leaves cycles of frames, which may hold a model's activations
 
 
 def stop_here(debugger: bdb.Bdb, frame: FrameType) -> bool:
@@ -71,7 +71,7 @@ def _in_cell(frame: FrameType) -> bool:
 
 
 def stop_tracing() -> None:
-    """A cell has ended in which somebody may have been stepping."""
+    """Stop the tracing of this thread: a cell has ended in which the user may have been stepping."""
     tracer = sys.gettrace()
     if isinstance(getattr(tracer, "__self__", None), bdb.Bdb):
         sys.settrace(None)

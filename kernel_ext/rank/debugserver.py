@@ -1,11 +1,11 @@
-"""A rank's debug server: debugpy's own, started when somebody wants it, and spoken to by mail.
+"""A rank's debug server: debugpy's own, started when a frontend wants it, and spoken to by mail.
 
 Nothing is imported until then, and nothing ever listens: the server gets one end of a pair of sockets, and what comes
 out of the other end travels as mail. The server works on threads of its own, so a rank that has stopped at a breakpoint
 still answers everything else.
 
-Cells are compiled under names of ours, such as ``<cell [7]>``; frontends know them by a file's name. The server is told
-of each pair, and translates.
+Cells are compiled under names of ours, such as ``<cell [7]>``; frontends know them by a file's name. The server gets each
+pair of names from here, and translates.
 """
 
 from __future__ import annotations
@@ -68,26 +68,26 @@ class DebugServer:
         self._thread: threading.Thread | None = None
         self._stopped: set[int] = set()
         self._main = 1  # the server's number of the main thread
-        self._over = threading.Event()  # nothing is stopped
+        self._over = threading.Event()  # set while nothing is stopped
 
     @property
     def active(self) -> bool:
-        """Somebody is debugging this rank."""
+        """Whether a frontend is debugging this rank."""
         return self._session != 0
 
     @property
     def stopped(self) -> bool:
-        """A thread of this rank has stopped for the debugger."""
+        """Whether a thread of this rank has stopped for the debugger."""
         return bool(self._stopped)
 
     # -- control thread -------------------------------------------------------------------------------------------
 
     def on_mail(self, sender: int, body: bytes) -> None:
-        """Mail came. It is worked off by a thread of its own, since importing debugpy takes a while."""
+        """Take mail. A thread of its own works it off, since importing debugpy takes a while."""
         self._do(decode_to_server(body))
 
     def abandon(self) -> None:
-        """Whoever debugged this rank is gone: end the session. Any thread."""
+        """The process that debugged this rank is gone: end the session. Any thread."""
         if self._session:
             self._do(Close(self._session))
 
@@ -107,7 +107,7 @@ class DebugServer:
             self._thread = None
 
     def interrupted(self, again: Callable[[], object]) -> None:
-        """This rank was interrupted. Where it has stopped, that may only have ended the making of a value's text.
+        """This rank was interrupted. If it has stopped, that may only have ended the making of a value's text, so insist.
 
         Args:
             again: Interrupts it once more.
@@ -165,7 +165,7 @@ class DebugServer:
                 self._server.map(file, name)
             self._server.trace()
             self._on_main(self._server.trace_here)
-        except Exception as failure:  # noqa: BLE001  # whatever is wrong with an installed debugpy is told
+        except Exception as failure:  # noqa: BLE001  # whatever is wrong with an installed debugpy: the frontend gets the text
             self._session = 0
             error = f"debugpy can't be started: {type(failure).__name__}: {failure}"
             if isinstance(failure, AttributeError) and self._server is None:
@@ -241,7 +241,7 @@ class DebugServer:
     def cell_ended(self) -> None:
         """The cell's own code has ended: what follows is no place to step to.
 
-        If it was stopped, an interrupt has ended it, which the server does not tell.
+        If the cell was stopped, an interrupt has ended it; the server sends no event of that, so this does.
         """
         if not self._session or self._server is None:
             return
@@ -252,7 +252,7 @@ class DebugServer:
 
 
 def _adapted(message: bytes) -> bytes:
-    """No frontend ends a rank, whose memory is sacred; and the frames that run cells are nobody's code."""
+    """The request, changed so that no frontend ends a rank, whose memory is sacred, and steps skip the frames that run cells."""
     request = json.loads(message)
     arguments = request.get("arguments") or {}
     if request.get("command") in ("disconnect", "terminate"):
@@ -271,7 +271,7 @@ def _adapted(message: bytes) -> bytes:
 
 
 def _plumbing() -> list[str]:
-    """Where the code is that runs between the statements of a cell: a step that leaves one is to end in the next."""
+    """Paths of the code that runs between the statements of a cell, so that a step that leaves one ends in the next."""
     packages = [str(_PACKAGE), *(module.__path__[0] for module in (IPython, traitlets, ipykernel))]
     modules = [
         str(module.__file__)
@@ -299,11 +299,11 @@ class _Server:
     """debugpy's server in this process, at the other end of a pair of sockets.
 
     Args:
-        take: Gets each message that it says.
+        take: Gets each message that the server sends.
     """
 
     def __init__(self, take: Callable[[bytes], None]) -> None:
-        # Else it warns, into the user's output, that frozen modules of the standard library can't be stepped into.
+        # Else debugpy warns, into the user's output, that frozen modules of the standard library can't be stepped into.
         os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
         before = sys.breakpointhook
         load("debugpy.server.api")  # puts pydevd on the path
@@ -350,10 +350,10 @@ class _Server:
         self._reader.start()
 
     def _look(self) -> None:
-        """Whether all is there that is used later, of what other versions may call otherwise.
+        """Check that all parts of debugpy that are used later are there: other versions may name them otherwise.
 
         Raises:
-            AttributeError: Something is not, which is better told now than by the failure of a cell.
+            AttributeError: One is missing; it is better to fail now than in a cell.
         """
         db = self._db
         _ = self.waiting(), db._main_lock, db.source_mapping._mappings_to_client, self._tracing.SetTrace
@@ -361,7 +361,7 @@ class _Server:
         _ = db.enable_tracing, db.disable_tracing, db.set_tracing_for_untraced_contexts
 
     def _resume_if_interrupted(self) -> None:
-        """Let an interrupt end more than the wait: where tracing survives it, the next line would stop again."""
+        """Let an interrupt end the stepping with the wait: where tracing survives it, the next line would stop again."""
         wait = self._db.do_wait_suspend
 
         def waiting(*arguments: object, **more: object) -> object:
@@ -385,7 +385,7 @@ class _Server:
             self._mine.sendall(frame(message))
 
     def map(self, file: str, name: str) -> None:
-        """Let ``file`` be what the frontend calls what is compiled as ``name``."""
+        """Have the server say ``file`` to the frontend for code that is compiled as ``name``."""
         entry = self._api.SourceMappingEntry(1, _LAST_LINE, 1, name)
         with self._db._main_lock:
             before = self._files.get(name)
@@ -413,11 +413,11 @@ class _Server:
         self._db.disable_tracing()
 
     def waiting(self) -> list[threading.Thread]:
-        """Threads that have stopped and not left it, by whatever way."""
+        """Threads that have stopped and not gone on, in whatever way."""
         return [thread for thread in threading.enumerate() if self._info_of(thread).is_in_wait_loop]
 
     def interrupt_others(self) -> None:
-        """Raise KeyboardInterrupt where threads have stopped that no signal reaches.
+        """Raise KeyboardInterrupt in stopped threads that no signal reaches: all but the main thread.
 
         The main thread may be waiting for one of them: a framework that calls back from a thread of its own.
         """

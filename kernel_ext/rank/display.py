@@ -21,7 +21,7 @@ LONGEST_BEGINNING = 1000
 LARGEST_ITEM = 16 << 20
 """Bytes of one representation of a display; no browser shows more."""
 DEEPEST = 100
-"""Dictionaries and lists within each other; messages can't carry any depth."""
+"""How deep dictionaries and lists may lie within each other; messages can't carry any depth."""
 _INT64 = range(-(1 << 63), 1 << 64)
 
 
@@ -105,13 +105,13 @@ class RankDisplayPublisher(DisplayPublisher):
         self._capture.put(Clear(bool(wait)))
 
     def set_parent(self, parent: Any) -> None:
-        """As for the hook."""
+        """Ignored, as by the hook: cells of a pool have no parents."""
 
 
 def wire_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
     """A mime bundle that MessagePack and JSON can carry: images in base64, ``text/plain`` and the size bounded.
 
-    What can't be sent is told in ``text/plain``, and never fails the cell that shows it.
+    ``text/plain`` names what can't be sent, with the reason; it never fails the cell that shows it.
     """
     clean: dict[str, Any] = {}
     missing: list[str] = []

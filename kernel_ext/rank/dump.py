@@ -12,15 +12,15 @@ import os
 import signal
 
 SIGNAL = signal.SIGWINCH
-"""Ignored by default, so that it harms nobody if the handler is not there (any more)."""
+"""Ignored by default, so that it does no harm if the handler is not there (any more)."""
 
 NAME = "hvdlab-stack"
-"""Of the file, as ``/proc/<pid>/fd`` tells it."""
+"""The file's name, as ``/proc/<pid>/fd`` shows it."""
 
 
 def offer_dumps() -> None:
-    """From now on."""
+    """Have :data:`SIGNAL` dump the main thread's stack from now on."""
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
-    # Whoever reads it empties it.
+    # The pool's process truncates the file before each dump; appending then begins at its start.
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
     faulthandler.register(SIGNAL, fd, all_threads=False)

@@ -32,7 +32,7 @@ EVALUATED_WITHIN = 20.0
 """Seconds that an expression may take."""
 
 REMEMBERED = 64
-"""Examinations that were given up before they began, and that are remembered."""
+"""How many examinations that the pool gave up before they began are remembered."""
 
 
 class Examining:
@@ -40,7 +40,7 @@ class Examining:
 
     Args:
         shell: Has the variables.
-        loop: The main thread's.
+        loop: The main thread's loop.
         rank: This rank's number.
         neighbours: How many ranks of this host make fingerprints at the same time.
         reply: Sends an answer; any thread.
@@ -57,7 +57,9 @@ class Examining:
         self._shell, self._loop, self._reply = shell, loop, reply
         self._rank, self._neighbours = rank, neighbours
         self._open: Examined | None = None
-        self._questions: asyncio.Queue[Question | int] = asyncio.Queue()  # a number: released
+        self._questions: asyncio.Queue[Question | int] = (
+            asyncio.Queue()
+        )  # a number: that examination was released
         self._released: deque[int] = deque(maxlen=REMEMBERED)
         self._window: Window | None = None
 
@@ -69,14 +71,14 @@ class Examining:
         return answer if answer is not None and answer.ticket == ticket else None
 
     def ask(self, question: Question) -> None:
-        """A question about an examination came."""
+        """Take a question about an examination."""
         if self.again(question.lot) is None:
             self._reply(Done(question.ticket, OVER))
         else:
             self._put(question)
 
     def release(self, lot: int | None = None) -> None:
-        """The pool needs this (or any) examination no longer."""
+        """The pool no longer needs this examination; without ``lot`` it needs none."""
         if lot is not None:
             self._released.append(lot)
         if self._open is not None and lot in (None, self._open.ticket):
@@ -89,7 +91,7 @@ class Examining:
     # -- main thread --------------------------------------------------------------------------------------------------
 
     def _deliver(self, question: Question | int) -> None:
-        # The examination may have ended since the question came: then nobody would take it out.
+        # The examination may have ended since the question came: then nothing would take it out of the queue.
         if isinstance(question, int) or self.again(question.lot) is not None:
             self._questions.put_nowait(question)
         else:
@@ -123,7 +125,7 @@ class Examining:
         variables = self._shell.user_ns
         if request.expression in variables:
             return variables[request.expression]
-        # No interrupt reaches this thread between cells, so what never returns must be left behind.
+        # No interrupt reaches this thread between cells, so an expression that never returns must be left behind.
         try:
             return bounded(
                 lambda: eval(request.expression, self._shell.user_global_ns, variables), EVALUATED_WITHIN
@@ -135,7 +137,7 @@ class Examining:
         assert self._open is not None
         lot = self._open.ticket
         while lot not in self._released:
-            # What was meant for an examination before this one may come late.
+            # A question or a release that was meant for an earlier examination may come late.
             try:
                 question = await asyncio.wait_for(self._questions.get(), PATIENCE)
             except TimeoutError:

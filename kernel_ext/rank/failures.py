@@ -29,7 +29,7 @@ LONGEST_VALUE = 64 << 10
 LONGEST_LINE = 300
 LONGEST_TRACEBACK = 1 << 20
 MOST_FRAMES = 60
-# Where our own waiting ends up; between frames of ours they are ours, too.
+# Modules in which our own waiting ends up; their frames below one of ours count as ours.
 _PLUMBING = frozenset({"threading", "queue", "selectors", "contextlib", "concurrent.futures._base"})
 
 
@@ -50,11 +50,11 @@ def safe_str(error: BaseException) -> str:
 
 
 def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) -> CellError:
-    """What the pool gets to know about ``error``, which ended a cell at ``when``.
+    """What the pool gets to know about ``error``, which ended a cell at ``when`` (``time.monotonic_ns()``).
 
     Args:
         shell: The InteractiveShell whose settings (``%xmode``, colours) the traceback follows.
-        before_exec: The cell did not begin to run.
+        before_exec: Whether the cell failed before its code began to run.
     """
     put_back_cause(error)
     aborted = _in_chain(error, AbortedError)
@@ -82,7 +82,7 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
 
 
 def sendable(error: CellError) -> CellError:
-    """The error, or if a message can't carry it (whatever is in it that should not be) what matters most of it."""
+    """The error itself; if a message can't carry it, one with what matters most of it."""
     try:
         msgspec.msgpack.encode(error)
     except (TypeError, ValueError, OverflowError) as why:
@@ -104,7 +104,7 @@ def _recorded() -> tuple[tuple[str, ...], str]:
     """What ``hvd.record()`` has kept, if it was called."""
     try:
         lines, wrong = step_record.recent()
-    except Exception as broken:  # noqa: BLE001  # a device may have failed: the error that is told comes first
+    except Exception as broken:  # noqa: BLE001  # a device may have failed: the error of the cell comes first
         return (f"what was recorded can't be shown: {one_line(broken)}",), ""
     return tuple(_clean(line, LONGEST_LINE) for line in lines), _clean(wrong, LONGEST_LINE)
 
@@ -159,7 +159,7 @@ def _is_consequence(error: BaseException) -> bool:
     """Whether the report is about another rank and says of this one only that it was stopped.
 
     Python's own traceback has to do then: importing what renders IPython's and rendering it takes a tenth of a second of
-    each rank's CPU, which all ranks of a host pay before the cell has ended. ``%tb`` on the rank still shows the other.
+    each rank's CPU, which all ranks of a host pay before the cell has ended. ``%tb`` on the rank still shows IPython's.
     """
     return isinstance(error, AbortedError) and error.cause.kind in (
         CauseKind.RANK_DIED,
@@ -186,7 +186,7 @@ def _render_as_ipython(shell: Any, error: BaseException, before_exec: bool) -> l
 
 
 def remember(error: BaseException) -> None:
-    """Let ``%tb``, ``%debug`` and ``pdb.pm()`` find it."""
+    """Let ``%tb``, ``%debug`` and ``pdb.pm()`` find the error."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, user_part(error.__traceback__)
     if sys.version_info >= (3, 12):
         sys.last_exc = error

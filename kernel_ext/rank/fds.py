@@ -1,8 +1,8 @@
 """Output below Python: what subprocesses and C code write to file descriptors 1 and 2.
 
 Each descriptor becomes the writing end of a pipe that the rank reads itself. Children inherit it, so their output
-arrives too, and keeps arriving after a fork. Whoever starts the rank may make the pipes (``StdPipes.make``) before
-forking and keep the reading ends: what the rank had not read when it died is then still in them, such as the last
+arrives too, and keeps arriving after a fork. The process that starts the rank may make the pipes (``StdPipes.make``) before
+it forks and keep the reading ends: what the rank had not read when it died is then still in them, such as the last
 words of a library that aborts.
 """
 
@@ -25,10 +25,10 @@ class Piece(NamedTuple):
     """What was read from a pipe.
 
     Attributes:
-        stream: Whose.
-        text: What it says; empty if it is the beginning of a character.
+        stream: ``stdout`` or ``stderr``.
+        text: The bytes as text; empty if they are only the beginning of a character.
         size: Bytes that were read.
-        cut: Those at their end, and of earlier reads, that are the beginning of a character and not in the text.
+        cut: Bytes at the end, with those of earlier reads, that are the beginning of a character and not in the text.
     """
 
     stream: str
@@ -42,7 +42,7 @@ Receive = Callable[[str, int, int], bytes]
 
 
 def receive(stream: str, pipe: int, limit: int) -> bytes:
-    """Take them out into this process alone."""
+    """Take bytes out of a pipe into this process's memory alone: they are lost if it is killed."""
     return os.read(pipe, limit)
 
 
@@ -72,7 +72,7 @@ class FdCapture:
         os.close(null)
 
     def read(self, limit: int, receive: Receive = receive) -> Iterator[Piece]:
-        """What is there now, up to ``limit`` bytes; never blocks. Hold :attr:`lock`."""
+        """What is in the pipes now, up to ``limit`` bytes; never blocks. The caller holds :attr:`lock`."""
         for fd in self.readers:
             name, decoder = self._names[fd], self._decoders[fd]
             while limit > 0:
@@ -106,7 +106,7 @@ class CStdout:
         self._stdout = ctypes.c_void_p.in_dll(libc, "stdout")
 
     def flush(self) -> None:
-        """Flush it; not all streams, since another thread may hold one of those (reading stdin) for ever."""
+        """Flush stdout; not all streams, since another thread may hold one of those (reading stdin) for ever."""
         self._fflush(self._stdout)
 
 

@@ -1,21 +1,22 @@
-"""When an interrupt may hit the main thread, and whom it is for.
+"""When an interrupt may hit the main thread, and which run of a cell it is meant for.
 
 A signal can arrive at any instruction of the main thread. It must become a KeyboardInterrupt in the user's code of the
 very cell that was meant, never in the code around it (which would end the rank's loop), never in the next cell.
 
-The pool's interrupts come as :data:`SIGNAL`, after a note which run is meant, so a late one is recognised. The handler
-runs on the main thread and looks at the stack that it interrupted: if a frame of guarded code is on it, raising is
-safe, since the exception passes through that frame to the runner, which waits for it. Otherwise the interrupt is
-remembered until the next guarded code begins, and forgotten when the cell ends.
+For an interrupt of the pool the control thread notes which run is meant and then sends :data:`SIGNAL`, so that the handler
+recognises a late one. The handler runs on the main thread and looks at the stack that it interrupted: if a frame of
+guarded code is on it, raising is safe, since the exception passes through that frame to the runner, which waits for it.
+Otherwise the interrupt is remembered until the next guarded code begins, and forgotten when the cell ends.
 
-A signal that comes after Python's last look and before a blocking system call is noted but does not break the call.
-That is not as rare as it sounds: the main thread gives the interpreter's lock away just there, and the thread that
-sends the signal waited for it. So the signal is sent again until the handler has run.
+A signal that comes after Python's last check for signals and before a blocking system call is noted but does not break the
+call. That is not as rare as it sounds: the main thread gives the interpreter's lock away just there, and the thread that
+sends the signal waited for it. So that thread sends the signal again until the handler has run.
 
 The exception may be raised and yet be lost: the interpreter drops whatever a finalizer or a weak reference's callback
 raises, and those run in the middle of any code that the collector happens to stop. This is not as rare as it sounds
 either: during a long collection the thread that sends the signal waits for the interpreter's lock, and gets it in the
-first finalizer. The interpreter tells its hook for such exceptions; if it was ours, the interrupt is requested again.
+first finalizer. The interpreter passes such an exception to ``sys.unraisablehook``; if it is the one that the handler
+raised, our hook requests the interrupt again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 SIGNAL = signal.SIGURG
-"""Ignored by default, so it can do no harm to what does not expect it; SIGINT is left to whoever sends it from outside."""
+"""By default it is ignored, so it can do no harm to code that does not expect it; SIGINT stays free for senders from outside."""
 FIRST_RETRY = 0.005
 LAST_RETRY = 1.0
 
@@ -66,13 +67,15 @@ class InterruptGate:
         )
         self._cancelled = False
         self._previous: dict[int, Handler] = {}
-        self._raised = 0  # id() of the last KeyboardInterrupt; itself, it would keep the user's frames alive
+        self._raised = (
+            0  # id() of the last KeyboardInterrupt; the exception itself would keep the user's frames alive
+        )
         self._hook: partial[None] | None = None
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """A cell has come; it will begin."""
+        """Count a cell that has come and will begin."""
         with self._lock:
             self._awaited += 1
 
@@ -214,7 +217,7 @@ class InterruptGate:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if frame is not None and (frame.f_code is _HOOK or _is_on_stack(frame, [_REPEAT])):
-            return  # raised here it would be lost as well; what was requested is sent again
+            return  # raised in our hook it would be lost as well; _send_again() repeats what was requested
         if number == SIGNAL:
             requested, self._requested = self._requested, None
             if requested != self._run:
@@ -233,7 +236,7 @@ class InterruptGate:
     def _on_unraisable(
         self, previous: Callable[[UnraisableHookArgs], object], lost: UnraisableHookArgs
     ) -> None:
-        """An exception was dropped, on any thread."""
+        """The interpreter has dropped an exception, on any thread."""
         # The type, too: memory, and with it the id, may have come to belong to another exception since.
         if type(lost.exc_value) is KeyboardInterrupt and id(lost.exc_value) == self._raised:
             self._repeat()
@@ -241,9 +244,9 @@ class InterruptGate:
             previous(lost)  # without the lock, which this thread may hold already
 
     def _repeat(self) -> None:
-        """Request the interrupt that was dropped again. It hit guarded code, so this thread does not hold the lock."""
+        """Request once more the interrupt that was dropped. It hit guarded code, so this thread does not hold the lock."""
         with self._changed:
-            # Not sent here, where it would be raised in this hook. The thread waits a moment before it sends.
+            # The thread of _send_again() sends the signal, after a moment: sent from here, it would be raised in this hook.
             self._requested = self._run
             self._changed.notify_all()
 

@@ -90,7 +90,7 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
     """The last request to join that was fulfilled."""
 
     def init_connector(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """How sockets are connected; whether they are is watched from here on."""
+        """The functions that connect sockets; the first also has :attr:`links` watch whether a socket is connected."""
         connect, tunnel = super().init_connector()
         self._connect = connect
         self.links = Links()
@@ -111,8 +111,8 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
         await self.complete_registration(await self._registration(), connect, tunnel)
 
     async def _registration(self) -> list[bytes]:
-        """The controller's answer to this engine, which it may have heard of already."""
-        # A socket for this question alone: what others were told, or asked and could not send, does not get in between.
+        """The controller's answer to this engine's registration; it may have heard of the engine already."""
+        # A socket for this request alone: no other answer, and no other request that could not be sent, gets in between.
         registrar = self.context.socket(zmq.DEALER)
         try:
             self._connect(registrar, self.registration_url)
@@ -133,12 +133,12 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
             raise JoinFailed(f"the connections to the controller are not up after {self.timeout:g} s")
 
     async def register_again(self, connection: str) -> None:
-        """Make a controller know this engine that took the place of the one it was registered with.
+        """Register this engine with a controller that took the place of the one that had it.
 
-        If it listens where its predecessor did, ZeroMQ connects the engine's sockets to it by itself.
+        If the new controller listens where its predecessor did, ZeroMQ connects the engine's sockets to it by itself.
 
         Raises:
-            JoinFailed: It can't be reached from here, or does not take this engine in.
+            JoinFailed: The controller can't be reached from here, or does not take this engine in.
         """
         if json.loads(connection) != json.loads(self.connection_info_env):
             await self._turn_to(connection)
@@ -194,7 +194,7 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
         raise JoinFailed(f"the controller at {self.registration_url} did not answer in {self.timeout:g} s")
 
     def exit(self, exit_status: int | str | None = 0) -> None:
-        """As for :meth:`abort`."""
+        """Called if ipyparallel can't use the controller's answer; the rank goes on without ipyparallel."""
         raise JoinFailed("the controller's answer could not be used; the lines above tell why")
 
     def redirect_output(self, iopub_socket: Any) -> None:
@@ -216,7 +216,10 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
 async def _there(
     schedule: Callable[[Callable[[], None]], Any], do: Callable[[], None], seconds: float
 ) -> None:
-    """Have this done by the thread that ``schedule`` belongs to, and wait for it. Raises ``TimeoutError``."""
+    """Have the thread that ``schedule`` belongs to call ``do``, and wait for that.
+
+    Raises ``TimeoutError`` after ``seconds``, and what ``do`` raised.
+    """
     done: Future[None] = Future()
 
     def run() -> None:
@@ -235,7 +238,7 @@ async def join_controller(agent: RankAgent, rank: int, request: str, argv: Seque
     """Register with ipyparallel's controller as engine number ``rank``. The rank lives on if that fails.
 
     Args:
-        agent: Whose turns requests take.
+        agent: The rank's agent, between whose cells requests run.
         rank: Engine number to ask for.
         request: A line with the number of the request, then the controller's connection information for engines, as JSON.
         argv: Options of ``ipengine``.
@@ -255,11 +258,11 @@ async def join_controller(agent: RankAgent, rank: int, request: str, argv: Seque
 
 
 async def _join(agent: RankAgent, rank: int, request: str, connection: str, argv: Sequence[str]) -> None:
-    """Cells may run while the controller's answer is awaited: it may have died."""
+    """Register, or register again. Cells may run while this waits for the controller's answer: it may have died."""
     if RankEngine.initialized():
         engine = RankEngine.instance()
         if engine.request == request:
-            return  # who asks has not heard the answer
+            return  # the pool asks again, since it has not got the answer
         await engine.register_again(connection)
     else:
         try:
@@ -276,7 +279,7 @@ async def _join(agent: RankAgent, rank: int, request: str, connection: str, argv
 
 
 def _discard() -> None:
-    """An engine that has no kernel yet can be made anew."""
+    """Drop an engine that has no kernel yet, so that the next request makes another."""
     if RankEngine.initialized():
         engine = RankEngine.instance()
         links = getattr(engine, "links", None)

@@ -1,4 +1,4 @@
-"""What a rank has written is sent before ``os._exit`` ends it, which asks no exit handler."""
+"""What a rank has written is sent before ``os._exit`` ends it, which calls no exit handler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ECHO = "hvdlab.rank.echo"
 """Mail of a rank to itself: once it is back, everything before it has left."""
 
 WITHIN = 0.5
-"""Seconds that this may take; whoever calls ``os._exit`` wants the process gone, perhaps because it hangs."""
+"""Seconds that this may take; code that calls ``os._exit`` wants the process gone, perhaps because it hangs."""
 
 
 class Mail(Protocol):
@@ -40,18 +40,18 @@ class LastWords:
         self._back = threading.Event()
 
     def install(self) -> None:
-        """From now on."""
+        """Replace ``os._exit``."""
         self._engine.on_mail(ECHO, lambda sender, body: self._back.set())
         os._exit = self._leave
 
     def uninstall(self) -> None:
-        """Give the real one back, unless somebody else has put another in its place."""
+        """Put the real ``os._exit`` back, unless other code has put another in its place."""
         if os._exit == self._leave:
             os._exit = self._exit
 
     def _leave(self, status: int) -> NoReturn:
         if os.getpid() == self._pid:
-            # On a thread of its own: this one may hold a lock that is needed, or be the one that is waited for.
+            # On a thread of its own: this one may hold a lock that is needed, or be one that the sending waits for.
             sender = threading.Thread(target=self._send, name="hvdlab-last-words", daemon=True)
             sender.start()
             sender.join(WITHIN)

@@ -1,4 +1,4 @@
-"""Values too large for one message: parts that the pool fetches from a rank, or has brought there, piece by piece.
+"""Values too large for one message: the pool fetches their parts from a rank, or brings them there, piece by piece.
 
 The control thread serves the pieces. While a value is lent the rank's main thread does nothing else, so that no cell
 changes what is being read; large arrays are read where they are, not copied first.
@@ -24,15 +24,14 @@ from hvdlab.kernel_ext.payloads import Done, Fetch, Known, Piece, PushPart, Valu
 NOT_SHARED = "the memory of the pool's process can't be looked into"
 
 PATIENCE = 60.0
-"""Seconds without a question after which a value is no longer kept for a pool that seems to be gone."""
-
+"""Seconds without a question after which a rank no longer keeps a value, since the pool seems to be gone."""
 REMEMBERED = 64
-"""Questions that were given up before they were answered, and that are remembered."""
+"""How many questions that the pool gave up before the answer are remembered."""
 
 
 @dataclass(slots=True)
 class _Lot:
-    """What is lent; ``returned`` is None for what no main thread waits for."""
+    """What is lent; ``returned`` is None if the main thread does not wait for it."""
 
     answer: Value | Known
     parts: tuple[memoryview, ...]
@@ -41,7 +40,7 @@ class _Lot:
 
 
 class Window:
-    """Memory that a process of this host can look into, by ``/proc/<pid>/fd``; gone when it is forgotten."""
+    """Memory that other processes of this host can look into, by ``/proc/<pid>/fd``; freed with this object."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -58,7 +57,7 @@ class Window:
         return Shared(os.getpid(), self._descriptor, self._name, len(data))
 
     def fill(self, write: Callable[[memoryview], int]) -> Shared:
-        """Let ``write`` put data at its beginning and tell how much; returns where to find it."""
+        """Have ``write`` put data at its beginning and return how many bytes; returns where to find them."""
         with memoryview(self._memory) as target:
             length = write(target)
         return Shared(os.getpid(), self._descriptor, self._name, length)
@@ -71,13 +70,13 @@ class Windows:
         self._open: dict[str, mmap.mmap] = {}
 
     def read(self, shared: Shared, target: memoryview) -> None:
-        """Copy what is shared. Raises ``OSError`` if there is no such window."""
+        """Copy what is shared to ``target``. Raises ``OSError`` if there is no such window."""
         with memoryview(self._look(shared)) as view:
             target[:] = view[: shared.length]
 
     @contextlib.contextmanager
     def look(self, shared: Shared) -> Iterator[memoryview]:
-        """What is shared, where it is. Raises ``OSError`` if there is no such window."""
+        """The shared memory itself, uncopied. Raises ``OSError`` if there is no such window."""
         with memoryview(self._look(shared)) as view, view[: shared.length] as part:
             yield part
 
@@ -110,7 +109,7 @@ class Lending:
     """What the pool may fetch. Made on the main thread of a rank.
 
     Args:
-        loop: Its loop.
+        loop: The loop of that thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -124,13 +123,14 @@ class Lending:
     def lend(self, answer: Value, parts: Sequence[memoryview]) -> None:
         """Keep the parts that an answer speaks of. Main thread, before the answer is sent."""
         lot = self._lots[answer.ticket] = _Lot(answer, tuple(parts), self._loop.create_future())
-        if self.given_up(answer.ticket):  # seen here, or else give_back() has seen the lot
+        # The lot was stored before this look: either it sees that the ticket was given up, or give_back() sees the lot.
+        if self.given_up(answer.ticket):
             _resolve(lot.returned)
 
     def lend_aside(self, answer: Known, parts: Sequence[memoryview]) -> None:
         """Keep the parts that an answer speaks of while the main thread goes on. Any thread, before the answer is sent.
 
-        What was lent in this way before is kept no longer, so that a pool that is gone leaves one lot at most.
+        Lots that were lent in this way before are dropped, so that a pool that is gone leaves one lot at most.
         """
         for ticket in [ticket for ticket, lot in list(self._lots.items()) if lot.returned is None]:
             self._lots.pop(ticket, None)
@@ -143,7 +143,7 @@ class Lending:
         return self._leaving or ticket in self._given_up
 
     async def returned(self, ticket: int) -> None:
-        """Wait until the pool has everything, or seems to be gone. Main thread."""
+        """Wait until the pool has given the value back, or seems to be gone. Main thread."""
         lot = self._lots.get(ticket)
         try:
             while lot is not None and lot.returned is not None:
@@ -184,7 +184,7 @@ class Lending:
             return Piece(fetch.ticket, None, window.write(data))
 
     def give_back(self, ticket: int | None = None) -> None:
-        """The pool needs this, be it lent yet or not, no longer; without a ticket the rank leaves."""
+        """The pool no longer needs the answer to this ticket, be it lent yet or not; without a ticket the rank leaves."""
         if ticket is None:
             self._leaving = True
         else:
@@ -217,7 +217,7 @@ class Parcels:
         try:
             parts = self._parts.get(part.lot)
             if parts is None:
-                # Only one at a time: what is left of another belongs to a push that was given up.
+                # Only one lot at a time: what is left of another belongs to a push that was given up.
                 self._parts.clear()
                 parts = self._parts[part.lot] = [bytearray(size) for size in part.sizes]
         except MemoryError:
@@ -235,10 +235,10 @@ class Parcels:
         return Done(part.ticket)
 
     def take(self, lot: int) -> list[bytearray]:
-        """All of it; it is not kept. Main thread. Raises ``KeyError`` if it did not come."""
+        """All parts of a lot, which is then forgotten. Main thread. Raises ``KeyError`` if it did not come."""
         return self._parts.pop(lot)
 
     def drop(self, lot: int) -> None:
-        """It is not wanted any more. Control thread."""
+        """Forget a lot: the pool has given the push up, or it is over. Control thread."""
         self._parts.pop(lot, None)
         self._windows.close()

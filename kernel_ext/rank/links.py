@@ -1,7 +1,7 @@
-"""Which of an engine's connections to a controller are up, as ZeroMQ's monitors tell.
+"""Which of an engine's connections to a controller are up, as ZeroMQ's monitors report.
 
 ZeroMQ makes them in the background, and again after a controller's death, each at a time of its own. Until then what a
-client asks an engine is dropped on its way, and nobody is told.
+client asks an engine is dropped on its way, without a word to the client.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Links:
         self._up: set[tuple[Socket, bytes]] = set()
 
     def watch(self, socket: Socket) -> None:
-        """Expect one connection more of this socket. Call before it is begun."""
+        """Expect one more connection of this socket. Call it before the socket begins to connect."""
         if socket not in self._monitors:
             events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
             self._monitors[socket] = socket.get_monitor_socket(events)
         self._wanted += 1
 
     async def established(self, seconds: float) -> bool:
-        """Wait until all are up. Returns false if they are not within this time."""
+        """Wait until all expected connections are up. Returns False if they are not after this many seconds."""
         poller = zmq.asyncio.Poller()
         for monitor in self._monitors.values():
             poller.register(monitor, zmq.POLLIN)
@@ -55,14 +55,14 @@ class Links:
         return len(self._up) >= self._wanted
 
     def forget(self) -> None:
-        """All these connections were ended; as many others are expected. Call before these are begun."""
-        self._all_up()  # takes what was told of the old ones
+        """All these connections were ended; expect as many others. Call it before the sockets begin to connect again."""
+        self._all_up()  # takes what the monitors still have of the old ones
         self._up.clear()
 
     def close(self) -> None:
         """Watch no more."""
         for socket, monitor in self._monitors.items():
-            # In this order: ZeroMQ's thread waits for room where it tells something that nobody takes.
+            # In this order: ZeroMQ's thread would block on a full monitor that is still enabled and has no reader.
             if not socket.closed:
                 socket.disable_monitor()
             monitor.close(linger=0)

@@ -52,7 +52,7 @@ class Looker:
         self._shell, self._cell, self._reply = shell, cell, reply
 
     def ask(self, question: Question) -> None:
-        """A question came. Control thread."""
+        """Take a question, and have a thread answer it. Control thread."""
         threading.Thread(target=self._look, args=(question,), name="hvdlab-looking", daemon=True).start()
 
     def _look(self, question: Question) -> None:
@@ -155,7 +155,7 @@ def _named(shell: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _memory(value: Any) -> tuple[str, int, int] | None:
-    """Where the memory of an array is, and how large: several may look into one."""
+    """Where the memory of an array is, and how large: several arrays may look into one."""
     for hooks in loaded():
         if (place := hooks.memory(value)) is not None:
             return place

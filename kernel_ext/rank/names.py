@@ -8,11 +8,11 @@ from typing import Any
 from hvdlab.kernel_ext.payloads import Names
 
 MOST = 500
-"""Names of each kind that are told."""
+"""Names of each kind that an answer has at most."""
 
 
 def user_names(shell: Any, ticket: int) -> Names:
-    """In the order in which they were made. Any thread, also while a cell runs."""
+    """Names of the user's variables and modules, in the order in which they were made. Any thread, also while a cell runs."""
     variables: list[str] = []
     modules: list[str] = []
     for name, value in user_items(shell):
@@ -21,16 +21,16 @@ def user_names(shell: Any, ticket: int) -> Names:
 
 
 def user_variables(shell: Any) -> list[tuple[str, Any]]:
-    """The same with their values; no modules."""
+    """Name and value of the user's variables, modules left out, in the same order."""
     return [(name, value) for name, value in user_items(shell) if not issubclass(type(value), ModuleType)][
         :MOST
     ]
 
 
 def user_items(shell: Any) -> list[tuple[str, Any]]:
-    """Name and value of all that a user has made, modules included, in that order."""
+    """Name and value of all that a user has made, modules included, in the same order."""
     hidden = shell.user_ns_hidden
-    # A copy, made in one go: the main thread may be at work on it.
+    # A copy of the namespace, made in one go: the main thread may be changing it.
     return [
         (name, value)
         for name, value in list(shell.user_ns.items())

@@ -13,7 +13,7 @@ _ATTRIBUTE = "_hvdlab_cell"
 
 
 def begin(cell: str) -> None:
-    """What the calling context does from now on, and starts, is of this cell. Tasks take their context from there."""
+    """Count what the calling context does and starts from now on as this cell's. Tasks inherit the context."""
     CELL.set(cell)
 
 
@@ -28,7 +28,10 @@ def of_thread() -> str:
 
 
 def follow_threads() -> Callable[[], None]:
-    """Let threads belong to the cell of whoever starts them, as they do not inherit its context. Returns the undoing."""
+    """Let a thread belong to the cell of the thread that starts it, since it does not inherit the context.
+
+    Returns a function that undoes it.
+    """
     start = threading.Thread.start
 
     def start_of_cell(self: threading.Thread, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """Asking the user from a rank: ``input()``, ``getpass()`` and what a debugger reads.
 
-The thread that asks waits; the rank's control thread goes on answering, and the coordinator knows that nobody waits for
-this rank in vain.
+The thread that asks waits; the rank's control thread goes on answering, and the coordinator knows that this rank is at a
+prompt, so that it does not take the ranks that wait for this one for stuck.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _WHAT = {INPUT: "input()", PASSWORD: "getpass()", DEBUGGER: "the debugger"}
 
 
 class LeftDebugger(BaseException):
-    """An interrupt at a debugger's prompt. Debuggers take KeyboardInterrupt for one of the command that they carry out,
-    and ask again; this one leaves them, and is told as the KeyboardInterrupt that it was."""
+    """An interrupt at a debugger's prompt. A debugger takes a KeyboardInterrupt for one of the command that it carries out,
+    and asks again; this exception leaves the debugger, and the cell reports it as the KeyboardInterrupt that it was."""
 
 
 class PausableEngine(Protocol):
-    """What is needed of the engine."""
+    """The part of the engine that prompting needs."""
 
     def pause(self, reason: str = ...) -> None: ...
     def resume(self, reason: str = ...) -> None: ...
@@ -82,12 +82,14 @@ class Prompting:
         interrupted: Callable[[], bool],
     ) -> None:
         self._engine, self._post, self._flush, self._interrupted = engine, post, flush, interrupted
-        # Numbers must grow also over the processes that were this rank.
+        # Numbers must also be larger than those of the processes that were this rank before.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._waiting: dict[int, _Waiting] = {}
-        self._pauses = 0  # which an interrupt may have kept from being ended
+        self._pauses = (
+            0  # pauses of the engine that are open; an interrupt may have kept one from being ended
+        )
         self._nobody = False
-        self._settled = ""  # a cell that nobody waits for any more
+        self._settled = ""  # a cell that the pool does not wait for any more
         #: The cell that was interrupted last. Until the main thread has handled that, its other threads ask nothing.
         self._interrupted_cell = ""
         self._cell = ""
@@ -126,7 +128,7 @@ class Prompting:
         self._flush()
         ask = Ask(self._cell, next(self._numbers), kind, _shown(prompt))
         waiting = self._waiting[ask.number] = _Waiting(ask)
-        # After it was entered above: an interrupt that comes now is seen here, or finds it there.
+        # After the entry in _waiting: an interrupt that comes now is seen here, or interrupted() finds the entry.
         if not waiting.on_main and self._interrupted_cell == ask.cell and not self._interrupted():
             del self._waiting[ask.number]
             raise KeyboardInterrupt
@@ -158,7 +160,7 @@ class Prompting:
         self._cell = cell
 
     def cell_ended(self) -> None:
-        """Nobody answers any more, also if another thread of the cell asks."""
+        """From now on no question of this cell gets an answer, also if another thread of the cell asks."""
         self._cell = self._interrupted_cell = ""
         self._end_all(NOBODY)
         while self._pauses > 0:
@@ -168,7 +170,7 @@ class Prompting:
     # -- the control thread ---------------------------------------------------------------------------------------
 
     def interrupted(self) -> None:
-        """The cell is being interrupted. A signal ends what the main thread asks; this ends what other threads do.
+        """The cell is being interrupted. A signal ends what the main thread asks; this ends what other threads ask.
 
         The main thread may be waiting for one of them where no signal reaches it: a framework that calls back from a thread
         of its own.
@@ -185,7 +187,7 @@ class Prompting:
             waiting.end(reply)
 
     def ask_again(self) -> None:
-        """The pool may have missed mail."""
+        """Send all open questions again: the pool may have missed mail."""
         for waiting in tuple(self._waiting.values()):
             self._post(waiting.ask)
 

@@ -26,7 +26,8 @@ from hvdlab.kernel_ext.rank.prompting import Prompting
 from hvdlab.kernel_ext.rank.values import dump_result, short_repr
 
 FOR_EVER = 1e9
-"""Seconds that ranks of an elastic cell wait for each other: its output says so, and the user ends it."""
+"""Seconds, as good as no limit, that ranks of an elastic cell wait for each other: the cell's output says that they wait,
+and the user can end it."""
 
 
 @dataclass(slots=True)
@@ -45,8 +46,8 @@ class _Run:
 class CellRunner:
     """Runs cells one at a time, on the main thread, from a task of its loop.
 
-    The engine learns that a cell has failed before its traceback is made, since other ranks wait for that; the pool
-    learns it last, after all of the cell's output.
+    The engine learns that a cell has failed before its traceback is made, since other ranks may be waiting in a collective;
+    the pool learns it last, after all of the cell's output.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class CellRunner:
         self._hook, self._debug, self._prompting = hook, debug, prompting
         self._c_stdout = CStdout()
         self._run: _Run | None = None
-        self._inside = False  # the user's own code is running
-        #: What frameworks' modes were before the cell, to which they go back where an interrupt has torn them.
+        self._inside = False  # whether the user's own code is running
+        #: Frameworks' modes before the cell, such as whether gradients are recorded; an interrupt may leave one half switched.
         self._modes: dict[str, Any] = {}
 
     @property
     def preparing(self) -> bool:
-        """A cell is being compiled: what IPython would show about that goes into the cell's error instead."""
+        """Whether a cell is being compiled: what IPython would show about that goes into the cell's error instead."""
         return self._run is not None and not self._inside
 
     async def run(self, request: RunCell, enter: Callable[[], None] | None = None) -> None:
@@ -118,7 +119,7 @@ class CellRunner:
                 self._failed(result.error_before_exec)
             self._finish(run, getattr(result, "result", None))
             if result is not None:
-                # Else the error and its frames would hold each other when it is not wanted any more.
+                # Else the result, its error and the frames of the error's traceback would keep each other alive.
                 result.error_before_exec = result.error_in_exec = None
             self._run = None
 
@@ -201,7 +202,7 @@ class CellRunner:
             self._engine.end_cell(run.request.cell, error)
 
     def _run_hooks(self, result: Any) -> None:
-        """What IPython runs after a cell, such as drawing the figures it made."""
+        """Run what IPython runs after a cell, such as drawing the figures that it made."""
         self._inside = True
         try:
             self._guarded(lambda: self._trigger(result))
@@ -214,7 +215,7 @@ class CellRunner:
         self._show_pages()
 
     def _show_pages(self) -> None:
-        """What ``len?`` and ``%psource`` would open a pager for; other payloads are for a frontend, which a rank has not."""
+        """Show what ``len?`` and ``%psource`` would open a pager for; drop other payloads, which a frontend would act on."""
         payloads = self._shell.payload_manager
         for payload in payloads.read_payload():
             if payload.get("source") == "page":
@@ -230,7 +231,7 @@ class CellRunner:
             self._gate.unguard()
 
     def _unless_interrupted(self, work: Callable[[], None]) -> None:
-        """Call what waits for other ranks, unless an interrupt has come before anything could be raised."""
+        """Call ``work``, which waits for other ranks; if an interrupt came before it could be raised, raise it instead."""
         if self._gate.pending:
             self._gate.pending = False
             raise KeyboardInterrupt
@@ -277,7 +278,7 @@ def _is_good_exit(error: BaseException) -> bool:
 def end_child(error: BaseException | None) -> NoReturn:
     """End a process that the cell forked when it leaves the cell's code: it is no second rank.
 
-    The status is what Python's own would be; nothing that belongs to the rank is closed or told.
+    Its exit status is what Python's own would be; it neither closes nor reports anything that belongs to the rank.
     """
     if error is None:
         status = 0

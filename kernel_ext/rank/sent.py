@@ -1,9 +1,9 @@
-"""What a rank tells about its cells, kept until the pool has it.
+"""What a rank sends about its cells, kept for a retransmit until the pool has it.
 
 A coordinator that dies takes mail with it. So the messages about a cell are numbered by the bytes of output before
 them, kept, and sent again from where the pool says it is. They are kept only as far as the pool has not taken them,
-hence no more than the output's window, and the end of a cell until the pool has settled it. While nobody uses a kept
-pool, the newest :data:`UNATTENDED` bytes of each cell are kept for who comes next.
+hence no more than the output's window, and the end of a cell until the pool has settled it. While no process uses a kept
+pool, the newest :data:`UNATTENDED` bytes of each cell are kept for the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Chunk, HeldCell, Late, Output, Stream, encode
 
 UNATTENDED = 4 << 20
-"""Bytes of a cell's output that are kept while nobody takes it."""
+"""Bytes of a cell's output that are kept while no process takes it."""
 
 Post = Callable[[str, bytes], None]
 
@@ -28,12 +28,12 @@ class _Cell:
     """A cell that the pool waits for.
 
     Attributes:
-        label: How users know it.
+        label: The name that users know it by.
         outputs: Messages that were sent and not taken, with the total that they reach.
         total: Bytes sent.
         before: Bytes before the first of ``outputs``.
-        dropped: Those of them that nobody has taken.
-        done: Its end, if it has ended.
+        dropped: Those of them that no process has taken.
+        done: The cell's end, if it has ended.
     """
 
     label: str = ""
@@ -58,7 +58,7 @@ class Sent:
         self._holding = False
 
     def held(self) -> tuple[HeldCell, ...]:
-        """What there is for who uses this rank next, and is not dropped until he is gone: until :meth:`release`."""
+        """What there is for the process that uses this rank next. Nothing of it is dropped before :meth:`release`."""
         with self._lock:
             self._holding = True
             return tuple(
@@ -67,7 +67,7 @@ class Sent:
             )
 
     def release(self) -> None:
-        """Nobody is there any more who was told what there is: what is too much may be dropped."""
+        """The process that called for :meth:`held` is gone: what is too much may be dropped again."""
         with self._lock:
             self._holding = False
 
@@ -80,10 +80,10 @@ class Sent:
             return True
 
     def output(self, cell: str, chunks: Sequence[Chunk], size: int, *, unattended: bool = False) -> int:
-        """Send output of this many bytes; ``unattended`` if nobody is there who takes it. Returns the bytes until now.
+        """Send output of this many bytes; ``unattended`` if no process takes it. Returns the cell's bytes until now.
 
-        It is numbered here and nowhere else: an interrupt can leave a writer's own reckoning wrong, and a number that
-        does not follow on the last one would look like a loss that no repetition can mend.
+        Output is numbered here and nowhere else: an interrupt can leave a writer's own reckoning wrong, and a number that
+        does not follow on the last one would look like a loss that no retransmit can mend.
         """
         with self._lock:
             known = self._cells.get(cell)
@@ -98,7 +98,7 @@ class Sent:
             return before + size
 
     def late(self, cell: str, chunks: Sequence[Chunk]) -> None:
-        """Send what was written after the cell's end. It is not kept: nobody waits for it to be complete."""
+        """Send what was written after the cell's end. It is not kept: the pool does not wait for it to be complete."""
         with self._lock:
             self._post(TO_POOL, encode(Late(cell, tuple(chunks))))
 
@@ -123,10 +123,10 @@ class Sent:
             self._cells.pop(cell, None)
 
     def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
-        """Send again what the pool lacks of these cells, and forget what others have left.
+        """Retransmit what the pool lacks of these cells, and forget all other cells.
 
         Args:
-            cells: ``(cell, received, taken)``. Those that have not come are left to the pool, which sends them again.
+            cells: ``(cell, received, taken)``, in bytes. One that has not come here is ignored: the pool sends it again.
         """
         with self._lock:
             wanted = {cell for cell, _, _ in cells}
@@ -152,7 +152,7 @@ def _forget(known: _Cell, taken: int) -> None:
 
 
 def _bridge(cell: str, received: int, before: int) -> bytes:
-    """In the place of what is not here any more: the pool takes nothing that follows a gap, and would ask for ever."""
+    """A message in the place of what is not here any more: the pool takes nothing behind a gap, and would ask for ever."""
     text = (
         f"[{before - received} bytes of what this rank wrote here are lost: they were too much to be kept]\n"
     )
@@ -160,7 +160,7 @@ def _bridge(cell: str, received: int, before: int) -> bytes:
 
 
 def _shorten(known: _Cell) -> None:
-    """Keep the newest."""
+    """Keep the newest messages only."""
     while len(known.outputs) > 1 and known.total - known.before > UNATTENDED:
         total, _ = known.outputs.popleft()
         known.dropped += total - known.before

@@ -79,7 +79,7 @@ class ShellSetup:
         self._shell.enable_gui = _no_windows
         self._shell._format_exception_for_storage = _exception_for_history
         if not faulthandler.is_enabled():
-            # Not into our own pipe: nobody reads that when the process dies.
+            # Not into our own pipe: this process reads it itself, so a dump at its death would stay unread.
             faulthandler.enable(self._fds.originals["stderr"] if self._fds is not None else 2)
             self._undo.append(faulthandler.disable)
         prepare_plots()
@@ -94,7 +94,7 @@ class ShellSetup:
         del self._shell._format_exception_for_storage
 
     def pause(self) -> None:
-        """Give shell and streams back to whom they belonged, until :meth:`resume`."""
+        """Put the shell's own parts and streams back, until :meth:`resume`."""
         for name, part in self._saved_parts.items():
             setattr(self._shell, name, part)
         self._shell.display_trap.hook = self._shell.displayhook
@@ -117,7 +117,7 @@ class ShellSetup:
         setattr(owner, name, value)
 
     def _show_traceback(self, etype: Any, evalue: BaseException, stb: list[str]) -> None:
-        """What IPython shows beside the cell's own error: of ``%tb``, of a figure that can't be drawn."""
+        """Print what IPython shows beside the cell's own error, such as for ``%tb`` or a figure that can't be drawn."""
         if not self._saved_parts:
             type(self._shell)._showtraceback(self._shell, etype, evalue, stb)
         elif not self.preparing():

@@ -13,7 +13,7 @@ from hvdlab.kernel_ext.rank.compiler import label_of
 from hvdlab.kernel_ext.rank.failures import is_internal, is_ours
 
 DEEPEST = 200
-"""Innermost frames that are told."""
+"""How many of the innermost frames are reported at most."""
 
 
 def cell_stack(thread: int, suspended: Any = None) -> tuple[StackFrame, ...]:
@@ -29,7 +29,7 @@ def cell_stack(thread: int, suspended: Any = None) -> tuple[StackFrame, ...]:
     last = len(frames)
     while last and is_internal(frames[last - 1]):
         last -= 1
-    # Waiting of the user's own, in threading's functions, is not ours to hide.
+    # Frames of threading and the like stay if the user's own code waits in them; only below a frame of ours they are hidden.
     hidden = next((i for i in range(last, len(frames)) if is_ours(frames[i])), len(frames))
     return tuple(_describe(frame) for frame in frames[:hidden][-DEEPEST:])
 
@@ -54,7 +54,7 @@ def _awaited(awaitable: Any) -> Iterator[FrameType]:
 
 def _describe(frame: FrameType) -> StackFrame:
     code = frame.f_code
-    # Only lines that are in memory: this runs where nothing may block.
+    # Only lines that are in memory: this runs on the control thread, where nothing may block.
     entry = linecache.cache.get(code.co_filename)
     lines = entry[2] if entry is not None and len(entry) > 2 else []
     text = lines[frame.f_lineno - 1].strip() if 0 < frame.f_lineno <= len(lines) else ""

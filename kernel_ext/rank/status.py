@@ -22,7 +22,7 @@ def make_status(
     pending: tuple[PendingNow, ...],
     servers: tuple[ServerNow, ...] = (),
 ) -> Status:
-    """Memory in bytes, ``cpu`` in seconds."""
+    """The answer to a question for the status; memory is in bytes, ``cpu`` in seconds."""
     rss, pss = memory()
     return Status(
         ticket=ticket,

@@ -32,10 +32,10 @@ from hvdlab.kernel_ext.rank.names import user_items
 from hvdlab.kernel_ext.rank.values import ValuePickler
 
 _NAMESPACE, _SHELL = "namespace", "shell"
-"""What a pickle says of the user's variables and of the shell: a rank has its own."""
+"""What stands in a pickle for the user's namespace and for the shell, since each rank has its own."""
 
 ATTEMPTS = 5
-"""How often it is tried to pickle variables that a running cell changes meanwhile."""
+"""How often :func:`known` tries to pickle variables that a running cell changes meanwhile."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -44,14 +44,14 @@ def bring(source: int, targets: Sequence[int], without: Collection[str]) -> dict
     """Bring the variables of one rank to others. Every rank of the world calls it alike, as a cell.
 
     Args:
-        source: The rank that they come from.
+        source: The rank that the variables come from.
         targets: Ranks that get them; what they have of the same names is replaced.
-        without: Names of variables that stay away.
+        without: Names of variables that are not brought.
 
     Returns:
         At the source ``names``, ``modules`` (names that were sent), ``failed`` (name to the reason why it was not)
         and ``nbytes``; on targets ``failed`` (modules that could not be imported) and ``error`` (why the values could not
-        be taken, or empty); elsewhere nothing.
+        be taken, or empty); on other ranks nothing.
 
     Raises:
         MismatchError, AbortedError: Another rank failed; a target has either all of the values or none.
@@ -107,7 +107,8 @@ def _give(shell: Any, channel: _Channel, without: Collection[str]) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class _Knowledge:
-    """The plan of imports with the cells, the pickle and its buffers; what is in it, and what is not and why."""
+    """In ``parts`` the plan of imports with the cells, the pickle and its buffers; the names of the variables and modules
+    that are in them, and name to reason for those that are not."""
 
     parts: list[memoryview]
     names: list[str]
@@ -119,7 +120,7 @@ def known(shell: Any, ticket: int) -> tuple[Known, list[memoryview]]:
     """What this rank knows, while its main thread may be running a cell. Called on another thread.
 
     A cell that runs changes its variables meanwhile. What is part of an elastic state is made alike again when the rank
-    that gets it enters the training; anything else is as it was at some moment in this.
+    that gets it enters the training; anything else is as it was at some moment of this call.
     """
     for attempt in range(ATTEMPTS):
         try:
@@ -237,14 +238,14 @@ def _receive(shell: Any, channel: _Channel) -> dict[str, Any]:
 class Lesson:
     """What another rank knew (:func:`known`), to be bound here once this rank is in the world. Main thread.
 
-    What it takes to train is complete only there: a ``DistributedOptimizer`` reduces gradients with the ranks there are.
+    What training needs is complete only in the world: a ``DistributedOptimizer`` reduces gradients with the ranks there are.
     """
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self._parts = parts
 
     def prepare(self, shell: Any, ticket: int) -> Learnt:
-        """Import the modules and see that the values can be taken, while others need not wait for that."""
+        """Import the modules and see that the values can be taken, while no other rank waits for this one."""
         taken = _absorb(shell, self._parts, bind=False)
         return Learnt(ticket, taken["failed"], taken["error"])
 

@@ -1,11 +1,11 @@
-"""What a rank has written and nobody may have got yet, in memory that outlives it.
+"""What a rank has written and the pool may not have got yet, in memory that outlives the rank.
 
-Output leaves a rank in batches, and mail may still be on its way when the rank is killed. So all that it writes in a
-cell is copied first, for the price of a few bytes in memory, into an area that the process which forked it has, too:
-after its end that process reads there what the pool has not received (:func:`read`).
+Output leaves a rank in batches, and mail may still be on its way when the rank is killed. So all that the rank writes in
+a cell is copied first, for the price of a few bytes in memory, into an area that the process which forked it has, too:
+after the rank's end that process reads there what the pool has not received (:func:`read`).
 
-The area is a ring. It holds UTF-8, in which the bytes from 0xFC on never occur: they say what follows. A number in the
-header counts all bytes, and another tells how far that is from the count of the cell's output, so that an ordinary
+The area is a ring. It holds UTF-8, in which the bytes from 0xFC on never occur: they mark what follows. A number in the
+header counts all bytes, and another says how far that is from the count of the cell's output, so that an ordinary
 write is one copy and one number.
 
 What comes from a pipe (descriptors 1 and 2) is not even in this process's own memory before it is in the area: the
@@ -13,8 +13,8 @@ system moves it from the pipe to the end of the area's file, whose size says how
 which a rank that is killed has taken bytes out of the pipe and left them nowhere.
 
 Other numbers of the header have to change together with the count of all bytes, although a kill may come between any
-two stores. They are there twice: the second ones are written first, and hold once the count has got to a value that
-stands beside them. So the one store of the count changes all.
+two stores. They are there twice: the second copies are written first, and are valid once the count has reached a value
+that stands beside them. So the one store of the count changes all of them.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from hvdlab.kernel_ext.messages.cells import Chunk, Clear, Display, Left, Stream
 
 HEADER = 4096
 SLACK = 1 << 20
-"""Bytes that the ring has beyond what may be on its way at most: marks, and the beginning of what was overwritten."""
+"""Bytes that the ring has beyond the output that may be on its way: for marks, and for text whose beginning is overwritten."""
 LARGEST = (8 << 20) + SLACK
 """Bytes of the ring at most. The system gives them as they are needed."""
 KEPT = 1 << 20
-"""What a cell has used beyond this is given back when the next one begins."""
+"""If a cell has used more bytes than this, the memory is given back to the system when the next cell begins."""
 MARK_EVERY = 64 << 10
-"""Bytes after which it is said again which stream they are of, for who finds the beginning overwritten."""
+"""Bytes after which the stream's mark is repeated, for a reader that finds the beginning overwritten."""
 LARGEST_DISPLAY = 64 << 10
-"""Larger ones are counted but not kept."""
+"""Bytes of a display; larger ones are counted but not kept."""
 
 _MOST = 1 << 56
 _NEVER = 1 << 62
 _LANDING = HEADER + LARGEST
-"""Where in the area's file the bytes are that came from a pipe, and are not in the ring yet."""
+"""Where in the area's file the bytes lie that came from a pipe and may not be in the ring yet."""
 
 # Numbers of the header: all bytes in the ring; what the pool has taken; the ring's size; the length of the cell's name;
-# which stream landed last; and from which count of all bytes on the second ones of the following hold.
+# which stream landed last; and from which count of all bytes on the second copies of the following are valid.
 _HEAD, _TAKEN, _CAPACITY, _NAME, _LANDED_STREAM, _NEXT_AT = range(6)
 _NOW, _NEXT = 6, 10
-"""Twice: by how much the first count is ahead of the output's, how many of the landed bytes are in the ring, and the
-beginning of a character that the pipe of stdout, and that of stderr, gave last."""
+"""Where the two copies of these begin: by how much the count of all bytes is ahead of the output's, how many of the landed
+bytes are in the ring, and the beginning of a character that the pipe of stdout, and that of stderr, gave last."""
 _AHEAD, _LANDED, _CUT_OUT, _CUT_ERR = range(4)
 _NUMBERS = _NEXT + 4
 _CUTS = {"stdout": _CUT_OUT, "stderr": _CUT_ERR}
@@ -69,7 +69,7 @@ _decode: msgspec.msgpack.Decoder[Display | Clear] = msgspec.msgpack.Decoder(Disp
 
 
 def make_area() -> int:
-    """A descriptor of a new area, close-on-exec; -1 if the system has none to give.
+    """A descriptor of a new area, close-on-exec; -1 if the system allows none of this size.
 
     Raises:
         OSError: Too many files are open.
@@ -84,11 +84,11 @@ def make_area() -> int:
 
 
 class Unsent:
-    """The rank's side. Whoever calls holds a lock around each call.
+    """The rank's side. The caller holds a lock around each call.
 
     Args:
-        area: From :func:`make_area`. It must stay open: what lands goes there, and a successor of the process that reads
-            finds it by its number.
+        area: Descriptor from :func:`make_area`. It must stay open: what lands goes there, and a successor of the fork
+            server finds it by its number.
     """
 
     def __init__(self, area: int) -> None:
@@ -98,12 +98,12 @@ class Unsent:
         self._numbers[_NEXT_AT] = _NEVER
         self._stream = ""
         self._capacity = LARGEST
-        # Where in the map the byte of a number is, and up to where nothing but text need be thought of.
+        # Add _shift to a count of bytes for its place in the map; up to _stop a write needs no mark and no wrap-around.
         self._shift = HEADER
         self._stop = 0
 
     def begin(self, cell: str, window: int) -> None:
-        """Forget everything; what follows is of this cell, of which ``window`` bytes may be on their way at most."""
+        """Forget everything; what follows is this cell's, of which ``window`` bytes may be on their way at most."""
         numbers = self._numbers
         numbers[_NAME] = 0
         if numbers[_HEAD] > KEPT:
@@ -117,7 +117,7 @@ class Unsent:
         numbers[_NAME] = len(name)
 
     def write(self, stream: str, text: str) -> None:
-        """Text that can be encoded."""
+        """Keep text of a stream. The text must be encodable as UTF-8."""
         raw = text.encode()
         numbers = self._numbers
         head = numbers[_HEAD]
@@ -136,7 +136,7 @@ class Unsent:
         What landed before and was not taken from there (an interrupt came between) is returned first.
 
         Args:
-            limit: So many at most, if they are not left from before.
+            limit: How many bytes to take at most; what is left from before may be more.
 
         Raises:
             BlockingIOError: The pipe is empty.
@@ -152,14 +152,14 @@ class Unsent:
             numbers[_LANDED_STREAM] = _CUTS[stream]
             landed = os.splice(pipe, self._area, limit, offset_dst=_LANDING, flags=os.SPLICE_F_NONBLOCK)
         elif numbers[_LANDED_STREAM] != _CUTS[stream]:
-            raise BlockingIOError  # the other stream's come first
+            raise BlockingIOError  # the bytes of the other stream come first
         return os.pread(self._area, landed - known, _LANDING + known)
 
     def write_landed(self, stream: str, text: str, size: int, cut: bytes) -> None:
-        """The bytes that :meth:`land` gave last, ``size`` of them, are this text of its stream.
+        """Put the ``size`` bytes that :meth:`land` returned last, which are this text of its stream, into the ring.
 
         Args:
-            cut: What they end in, if that is the beginning of a character: it is not in the text.
+            cut: What the bytes end in, if that is the beginning of a character: it is not in the text.
         """
         mark, raw = (_MARKS[stream], text.encode()) if text else (b"", b"")
         known = self._numbers[_NOW + _LANDED]
@@ -169,7 +169,7 @@ class Unsent:
             self._look_ahead(stream)
 
     def show(self, chunk: Display | Clear, size: int) -> None:
-        """A display or a clear, which counts for ``size`` bytes."""
+        """Keep a display or a clear, which counts as ``size`` bytes of output."""
         body = _encode(chunk) if size <= LARGEST_DISPLAY else b""
         raw = b"\xfd%d;%s\xfc" % (size, base64.b64encode(body))
         self._stream = ""
@@ -180,11 +180,11 @@ class Unsent:
         self._numbers[_TAKEN] = taken
 
     def reach(self, total: int) -> None:
-        """So many bytes of output were counted until now. An interrupt may have led the count here astray."""
+        """The cell's output has this many bytes until now. Corrects the count here, which an interrupt may have led astray."""
         self._numbers[_NOW + _AHEAD] = self._numbers[_HEAD] - total
 
     def close(self) -> None:
-        """Nobody is to read anything here."""
+        """Leave nothing to read here: the cell's name is taken out."""
         self._numbers[_NAME] = 0
         self._numbers.release()
         self._map.close()
@@ -203,7 +203,10 @@ class Unsent:
         also: Mapping[int, int] | None = None,
         uncounted: int | None = None,
     ) -> None:
-        """A mark and a text of it, of which ``uncounted`` bytes (the mark's) are no output; ``also`` changes with it."""
+        """Put a mark and its text into the ring; ``uncounted`` of the bytes (by default the mark's) are no output.
+
+        ``also`` has numbers of the header, and their new values, that change in the same instant.
+        """
         numbers = self._numbers
         raw = mark + text
         head = numbers[_HEAD]
@@ -213,14 +216,15 @@ class Unsent:
         if rest := raw[len(first) :]:
             self._map[HEADER : HEADER + len(rest)] = rest
         ahead = numbers[_NOW + _AHEAD] + (len(mark) if uncounted is None else uncounted)
-        # Whatever came in between, an interrupt included, must not make what follows hold too early.
+        # First, since an interrupt may have cut an earlier call short here: the second copies must not be valid while
+        # they are written.
         numbers[_NEXT_AT] = _NEVER
         numbers[_NEXT:_NUMBERS] = numbers[_NOW:_NEXT]
         numbers[_NEXT + _AHEAD] = ahead
         for number, value in (also or {}).items():
             numbers[_NEXT + number] = value
         numbers[_NEXT_AT] = head + len(raw)
-        numbers[_HEAD] = head + len(raw)  # from here on it is there
+        numbers[_HEAD] = head + len(raw)  # this one store makes the bytes and the second copies valid
         numbers[_NOW:_NEXT] = numbers[_NEXT:_NUMBERS]
         numbers[_NEXT_AT] = _NEVER
 
@@ -229,8 +233,9 @@ class Found(NamedTuple):
     """What a process that has ended left in its area.
 
     Attributes:
-        left: Of its last cell, what the pool was not known to have.
-        unread: By stream, bytes of its pipes that it had taken out and not written on; more may be in them.
+        left: Output of its last cell that the process did not know the pool to have.
+        unread: Stream to the bytes that the process had taken out of its pipe and not put into the ring; the pipe may have
+            more.
     """
 
     left: Left
@@ -238,7 +243,7 @@ class Found(NamedTuple):
 
 
 def read(area: int) -> Found | None:
-    """What a process that has ended left there, after what it knew to be taken; ``None`` if it had begun no cell."""
+    """What a process that has ended left in its area, after what it knew to be taken; ``None`` if it had begun no cell."""
     with mmap.mmap(area, _LANDING, prot=mmap.PROT_READ) as found:
         with memoryview(found)[:HEADER] as header, header.cast("q") as view:
             numbers: list[int] = view[:_NUMBERS].tolist()

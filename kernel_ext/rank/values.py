@@ -19,10 +19,10 @@ T = TypeVar("T")
 LONGEST_REPR = 4096
 
 INLINE = 4 << 20
-"""Bytes of a value that go in one message."""
+"""Bytes of a value that go in one message at most."""
 
 OUT_OF_BAND = 64 << 10
-"""Bytes from which an array is a part of its own and not copied into the pickle."""
+"""Bytes from which on an array is a part of its own and not copied into the pickle."""
 
 
 class TooLarge(Exception):
@@ -46,7 +46,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
     Args:
         file: Where the pickle goes.
         limit: Bytes that an array may have; a larger one is refused before it is copied.
-        buffers: Takes what is to stay out of the pickle, if anything is.
+        buffers: Takes the large arrays, which then stay out of the pickle; with None all are in it.
         move: Whether tensors of other devices are moved.
     """
 
@@ -143,7 +143,7 @@ def push(shell: Any, request: PushValue, brought: Callable[[int], Sequence[Any]]
         brought: Gives the parts of a lot.
     """
     try:
-        # The pool that started this rank sends what its user asked for: no less trusted than the cells themselves.
+        # From the pool that started this rank, at its user's request: no less trusted than the cells themselves.
         if request.lot:
             stream, *buffers = brought(request.lot)
             values = pickle.loads(stream, buffers=buffers)  # noqa: S301
@@ -159,7 +159,7 @@ def pull(shell: Any, request: PullValue) -> tuple[Value, list[memoryview]]:
     """Evaluate and pickle each expression; one that fails does not keep the others back.
 
     Returns:
-        The answer, and the parts of which it only tells the sizes: there are some if one name is asked for and its
+        The answer, and the parts of which it has only the sizes: there are some if one name is asked for and its
         value is too large for a message.
     """
     if len(request.names) == 1:

@@ -17,7 +17,7 @@ from typing import Any
 from hvdlab.kernel_ext.payloads import Clear, Display
 
 INTERVAL = 0.05
-"""Seconds between two states of a widget while it is written to; leaving the ``with`` sends the last one."""
+"""Seconds between two states of a widget that are sent while code writes to it; leaving the ``with`` sends the last one."""
 MOST_TEXT = 1 << 20
 """Characters of one text that are kept: each state is sent whole."""
 
@@ -28,7 +28,7 @@ class _Content:
     """What one widget shows.
 
     Attributes:
-        outputs: As the widget has them.
+        outputs: The outputs, in the form in which the widget has them.
         clearing: Whether the next output takes the place of all these.
     """
 
@@ -95,7 +95,7 @@ class WidgetOutputs:
 
     def __init__(self) -> None:
         self.entered = 0
-        self._lock = threading.Lock()  # of the number
+        self._lock = threading.Lock()  # guards ``entered``
         self._entered = threading.local()
         self._contents: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
         self._undo: Callable[[], None] | None = None
@@ -108,7 +108,7 @@ class WidgetOutputs:
         return content is not None
 
     def put(self, chunk: Display | Clear) -> bool:
-        """Whether a widget has taken it; an update of what is shown elsewhere is for nobody here."""
+        """Whether a widget has taken it; none takes an update of a display, which may be shown elsewhere."""
         content = self._current()
         if content is None or (isinstance(chunk, Display) and chunk.update):
             return False
@@ -123,7 +123,7 @@ class WidgetOutputs:
         return stack[-1] if stack else None
 
     def install(self) -> None:
-        """Once ipywidgets was imported: let ``with`` lead here. Idempotent."""
+        """Have ``with`` statements of ipywidgets' ``Output`` call this; nothing is done before its import. Idempotent."""
         module = sys.modules.get(_MODULE)
         if module is None or self._undo is not None:
             return
@@ -149,7 +149,9 @@ class WidgetOutputs:
             content = self._contents[widget] = _Content(widget)
         if not hasattr(self._entered, "stack"):
             self._entered.stack = []
-        with self._lock:  # first: an interrupt may come in between, and the number must not be too small
+        with (
+            self._lock
+        ):  # first: if an interrupt comes before the append, the number is too large, which only costs time
             self.entered += 1
         self._entered.stack.append(content)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def wire_text(text: str) -> str:
-    """The text as a ``str`` and of no subclass, which the encoder of messages refuses; lone surrogates escaped.
+    """The text as a plain ``str``, since the encoder of messages refuses subclasses; lone surrogates escaped.
 
     ``str(error)`` and ``_repr_html_`` may well return a subclass, such as ``numpy.str_``, ``markupsafe.Markup`` or the
     text that a data loader of torch makes of a ``KeyError``.

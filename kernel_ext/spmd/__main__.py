@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    # A file beside the notebook that is called like a module of ours is none; the shell puts the directory back.
+    # A file beside the notebook must not be imported in place of a module of ours; the shell puts the directory back.
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]
     from ipykernel.kernelapp import IPKernelApp

@@ -1,4 +1,4 @@
-"""Answers to a client while a cell runs: from the thread that takes its messages, not from the one that runs cells."""
+"""Answers to a client while a cell runs: by the thread that takes the client's messages, not by the one that runs cells."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ KINDS = {
     "is_complete_request": "is_complete_reply",
     "kernel_info_request": "kernel_info_reply",
 }
-"""Requests that may be answered while a cell runs, and what answers them."""
+"""Requests that may be answered while a cell runs, and the messages that answer them."""
 
 
 class AsideAnswers:
-    """Part of a kernel, before ipykernel's own classes.
+    """Part of a kernel's class, before ipykernel's own classes among its bases.
 
-    ipykernel from 7 on takes messages on a thread of its own; in older ones everything waits for the cell.
+    ipykernel takes messages on a thread of its own from version 7 on; in older ones everything waits for the cell.
     """
 
     session: Any
@@ -36,7 +36,7 @@ class AsideAnswers:
         self._main = threading.current_thread()
         self._running = threading.Lock()
         self._runs: Any = None  # the request whose cell runs
-        # Ids of requests for cells that the main thread has not ended: that of messages adds, the main thread discards.
+        # Ids of requests for cells that the main thread has not ended: the thread of messages adds, the main thread discards.
         self._cells: set[str] = set()
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="hvdlab-aside")
         self._answering: set[asyncio.Task[None]] = set()
@@ -52,14 +52,14 @@ class AsideAnswers:
         try:
             yield
         finally:
-            with self._running:  # nothing is said about this cell's state after this
+            with self._running:  # after this, _answer() sends no state of this cell any more
                 self._runs = None
 
     async def shell_channel_thread_main(self, msg: Any) -> None:
-        """A message came on the shell channel. Its thread."""
+        """Take a message of the shell channel. The thread of that channel."""
         header = self._header(msg)
         if header.get("msg_type") == "execute_request" and header.get("subshell_id") is None:
-            # From here on what follows waits behind the cell, long before the main thread begins it.
+            # From now on messages that follow would wait behind this cell, long before the main thread begins it.
             self._cells.add(header["msg_id"])
         request = self._request(msg) if self._cells else None
         if request is None:
@@ -71,7 +71,7 @@ class AsideAnswers:
 
     async def dispatch_shell(self, msg: Any, /, **how: Any) -> None:
         """Handle a message. Main thread, or that of a subshell."""
-        # Read before it is handled: a message can't be read again then.
+        # Read before the message is handled: afterwards it can't be read again.
         msg_id = self._header(msg).get("msg_id", "") if self._cells else ""
         try:
             await super().dispatch_shell(msg, **how)  # type: ignore[misc]  # of ipykernel's class
@@ -79,7 +79,7 @@ class AsideAnswers:
             self._cells.discard(msg_id)
 
     def _peek(self, msg: Any) -> dict[str, Any]:
-        """A message, or nothing if it is not valid. It does not count as received: that may come only once."""
+        """A message, or nothing if it is not valid. This does not count as receiving it, which may happen only once."""
         try:
             _, frames = self.session.feed_identities(msg, copy=False)
             return dict(self.session.deserialize(frames, content=False, copy=False))
@@ -87,7 +87,7 @@ class AsideAnswers:
             ValueError,
             TypeError,
             KeyError,
-        ):  # ipykernel will say so; its own marks are no messages either
+        ):  # ipykernel will report it; the marks that it sends itself are no messages either
             return {}
 
     def _header(self, msg: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class AsideAnswers:
         loop = asyncio.get_running_loop()
         try:
             answer = await loop.run_in_executor(self._helper, self.answer_aside, kind, content)
-        except HvdlabError:  # the ranks are gone; the cell will tell
+        except HvdlabError:  # the ranks are gone; the cell will report it
             answer = None
         if answer is None:
             await super().shell_channel_thread_main(msg)  # type: ignore[misc]  # of ipykernel's class
@@ -116,7 +116,7 @@ class AsideAnswers:
         self.session.send(self.shell_stream, KINDS[kind], answer, request, ident=idents)
         with self._running:
             self._say("idle", request)
-            if self._runs is not None:  # clients take the last state for the kernel's
+            if self._runs is not None:  # clients take the last state that was sent for the kernel's
                 self._say("busy", self._runs)
 
     def _say(self, state: str, request: Any) -> None:

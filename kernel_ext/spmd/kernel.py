@@ -56,12 +56,12 @@ class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
         self._side = side
 
     def start_ranks(self) -> None:
-        """The extension is loaded."""
+        """Begin to start ranks: the extension is loaded."""
         if self._side is not None:
             self._side.begin(wishes_for)
 
     def do_shutdown(self, restart: bool) -> dict[str, Any]:
-        """End the ranks in order; ipykernel would send signals to them, in no order, and wait."""
+        """End the ranks in an orderly way; ipykernel would send them signals in no particular order, and wait."""
         if self._side is not None:
             self._side.end()
         return dict(super().do_shutdown(restart))
@@ -79,9 +79,9 @@ class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
         cell_meta: Any = None,
         cell_id: Any = None,
     ) -> dict[str, Any]:
-        """Run a cell where it belongs; what a client wants to know afterwards is asked of the first rank."""
+        """Run a cell where it belongs; afterwards ask the first rank for the values of the client's expressions."""
         side, request = self._side, self.get_parent("shell")
-        # The kernel's debugger asks the kernel to run a little code in the process that it is in: this one.
+        # The kernel's debugger has the kernel run a little code, which is meant for this process.
         if side is None or request.get("header", {}).get("session") == self.session.session:
             alone: dict[str, Any] = await super().do_execute(
                 code,
@@ -151,14 +151,14 @@ class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
         return {"status": "ok", "found": answer.found, "data": answer.data, "metadata": {}}
 
     def do_history(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The cells of this notebook; entries of this session bear its number, whichever way they were asked for."""
+        """The cells of this notebook; entries of this session have its number, whichever kind of request asks for them."""
         reply = dict(super().do_history(*args, **kwargs))
         own = self.shell.history_manager.session_number
         reply["history"] = [(session or own, *rest) for session, *rest in reply["history"]]
         return reply
 
     def answer_aside(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What can be said while a cell runs, on another thread; None for what has to wait for its end."""
+        """The answer to a request while a cell runs, on another thread; None if it has to wait for the cell's end."""
         if kind == "complete_request" and asks_ranks(content["code"]):
             return self.do_complete(content["code"], content["cursor_pos"])
         if kind == "inspect_request" and asks_ranks(content["code"]):
@@ -203,7 +203,7 @@ def _options(cell_meta: Any) -> str:
     """Options of ``%%hvd_run`` that a client gives with a cell."""
     try:
         np = np_of_request(cell_meta)
-    except InvalidRequestError:  # a client's own metadata under our name; the cell is to run all the same
+    except InvalidRequestError:  # a client's own metadata under our name; run the cell all the same
         return ""
     return f"-np {np}" if np is not None else ""
 

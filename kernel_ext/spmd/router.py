@@ -8,14 +8,14 @@ from hvdlab.kernel_ext.spmd.routing import Route, route
 class CellRouter:
     """Puts the call that runs a cell on the ranks in the place of the cell.
 
-    Only of the cell that the kernel was asked to run: code that runs other cells in the kernel's shell means the shell.
+    It does so only for the cell that the client sent: code that runs other cells in the kernel's shell means the shell.
 
     Attributes:
-        cell: That cell.
-        options: Of ``%%hvd_run``, for that cell.
+        cell: The cell that the client sent.
+        options: Options of ``%%hvd_run`` for that cell.
     """
 
-    has_side_effects = True  # IPython then does not try it on cells that are being typed
+    has_side_effects = True  # IPython then does not try the transformer on cells that are being typed
 
     def __init__(self) -> None:
         self.cell: str | None = None

@@ -1,7 +1,7 @@
 """Where a cell of the kernel runs: on the ranks, in the kernel itself, or first a little here and then there.
 
-A pure function of the cell's text. Ranks are whole IPython shells, so that their magics and ``!`` work there; only
-what is about the pool, the frontend or the environment that all ranks share is done once, here.
+A pure function of the cell's text. Ranks are whole IPython shells, so magics and ``!`` work there; only lines
+about the pool, the frontend or the environment that all ranks share run once, in the kernel.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ _ONCE = re.compile(
 """Lines that are about the frontend, its history or the environment."""
 
 _CELLS_HERE = re.compile(r"%%(?:hvd_\w+|writefile|file|html|HTML|javascript|js|latex|markdown|svg|SVG)\b")
-"""Cell magics that run here: ours, what writes one file, and what only shows the cell in the frontend."""
-
+"""Cell magics that run in the kernel: ours, those that write a file, and those that only show the cell in the frontend."""
 _KERNELS = "import debugpy;debugpy.listen("
-"""Begin of what ipykernel itself runs when its debugger is switched on."""
+"""The beginning of the code that ipykernel itself runs when its debugger is switched on."""
 
 _LOCAL = re.compile(r"%%local\s*$")
 _HELP = re.compile(r"\s*(?:(\?\??)\s*([\w.]+)|([\w.]+)\s*(\?\??))\s*$")
@@ -47,10 +46,10 @@ class Route:
     """Where the parts of a cell run.
 
     Attributes:
-        here: Runs in the kernel, first.
-        ranks: Runs on the ranks; blank lines stand for what is above it in the cell. Empty if nothing does.
-        first_only: It is looked at something, for which one rank is enough.
-        help: Is asked of a rank instead.
+        here: What runs in the kernel, first.
+        ranks: What runs on the ranks; blank lines stand for what is above it in the cell. Empty if nothing does.
+        first_only: Whether the first rank is enough, since the cell only looks at something.
+        help: What a rank is asked for instead, if the cell is only such a question.
     """
 
     here: str = ""
@@ -67,7 +66,7 @@ def route(cell: str) -> Route:
         return Route(here=cell)
     head = lines[first].rstrip()
     if _LOCAL.match(head):
-        # An empty line in its place: an ordinary cell, with its own line numbers.
+        # An empty line in place of the magic keeps the line numbers.
         return Route(here="".join([*lines[:first], "\n", *lines[first + 1 :]]))
     if _CELLS_HERE.match(head) or head.startswith("%%local"):
         return Route(here=cell)
@@ -92,14 +91,14 @@ def _look(cell: str, line: str) -> Route:
 
 
 def _split(cell: str, lines: list[str]) -> Route:
-    """Lines at the top that are done here, and the rest."""
+    """Split a cell into the lines at its top that run in the kernel, and the rest."""
     code = (
         index
         for index, line in enumerate(lines)
         if line.strip() and not line.lstrip().startswith("#") and not _done_here(line)
     )
     begin = next(code, None)
-    if begin is None:  # nothing for ranks to do, be it that there are only comments
+    if begin is None:  # nothing for ranks to do: all lines run here, or are comments
         return Route(here=cell)
     if not any(_done_here(line) for line in lines[:begin]):
         return Route(ranks=cell)

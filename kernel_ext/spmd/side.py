@@ -1,4 +1,4 @@
-"""What the kernel needs of the ranks. The magics, which the kernel loads by their extension's name, provide it."""
+"""What the kernel needs of the ranks. The magics provide it; the kernel loads them by the name of their extension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RankSide(Protocol):
     """The ranks of a kernel. ``complete`` and ``inspect`` may be called from any thread."""
 
     def begin(self, wishes: Callable[[], Wishes]) -> None:
-        """Begin to start ranks in the background; what can't be had is told when they are needed."""
+        """Begin to start ranks in the background; the first cell that needs them reports what can't be had."""
         ...
 
     def cell(self, code: str, *, store_history: bool) -> None:

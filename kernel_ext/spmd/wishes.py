@@ -1,4 +1,4 @@
-"""What ranks a notebook is to have: from the kernel's environment and the notebook's own metadata."""
+"""What ranks a notebook wants: from the kernel's environment and the notebook's own metadata."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST_NOTEBOOK = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What is wanted of a pool where nothing else is said; None leaves it to the pool."""
+    """What a pool shall be like, unless the user's options say otherwise; None leaves it to the pool."""
 
     np: int | None = None
     launcher: str | None = None
@@ -29,7 +29,7 @@ def from_environment(environ: Mapping[str, str]) -> Wishes:
     """``HVDLAB_NP``, ``HVDLAB_LAUNCHER`` and ``HVDLAB_HOSTS``, as a kernelspec sets them.
 
     Raises:
-        InvalidRequestError: The number is none.
+        InvalidRequestError: ``HVDLAB_NP`` is no number of ranks.
     """
     np = environ.get("HVDLAB_NP")
     return Wishes(
@@ -41,10 +41,10 @@ def from_environment(environ: Mapping[str, str]) -> Wishes:
 
 
 def with_metadata(wishes: Wishes, metadata: Any) -> Wishes:
-    """What the ``hvdlab`` entry of metadata says goes first.
+    """The wishes, overridden by the ``hvdlab`` entry of metadata.
 
     Raises:
-        InvalidRequestError: It is not understood.
+        InvalidRequestError: The entry has a value of the wrong type, or no number of ranks.
     """
     found = metadata.get("hvdlab") if isinstance(metadata, dict) else None
     if not isinstance(found, dict):
@@ -65,7 +65,7 @@ def with_metadata(wishes: Wishes, metadata: Any) -> Wishes:
 
 
 def notebook_metadata(environ: Mapping[str, str], directory: Path) -> dict[str, Any]:
-    """The metadata of the notebook that this kernel was started for; empty if nobody told which one that is.
+    """The metadata of the notebook that this kernel was started for; empty if it is not known which one that is.
 
     Jupyter's server names it in ``JPY_SESSION_NAME``: its path, or its path below the server's root, of which the kernel
     knows only the last part for sure.
@@ -85,17 +85,17 @@ def notebook_metadata(environ: Mapping[str, str], directory: Path) -> dict[str, 
 
 
 def wishes_for(environ: Mapping[str, str] | None = None, directory: Path | None = None) -> Wishes:
-    """What this kernel's notebook is to have.
+    """What ranks this kernel's notebook wants.
 
     Raises:
-        InvalidRequestError: What is said is not understood.
+        InvalidRequestError: The environment or the metadata has a value that is not valid.
     """
     environ = os.environ if environ is None else environ
     return with_metadata(from_environment(environ), notebook_metadata(environ, directory or Path.cwd()))
 
 
 def np_of_request(metadata: Any) -> int | None:
-    """The number of ranks that a client wants for one cell, from the metadata of its request."""
+    """The number of ranks that a client wants for one cell, from the metadata of its request; None if it does not say."""
     return with_metadata(Wishes(), metadata).np
 
 

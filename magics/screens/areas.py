@@ -17,16 +17,16 @@ class KnownAreas:
         return self._by_id.get((rank, display_id))
 
     def put(self, rank: int, display_id: str, area: str) -> None:
-        """It has this area from now on."""
+        """This rank's id has this area from now on."""
         self._by_id[rank, display_id] = area
 
     def drop(self, rank: int, display_id: str, area: str) -> None:
-        """This area is gone."""
+        """Forget this area, which is gone, unless the id has another one by now."""
         if self._by_id.get((rank, display_id)) == area:
             del self._by_id[rank, display_id]
 
     def clear(self) -> None:
-        """The ranks are gone."""
+        """Forget all areas: the ranks are gone."""
         self._by_id.clear()
 
 
@@ -38,8 +38,8 @@ class Areas:
     loop stays in its place while the other ranks' output stays untouched.
 
     Args:
-        prefix: Of the areas' names.
-        known: Areas of other cells as well.
+        prefix: Prefix of the areas' names.
+        known: The areas of all cells, which this one's are added to.
     """
 
     def __init__(self, prefix: str, known: KnownAreas | None = None) -> None:
@@ -66,7 +66,7 @@ class Areas:
         return area, reuse
 
     def clear(self, rank: int) -> list[str]:
-        """A rank cleared its output; returns areas that an earlier clear freed and nothing took."""
+        """A rank has cleared its output. Returns areas that an earlier clear freed and no display took."""
         stale = list(self._free[rank])
         self._free[rank] = deque(self._used.pop(rank, ()))
         return stale
@@ -76,7 +76,7 @@ class Areas:
         return list(self._free[rank])
 
     def forget(self) -> None:
-        """All output is gone."""
+        """Forget all areas of this cell: its output is gone."""
         for (rank, display_id), area in self._by_id.items():
             self._known.drop(rank, display_id, area)
         self._by_id.clear()
@@ -84,5 +84,5 @@ class Areas:
         self._free.clear()
 
     def leftover(self) -> list[str]:
-        """Areas that were freed and not taken again."""
+        """Areas of all ranks that were freed and not taken again."""
         return [area for areas in self._free.values() for area in areas]

@@ -20,7 +20,7 @@ class Screen(Protocol):
     def live(self, piece: LiveLines) -> None: ...
 
     def status(self, text: str, *, final: bool) -> None:
-        """What the cell waits for, in place of what was told last; empty if nothing is left to say."""
+        """Show what the cell waits for in place of what was shown last; empty to show nothing."""
         ...
 
     def begin(self, rank: int) -> None:
@@ -38,7 +38,7 @@ class Screen(Protocol):
         """The user has interrupted the cell and does not want to wait for what is held back."""
 
     def finish(self) -> None:
-        """Nothing more comes."""
+        """Nothing more comes: erase what was shown for a while only."""
 
 
 class MergingSink:

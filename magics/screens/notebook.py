@@ -28,7 +28,7 @@ class NotebookScreen:
         ranks: The ranks of the cell; a single rank gets no labels.
         cell: Unique id, for names of areas.
         clock: ``time.monotonic``.
-        plain: Displays that all ranks have made alike get no label, as in a notebook without ranks.
+        plain: Whether displays that all ranks have made alike get no label, as in a notebook without ranks.
         known: Areas of displays of other cells, which this one may update.
     """
 
@@ -135,7 +135,7 @@ def _is_text(display: Display) -> bool:
 
 
 def _is_blank(display: Display) -> bool:
-    """Whether a display shows nothing and never will, as the one with which rich ends a live one: ranks above it would be all."""
+    """Whether a display shows nothing and never will, as the last one of rich's live displays: only its label would be seen."""
     if display.display_id or not display.data or set(display.data) - {"text/plain", "text/html"}:
         return False
     markup = str(display.data.get("text/html", ""))
@@ -143,22 +143,22 @@ def _is_blank(display: Display) -> bool:
 
 
 class _StatusArea:
-    """Where it is told what the cell waits for: in place while it lasts, and next time below what came in between."""
+    """Where a line shows what the cell waits for: in place while it lasts, and the next time below what came in between."""
 
     def __init__(self, name: str) -> None:
         self._name, self._number = name, 0
         self._made = self._settled = self._passed = False
 
     def passed(self) -> None:
-        """Something else was shown."""
+        """Other output was shown."""
         self._passed = True
 
     def forget(self) -> None:
-        """All output is gone."""
+        """All output is gone, the area too."""
         self._made = False
 
     def place(self, text: str, final: bool) -> Iterator[tuple[str, str, bool]]:
-        """Areas to be shown, with their text, and whether they exist."""
+        """Areas to show, with their text, and whether they exist."""
         if self._made and self._settled and self._passed and text:
             yield f"{self._name}-{self._number}", "", True
             self._made = False

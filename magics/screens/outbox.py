@@ -10,10 +10,9 @@ from hvdlab.magics.screens.pacing import ENVELOPE, Pacer, wire_size
 from hvdlab.magics.screens.publisher import Publisher
 
 MESSAGE_CHARACTERS = 256 * 1024
-"""Longest text of one message."""
-
+"""Characters of one message at most."""
 HURRIED_CHARACTERS = 300 * 1024
-"""What is still shown of a backlog after an interrupt."""
+"""Characters of a backlog that are still shown after an interrupt."""
 
 
 @dataclass(slots=True)
@@ -27,10 +26,10 @@ class _Message:
 
 
 class Outbox:
-    """Sends what may be sent and keeps the rest.
+    """Sends what may be sent now and keeps the rest.
 
-    Text that waits is put together with text of the same stream. Only then, under a flood of more messages than the
-    server takes, may lines of stdout pass lines of stderr.
+    Text that waits is joined with text of the same stream. Only then, under a flood of more messages than the
+    server takes, may lines of stdout overtake lines of stderr.
     """
 
     def __init__(self, publisher: Publisher, clock: Callable[[], float]) -> None:
@@ -48,7 +47,7 @@ class Outbox:
         return self._backlog
 
     def text(self, name: str, text: str) -> None:
-        """Text for a stream."""
+        """Queue text of a stream."""
         for part in parts(text):
             message = self._open_message(name, len(part))
             if message is None:
@@ -61,7 +60,7 @@ class Outbox:
             self.tick(self._clock())
 
     def call(self, send: Callable[[], None]) -> None:
-        """Another message: called when its turn comes."""
+        """Queue another message: ``send`` is called when its turn comes."""
         self._waiting.append(_Message(send=send))
         self.tick(self._clock())
 
@@ -95,7 +94,7 @@ class Outbox:
         self._shorten()
 
     def _open_message(self, name: str, length: int) -> _Message | None:
-        """A waiting message that text may join without passing anything but the other stream."""
+        """A waiting message that text may join without overtaking anything but the other stream."""
         for message in reversed(self._waiting):
             if message.send is not None:
                 return None
@@ -121,7 +120,7 @@ class Outbox:
 
 
 def parts(text: str) -> Iterator[str]:
-    """Cut to the length of messages, at line ends where possible."""
+    """Cut a text to the length of messages, at line ends where possible."""
     begin = 0
     while begin < len(text):
         end = begin + MESSAGE_CHARACTERS

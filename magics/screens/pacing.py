@@ -1,8 +1,8 @@
 """Keeps a kernel's output under the rate at which Jupyter's server drops messages.
 
 The server counts what came in the last three seconds, by default 3 MB and 3,000 messages, drops what is over, and
-begins anew with each cell. A burst passes at once; what is more waits here, and the ranks that write it are held back
-by their credit.
+begins anew with each cell. A burst passes at once; what is more waits here, and the pool holds the ranks that write it
+back by their credit.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ WINDOW_BYTES = 2_800_000
 WINDOW_MESSAGES = 2_800
 BURST_BYTES = 2_500_000
 BYTES_PER_SECOND = 700_000
-"""After a burst, so that output flows instead of coming in one burst for each window."""
+"""The rate after a burst, so that output flows instead of coming in one burst for each window."""
 
 ENVELOPE = 1200
-"""Bytes of a message besides its text."""
+"""Bytes of a message besides its text, about."""
 
 
 def wire_size(text: str) -> int:

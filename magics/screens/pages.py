@@ -37,7 +37,7 @@ class Page:
                 self._display(chunk)
 
     def outputs(self) -> tuple[dict[str, Any], ...]:
-        """As in a notebook file."""
+        """The outputs, as a notebook file has them."""
         self._close_text()
         return tuple({k: v for k, v in entry.items() if k != "id"} for entry in self._entries)
 
@@ -73,7 +73,7 @@ class Page:
 
 
 def page_text(outputs: Iterable[Mapping[str, Any]]) -> str:
-    """A page for a terminal; of a progress bar its last state."""
+    """A page as text for a terminal, with the last state of each progress bar."""
     parts = []
     for entry in outputs:
         text = entry["text"] if "text" in entry else str(entry["data"].get("text/plain", "")) + "\n"
@@ -82,7 +82,7 @@ def page_text(outputs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def page_html(rank: int, outputs: Iterable[Mapping[str, Any]], *, opened: bool) -> str:
-    """A page as a part that can be folded, for notebooks without ipywidgets."""
+    """A page as HTML that can be folded, for notebooks without ipywidgets."""
     body = []
     for entry in outputs:
         if "text" in entry:

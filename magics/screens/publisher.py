@@ -19,7 +19,7 @@ class Publisher(Protocol):
 
 
 class CellPublisher:
-    """Into the cell that is running now, through the shell, so that ``%%capture`` and Output widgets work."""
+    """Sends into the cell that is running now, through the shell, so that ``%%capture`` and Output widgets work."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
@@ -44,7 +44,7 @@ class CellPublisher:
 
 
 class ParentPublisher:
-    """Into one cell for good, whichever cell runs meanwhile: messages carry the header of that cell's request.
+    """Sends into one cell for good, whichever cell runs meanwhile: messages carry the header of that cell's request.
 
     Any thread; the socket hands messages to the kernel's own output thread.
     """
@@ -72,7 +72,7 @@ class ParentPublisher:
 
 
 class Watched:
-    """A publisher that knows what it was told: whether text stops in the middle of a line, and what was cleared.
+    """A publisher that notes whether the text sent so far stops in the middle of a line, and how often it was cleared.
 
     Args:
         inner: Sends the messages.

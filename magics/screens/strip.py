@@ -1,4 +1,4 @@
-"""The live strip under a running cell: when it comes, is brought up to date, and goes."""
+"""The live strip under a running cell: when it is shown, updated and removed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hvdlab.magics.screens.publisher import Watched
 DELAY = 0.5
 """Seconds that a cell runs without a strip."""
 INTERVAL = 0.5
-"""Seconds between two states, at least."""
+"""Seconds between two updates, at least."""
 LOADING = 0.1
-"""Seconds between two looks at what is loaded."""
+"""Seconds between two checks whether the strip's code is loaded."""
 AGAIN = 5.0
-"""Seconds until a strip is tried again that could not be shown."""
+"""Seconds after which a strip that could not be shown is tried again."""
 COST = 50
-"""A state that takes long to find out is found out so much more seldom: at most 2 % of the time."""
+"""An update is followed by a pause of this many times its duration: updates take at most 2 % of the time."""
 
 _EMPTY = {"text/plain": "", "text/html": ""}
 
@@ -34,7 +34,7 @@ class View(Protocol):
     """A strip of one cell."""
 
     def bundle(self) -> dict[str, Any]:
-        """What the notebook shows of it."""
+        """The mime bundle that the notebook shows."""
         ...
 
     def refresh(self, now: float, stalled: str) -> None:
@@ -42,7 +42,7 @@ class View(Protocol):
         ...
 
     def summary(self, now: float) -> dict[str, str] | None:
-        """What stays in the notebook."""
+        """The mime bundle that stays in the notebook; None for none."""
         ...
 
     def release(self) -> None:
@@ -88,7 +88,7 @@ class Strip:
         return self._at
 
     def _say_failures(self) -> None:
-        """In the strip's place, for it only shows: that it can't must not be silent, nor concern the cell."""
+        """Show failures in the strip's place: they must not be silent, but don't concern the cell, as a strip only shows."""
         if not (found := self._failures.all()):
             return
         text = "\n".join(map(str, found))
@@ -101,7 +101,7 @@ class Strip:
             self._told = True
 
     def hasten(self) -> None:
-        """Nothing is done for a while after the next tick: the state is to be shown in that."""
+        """Update the strip at the next tick, since no other tick may come for a while."""
         if self._view is not None and self._at is not None:
             self._at = float("-inf")
 
@@ -125,7 +125,7 @@ class Strip:
             self._make = self._load()
 
     def _place(self, view: View) -> None:
-        """Show it, if it is not there: it does not come between the parts of a line."""
+        """Show the view, if it is not shown, but not between the parts of a line."""
         if (self._area and self._cleared == self._publisher.clears) or self._publisher.in_line:
             return
         self._cleared = self._publisher.clears

@@ -14,7 +14,7 @@ from hvdlab.magics.screens.pages import Page, page_html, page_text
 from hvdlab.magics.screens.publisher import Publisher
 
 REFRESH = 0.5
-"""Seconds between two states of the pages."""
+"""Seconds between two updates of the pages, at least."""
 
 
 class View(Protocol):
@@ -60,7 +60,7 @@ class PagesSink:
             return self._next
         self._view.show(self._pages, self._changed, final=not self._running)
         self._changed = set()
-        # Each state is sent whole: the more there is, the rarer.
+        # Each update sends all pages whole: the longer that takes, the rarer are updates.
         self._next = now + max(REFRESH, 5 * (self._clock() - now))
         return None
 
@@ -143,7 +143,7 @@ class TabsView:
         self._tab.titles = [f"rank {rank}" for rank in ranks]
 
     def show(self, pages: dict[int, Page], changed: set[int], *, final: bool) -> None:
-        if new := changed - self._outputs.keys():  # they came while the cell ran
+        if new := changed - self._outputs.keys():  # ranks that joined while the cell ran
             self._outputs.update({rank: type(next(iter(self._outputs.values())))() for rank in new})
             self._arrange()
         for rank in changed:

@@ -15,7 +15,7 @@ _UP = "\x1b[1A"
 
 
 class TerminalScreen:
-    """Writes text as it is; of a display its text form.
+    """Writes text as it is, and the text form of displays.
 
     On a tty the live line of the lowest rank, and what the cell waits for, are redrawn in place below it; elsewhere
     only finished lines appear.
@@ -23,7 +23,7 @@ class TerminalScreen:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = set(ranks)
-        self._drawn = 0  # lines on screen now that are to be erased before anything is written
+        self._drawn = 0  # lines on screen now that have to be erased before anything is written
         self._live = ""
         self._status: list[str] = []
         self._note_status = AsNotes(lambda text: self.write(Text("stderr", f"{text}\n")))
@@ -77,7 +77,7 @@ class TerminalScreen:
     def _draw(self) -> None:
         lines = [line for line in (self._live, *self._status) if line]
         if lines and _is_tty(sys.stderr):
-            # Lines that wrapped could not be erased.
+            # Cut to the width: lines that wrapped could not be erased.
             width = shutil.get_terminal_size().columns - 1
             sys.stderr.write("\n".join(line[:width] for line in lines))
             sys.stderr.flush()

@@ -10,7 +10,7 @@ from hvdlab.kernel_ext.payloads import CellDone, Left, Output
 
 
 class Verdict(Enum):
-    """What is to be done with a message."""
+    """What the pool does with a message."""
 
     TAKE = auto()
     DROP = auto()

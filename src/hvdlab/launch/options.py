@@ -11,7 +11,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 
 
 class Kind(Enum):
-    """What the text of an option is read as; the value is what a user is told that it has to be."""
+    """What the text of an option is read as; the value says in an error's text what was expected."""
 
     TEXT = "a text"
     COUNT = "a whole number"

@@ -156,8 +156,8 @@ class Wishes:
     def _source(self, hosts: Sequence[Host]) -> HostSource | None:
         """Where hosts come from while the job runs, or ``None`` if they are fixed.
 
-        Fixed hosts are a source, too, where ranks may be added to the first ones, or a host that failed is to be left out
-        for a while.
+        Fixed hosts are a source, too, where the job may add ranks to the first ones, or puts a host that failed aside for
+        a while.
         """
         given = self.get("host_discovery_script")
         if given is not None:

@@ -79,7 +79,7 @@ class Arrivals:
         return missing, rest
 
     def died(self, rank: int) -> None:
-        """Nothing more comes from this rank."""
+        """Expect nothing more from this rank."""
         part = self._parts.get(rank)
         if part is not None:
             part.ended = True

@@ -21,7 +21,7 @@ LONGEST_SECONDS = 0.005
 
 
 class BackwardPass(Protocol):
-    """What a framework tells of the backward pass that runs on this thread."""
+    """What a framework knows of the backward pass that runs on this thread."""
 
     def at_end(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the backward pass ends, unless it fails.

@@ -115,7 +115,7 @@ class Tail:
             self._size -= len(self._pieces.popleft())
 
     def text(self) -> str:
-        """What is kept, as text."""
+        """The last lines of the bytes that were kept, as text."""
         return last_lines(b"".join(self._pieces)[-TAIL_BYTES:].decode("utf-8", "replace"))
 
 

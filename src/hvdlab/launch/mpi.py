@@ -131,7 +131,7 @@ class MpiLauncher:
         return bool(hosts) and not all(is_local(host.name) for host in parse_hosts(hosts))
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> MpiStarter:
-        """What starts the ranks of a pool. Raises ``StartError`` without mpiexec."""
+        """The starter of a pool's ranks. Raises ``StartError`` without mpiexec."""
         return MpiStarter(request, ranks, _program())
 
 

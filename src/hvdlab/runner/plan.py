@@ -90,7 +90,7 @@ class Job:
         return tuple(name for name in names if not is_local(name))
 
     def policy(self) -> Policy:
-        """What the supervisor goes by."""
+        """The policy that the supervisor follows."""
         return Policy(
             tuple(self.hosts[slot.host].name for slot in self.slots),
             start_timeout=self.start_timeout,

@@ -103,7 +103,7 @@ class Listener:
         self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def close(self) -> None:
-        """Let no process in any more, and remove the socket."""
+        """Remove the socket and stop listening: no process can connect any more."""
         with contextlib.suppress(OSError):
             os.unlink(self.path)
         self.forget()

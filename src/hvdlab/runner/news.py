@@ -62,7 +62,7 @@ class News:
         self.stopped = 0
         self._queue: deque[Posted] = deque()
         self._room = threading.Condition()
-        #: Bytes of output in the queue, and whether more may come; guarded by ``_room``.
+        #: Bytes of output in the queue, and whether :meth:`stop` was called; guarded by ``_room``.
         self._held, self._closed = 0, False
         self._members: dict[int, int] = {}
 

@@ -10,7 +10,7 @@ from hvdlab.kernel_ext.payloads import CellDone, Left, Output
 
 
 class Verdict(Enum):
-    """What is to be done with a message."""
+    """What the pool does with a message."""
 
     TAKE = auto()
     DROP = auto()
@@ -79,7 +79,7 @@ class Arrivals:
         return missing, rest
 
     def died(self, rank: int) -> None:
-        """Nothing more comes from this rank."""
+        """Expect nothing more from this rank."""
         part = self._parts.get(rank)
         if part is not None:
             part.ended = True

@@ -134,7 +134,7 @@ class Keeping:
     def begin(
         cls, base: Base, name: str, *, size: int, plane: str, ports: tuple[str, int], deadline: Deadline
     ) -> Keeping:
-        """Have a pool stay when this process ends. Raises ``StartError``."""
+        """Have the fork server keep a pool when this process ends. Raises ``StartError``."""
         path = str(base.coordinator.directory / "warm")
         base.fork_server.keep(path, deadline)
         kept = Kept(

@@ -38,12 +38,12 @@ class LeftCell:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that have something of it."""
+        """Ranks that have something of the cell."""
         return tuple(self.parts)
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Those of them that have not ended it."""
+        """Ranks that have not ended the cell."""
         return tuple(rank for rank, part in self.parts.items() if part.running)
 
     @property

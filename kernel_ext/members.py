@@ -176,7 +176,7 @@ class Members:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Effect]:
-        """Take what happened; returns what is to be done, in order."""
+        """Take one event; returns the effects that the pool must carry out, in order."""
         match event:
             case Wanted():
                 return self._want(event)

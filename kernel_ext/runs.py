@@ -147,7 +147,7 @@ class Runs:
             return dict(self._given_up)
 
     def answers_again(self, rank: int, cell: str) -> None:
-        """This rank has left a cell that was given up."""
+        """Note that a rank has left a cell that was given up."""
         with self._lock:
             if self._given_up.get(rank, ("", ""))[0] == cell:
                 del self._given_up[rank]
@@ -409,7 +409,7 @@ class Runs:
             self._client.interrupt(again)
 
     def _ask_again(self, rank: int) -> None:
-        """Have a rank send what is missing."""
+        """Ask a rank to retransmit what is missing of its cells' messages."""
         with self._lock:
             cells = [
                 (cell, *found)

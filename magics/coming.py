@@ -46,7 +46,7 @@ class Coming:
             raise self._error
 
     def close(self) -> None:
-        """Let go of the pool: it ends as soon as it is there."""
+        """Give the pool up: it ends as soon as it has started."""
         with self._lock:
             self._closed = True
         self._thread.join(LEAVE_WITHIN)

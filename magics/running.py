@@ -164,7 +164,7 @@ def make_sink(
 
 
 def _late_output(session: Session, ranks: Sequence[int], output: str) -> LateOutput | None:
-    """What shows output that comes after the cell's end, under that cell."""
+    """Takes output that comes after the cell's end, and shows it under that cell; None if no output is shown."""
     if output == "none":
         return None
     publisher = _publisher(session, background=True)

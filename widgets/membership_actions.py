@@ -81,7 +81,11 @@ class MembershipActions:
         answer(reply)
 
     def _prepared(self, content: Content) -> tuple[str, Callable[[], str]]:
-        """What is to be done, in words, and what does it. Raises ``InvalidRequestError``."""
+        """The action that a view asks for, in words, and the function that carries it out.
+
+        Raises:
+            InvalidRequestError: The request makes no sense, or would end ranks that the user has not agreed to end.
+        """
         pool, what = self._pool, content.get("what")
         state = pool.elastic()
         living = [rank for rank, text in state.members.items() if not text.startswith(LOST)]

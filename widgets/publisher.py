@@ -258,7 +258,7 @@ class Publisher:
             self._cleared, self._stamp = (
                 cleared,
                 0,
-            )  # views forget all marks then; those that go on are told again
+            )  # views then forget all marks, so marks that go on are sent again
         stamp, marks = recording.marks_since(self._stamp)
         if (before := recording.cleared_ns) is not None:
             marks = [(number, mark) for number, mark in marks if mark.end_ns is None or mark.end_ns > before]

@@ -34,7 +34,7 @@ def remove_finder(finder: Finder) -> None:
 
 
 def add_awaiting(waiting: Waiting) -> None:
-    """Have ``waiting`` asked for the recording of the pool that comes next."""
+    """Add ``waiting`` to those that are asked for the recording of the pool that comes next."""
     _waiting.append(waiting)
 
 

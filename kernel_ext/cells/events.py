@@ -1,4 +1,4 @@
-"""What happens to a running cell, and what is to be done about it.
+"""What happens to a running cell (events), and what the thread that drives it then does (effects).
 
 :class:`~hvdlab.kernel_ext.cells.run.CellRun` takes events and returns effects; it does no I/O and knows no clock.
 """

@@ -66,7 +66,7 @@ class Places:
         return self._all_known()
 
     def time(self) -> tuple[bool, list[Effect]]:
-        """The deadline was reached. Returns whether the round is over, and what is to be done."""
+        """The deadline was reached. Returns whether the round is over, and the effects to carry out."""
         assert self.deadline is not None
         silent = tuple(sorted(self._asked - set(self.answers) - self._seen_now))
         if self._looking or not silent:

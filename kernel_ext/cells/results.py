@@ -157,7 +157,7 @@ class CellResults(Sequence[Any]):
 
     @property
     def root_cause(self) -> RootCause | None:
-        """What failed first, of its own accord; None if all is well."""
+        """The failure that came first and that no other rank caused; None if all is well."""
         own = {r: e for r, e in self.errors.items() if not e.aborted and not self._made_by_us(r, e)}
         first = min(own, key=lambda r: (own[r].when, r), default=None)
         death = min(self.deaths.values(), key=lambda d: (d.when, d.rank), default=None)

@@ -128,7 +128,7 @@ class CellRun:
         return None if self.finished or not limits else min(limits)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event; returns what is to be done, in order. Events of ranks whose part has ended are ignored."""
+        """Take one event; returns the effects to carry out, in order. Events of ranks whose part has ended are ignored."""
         if self.finished:
             return []
         effects = self._on(event, now)

@@ -84,7 +84,7 @@ class SettlingSink(OutputSink, Protocol):
 
 
 def settle(sink: OutputSink) -> None:
-    """Have a sink show what it holds back, if it does."""
+    """Have a sink show what it holds back, if it is one that holds output back."""
     if isinstance(sink, SettlingSink):
         sink.settle()
 

@@ -65,7 +65,7 @@ class Stalls:
     Args:
         cell: Id of the cell.
         ranks: Its ranks.
-        places: Asks the ranks; :meth:`placed` is to be called at the end of a round.
+        places: Asks the ranks; its owner calls :meth:`placed` at the end of a round.
         every: Seconds after which something has taken long; with None nothing is shown but what the coordinator reports.
         now: When the cell began.
     """

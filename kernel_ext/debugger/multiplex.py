@@ -38,7 +38,7 @@ _KEPT = ("setExceptionBreakpoints", "setFunctionBreakpoints")
 
 
 class Multiplexer(Looking):
-    """The state machine of one debugging session. :meth:`handle` takes what happened and returns what is to be done.
+    """The state machine of one debugging session. :meth:`handle` takes an event and returns the effects to carry out.
 
     Args:
         attach: Arguments of ``attach`` for ranks.
@@ -195,7 +195,7 @@ class Multiplexer(Looking):
         ]
 
     def _about_ranks(self, event: Requested, command: str, arguments: Json) -> list[Effect]:
-        """What is to be done if a request is about a rank's thread, frame or variable; else nothing."""
+        """The effects of a request about a rank's thread, frame or variable; empty for any other request."""
         key, request = event.key, event.request
         if command in _BY_FRAME or command in ("richInspectVariables", "copyToGlobals"):
             name = "srcFrameId" if command == "copyToGlobals" else "frameId"

@@ -268,7 +268,7 @@ class _Visit:
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Let go of the debugger, which learns it from its connection."""
+        """Shut the connection down, from which the debugger learns that its session is over."""
         self._ended = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -278,7 +278,7 @@ class _Visit:
     # -- the relay's thread ---------------------------------------------------------------------------------------
 
     def shake_hands(self) -> bool:
-        """Let the debugger introduce itself. Returns whether it may stay."""
+        """Exchange the handshake between the debugger and the rank. Returns whether the debugger may stay."""
         handshake = Handshake()
         try:
             request = self._next()

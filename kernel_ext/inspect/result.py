@@ -78,7 +78,7 @@ class DiffRow:
     def with_elements(
         self, found: Difference, odd: tuple[int, int], expected_odd: tuple[int, int]
     ) -> DiffRow:
-        """This row with what the comparison of the elements gave."""
+        """A copy of this row with what the comparison of the elements found."""
         shape = self.leaf.shape if self.leaf is not None else ()
         index = tuple(int(n) for n in np.unravel_index(found.first, shape)) if found.count and shape else None
         if self.is_text and found.count:

@@ -89,7 +89,7 @@ class LineMerger:
                 self._add(rank, [_Rich(chunk)], now)
 
     def begin(self, rank: int) -> None:
-        """This rank writes from now on, too."""
+        """Expect output of this rank, too, from now on."""
         self.running.add(rank)
         if rank in self._queues:
             return
@@ -99,7 +99,7 @@ class LineMerger:
         self._plain = False
 
     def end(self, rank: int, now: float) -> None:
-        """Nothing more comes from this rank; its unfinished lines are complete now."""
+        """Expect nothing more from this rank: its unfinished lines are complete now."""
         self.running.discard(rank)
         for name, mark in (("stdout", ""), ("stderr", _ERR)):
             self._add(rank, [mark + line for line in self._splitters[rank, name].flush()], now)
@@ -128,7 +128,7 @@ class LineMerger:
         return min(limits, default=None)
 
     def take(self, now: float) -> list[Piece]:
-        """What can be shown now."""
+        """Return the pieces that can be shown now, and forget them."""
         if self._merge:
             self._release(now)
         self._switch("")

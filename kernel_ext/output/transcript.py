@@ -101,13 +101,13 @@ class Transcript:
             self._add(NOBODY, text, len(text))
 
     def begin(self, rank: int) -> None:
-        """This rank writes from now on, too."""
+        """Expect output of this rank, too, from now on."""
         with self.lock:
             self.ranks = tuple(sorted({*self.ranks, rank}))
             self.ended.discard(rank)
 
     def end(self, rank: int) -> None:
-        """Nothing more comes from this rank."""
+        """Expect nothing more from this rank."""
         with self.lock:
             self.ended.add(rank)
 

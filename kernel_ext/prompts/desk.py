@@ -109,7 +109,7 @@ class PromptDesk:
     # -- asking ---------------------------------------------------------------------------------------------------
 
     def due(self, now: float) -> Question | None:
-        """The question that the user is to be asked now."""
+        """The question to ask the user now, if any."""
         return self._queue.due(now)
 
     def status(self) -> str:

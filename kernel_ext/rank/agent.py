@@ -78,7 +78,7 @@ class RankAgent:
         loop: The loop of the main thread.
         engine: The rank's collective engine, connected.
         leave: Called when the pool wants this rank to go, after its cell; by default it stops the loop.
-        fds: Redirected file descriptors, if output below Python is to be captured.
+        fds: Redirected file descriptors, if the agent captures output below Python.
         unsent: Shared memory in which the process that forked this one finds unsent output if this one is killed.
     """
 

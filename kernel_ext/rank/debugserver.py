@@ -428,7 +428,7 @@ class _Server:
                 )
 
     def go_on(self) -> None:
-        """Let the main thread run, wherever it was to stop next."""
+        """Let the main thread run on, without the stop that a step would make next."""
         self._api.request_resume_thread(self._number_of(threading.main_thread()))
 
     def _forget(self) -> None:

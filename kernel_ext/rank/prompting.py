@@ -156,7 +156,7 @@ class Prompting:
     # -- the cell; the main thread --------------------------------------------------------------------------------
 
     def cell_begins(self, cell: str) -> None:
-        """What is asked from now on belongs to this cell."""
+        """Count questions from now on as those of this cell."""
         self._cell = cell
 
     def cell_ended(self) -> None:

@@ -13,15 +13,15 @@ class KnownAreas:
         self._by_id: dict[tuple[int, str], str] = {}
 
     def get(self, rank: int, display_id: str) -> str | None:
-        """The area that this rank's id has had last."""
+        """The area that this rank's display id was given last; None if it has none."""
         return self._by_id.get((rank, display_id))
 
     def put(self, rank: int, display_id: str, area: str) -> None:
-        """This rank's id has this area from now on."""
+        """Give this rank's display id this area from now on."""
         self._by_id[rank, display_id] = area
 
     def drop(self, rank: int, display_id: str, area: str) -> None:
-        """Forget this area, which is gone, unless the id has another one by now."""
+        """Forget this area, which is gone, unless the display id has another one by now."""
         if self._by_id.get((rank, display_id)) == area:
             del self._by_id[rank, display_id]
 

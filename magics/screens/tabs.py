@@ -72,7 +72,7 @@ class PagesSink:
 
 
 class _Area:
-    """What the cell waits for, in an area of its own."""
+    """Shows what the cell waits for, in an area of its own."""
 
     def __init__(self, publisher: Publisher, area: str) -> None:
         self._publisher, self._area, self._made = publisher, area, False

@@ -1,4 +1,4 @@
-"""What a framework tells the bindings of its tensors."""
+"""What the bindings must know of a framework's tensors."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Adapter(Protocol[T]):
         Args:
             value: What the user gave. A binding may take more than tensors, such as lists.
             kind: The collective, for the error's text.
-            in_place: Whether the result is to be written to it.
+            in_place: Whether the collective will write its result to the tensor.
 
         Raises:
-            InvalidRequestError: It is none, or can't be written to.
+            InvalidRequestError: ``value`` is no tensor, or can't be written to.
         """
         ...
 
@@ -79,7 +79,7 @@ class Adapter(Protocol[T]):
         ...
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
-        """Whether a collective of these is to be recorded for differentiation. They were not checked yet."""
+        """Whether a collective of these must be recorded for differentiation. :meth:`check` has not seen them yet."""
         ...
 
     def received_splits(self, counts: tuple[int, ...]) -> Any:
@@ -90,8 +90,8 @@ class Adapter(Protocol[T]):
 class DeviceMemory(Protocol[T]):
     """A framework's tensors on devices, for process sets that have a data plane for these.
 
-    A framework without it has tensors of devices staged through the host. All that :class:`Adapter` says of threads and errors
-    holds here, too; the device's work that a tensor still waits for need not be done when a function returns.
+    For a framework without it, tensors on devices are staged through the host. All that :class:`Adapter` says of threads
+    and errors holds here, too; work of the device that a tensor depends on need not be done when a function returns.
     """
 
     def device(self, tensor: T) -> str:
@@ -103,7 +103,7 @@ class DeviceMemory(Protocol[T]):
         ...
 
     def view(self, tensor: T) -> Buffer:
-        """The memory of a direct tensor, to be used once all that the calling thread has submitted for it is done."""
+        """The memory of a direct tensor; valid once all work that the calling thread has submitted for it is done."""
         ...
 
     def stage(self, tensor: T) -> T:
@@ -119,12 +119,12 @@ class DeviceMemory(Protocol[T]):
         ...
 
     def received(self, output: T) -> T:
-        """What the user gets of a result. Called by the user's thread; the result may have been allocated by another one."""
+        """The tensor that the user gets for a result. Called by the user's thread; another thread may have allocated it."""
         ...
 
 
 class Memory(Protocol[T]):
-    """Where a collective works: in the host's memory, or in a device's. What both have in common."""
+    """What :class:`HostMemory` and :class:`DeviceMemory` have in common: the memory in which a collective works."""
 
     def view(self, tensor: T) -> CoreTensor: ...
 

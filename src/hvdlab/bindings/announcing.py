@@ -1,8 +1,8 @@
-"""When the gradients of a backward pass are announced: not each by itself.
+"""When a rank announces the gradients of a backward pass to the coordinator: several together.
 
 Each announcement costs this rank and the coordinator a message, and the order that answers it interrupts the backward
 pass. So gradients are announced in turns: when there is enough to move, when the first of them has waited for a few
-milliseconds, and when the backward pass ends or somebody waits for them.
+milliseconds, and when the backward pass ends or a thread waits for them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from hvdlab.collectives import context
 ENOUGH_BYTES = 1 << 20
 """Gradients of this size are worth moving while the backward pass goes on."""
 LONGEST_SECONDS = 0.005
-"""After so long the next gradient takes those before along, however small they are."""
+"""After so many seconds the next gradient has those before announced with it, however small they are."""
 
 
 class BackwardPass(Protocol):
-    """What a framework tells of the backward pass that runs on this thread."""
+    """What a framework knows of the backward pass that runs on this thread."""
 
     def at_end(self, callback: Callable[[], None]) -> None:
-        """Call this at its end, unless it fails. Does nothing outside of a backward pass, or if its end is unknown."""
+        """Call ``callback`` when the backward pass ends, unless it fails.
+
+        Does nothing outside of a backward pass, or if the framework does not say when one ends.
+        """
 
 
 class Announcer:
@@ -43,7 +46,7 @@ class Announcer:
     def hold(self, nbytes: int) -> None:
         """``nbytes`` more were submitted: announce now, or at the end of the backward pass at the latest.
 
-        Outside a backward pass whoever waits for them announces them.
+        Outside a backward pass the thread that waits for them announces them.
         """
         now = time.monotonic()
         if not self._waiting:
@@ -61,7 +64,7 @@ class Announcer:
             context.engine().flush()
 
     def forget(self) -> None:
-        """What was held has ended."""
+        """Hold nothing any more: what was held has ended."""
         self._waiting = False
 
 

@@ -23,7 +23,7 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 _NOT_THE_USERS = ("hvdlab.", "torch.", "tensorflow.", "keras.", "tf_keras.")
-"""Modules whose lines a warning does not name: ours, and those of frameworks that may stand between."""
+"""Modules whose lines a warning does not name: ours, and frameworks that may stand between us and the user's code."""
 
 
 def chosen_operator(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:

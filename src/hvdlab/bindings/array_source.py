@@ -48,7 +48,7 @@ def numpy_source(
     shape: tuple[int, ...] | None = None,
     device: str = "cpu",
 ) -> ArraySource:
-    """A numpy array (without Python objects) as a source; another framework's own names may be given for what it is."""
+    """A numpy array (without Python objects) as a source; another framework may give its own ``dtype``, ``shape``, ``device``."""
     import numpy as np
 
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)

@@ -17,10 +17,10 @@ Groups = int | Sequence[Sequence[K]]
 
 
 def check_unique(names: Sequence[str], argument: str) -> None:
-    """Whether no name comes twice; ``argument`` is what a user gave them as.
+    """Check that no name comes twice; ``argument`` is the argument in which the user gave them, for the error's text.
 
     Raises:
-        InvalidRequestError: One does.
+        InvalidRequestError: A name comes twice.
     """
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
@@ -42,13 +42,14 @@ def bucketed(
         names: The tensor name of each one's gradient.
         groups: A number of groups of about equal length, or lists of parameters; a parameter in no list gets a
             bucket of its own.
-        is_parameter: Whether something is one; a group may hold nothing else.
+        is_parameter: Whether an object is a parameter; a group may hold nothing else.
 
     Returns:
         Of each bucket the name, which is that of its first gradient with the number of the others, and the parameters.
 
     Raises:
-        InvalidRequestError: A parameter is in two lists, or a list has something else in it.
+        InvalidRequestError: A parameter is in the lists more than once, a list has something else in it, or ``groups`` is
+            negative or neither a number nor lists.
     """
     together = _even(parameters, groups) if isinstance(groups, int) else _listed(groups)
     members = [parameter for group in together for parameter in group]

@@ -1,4 +1,4 @@
-"""Models that are no longer the same on all ranks: the error, and what the ranks tell one another for its text."""
+"""Models that are no longer the same on all ranks: the error, and what the ranks exchange for its text."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def tell_divergence(
     digests: Mapping[str, bytes],
     samples: Sequence[tuple[int, bytes]],
 ) -> Never:
-    """Tell one another what is needed for the text, and raise :class:`DivergenceError`; called by all ranks.
+    """Gather from all ranks what the error's text needs, and raise :class:`DivergenceError`; called by all ranks.
 
     Args:
-        name: Of the comparison, equal on all ranks.
+        name: Name of the comparison, equal on all ranks.
         process_set: The ranks whose models were compared.
         step: Steps that had been taken.
         digests: Fingerprint of each tensor of the model, by its name.
@@ -81,7 +81,7 @@ def tell_divergence(
 
 
 def _since(samples: Sequence[dict[int, bytes]], step: int) -> int | None:
-    """The first step at which the samples differ; None if they do not, or nothing is known of what was before."""
+    """The first step at which the samples differ; 0 if no step was taken, None if no step common to all ranks differs."""
     if step == 0:
         return 0
     common = sorted(set(samples[0]).intersection(*samples[1:]))

@@ -31,7 +31,7 @@ class ReductionSettings:
     """How gradients are reduced.
 
     Attributes:
-        compression: What they are sent as.
+        compression: The compressor that they are sent through.
         op: ``Average`` or ``Sum``; ``Adasum`` is not for gradients, but for what an optimizer makes of them.
         predivide: What they are divided by before the sum, as part of the division of an average.
         sparse_as_dense: Whether sparse gradients are reduced as dense ones.
@@ -68,7 +68,7 @@ class GradientAdapter(HookRegistry[P_contra], BackwardPass, Protocol[P_contra, T
         ...
 
     def gradient(self, parameter: P_contra) -> T:
-        """What this rank gives for a parameter: its gradient, or zeros if it has none.
+        """What this rank contributes for a parameter: its gradient, or zeros if it has none.
 
         Raises:
             AssertionError: The gradient can't be written to.
@@ -101,7 +101,7 @@ class _InFlight(Generic[P, T]):
 
     Attributes:
         handle: Its handle.
-        parameters: Whose gradients.
+        parameters: The parameters that the gradients belong to.
         contexts: What each of them needs to be decompressed.
         outputs: Where the results are, if the handle does not yield them.
     """
@@ -150,7 +150,7 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
         self._buckets: list[_Bucket[P, T]] = []
         self._bucket_of: dict[P, _Bucket[P, T]] = {}
         self._announcer = Announcer(adapter)
-        #: Of this step: a process set's number may be another in the next.
+        #: The allreduce of this step's buckets. Made anew for each step: the process set's id may be another by then.
         self._operation: Operation | None = None
 
     def watch(self, name: str, parameters: Iterable[P]) -> None:

@@ -38,8 +38,8 @@ class Differentiation(Protocol[T]):
     def record(self, forward: ForwardPass, tensors: Sequence[T]) -> Sequence[Any]:
         """Run :meth:`Differentiable.forward` so that its backward pass calls :meth:`Differentiable.backward`.
 
-        The tensors are to be kept until then, unless ``forward.linear``. The last output of an alltoall, its received
-        splits, is not differentiable.
+        The framework must keep the tensors until then, unless ``forward.linear``. The last output of an alltoall, its
+        received splits, is not differentiable.
         """
         ...
 
@@ -67,8 +67,8 @@ class Differentiation(Protocol[T]):
             stacked: The tensors of all members, along dimension 0.
             gradient: Sum of the members' gradients.
             mine: This rank's position among the members.
-            count: Number of members. Where ``stacked`` came out of an allgather that averages gradients, but the
-                losses of the members add up, what flows back to it must be multiplied by that.
+            count: Number of members. ``stacked`` came out of an allgather, which averages gradients, while the members'
+                losses add up here: a gradient that flows back to ``stacked`` must be multiplied by this number.
         """
         ...
 

@@ -16,7 +16,7 @@ from hvdlab.collectives.planes.buffers import Tensor
 T = TypeVar("T")
 
 FAILURES = (CollectiveError, DuplicateNameError)
-"""What a collective in flight may end with: it failed, or a rank used its name a second time.
+"""The errors that a collective in flight may end with: it failed, or a rank used its name a second time.
 
 ``DuplicateNameError`` is no ``CollectiveError``: elastic training would begin again for ever, instead of showing it.
 """
@@ -33,15 +33,18 @@ class CoreHandle(Protocol):
     def wait(self, timeout: float | None = None) -> Result: ...
 
     def add_hook(self, hook: CompletionHook) -> bool:
-        """Have a hook called at the end; ``False`` if that has been, and it is not called. At most once for each handle."""
+        """Have ``hook`` called when the collective ends; returns ``False``, without calling it, if it has ended already.
+
+        At most once for each handle.
+        """
         ...
 
     def tell_blocked(self, seconds: float) -> None:
-        """The user's code has waited that long for it, on a thread that does not call :meth:`wait`."""
+        """The user's code has waited for it for ``seconds``, on a thread that does not call :meth:`wait`."""
         ...
 
     def tell_unblocked(self) -> None:
-        """That is over."""
+        """The user's code waits no more."""
         ...
 
 
@@ -87,7 +90,7 @@ class Part(Generic[T]):
 
     @property
     def result(self) -> Result:
-        """What the core said of it; only after :meth:`wait`."""
+        """The core's result; only after :meth:`wait`."""
         assert self._result is not None
         return self._result
 
@@ -145,8 +148,8 @@ class Handle:
         self.tables: list[tuple[tuple[int, ...], ...]] = []
         self._failure: CollectiveError | DuplicateNameError | None = None
         self._settled = False
-        #: Held while outputs are delivered and while it is settled, never in a wait: two threads may wait, one of them
-        #: in a callback, and what one has delivered the user may be changing already.
+        #: Held while outputs are delivered and while the handle is settled, never during a wait. Two threads may wait, one
+        #: of them in a callback; delivering a second time would overwrite an output that the user may be changing already.
         self._lock = threading.Lock()
         #: Made by the first :meth:`add_done_callback`: most handles do without, and cost the engine no hook.
         self._completion: _Completion | None = None
@@ -182,7 +185,7 @@ class Handle:
             seconds: For how long it has waited.
 
         Returns:
-            To be called when it waits no more; ``None`` if the collective has ended, and nothing was said.
+            A function to call when it waits no more; ``None`` if the collective has ended, and nothing was said.
         """
         part = next((part for part in self._parts if not part.done()), None)
         return None if part is None else part.tell_blocked(seconds)
@@ -253,12 +256,12 @@ class _Completion:
     def __init__(self, handle: Handle, parts: int) -> None:
         self._handle: Handle | None = handle
         self._left = parts
-        #: Those to be called at the end.
+        #: The callbacks to call when the last part ends.
         self._callbacks: list[Callable[[Handle], object]] = []
         self._lock = threading.Lock()
 
     def add(self, callback: Callable[[Handle], object], handle: Handle) -> None:
-        """Call it at the end, or now if that has been."""
+        """Call ``callback`` when the last part ends, or now if it has ended."""
         with self._lock:
             if self._left:
                 self._callbacks.append(callback)
@@ -283,7 +286,7 @@ def _call(callback: Callable[[Handle], object], handle: Handle) -> None:
         callback(handle)
     except (
         BaseException
-    ) as error:  # the thread may be the engine's, and other callbacks are to be called, too
+    ) as error:  # the thread may be the engine's, and the other callbacks must be called, too
         if threading.current_thread() is threading.main_thread() and not isinstance(error, Exception):
             raise  # Ctrl-C
         LOG.exception(
@@ -305,7 +308,7 @@ def poll(handle: Handle) -> bool:
     """Whether ``synchronize(handle)`` would return, or raise, without waiting.
 
     Raises:
-        InvalidRequestError: ``handle`` is none.
+        InvalidRequestError: ``handle`` is no handle of an ``*_async`` function.
     """
     return checked(handle).done()
 

@@ -1,4 +1,4 @@
-"""How far a training step has come: hooks on parameters' gradients count the backward passes.
+"""How far a training step has come, counted in backward passes by hooks on parameters' gradients.
 
 What a framework brings is a :class:`HookRegistry`; what is done with the gradients of a step is for subclasses of
 :class:`GradientWatcher`.
@@ -23,7 +23,7 @@ class RemovableHook(Protocol):
     """A hook that was registered."""
 
     def remove(self) -> None:
-        """Have it called no more. Idempotent."""
+        """Unregister the hook: the framework calls it no more. Idempotent."""
 
 
 class HookRegistry(Protocol[P_contra]):
@@ -44,7 +44,7 @@ class HookRegistry(Protocol[P_contra]):
         ...
 
     def registered(self, parameter: P_contra) -> Iterable[object]:
-        """The hooks of a parameter's gradient; those of others may be among them."""
+        """The hooks of a parameter's gradient; hooks that are not hvdlab's may be among them."""
         ...
 
 
@@ -52,7 +52,7 @@ class GradientHook:
     """Tells a watcher, if there still is one, that a gradient has been accumulated.
 
     The parameter must not keep the watcher (and with it the optimizer) alive: in a notebook an optimizer is often
-    made anew for the same model, and nobody would collect what the forgotten one starts.
+    made anew for the same model, and the forgotten one would start reductions that no ``step()`` ever collects.
     """
 
     __slots__ = ("__weakref__", "_watcher")
@@ -152,7 +152,7 @@ class GradientWatcher(ABC, Generic[P]):
         """A backward pass has added to the parameter's gradient. Called by the hook.
 
         Raises:
-            AssertionError: It has done so more often than ``passes`` since the last step.
+            AssertionError: Backward passes have done so more often than ``passes`` since the last step.
         """
         self._drop_what_was_given_up()
         if not self._touched:

@@ -27,7 +27,7 @@ _LABELS = {kind: kind.label for kind in OpKind}
 
 
 class Operation(NamedTuple):
-    """What is asked for, apart from the tensors.
+    """What a caller asks of a collective, apart from the tensors.
 
     Attributes:
         kind: Which collective.
@@ -52,8 +52,8 @@ class Binding(Generic[T]):
     """Runs collectives on the tensors of one framework.
 
     Args:
-        adapter: What the framework tells of its tensors.
-        devices: What it tells of those on devices; ``None`` has them staged through the host.
+        adapter: Reads and makes the framework's tensors.
+        devices: The same for tensors on devices; with ``None`` these are staged through the host.
     """
 
     def __init__(self, adapter: Adapter[T], devices: DeviceMemory[T] | None = None) -> None:
@@ -73,8 +73,8 @@ class Binding(Generic[T]):
     ) -> Handle:
         """Start a collective on one tensor; ``in_place`` writes the result to it.
 
-        Without ``announce`` the caller is to see to it that it is announced; see ``Engine.submit``. ``site`` is the user's
-        line, where the stack does not lead to it.
+        Without ``announce`` the caller must have the collective announced later; see ``Engine.submit``. ``site`` is the
+        user's line, where the stack does not lead to it.
 
         The handle yields the output (in place: the very ``tensor``), or for an alltoall the output and the received
         splits.
@@ -91,7 +91,7 @@ class Binding(Generic[T]):
         """Run a collective on one tensor and wait: cheaper than a handle, as no other thread has to wake this one.
 
         Returns:
-            The output, and what the core said of it.
+            The output, and the core's result.
         """
         request, output, deliver = self._request(operation, tensor, in_place)
         request.name = name
@@ -131,7 +131,7 @@ class Binding(Generic[T]):
     def _request(
         self, operation: Operation, given: Any, in_place: bool
     ) -> tuple[Request, T | OutputAllocator[T], Deliver[T] | None]:
-        """A request without a name, what its output will be in, and how that gets to the user."""
+        """A request without a name, the tensor or allocator of its output, and how the output gets to the user."""
         adapter, kind = self.adapter, operation.kind
         tensor = adapter.check(given, kind, in_place)
         dtype = adapter.dtype(tensor)
@@ -188,14 +188,14 @@ class Binding(Generic[T]):
         return HOST if wide else device
 
     def _placing(self, direct: bool, device: str, tensor: T) -> Deliver[T] | None:
-        """How an output gets to where the user expects it."""
+        """The function that takes an output to where the user expects it; ``None`` if it is there already."""
         if device != HOST:
             assert self._devices is not None
             return self._devices.received
         return None if direct else partial(self.adapter.placed, like=tensor)
 
     def _broadcast_buffer(self, memory: HostMemory[T] | DeviceMemory[T], tensor: T, root: int) -> T:
-        """What a broadcast that leaves its argument alone works on: read at the root, written elsewhere."""
+        """The tensor that a broadcast works on if it must not change its argument: read at the root, written elsewhere."""
         if context.engine("broadcast").rank == root:
             return memory.stage(tensor)
         return memory.empty_like(tensor)

@@ -51,7 +51,7 @@ class Sample(Protocol):
 
 
 class RandomState(Protocol):
-    """What a framework's random numbers went on from."""
+    """The state of a framework's random numbers before a step."""
 
     def restored(self, model: Any) -> AbstractContextManager[object]:
         """In this context a call of ``model`` gets the same random numbers; afterwards they go on as before."""
@@ -112,10 +112,10 @@ class Step:
 
 @dataclass(slots=True)
 class Replay:
-    """A recorded step, elsewhere.
+    """A recorded step as another process gets it, such as the notebook.
 
     Attributes:
-        rank, step: Where and which it was.
+        rank, step: The rank that recorded it, and its number.
         args, kwargs: What the model was called with.
         loss, gradient_norm: As recorded; None if they were not.
         generator: State of the random numbers before the call.
@@ -169,7 +169,7 @@ class StepRecord:
         nbytes: int,
         generator: RandomState,
     ) -> None:
-        """A step begins; its batch is kept in place of those of older steps, as far as there is room."""
+        """A step begins. Its batch is kept as far as there is room; batches of older steps are dropped for it."""
         with self._lock:
             self._count += 1
             self.steps.append(Step(self._count, inputs, batch, nbytes, generator))
@@ -214,7 +214,9 @@ class StepRecord:
         for step in reversed(self._all()):
             if step.wrong:
                 found = step
-            elif step.loss is not None or step.norm is not None:  # it went as far as to tell
+            elif (
+                step.loss is not None or step.norm is not None
+            ):  # a finite one that got as far as a loss or a norm
                 break
         return found
 
@@ -233,10 +235,13 @@ class StepRecord:
         return [mark if step is wrong else str(step) for step in last]
 
     def replay(self, step: int | None = None) -> Replay:
-        """A step to be sent elsewhere: this one, or the first that is not finite, or else the last.
+        """A recorded step, for another process.
+
+        Args:
+            step: Its number; by default the first step that is not finite, or else the last.
 
         Raises:
-            LookupError: It is not kept.
+            LookupError: The step or its batch is not kept.
         """
         steps = self._all()
         if step is None:
@@ -277,7 +282,7 @@ def tensors(
 
 
 def newest() -> StepRecord | None:
-    """The record with steps that was made last on this rank."""
+    """The record on this rank whose last step has the highest number; ``None`` if there is none with steps."""
     with_steps = [one for one in _records if one.steps]
     return max(with_steps, key=lambda one: one.steps[-1].number, default=None)
 
@@ -292,7 +297,12 @@ def recent() -> tuple[tuple[str, ...], str]:
 
 
 def suspects() -> tuple[int, int, str] | None:
-    """For the choice of a rank: how early something was not finite, how near to the inputs, and what step it was."""
+    """What ``%hvd_replay`` needs to choose a rank; ``None`` if nothing was recorded.
+
+    Returns:
+        The number of the first step that is not finite (a huge number if all are finite), 0 to 2 for inputs, loss or
+        gradients (3 if all are finite), and that step, or else the last one, as text.
+    """
     found = newest()
     if found is None:
         return None
@@ -303,7 +313,7 @@ def suspects() -> tuple[int, int, str] | None:
 
 
 def replay(step: int | None = None) -> Replay:
-    """:meth:`StepRecord.replay` of the newest record. Raises ``LookupError`` if there is none."""
+    """:meth:`StepRecord.replay` of the :func:`newest` record. Raises ``LookupError`` if there is none."""
     found = newest()
     if found is None:
         raise LookupError("nothing was recorded; hvd.record(model) before the training does")

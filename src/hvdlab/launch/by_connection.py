@@ -1,4 +1,4 @@
-"""Ranks that something else than we started, all at once: they are known by their connections to the coordinator alone."""
+"""Ranks that a program of others starts, all at once: we know of them by their connections to the coordinator alone."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class ConnectedRanks:
     def __init__(self, client: Client, ranks: RankObserver) -> None:
         self._client, self._ranks = client, ranks
         self._lock = threading.Lock()
-        #: Rank to its process, while it is connected; with the following, guarded by the lock.
+        #: Rank to its process, while it is connected. This and the following are guarded by the lock.
         self._pids: dict[int, int] = {}
         #: Ranks that have ended, unless they came back.
         self._ended: set[int] = set()
-        #: Whether what started them has ended.
+        #: Whether the program that started them has ended.
         self._over = False
         client.on_membership(self._on_membership)
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank of this host; others are ended by the coordinator's word and by what started them."""
+        """Send a signal to a rank of this host. Others end by the coordinator's order, or with the program that started them."""
         here = host_key()
         for member in self._client.membership().members:
             if member.rank == rank and member.host == here:
@@ -51,7 +51,7 @@ class ConnectedRanks:
                     os.kill(member.pid, number)
 
     def end_all(self, size: int, reason: str, tail: str = "") -> None:
-        """What started the ranks of a job of ``size`` has ended: so have they, and none will come any more."""
+        """The program that started the ranks of a job of ``size`` has ended: so have they, and none will come any more."""
         with self._lock:
             left = [(rank, self._pids.pop(rank, 0)) for rank in range(size) if rank not in self._ended]
             self._ended.update(rank for rank, _ in left)

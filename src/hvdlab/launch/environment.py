@@ -14,7 +14,7 @@ FOREIGN = tuple(
         | {"PMI_FD", "PMI_ID", "PMI_PORT", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_SIZE"}
     )
 )
-"""What another launcher told this one about itself; its ranks must not take that for theirs."""
+"""Variables by which another launcher described this process; our ranks must not take them for theirs."""
 
 _AT_HOME = frozenset(
     (
@@ -37,7 +37,7 @@ _AT_HOME_PREFIXES = ("BASH_FUNC", "SSH_", "XDG_")
 
 
 def exported(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that go along to another host: all but those that belong to this one or to its terminal."""
+    """The variables that another host gets: all but those that belong to this host or its terminal."""
     return {
         name: value
         for name, value in environ.items()

@@ -16,7 +16,7 @@ _WORDS = {
     signal.SIGFPE: "arithmetic error",
     signal.SIGILL: "illegal instruction",
 }
-"""What these signals mean, said for all launchers."""
+"""What these signals mean, for all launchers."""
 
 TAIL_BYTES = 16 * 1024
 TAIL_LINES = 100
@@ -30,14 +30,14 @@ def describe(event: Exited) -> str:
 
 
 def describe_exit(code: int, number: int) -> str:
-    """The same of an exit code, -1 if it is unknown, and the number of a signal, or 0."""
+    """The same for an exit code (-1 if it is unknown) and the number of a signal (0 for none)."""
     if number:
         return describe_signal(number)
     return f"exit code {code}" if code >= 0 else "exit status unknown"
 
 
 def detail(event: Exited) -> str:
-    """What else is known of a process's end: the most memory it had, and who did not kill it."""
+    """What else is known of a process's end: the most memory it had, and whether the kernel did not kill it for that."""
     least = "at least " if event.seen else ""
     known = [f"peak memory {least}{_memory(event.max_rss)}"] if event.max_rss else []
     if event.signal == signal.SIGKILL and not event.out_of_memory:
@@ -61,7 +61,7 @@ class Outcome:
     Attributes:
         code: Exit code, if no signal ended it.
         signal: Number of the signal that ended it, or 0.
-        text: Says it better than the two, if not empty (``its host was lost``).
+        text: If not empty, says better than the two how it ended (``its host was lost``).
     """
 
     code: int = 0
@@ -78,7 +78,7 @@ class Outcome:
         return 128 + self.signal if self.signal else self.code
 
     def __str__(self) -> str:
-        """As an operator reads it: with the name of the signal, also where it has a meaning in words."""
+        """For an operator: with the name of the signal, also where it has a meaning in words."""
         if self.text:
             return self.text
         if not self.signal:
@@ -96,7 +96,7 @@ def _memory(size: int) -> str:
 
 
 def last_lines(text: str) -> str:
-    """Of a text of any length, what is told of it."""
+    """The end of a text of any length, as it is reported."""
     return "\n".join(text[-TAIL_BYTES:].strip("\n").rstrip().splitlines()[-TAIL_LINES:])
 
 
@@ -115,7 +115,7 @@ class Tail:
             self._size -= len(self._pieces.popleft())
 
     def text(self) -> str:
-        """What is kept, as text."""
+        """The last lines of the bytes that were kept, as text."""
         return last_lines(b"".join(self._pieces)[-TAIL_BYTES:].decode("utf-8", "replace"))
 
 

@@ -1,4 +1,4 @@
-"""Where hosts come from that come and go: a script, a list, or an object of the user's that is asked once a second."""
+"""Sources of hosts that come and go: a script, a list, or an object of the user's, asked once a second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT_WITHIN = 10.0
 class HostSource:
     """Says which hosts there are, and how many ranks each takes. Derive from it, and override :meth:`find`.
 
-    It is asked about once a second, on a thread of its own, and may take its time: nothing else waits for it.
+    :meth:`find` is called about once a second, on a thread of its own, and may take its time: nothing else waits for it.
     """
 
     def find(self) -> Mapping[str, int]:
@@ -50,7 +50,7 @@ class HostDiscovery(HostSource):
 
 
 class FixedHosts(HostDiscovery):
-    """The hosts that it was given last.
+    """A source of the hosts that it was given last.
 
     Args:
         host_slots: Number of slots by the host's name.
@@ -63,7 +63,7 @@ class FixedHosts(HostDiscovery):
         return self._host_slots
 
     def set(self, host_slots: Mapping[str, int]) -> None:
-        """These are the hosts from now on. Any thread."""
+        """Replace the hosts. Any thread."""
         self._host_slots = dict(host_slots)
 
 
@@ -73,7 +73,7 @@ class HostDiscoveryScript(HostDiscovery):
     Args:
         discovery_script: A command line for the shell.
         slots: Slots of a host that is printed without a number; 1 if ``None``.
-        within: Seconds that it may take; then it is killed, with all that it started.
+        within: Seconds that the command may take; then it is killed, with all that it started.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class HostDiscoveryScript(HostDiscovery):
         """Run the command.
 
         Raises:
-            StartError: It could not be run, failed, took too long, or printed what names no hosts; the text says which.
+            StartError: It could not be run, failed, took too long, or printed a line that is no host; the text says which.
         """
         hosts: dict[str, int] = {}
         for line in self._printed().splitlines():
@@ -152,7 +152,7 @@ class HostDiscoveryScript(HostDiscovery):
             raise StartError(f"it did not end within {self._within:g} s, and was killed") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it left in the background
+                os.killpg(process.pid, signal.SIGKILL)  # also what it left in the background
             process.communicate()
         if process.returncode:
             last = err.strip().rpartition("\n")[2][:200]
@@ -175,7 +175,7 @@ class _Duck(HostSource):
 
 
 def as_host_source(given: object, slots: int | None = None) -> HostSource:
-    """What a user may give for a source of hosts, as one.
+    """The source of hosts for anything that a user may give as one.
 
     Args:
         given: A :class:`HostSource` (a :class:`HostDiscovery`); an object with ``find`` or
@@ -184,7 +184,7 @@ def as_host_source(given: object, slots: int | None = None) -> HostSource:
         slots: Slots of each host that a script prints, or a list names, without a number.
 
     Raises:
-        InvalidRequestError: It is none of these, or a script that can't be run.
+        InvalidRequestError: ``given`` is none of these, or a script that can't be run.
     """
     if isinstance(given, HostSource):
         return given
@@ -211,10 +211,10 @@ def as_host_source(given: object, slots: int | None = None) -> HostSource:
 
 
 def checked(found: object) -> dict[str, int]:
-    """What a source found. Hosts without slots are left out.
+    """What a source found, without hosts that have no slots.
 
     Raises:
-        InvalidRequestError: These are no hosts and slots.
+        InvalidRequestError: ``found`` is no mapping from hosts to slots.
     """
     if not isinstance(found, Mapping):
         raise InvalidRequestError(f"it found {found!r:.80}, which is not {{host: slots}}")
@@ -229,11 +229,11 @@ class HostAsker:
     """Asks a source again and again, on a thread of its own.
 
     The thread is a daemon, since a source of the user's may never return from ``find()``; :meth:`close` does not wait for
-    such a one.
+    such a source.
 
     Args:
-        source: What is asked.
-        asked: Called before it is asked, on that thread.
+        source: The source.
+        asked: Called before each question, on that thread.
         found: Called with the hosts that it found.
         failed: Called with a clause that says why it found none.
         interval: Seconds between an answer and the next question.
@@ -250,7 +250,7 @@ class HostAsker:
         self._source, self._interval = source, interval
         self._asked, self._found, self._failed = asked, found, failed
         self._closing = threading.Event()
-        #: Held while something is reported, so that nothing is after :meth:`close`.
+        #: Held during each report, so that none comes after :meth:`close`.
         self._reporting = threading.Lock()
         self._answering = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvdlab-hosts", daemon=True)

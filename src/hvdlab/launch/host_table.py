@@ -1,4 +1,4 @@
-"""Which hosts can be used now: what is found, what is put aside after a failure, and what comes back; without any I/O.
+"""Which hosts can be used now: which are found, which are put aside after a failure, and which come back. No I/O.
 
 ::
 
@@ -6,8 +6,8 @@
        ▲                  │                     │
        └── not found twice in a row ◀───────────┘
 
-A source that fails says nothing about its hosts: they stay. One that changes its mind about a host again and again is not
-followed until it has said the same for a while.
+A source that fails says nothing about its hosts, so they stay. One whose answers about a host change again and again is not
+followed for that host until it has said the same for a while.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 from hvdlab.collectives.errors import InvalidRequestError
 
 LATE = 15.0
-"""Seconds without an answer after which it is said that the source hangs; longer than a script may take."""
+"""Seconds without an answer after which the operator reads that the source hangs; longer than a script may take."""
 GONE_AFTER = 2
 """How often in a row a source must not find a host, or find fewer slots, before that is believed."""
 WAVERS = 4
-"""Changes of mind about a host within :data:`WAVERS_WITHIN` seconds above which the source is not followed."""
+"""If the answer about a host changes this often within :data:`WAVERS_WITHIN` seconds, the source is not followed for it."""
 WAVERS_WITHIN = 30.0
 STEADY = 10.0
 """Seconds that such a source has to say the same before it is followed again."""
 QUIET = 60.0
-"""Seconds of good answers after which a failure of the source is news again."""
+"""Seconds of good answers after which a failure of the source is reported again."""
 COOLDOWN = (10.0, 600.0)
-"""Seconds that a host is put aside after its first failure, and at most, where the user says nothing."""
+"""Seconds that a host is put aside after its first failure, and at most; the defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class HostFailed:
     """A host can't be used: it refused, or was lost.
 
     Attributes:
-        host: Its name.
+        host: The host's name.
         reason: Why, as a clause.
     """
 
@@ -111,11 +111,11 @@ class Cooldown:
         shortest, longest: Seconds after the first failure, and at most.
 
     Attributes:
-        until: When it is over, in the time of :meth:`begin`; ``None`` before the first failure.
-        failures: How many there were.
+        until: When the cooldown is over, on the clock of :meth:`begin`; ``None`` before the first failure.
+        failures: How many failures there were.
 
     Raises:
-        InvalidRequestError: The range is none.
+        InvalidRequestError: The two are no range of seconds.
     """
 
     def __init__(self, shortest: float, longest: float) -> None:
@@ -125,7 +125,7 @@ class Cooldown:
         self.failures = 0
 
     def begin(self, now: float) -> float:
-        """A failure. Returns for how many seconds the host is put aside; what is running already is not prolonged."""
+        """The host has failed. Returns for how many seconds it is put aside; a cooldown that runs is not prolonged."""
         if self.until is not None and now < self.until:
             return self.until - now
         seconds = min(self.longest, self.shortest * 2.0 ** min(self.failures, 64))
@@ -152,17 +152,17 @@ class _Entry:
     """What is known of a host."""
 
     cooldown: Cooldown
-    #: Slots by the source's last answer; 0 if it was not found. And since when, and how often in a row, it says so.
+    #: Slots by the source's last answer, 0 if it did not have the host; since when, and how often in a row, it says so.
     said: int = 0
     since: float = 0.0
     times: int = 0
     #: Slots that are believed; 0 for a host that is not there.
     slots: int = 0
-    #: When the source changed its mind about it.
+    #: When the source's answer about it changed.
     changes: deque[float] = field(default_factory=lambda: deque(maxlen=WAVERS))
-    #: Whether the source is not followed for now, which was said.
+    #: Whether the source is not followed for this host now, which a line has said.
     wavering: bool = False
-    #: Whether its failure was the last that was said of it.
+    #: Whether it is put aside, as far as lines have said.
     aside: bool = False
 
 
@@ -171,7 +171,7 @@ class HostTable:
 
     Args:
         cooldown: Seconds that a host is put aside after its first failure, and at most.
-        source: How the source is called in what is said: ``the host discovery script``.
+        source: The name of the source in lines for the operator: ``the host discovery script``.
     """
 
     def __init__(self, cooldown: tuple[float, float] = COOLDOWN, source: str = "the source of hosts") -> None:
@@ -180,9 +180,9 @@ class HostTable:
         self._hosts: dict[str, _Entry] = {}  # in the order in which they were first found
         self._usable: dict[str, int] = {}
         self._aside: frozenset[str] = frozenset()
-        #: Since when an answer is awaited.
+        #: When the source was asked, if it has not answered yet.
         self._asked: float | None = None
-        #: When the source failed last; ``None`` if it never did, or has answered well for long since.
+        #: When the source failed last; ``None`` if it never did, or has answered well for long enough since.
         self._failed: float | None = None
         self._effects: list[HostEffect] = []
 
@@ -270,7 +270,7 @@ class HostTable:
             self._effects.append(SayOfHosts(f"{host} is put aside for {seconds:g} s: {reason}"))
 
     def _publish(self, now: float) -> None:
-        """Say which hosts can be used, if that has changed."""
+        """Add an effect that says which hosts can be used, if that has changed."""
         usable: dict[str, int] = {}
         for name, entry in self._hosts.items():
             if entry.aside and not entry.cooldown.is_running(now):

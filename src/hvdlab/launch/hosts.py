@@ -1,4 +1,4 @@
-"""On which hosts ranks run: ``-H a:2,b:2``, host files, and who gets which slot."""
+"""On which hosts ranks run: ``-H a:2,b:2``, host files, and which rank gets which slot."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parse_hosts(text: str) -> list[Host]:
     """``a:4,b`` to hosts; one slot where no number is given.
 
     Raises:
-        InvalidRequestError: It can't be read.
+        InvalidRequestError: The text can't be read as hosts.
     """
     return _merged([_host(piece) for piece in text.split(",") if piece.strip()], text)
 
@@ -62,7 +62,7 @@ def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a file: Horovod's ``a slots=4``, Open MPI's (``max_slots`` and the like are ignored), MPICH's ``a:4``.
 
     Raises:
-        InvalidRequestError: It can't be read.
+        InvalidRequestError: The file can't be read, or a line of it is no host.
     """
     try:
         lines = path.read_text().splitlines()
@@ -90,7 +90,7 @@ def _host(text: str) -> Host:
 
 
 def _merged(hosts: Sequence[Host], source: str) -> list[Host]:
-    """A host that is named several times has all these slots."""
+    """The hosts with the slots of those that are named several times added up."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -100,10 +100,10 @@ def _merged(hosts: Sequence[Host], source: str) -> list[Host]:
 
 
 def assign(hosts: Sequence[Host], size: int) -> list[Slot]:
-    """Fill the hosts one after the other.
+    """The slots of ``size`` ranks: hosts are filled one after the other.
 
     Raises:
-        InvalidRequestError: They have too few slots.
+        InvalidRequestError: The hosts have too few slots.
     """
     names = [index for index, host in enumerate(hosts) for _ in range(host.slots)]
     if size > len(names):

@@ -31,7 +31,7 @@ from hvdlab.launch.options import Option
 from hvdlab.launch.starter import Capabilities, Ended, LaunchRequest, RankObserver, Started
 
 BYTES_PER_RANK = 24 << 20
-"""What a forked rank takes at least, beside what it shares."""
+"""Bytes that a forked rank takes at least, beside what it shares."""
 
 DESCRIPTORS_PER_RANK = 4
 """File descriptors that the fork server keeps for each rank."""
@@ -57,7 +57,7 @@ class LocalLauncher:
         check_room(size, already)
 
     def is_far(self, hosts: str) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> LocalStarter | ExecStarter:
@@ -77,11 +77,11 @@ class LocalLauncher:
 class LocalStarter:
     """Starts ranks by a fork server.
 
-    What the fork server says has to be handed to :meth:`hear`, since it has one listener, which may have to complete it.
+    The caller hands the fork server's messages to :meth:`hear`, since a fork server has only one listener.
 
     Args:
-        fork_server: Forks them.
-        world: What every rank is told.
+        fork_server: Forks the ranks.
+        world: What every rank needs to know of the job.
         ranks: Takes what happens to ranks.
     """
 
@@ -89,7 +89,7 @@ class LocalStarter:
         self._fork_server, self._world, self._ranks = fork_server, world, ranks
 
     def start(self, ranks: Sequence[int], size: int) -> None:
-        """Have them forked, with this process's environment, working directory and ``sys.path`` as they are now."""
+        """Have ranks forked, with this process's environment, working directory and ``sys.path`` as they are now."""
         directory = os.getcwd()
         for rank in ranks:
             environment = rank_environment(os.environ, self._world, rank, size)
@@ -100,14 +100,14 @@ class LocalStarter:
         self._fork_server.send(Signal(rank, number))
 
     def place(self, rank: int, size: int) -> Place | None:
-        """All are on this host."""
+        """None: all are on this host."""
         return None
 
     def close(self, timeout: float) -> None:
-        """Nothing: whoever has the fork server ends it, and the ranks with it."""
+        """Nothing to do: the owner of the fork server ends it, and the ranks with it."""
 
     def hear(self, event: FromServer) -> None:
-        """A message of the fork server; those that are not about ranks are ignored."""
+        """Take a message of the fork server; ignores those that are not about ranks."""
         match event:
             case Forked(number, pid) if number > CONTROLLER:
                 self._ranks.handle(Started(number, pid))
@@ -119,10 +119,10 @@ class LocalStarter:
 
 
 def check_room(np: int, already: int = 0, available: int | None = None) -> None:
-    """Whether this host has memory and file descriptors for ``np`` ranks, ``already`` of which run.
+    """Check that this host has memory and file descriptors for ``np`` ranks, ``already`` of which run.
 
     Raises:
-        InvalidRequestError: It has not; the text says how many would fit.
+        InvalidRequestError: It has too little; the text says how many ranks would fit.
     """
     new = np - already
     memory = available_memory() if available is None else available

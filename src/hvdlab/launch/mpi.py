@@ -1,7 +1,7 @@
-"""The launcher ``mpi``: all ranks of a pool by one mpiexec. And mpiexec: where it is, whose it is, what it needs here.
+"""The launcher ``mpi``: all ranks of a pool by one mpiexec. And mpiexec: where it is, which MPI it is of, what it needs here.
 
-An agent of ours starts mpiexec, and ends it with all that it has started when the notebook ends, in whatever way. What
-a rank is it takes from MPI's environment.
+An agent of ours starts mpiexec, and ends it with all that it has started when the notebook ends, in whatever way. A rank
+gets its number and its place from MPI's environment.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def why_unavailable() -> str:
 
 
 def version(mpiexec: str) -> str:
-    """What an mpiexec says about itself. Raises ``StartError`` if it can't be run."""
+    """What ``mpiexec --version`` prints. Raises ``StartError`` if it can't be run."""
     try:
         done = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -70,25 +70,25 @@ def version(mpiexec: str) -> str:
 
 
 def is_open_mpi(version: str) -> bool:
-    """Whether this is Open MPI's."""
+    """Whether this version is one of Open MPI."""
     return any(word in version for word in ("Open MPI", "OpenRTE", "PRRTE"))
 
 
 def open_mpi_options() -> list[str]:
-    """Open MPI refuses root and more ranks than cores unless told that both are meant."""
+    """Options by which Open MPI accepts root, and more ranks than cores."""
     return [*(["--allow-run-as-root"] if os.geteuid() == 0 else []), "--oversubscribe"]
 
 
 def arguments(mpiexec: str, hosts: Sequence[Host], variables: Iterable[str]) -> list[str]:
-    """What this mpiexec has to be told beside the number of ranks and their program.
+    """The arguments that this mpiexec needs beside the number of ranks and their program.
 
     Args:
         mpiexec: Its path.
-        hosts: Where ranks run; empty for this host, or for what a batch system gave.
-        variables: Names of environment variables that ranks need. Hydra passes on all, Open MPI none unless told.
+        hosts: Where ranks run; empty for this host, or for the hosts that a batch system gave.
+        variables: Names of environment variables that ranks need. Hydra passes on all, Open MPI only those that are named.
 
     Raises:
-        StartError: It can't be run.
+        StartError: mpiexec can't be run.
     """
     names = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     if not is_open_mpi(version(mpiexec)):
@@ -109,7 +109,7 @@ class MpiLauncher:
     forks = False
 
     def options(self) -> Sequence[Option]:
-        """What is started, and how."""
+        """Options about what is started, and how."""
         return (
             Option("python", "interpreter of the ranks (default: the path of the notebook's)"),
             Option("mpi_args", "further arguments of mpiexec", Kind.WORDS),
@@ -127,11 +127,11 @@ class MpiLauncher:
             assign(parse_hosts(hosts), size)
 
     def is_far(self, hosts: str) -> bool:
-        """Unless all hosts are this one."""
+        """True if hosts are named, unless all of them are this one."""
         return bool(hosts) and not all(is_local(host.name) for host in parse_hosts(hosts))
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> MpiStarter:
-        """What starts the ranks of a pool. Raises ``StartError`` without mpiexec."""
+        """The starter of a pool's ranks. Raises ``StartError`` without mpiexec."""
         return MpiStarter(request, ranks, _program())
 
 
@@ -149,9 +149,9 @@ class MpiStarter:
     """A :class:`~hvdlab.launch.starter.Starter` by one mpiexec.
 
     Args:
-        request: What for.
+        request: What the ranks are started for.
         ranks: Takes what happens to ranks.
-        mpiexec: Its path.
+        mpiexec: The path of mpiexec.
     """
 
     def __init__(self, request: LaunchRequest, ranks: RankObserver, mpiexec: str) -> None:
@@ -166,10 +166,10 @@ class MpiStarter:
         self._stopped = threading.Event()
 
     def start(self, ranks: Sequence[int], size: int) -> None:
-        """Have all of them started; possible once.
+        """Have mpiexec start all ranks; possible once.
 
         Raises:
-            InvalidRequestError: They were started before.
+            InvalidRequestError: Ranks were started before.
             StartError: mpiexec can't be run.
         """
         if self._size:
@@ -206,11 +206,11 @@ class MpiStarter:
         return variables
 
     def signal(self, rank: int, number: int) -> None:
-        """Ranks of this host get the signal; others are ended by the coordinator's word, and with mpiexec."""
+        """Send a rank of this host the signal. Others end by the coordinator's order, or with mpiexec."""
         self._connected.signal(rank, number)
 
     def place(self, rank: int, size: int) -> Place | None:
-        """A rank learns it from MPI's environment."""
+        """None: a rank learns its place from MPI's environment."""
         return None
 
     def close(self, timeout: float) -> None:
@@ -222,7 +222,7 @@ class MpiStarter:
             self._secret.close()
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """What happens to mpiexec itself."""
+        """Take what happens to mpiexec itself: its end is that of its ranks."""
         if isinstance(event, Ended):
             self._stopped.set()
             words = event.reason if event.pid == 0 else f"`mpiexec` ended: {event.reason}"
@@ -232,11 +232,11 @@ class MpiStarter:
 class SecretOnHosts:
     """A secret in a file of the same name on each host, for the user alone, until :meth:`close`.
 
-    It goes there over standard input of a remote shell. The shell's command removes the file when that input ends, which it
-    does also when this process ends, in whatever way.
+    The secret goes there over standard input of a remote shell. The shell's command removes the file when that input ends,
+    which it does also when this process ends, in whatever way.
 
     Args:
-        hosts: Where; those that are this host need no remote shell.
+        hosts: The hosts; this one needs no remote shell.
         shell: Runs a command on another host.
         secret: One line.
 
@@ -248,8 +248,8 @@ class SecretOnHosts:
     """
 
     def __init__(self, hosts: Sequence[Host], shell: Sequence[str], secret: str) -> None:
-        # Nobody can make a directory of this name first; what is in it nobody else can read. It is there already where a host
-        # has two names.
+        # No other user can foresee this name and make the directory first, or read what is in it. If a host has two names, the
+        # directory is there already.
         directory = f"/tmp/hvdlab-{secrets.token_hex(16)}"
         self.path = f"{directory}/token"
         command = (
@@ -302,7 +302,7 @@ def _place(words: Sequence[str], secret: str) -> subprocess.Popen[bytes]:
     except OSError as error:
         raise StartError(f"the launcher `mpi` can't run `{words[0]}`: {error.strerror or error}") from error
     assert process.stdin is not None
-    with contextlib.suppress(OSError):  # it has ended; what it said tells why
+    with contextlib.suppress(OSError):  # the shell has ended; its output says why
         process.stdin.write(f"{secret}\n".encode())
     return process
 
@@ -327,7 +327,7 @@ def _await_placed(host: str, process: subprocess.Popen[bytes]) -> None:
 
 
 class _LastOutput:
-    """The end of what mpiexec and its ranks wrote, before ranks write by way of their cells."""
+    """The end of what mpiexec and its ranks wrote other than through cells."""
 
     def __init__(self) -> None:
         self._tail = Tail()

@@ -11,7 +11,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 
 
 class Kind(Enum):
-    """What the text of an option is read as; the value is what a user is told that it has to be."""
+    """What the text of an option is read as; the value says in an error's text what was expected."""
 
     TEXT = "a text"
     COUNT = "a whole number"
@@ -26,7 +26,7 @@ class Option:
     Attributes:
         name: Its name, as in ``name=value``.
         help: What it is for, in one line.
-        kind: What its value is: ``str``, ``int``, ``bool`` or ``tuple[str, ...]``.
+        kind: How its text is read: as ``str``, ``int``, ``bool`` or ``tuple[str, ...]``.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Option:
     kind: Kind = Kind.TEXT
 
     def read(self, text: str) -> str | int | bool | tuple[str, ...]:
-        """The value of a text. Raises ``ValueError`` if it has none."""
+        """The value of a text. Raises ``ValueError`` or ``KeyError`` if it has none."""
         match self.kind:
             case Kind.TEXT:
                 return text

@@ -1,4 +1,4 @@
-"""What Linux tells about processes that are not our children."""
+"""What Linux shows of processes that are not our children."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ _WANT_EXIT = 1 << 3
 
 
 def start_time(pid: int) -> int:
-    """When the process started, in clock ticks since the boot; 0 if there is none."""
+    """When the process started, in clock ticks since the boot; 0 if there is no such process."""
     fields = process_status(pid)
     return int(fields[START_TIME]) if fields else 0
 
 
 def open_process(pid: int, started: int) -> int:
-    """A descriptor that becomes readable when this very process ends; -1 if it has."""
+    """A descriptor that becomes readable when this very process ends; -1 if it has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return -1
-    # Looked at after opening: while a process has its number, no other one can get it.
+    # Compared after opening: the descriptor is of the process that has the number, and the start time shows whether it is
+    # the one that is meant.
     if start_time(pid) == started:
         return descriptor
     os.close(descriptor)
@@ -37,14 +38,14 @@ def open_process(pid: int, started: int) -> int:
 
 
 def readable(descriptor: int, timeout: float | None) -> bool:
-    """Wait until a descriptor can be read: for one of a process, until that has ended."""
+    """Wait until a descriptor can be read; that of a process can once the process has ended. Returns whether it can."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if timeout is None else timeout * 1000))
 
 
 def exit_status(pidfd: int, pid: int) -> int | None:
-    """How an ended process that need not be our child did, as ``waitpid`` would tell; ``None`` if that is unknown."""
+    """How a process ended that need not be our child, as a status of ``waitpid``; ``None`` if that is unknown."""
     answer = bytearray(_INFO.size)
     struct.pack_into("=Q", answer, 0, _WANT_EXIT)
     with contextlib.suppress(OSError):  # Linux before 6.15
@@ -52,7 +53,7 @@ def exit_status(pidfd: int, pid: int) -> int | None:
         found = _INFO.unpack(answer)
         if found[0] & _WANT_EXIT:
             return int(found[13])
-    fields = process_status(pid)  # as long as its parent has not asked
+    fields = process_status(pid)  # known here as long as its parent has not reaped it
     return int(fields[EXIT_CODE]) if fields and fields[STATE] == "Z" else None
 
 
@@ -69,7 +70,7 @@ def peak_memory(pid: int) -> int:
 
 
 def kill_session(leader: int) -> None:
-    """End what an ended process has left in the session that it led."""
+    """Kill what an ended process has left in the session that it led."""
     for entry in _all():
         if not entry.isdigit() or int(entry) == leader:
             continue

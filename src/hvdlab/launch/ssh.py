@@ -27,7 +27,7 @@ class SshLauncher:
     forks = False
 
     def options(self) -> Sequence[Option]:
-        """What is started there, and how."""
+        """Options about what is started on the hosts, and how."""
         return (
             Option("python", "interpreter of the ranks on every host (default: the path of this one)"),
             Option("shell", "command that runs a command on a host (default: ssh)", Kind.WORDS),
@@ -46,12 +46,14 @@ class SshLauncher:
         assign(found, size)
 
     def is_far(self, hosts: str) -> bool:
-        """Unless all hosts are this one."""
+        """True unless all hosts are this one."""
         return not all(is_local(host.name) for host in parse_hosts(hosts))
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> ExecStarter:
-        """What starts the ranks of a job. Raises ``StartError`` if a host is to be reached by a shell that is missing."""
-        hosts = parse_hosts(request.hosts) if request.hosts else []  # they are found while the job runs
+        """What starts the ranks of a job. Raises ``StartError`` if the shell that a host needs is missing."""
+        hosts = (
+            parse_hosts(request.hosts) if request.hosts else []
+        )  # without hosts they are found while the job runs
         shell = cast("tuple[str, ...]", request.options.get("shell", SHELL))
         if any(not is_local(host.name) for host in hosts) and (not shell or shutil.which(shell[0]) is None):
             raise StartError(

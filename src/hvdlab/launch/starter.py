@@ -1,8 +1,8 @@
 """What starts ranks: one protocol for every launcher, what each can do, and what it reports.
 
 A :class:`Launcher` is a way to start ranks, known by a name. It makes a :class:`Starter` for a job, which starts and ends
-processes and reports to a :class:`RankObserver` what becomes of them. What a launcher can do beside starting all ranks
-once is said by its :class:`Capabilities`; whoever wants something else of it gets a refusal that names the reason.
+processes and reports to a :class:`RankObserver` what becomes of them. A launcher's :class:`Capabilities` say what it can do
+beside starting all ranks once; a caller that wants anything else gets an error that names the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Capability(StrEnum):
     RESIZE = "added or taken away"
     """Their number can change."""
     KEEP = "kept when their notebook ends"
-    """They can outlive the process that asked for them, which a later one finds again."""
+    """They can outlive the process that started them, and a later process finds them again."""
     REASONS = "followed to the reason of their end"
     """How each one ended is reported: exit code or signal, and its last words."""
     SIGNALS = "sent signals on other hosts"
@@ -65,7 +65,7 @@ class Capabilities:
         return capability in self.has
 
     def require(self, capability: Capability, launcher: str, remedy: str) -> None:
-        """Refuse what needs a capability that is lacking.
+        """Refuse a request that needs a capability which is lacking.
 
         Args:
             capability: What is needed.
@@ -73,7 +73,7 @@ class Capabilities:
             remedy: What the user can do instead, as a clause.
 
         Raises:
-            InvalidRequestError: It is lacking; the text says why.
+            InvalidRequestError: The capability is lacking; the text says why.
         """
         if capability not in self:
             raise InvalidRequestError(
@@ -90,8 +90,8 @@ class Started:
     """The rank has a process.
 
     Attributes:
-        rank: Its number.
-        pid: Its process, in the numbers of its host.
+        rank: The rank's number.
+        pid: The number of its process on its host.
         host: Name of its host as the launcher knows it; empty for this host, or if the launcher does not know.
     """
 
@@ -108,12 +108,12 @@ class Ended:
         rank: Its number.
         pid: Its process.
         reason: How it ended, in words: ``killed by SIGKILL``.
-        tail: The last lines of its standard error, as far as they went to no one else.
+        tail: The last lines of its standard error, as far as they went nowhere else.
         detail: What else is known of its end, such as its peak memory.
-        code: Its exit code, if it is known and no signal ended it. If it could not be started, what a shell would
-            exit with (127: there is no such program).
+        code: Its exit code, if it is known and no signal ended it. If the program could not be started, the code with which
+            a shell would exit (127: there is no such program).
         signal: The signal that ended it, or 0.
-        left: What it wrote and may not have sent, as :class:`~hvdlab.launch.forkserver.messages.Exited` has it.
+        left: Output that it may not have sent, as in :class:`~hvdlab.launch.forkserver.messages.Exited`.
     """
 
     rank: int
@@ -128,12 +128,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Ranks that were asked for can't be started yet, and others decide how long that takes: a batch system's queue.
+    """Ranks can't be started yet, and something else decides how long that takes, such as a batch system's queue.
 
-    No time limit of theirs runs meanwhile; it begins when the wait is over.
+    Their time limit does not run meanwhile; it begins when the wait is over.
 
     Attributes:
-        text: What is waited for, in one line; empty once it is over.
+        text: What the starter waits for, in one line; empty once the wait is over.
     """
 
     text: str
@@ -166,10 +166,10 @@ class Program:
     Attributes:
         command: Program and arguments; for a ``function`` the interpreter, with its arguments.
         environment: Variables for all ranks, beside this process's own and those of their place in the job.
-        output: Takes what ranks write, as it comes and before their ends are reported. What a launcher can't catch it
-            lets go to this process's own streams.
+        output: Takes what ranks write, as it comes and before their ends are reported. Output that a launcher can't catch
+            goes to this process's own streams.
         function: A pickled call, or empty; see :class:`hvdlab.launch.exec_agent.wire.Start`. Only launchers that have
-            an agent on each host are given any.
+            an agent on each host get one.
         stdin: Whether rank 0 reads this process's standard input, if it is on this host.
         interfaces: Network interfaces to use between hosts; empty for a choice.
     """
@@ -184,16 +184,16 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """What ranks are to be started for.
+    """What a launcher needs to know to start the ranks of a job.
 
     Attributes:
-        world: What every rank is told of the job.
+        world: What every rank needs to know of the job.
         client: A connection to the job's coordinator.
         fork_server: The job's fork server on this host; ``None`` if it has none.
         module: What a rank runs if it is started as a program: ``python -m module``.
-        forked: What it runs if a fork server of its host forks it: names a
-            :class:`~hvdlab.launch.forkserver.program.ForkedProgram`; empty if it can't be forked.
-        program: What it runs instead, for launchers that can be given one (:attr:`Capability.PROGRAMS`).
+        forked: What a rank runs if a fork server of its host forks it: the name of a
+            :class:`~hvdlab.launch.forkserver.program.ForkedProgram`; empty if ranks can't be forked.
+        program: What ranks run instead, for launchers with :attr:`Capability.PROGRAMS`.
         size: How many ranks the job begins with; 0 if that is not known yet.
         hosts: ``a:4,b:4`` as the user gave it, or empty.
         options: The launcher's own options, as :func:`~hvdlab.launch.options.parse` has validated them.
@@ -217,37 +217,37 @@ class Starter(Protocol):
         """Begin to start these ranks of a job of ``size``; does not wait until they run.
 
         Raises:
-            StartError: They can't be started.
-            InvalidRequestError: They were started before, and the launcher starts ranks only once.
+            StartError: The ranks can't be started.
+            InvalidRequestError: Ranks were started before, and the launcher starts them only once.
         """
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank's process; none if it has ended, or can't be reached by this launcher."""
+        """Send a signal to a rank's process; does nothing if it has ended, or this launcher can't reach it."""
 
     def place(self, rank: int, size: int) -> Place | None:
         """Where a rank is in a job of ``size``; ``None`` if all are on this host, or only the launcher knows."""
         ...
 
     def close(self, timeout: float) -> None:
-        """After ranks were told to leave: wait so long for what started them, end what is left. Idempotent."""
+        """Called while ranks are leaving: wait ``timeout`` seconds for what started them, end what is left. Idempotent."""
 
 
 @runtime_checkable
 class PlacingStarter(Starter, Protocol):
-    """A starter that can be told on which host ranks run, also of hosts that it did not know when it was made."""
+    """A starter whose caller can choose the host of ranks, also a host that the starter did not know when it was made."""
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """As :meth:`start`, on this host."""
+        """As :meth:`start`, on the host of this name."""
 
     def give_up(self, host: str) -> None:
-        """End what was begun on a host: its ranks are reported as not started, or ended."""
+        """End what was started on a host; its ranks are reported as not started, or ended."""
 
 
 class Launcher(Protocol):
     """A way to start ranks. An entry point of the group ``hvdlab.launchers`` names such an object, or its class.
 
     Attributes:
-        name: What users call it.
+        name: The name that users give.
         capabilities: What it can do.
         forks: Whether :attr:`LaunchRequest.fork_server` forks the ranks, which then has to import what they share.
     """
@@ -257,16 +257,16 @@ class Launcher(Protocol):
     forks: bool
 
     def options(self) -> Sequence[Option]:
-        """The options that it takes."""
+        """The options that the launcher takes."""
         ...
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Whether ranks can be started so, before anything is.
+        """Check whether such ranks can be started, before anything is.
 
         Args:
-            size: How many there are to be in all.
+            size: How many ranks there will be in all.
             hosts: As in :class:`LaunchRequest`.
-            already: How many of them run.
+            already: How many of them run already.
 
         Raises:
             StartError: What the launcher needs is not installed.
@@ -274,7 +274,7 @@ class Launcher(Protocol):
         """
 
     def is_far(self, hosts: str) -> bool:
-        """Whether ranks may run on other hosts, so that the coordinator has to be reached over the network."""
+        """Whether ranks may run on other hosts, so that the coordinator has to listen on the network."""
         ...
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> Starter:

@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The given flags by dest, and the command.
 
     Raises:
-        SystemExit: The arguments can't be read (2), or help was wanted (0).
+        SystemExit: The arguments can't be parsed (2), or contain ``--help`` (0).
     """
     given = vars(parser().parse_args(arguments))
     command = given.pop("command")

@@ -24,12 +24,14 @@ T = TypeVar("T")
 
 
 class RankFailedError(HvdlabError):
-    """A rank failed. If it raised, this is also an instance of what it raised, which is its ``__cause__`` as well.
+    """A rank failed. If its function raised, this is also an instance of that exception's class where that can be made.
+
+    The exception itself is the ``__cause__``, if it could be pickled.
 
     Attributes:
         rank: The rank that failed first; -1 if the job ended for another reason.
         exit_code: What its process ended with.
-        remote_traceback: Its traceback as text, or empty.
+        remote_traceback: The traceback of the rank's exception as text, or empty.
     """
 
     rank: int = -1
@@ -101,12 +103,12 @@ def run(
         env: Variables for the ranks, beside those of this process.
         plane: Data plane.
         stdout, stderr: Where output is shown; by default ``sys.stdout`` and ``sys.stderr`` as they are now.
-        disable_cache, use_gloo, use_mpi, mpi_args: Horovod's; they are accepted and change nothing here (what asks for
-            MPI is told so).
+        disable_cache, use_gloo, use_mpi, mpi_args: Horovod's; they are accepted and change nothing here (a line on
+            ``stderr`` says so for ``use_mpi`` and ``mpi_args``).
 
     Raises:
-        RankFailedError: A rank failed; it tells about the one that failed first, and is also an instance of the
-            exception that was raised there.
+        RankFailedError: A rank failed. The error describes the rank that failed first, and is also an instance of the
+            class of the exception that was raised there.
         InvalidRequestError, StartError: The ranks could not be started.
         KeyboardInterrupt: The call was interrupted; all ranks have ended.
     """
@@ -176,12 +178,12 @@ def pickled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def results(done: Done, size: int) -> list[Any]:
-    """What was returned, by rank; raises what went wrong first."""
-    # What our own ranks sent over pipes of ours.
+    """What the function returned, by rank; raises the error of the rank that failed first, or why else the job failed."""
+    # Safe to unpickle: our own ranks sent it over pipes of ours.
     found = {rank: pickle.loads(data) for rank, data in done.results.items() if data}  # noqa: S301
     failed = done.failed
     ranks: Sequence[int] = range(size)
-    if done.code == 0:  # whoever has failed, or has left, is a rank that an elastic job went on without
+    if done.code == 0:  # an elastic job went on without ranks that have failed or left
         well = [rank for rank in ranks if rank not in done.outcomes or done.outcomes[rank].ok]
         ranks = [rank for rank in well if rank not in done.left]
     if failed is None:
@@ -212,7 +214,7 @@ def _error(done: Done, rank: int, found: Returned | Raised | None) -> BaseExcept
 
 
 def _like(original: BaseException | None, text: str) -> RankFailedError:
-    """An error that is caught as ``original`` is, and as :class:`RankFailedError`."""
+    """An error that ``except`` clauses for ``original``'s class catch, as do those for :class:`RankFailedError`."""
     if isinstance(original, Exception) and not isinstance(original, RankFailedError):
         kind = type(original)
         try:
@@ -229,11 +231,11 @@ def _like(original: BaseException | None, text: str) -> RankFailedError:
                 )
             error.args = (text,)
             return error
-        except TypeError:  # their layouts exclude each other, or it can't be made so
+        except TypeError:  # the two classes have incompatible layouts, or __new__ wants arguments
             pass
     return RankFailedError(text)
 
 
 def _text(error: BaseException) -> str:
-    """With the colours of what a rank wrote, but nothing else that a terminal obeys."""
+    """The error's text. Of the escape sequences that a rank wrote only colours are left."""
     return visible_coloured(str(error.args[0]))

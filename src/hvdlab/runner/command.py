@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def horovodrun() -> int:
-    """The console script ``hvdlab-horovodrun``: ``hvdlab run`` for those who type horovodrun's arguments."""
+    """The console script ``hvdlab-horovodrun``: ``hvdlab run`` under a name like horovodrun's."""
     return main(["run", *sys.argv[1:]])
 
 
@@ -114,7 +114,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def speaker(err: Writer) -> Callable[[str], None]:
-    """Says the launcher's own lines."""
+    """A function that writes the launcher's own lines, with ``hvdlab:`` in front."""
 
     def say(text: str) -> None:
         err.line(f"hvdlab: {visible_coloured(text)}".encode(), False)
@@ -124,7 +124,7 @@ def speaker(err: Writer) -> Callable[[str], None]:
 
 
 def _reads_stdin() -> bool:
-    """Whether rank 0 is to read our standard input: not from a terminal, whose foreground the ranks are not in."""
+    """Whether rank 0 reads our standard input: only if it is no terminal, as ranks are not in a terminal's foreground."""
     try:
         return not os.isatty(0)
     except OSError:

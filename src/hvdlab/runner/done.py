@@ -14,7 +14,7 @@ class Done:
     Attributes:
         code: Its exit code.
         failed: The rank that failed first, or ``None``.
-        failure: What is said about it, or why the job ended otherwise; empty for a good end.
+        failure: The lines that the operator got on that failure, or else all others that the supervisor said.
         outcomes: End of each rank.
         results: What the function returned, pickled, by rank.
         left: Ranks that were let go, and have not come back.

@@ -1,4 +1,4 @@
-"""What the supervisor is told, and what it has done."""
+"""The events that the supervisor takes, and the effects that the job's loop carries out for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Unstartable:
-    """These ranks can't be started, or their host is lost; those that have ended already are meant no more."""
+    """These ranks can't be started, or their host is lost. Ranks among them that have ended already are not concerned."""
 
     ranks: tuple[int, ...]
     text: str
@@ -43,7 +43,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A rank's connection to the coordinator has ended: all it had to say was heard.
+    """A rank's connection to the coordinator has ended: no report can follow.
 
     Attributes:
         rank: Which one.
@@ -56,12 +56,12 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """An exception that nobody catches ends a rank's program.
+    """An uncaught exception ends a rank's program.
 
     Attributes:
         rank: Which one.
         error: One line, such as ``ValueError: boom``.
-        culprits: Ranks it blames, because its collective was aborted for their sake.
+        culprits: Ranks that it blames, because they made its collective fail.
     """
 
     rank: int
@@ -71,14 +71,14 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The operator wants an end: SIGINT or SIGTERM was received."""
+    """The operator wants the job to end: the launcher got SIGINT, SIGTERM or SIGHUP."""
 
     signal: int
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorLost:
-    """The coordinator's process is gone; nothing can go on."""
+    """The coordinator is lost and no successor could take over: the job can't go on."""
 
     text: str
 
@@ -98,7 +98,10 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No rank can be started yet, for as long as it takes: what is waited for; empty once it is over."""
+    """No rank can be started yet, and no time limit runs: ``text`` says what the launcher waits for.
+
+    An empty ``text`` ends that: ``start_timeout`` runs from then on.
+    """
 
     text: str
 
@@ -149,7 +152,7 @@ class Failure:
         outcome: How it ended, or ``None`` if it has not ended by itself.
         error: Its exception in one line, if known.
         followers: Ranks that failed because of it.
-        early: Ranks that ended well while ``rank`` still needed them: its failure is their doing.
+        early: Ranks that ended well while ``rank`` still needed them, and thereby made it fail.
     """
 
     rank: int
@@ -199,7 +202,7 @@ class HostFailed:
     Attributes:
         host: Its name.
         reason: Why, as a clause.
-        hangs: Whether what was begun there has to be given up.
+        hangs: Whether starts that were begun there hang, so that the launcher has to give them up.
     """
 
     host: str

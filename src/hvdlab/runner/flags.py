@@ -33,11 +33,11 @@ class Flag:
 
     Attributes:
         group: Heading that it stands under.
-        names: As it is given; the last one is the one that texts use.
+        names: Its spellings on the command line; texts use the last one.
         dest: Name of its value.
         kind: What it takes.
         meaning: What it does.
-        off: For a switch: the flags that say no.
+        off: For a switch: the flags that turn it off.
         variable: The variable that it sets for the ranks and the coordinator, or that stands in for it.
         config: Its place in a configuration file, ``section.key``.
         scale: What a number is multiplied by for the variable.

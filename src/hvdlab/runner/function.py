@@ -69,9 +69,9 @@ def main() -> None:
     os.set_inheritable(result, False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # it is a pipe, but somebody watches
+            stream.reconfigure(line_buffering=True)  # a pipe, but its lines are shown as they come
     with open(f"/proc/self/fd/{call}", "rb") as file:
-        # The launcher made it, on a pipe or in memory that nobody else can reach.
+        # Safe to unpickle: the launcher made it, on a pipe or in memory that no other user's process can reach.
         data = file.read()
     os.close(call)
     try:
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def returned(value: Any) -> bytes:
-    """A value as the caller gets it: a pickled :class:`Returned`, or :class:`Raised` if it can't be pickled."""
+    """The bytes that the caller gets for a value: a pickled :class:`Returned`, or :class:`Raised` if that can't be pickled."""
     try:
         return bytes(cloudpickle.dumps(Returned(value)))
     except Exception as error:  # noqa: BLE001  # __reduce__ may raise anything
@@ -103,7 +103,7 @@ def returned(value: Any) -> bytes:
 
 
 def raised(error: BaseException) -> Raised:
-    """An exception as the caller gets it."""
+    """The form in which the caller gets an exception."""
     text = "".join(traceback.format_exception(error))
     line = traceback.format_exception_only(error)[-1].strip()
     try:
@@ -129,7 +129,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    # Under its real name, so that what is pickled here is found by the caller.
+    # Imported under its real name: classes of ``__main__`` that are pickled here would not be found by the caller.
     from hvdlab.runner.function import main as run
 
     run()

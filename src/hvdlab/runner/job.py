@@ -40,7 +40,7 @@ from hvdlab.runner.sinks import Sink
 from hvdlab.runner.supervisor import Supervisor
 
 _CLOSING = 5.0
-"""Seconds that the coordinator is given to end."""
+"""Seconds within which the coordinator must end after :meth:`CoordinatorProcess.close`."""
 
 
 class JobRun:
@@ -50,7 +50,7 @@ class JobRun:
         job: What to run.
         sink: Takes the ranks' output.
         say: Takes the launcher's own lines.
-        verbose: Say also how it is started.
+        verbose: Say also where the coordinator listens and where ranks are started.
     """
 
     def __init__(self, job: Job, sink: Sink, say: Callable[[str], None], *, verbose: bool = False) -> None:
@@ -63,7 +63,7 @@ class JobRun:
         self._results: defaultdict[int, bytearray] = defaultdict(bytearray)
         #: Ranks that were started and have not ended; a launcher may report an end twice. The starter's threads' own.
         self._running: set[int] = set()
-        #: Rank to its host, if its launcher said it.
+        #: Host of each rank, where the launcher has reported it.
         self._hosts: dict[int, str] = {}
         self._table = HostTable(job.cooldown, job.source_name) if job.source is not None else None
         self._news = News()
@@ -71,10 +71,10 @@ class JobRun:
         self._starter: Starter | None = None
 
     def run(self) -> Done:
-        """Run it to its end.
+        """Run the job to its end.
 
         Raises:
-            StartError, InvalidRequestError: It could not be begun.
+            StartError, InvalidRequestError: The job could not be started.
         """
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(self._news.close)
@@ -122,7 +122,7 @@ class JobRun:
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def _make_world(self, coordinator: CoordinatorProcess, address: str | None) -> World:
-        # Where hosts come and go, no rank's host is sure to be there: the launcher's own stays.
+        # Where hosts come and go, no rank's host is sure to stay, so the rendezvous is on the launcher's.
         first = "" if self._job.source is not None else self._job.host_of(0)
         master = (address or "127.0.0.1") if not first or is_local(first) else first
         port = free_port(address or "127.0.0.1")
@@ -149,14 +149,14 @@ class JobRun:
         self._starter.start(ranks, self._job.size)
 
     def _ask(self, source: HostSource) -> HostAsker:
-        """Have a source asked for hosts from now on."""
+        """Start to ask a source for hosts; its answers are posted to the loop."""
         post = self._news.post
         return HostAsker(
             source, lambda: post(Asked()), lambda slots: post(Found(slots)), lambda text: post(NotFound(text))
         )
 
     def _start_on(self, hosts: Mapping[int, str]) -> None:
-        """Start ranks on these hosts; a host whose agent can't be started takes no others with it."""
+        """Start ranks on these hosts. If a host's agent can't be started, only that host's ranks fail."""
         assert isinstance(self._starter, PlacingStarter)
         for host in dict.fromkeys(hosts.values()):
             ranks = [rank for rank, its in hosts.items() if its == host]
@@ -174,7 +174,7 @@ class JobRun:
     def _say_where(self, launcher: Launcher) -> None:
         if not self._verbose:
             return
-        if launcher.name not in ("local", "ssh"):  # others know by themselves where
+        if launcher.name not in ("local", "ssh"):  # other launchers place the ranks themselves
             self._say(f"{launcher.name}: {format_ranks(range(self._job.size))}")
             return
         for index in self._job.used_hosts:
@@ -184,7 +184,7 @@ class JobRun:
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """What the starter reports; on its threads."""
+        """Take what the starter reports; on its threads."""
         if isinstance(event, Waiting):
             self._news.post(e.Waiting(event.text))
             return
@@ -288,7 +288,7 @@ class JobRun:
             self._news.post(e.Unstartable((rank,), str(error)))
 
     def _tell(self, effect: e.Tell | e.Expect | e.Release) -> None:
-        """Let the coordinator know; if it is gone, that is an event of its own."""
+        """Send the effect to the coordinator. If that is gone, the keeper sees to it."""
         assert self._client is not None
         with contextlib.suppress(ConnectionError):
             if isinstance(effect, e.Expect):

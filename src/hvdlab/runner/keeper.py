@@ -13,7 +13,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.recovery import Recovery
 
 _OFTEN = 5
-"""Deaths within a minute after which there is a reason that another one would not cure."""
+"""Deaths within a minute after which no other coordinator is started: whatever ends them would end it as well."""
 
 
 class Keeper:
@@ -22,8 +22,8 @@ class Keeper:
     Args:
         coordinator: Its process, started with ``keep``.
         client: The launcher's connection to it.
-        say: Takes a line when another one has taken over.
-        lost: Called with the reason if none could.
+        say: Takes a line when another coordinator has taken over, or the old one was connected to again.
+        lost: Called with the reason if neither was possible.
     """
 
     def __init__(
@@ -44,14 +44,17 @@ class Keeper:
         client.on_lost(self._begin)
 
     def close(self) -> None:
-        """Let nobody take over any more. Call it after the coordinator was closed, so that nothing is waited for."""
+        """Let no successor take over any more, and wait for an attempt under way.
+
+        Call it after the coordinator was closed: then no attempt has anything to wait for.
+        """
         with self._lock:
             self._closing = True
         if self._thread is not None:
             self._thread.join()
 
     def _begin(self, reason: str) -> None:
-        """The connection is lost. On the client's thread, which must not wait for what follows."""
+        """Begin the recovery of a lost connection. On the client's thread, which must not wait for it."""
         with self._lock:
             if not self._closing:
                 self._thread = threading.Thread(target=self._replace, args=(reason,), name="hvdlab-keeper")
@@ -71,7 +74,7 @@ class Keeper:
         try:
             recovered = self._recovery.run()
         except CoordinatorLostError:
-            return  # it has died as well, which was told, too
+            return  # the connection was lost again: _begin() was called for that, too
         except (StartError, TimeoutError, OSError) as error:
             if not self._closing:
                 self._lost(f"{reason}; no other one could take over: {error}")
@@ -83,7 +86,7 @@ class Keeper:
                     "that moment has failed; those that can, go on"
                 )
             else:
-                self._deaths.pop()  # it was none
+                self._deaths.pop()  # the coordinator lives, so this was no death
                 self._say(
                     f"{reason}; it lives, and was connected to again within {seconds:.1f} s. The ranks did not notice"
                 )

@@ -1,4 +1,4 @@
-"""``--mpi``: the command is handed over to mpiexec. Its ranks find each other by what MPI tells them."""
+"""``--mpi``: this process becomes mpiexec, which starts the command. Its ranks find each other through MPI."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def command(job: Job, wishes: Wishes) -> tuple[list[str], dict[str, str]]:
 
 
 def wants_hosts(job: Job) -> bool:
-    """Whether mpiexec has to be told of hosts."""
+    """Whether mpiexec needs a list of hosts on its command line."""
     return len(job.hosts) > 1 or bool(job.remote)
 
 
 def _labels(job: Job, wishes: Wishes, *, open_mpi: bool) -> list[str]:
-    """Options by which each rank's output is told from the others'."""
+    """Options that mark each rank's output with its number, or write it to files of its own."""
     directory = wishes.get("output_filename")
     if open_mpi:
         return ["--output-filename", directory] if directory else ["--tag-output"]

@@ -1,4 +1,4 @@
-"""What other threads report to a job's loop: what ranks write, their starts and ends, the coordinator's news, signals."""
+"""What other threads report to a job's loop: what ranks write, starts and ends of ranks, the coordinator's news, signals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdlab.runner import events as e
 from hvdlab.runner.report import stall_line
 
 MOST_HELD = 4 << 20
-"""Bytes of output that wait for the loop above which ranks are held up."""
+"""Bytes of output that may wait for the loop; while there are more, the threads that read from ranks wait."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -42,7 +42,7 @@ class ResultPiece:
 
 
 Posted = e.Event | Written | ResultPiece | HostEvent | str
-"""What the loop is told; a text is to be said."""
+"""What other threads post to the loop; a ``str`` is a line that the loop passes to ``say``."""
 
 
 class News:
@@ -62,18 +62,18 @@ class News:
         self.stopped = 0
         self._queue: deque[Posted] = deque()
         self._room = threading.Condition()
-        #: Bytes of output in the queue, and whether more may come; guarded by ``_room``.
+        #: Bytes of output in the queue, and whether :meth:`stop` was called; guarded by ``_room``.
         self._held, self._closed = 0, False
         self._members: dict[int, int] = {}
 
     def post(self, event: Posted) -> None:
-        """An event from another thread or a signal. What comes after :meth:`stop` may never be taken."""
+        """Queue an event, from another thread or a signal handler. The loop may never take what comes after :meth:`stop`."""
         self._queue.append(event)
-        with contextlib.suppress(BlockingIOError):  # full: it wakes as well
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, which wakes the loop as well
             os.write(self._writer, b"\0")
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Post what a rank wrote; waits while much of it is held, so that a rank is held up by a slow reader."""
+        """Post what a rank wrote. Waits while ``MOST_HELD`` bytes are queued, so that a slow reader holds the rank up."""
         with self._room:
             self._room.wait_for(lambda: self._held < MOST_HELD or self._closed)
             self._held += len(data)
@@ -84,7 +84,7 @@ class News:
         self.post(ResultPiece(rank, data))
 
     def take(self) -> Iterator[Posted]:
-        """What has arrived."""
+        """Yield what has arrived, in the order in which it was posted."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         while self._queue:
@@ -96,13 +96,13 @@ class News:
                     self._room.notify_all()
 
     def stop(self) -> None:
-        """The loop takes nothing any more: no thread may wait for it."""
+        """The loop takes nothing any more: wake the threads that wait in :meth:`write`, and let none wait again."""
         with self._room:
             self._closed = True
             self._room.notify_all()
 
     def close(self) -> None:
-        """Nothing may be posted any more."""
+        """Close the pipe. Nothing may be posted after that."""
         os.close(self.descriptor)
         os.close(self._writer)
 
@@ -119,7 +119,7 @@ class News:
     def _on_membership(self, membership: Membership) -> None:
         members = {member.rank: member.pid for member in membership.members}
         self.last_pid.update(members)
-        # Who waits until elastic training lets it in is not there yet.
+        # A newcomer that waits until elastic training lets it in has not joined yet.
         now = {rank: pid for rank, pid in members.items() if rank not in membership.waiting}
         for rank, pid in self._members.items():
             if now.get(rank) != pid:
@@ -138,7 +138,10 @@ class News:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Turn signals into events. Only the main thread gets any; what is ignored, as under nohup, stays so."""
+        """Turn signals into events. Does nothing on other threads than the main one.
+
+        A signal that is ignored, as SIGHUP is under nohup, stays ignored.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -157,5 +160,5 @@ class News:
 
 
 def _tells(reason: str) -> bool:
-    """Whether a death's reason says more than that the process has ended, of which the agent knows more."""
+    """Whether a death's reason says more than that the process has ended: on ends, the host's agent knows more."""
     return reason.startswith("no sign of life")

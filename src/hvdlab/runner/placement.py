@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is to be changed.
+    """What the supervisor changes now.
 
     Attributes:
         start: Host of each rank that is started.
@@ -31,14 +31,14 @@ def changes(
     """Fill the hosts one after the other, and empty those that are gone.
 
     A rank that runs is never moved: it would lose its memory. New ranks get the lowest numbers that are free. Ranks of
-    hosts that are gone stay as long as fewer than ``least`` would be left: they may be wrong about their host, and if
-    they are not, their loss is survived like any other.
+    hosts that are gone stay as long as fewer than ``least`` would be left: the source of hosts may be wrong, and if it is
+    not, the job survives their loss like any other.
 
     Args:
         usable: Slots of the hosts on which ranks may be started.
-        aside: Hosts that are there, but have failed: nothing is started there, and nothing ended.
+        aside: Hosts that are there, but have failed: no rank is started there, and none released.
         placed: Host of each rank that lives, or is being started.
-        leaving: Those of them that were told to leave.
+        leaving: Those of them that were released already.
         least, most: How many ranks the job needs, and may have.
     """
     staying = {rank: host for rank, host in placed.items() if rank not in leaving}

@@ -1,4 +1,4 @@
-"""What is to be run where, and which launcher starts it."""
+"""What a job runs and where, and which launcher starts it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdlab.launch.starter import Capability, Launcher, Program, ProgramOutput
 from hvdlab.runner.policy import Growth, Policy
 
 MOST_RANKS = 1 << 20
-"""Of a job that nobody has limited."""
+"""Ranks of a job for which the operator set no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,15 @@ class Job:
         launcher_options: Its own options, as texts.
         stdin: Whether rank 0 reads the launcher's standard input.
         slots: Where each rank runs; empty with a ``source``.
-        source: Where hosts come from while the job runs, or ``None``. Then ``hosts`` is empty, and ``size`` is how many
-            slots are waited for.
-        source_name: How it is called in what is said.
+        source: Where hosts come from while the job runs, or ``None`` if they are fixed. With a source ``hosts`` is empty,
+            and the job waits for ``size`` slots before it starts ranks.
+        source_name: What messages call the source.
         max_ranks: Ranks that the job has at most; with a ``source`` only.
         cooldown: Seconds that a host that failed is put aside the first time, and at most; likewise.
         elastic_timeout: Seconds that the job waits for hosts while it has fewer ranks than it needs; likewise.
-        mail: Takes mail of the ranks by its topic, with the sender's rank and the body; on a thread of the launcher's.
-        min_ranks: As in :class:`~hvdlab.runner.policy.Policy`, as are the others.
+        mail: For each topic the function that takes mail of the ranks: it is called with the sender's rank and the body,
+            on a thread of the launcher's.
+        start_timeout, join_timeout, min_ranks, reset_limit: As in :class:`~hvdlab.runner.policy.Policy`.
     """
 
     command: tuple[str, ...]
@@ -84,12 +85,12 @@ class Job:
 
     @property
     def remote(self) -> tuple[str, ...]:
-        """Names of the hosts with ranks that are not this one."""
+        """Names of the other hosts that have ranks."""
         names = [self.hosts[index].name for index in self.used_hosts]
         return tuple(name for name in names if not is_local(name))
 
     def policy(self) -> Policy:
-        """What the supervisor goes by."""
+        """The policy that the supervisor follows."""
         return Policy(
             tuple(self.hosts[slot.host].name for slot in self.slots),
             start_timeout=self.start_timeout,
@@ -103,7 +104,7 @@ class Job:
 
     @property
     def host_list(self) -> str:
-        """The hosts as a launcher is given them; empty if none were named."""
+        """The hosts in the form that launchers take (``a:2,b:2``); empty if the operator named none."""
         return ",".join(f"{host.name}:{host.slots}" for host in self.hosts) if self.named else ""
 
     def host_of(self, rank: int) -> str:
@@ -115,8 +116,8 @@ def find_launcher(job: Job) -> tuple[Launcher, dict[str, object]]:
     """The job's launcher, and the values of its options.
 
     Raises:
-        InvalidRequestError: There is none of this name, it can't start programs, or does not know an option.
-        StartError: It can't be imported, or lacks something.
+        InvalidRequestError: There is no launcher of this name, it can't start programs, or does not know an option.
+        StartError: The launcher can't be imported, or lacks something.
     """
     found = registry.find(job.launcher) if isinstance(job.launcher, str) else job.launcher
     if found is None:
@@ -141,10 +142,10 @@ def find_launcher(job: Job) -> tuple[Launcher, dict[str, object]]:
 
 
 def own_address(job: Job, launcher: Launcher) -> str | None:
-    """The address of this host that ranks of other hosts reach it by; ``None`` if all ranks run here.
+    """The address by which ranks of other hosts reach this one; ``None`` if all ranks run here.
 
     Raises:
-        InvalidRequestError, StartError: There is none.
+        InvalidRequestError, StartError: This host has no such address.
     """
     if job.source is None and not launcher.is_far(job.host_list):
         return None
@@ -156,7 +157,7 @@ def own_address(job: Job, launcher: Launcher) -> str | None:
 
 
 def variables(job: Job) -> dict[str, str]:
-    """What the coordinator and the ranks of a job have in their environment, beside what the launcher has in its own."""
+    """The variables that the coordinator and the ranks of a job get beside those of the launcher's own environment."""
     if job.min_ranks is None:
         return dict(job.environment)
     # Scripts for Horovod's elastic training count on rank() < size(), and on a rank 0.
@@ -167,7 +168,8 @@ def variables(job: Job) -> dict[str, str]:
 
 def program(job: Job, output: ProgramOutput) -> Program:
     """What the ranks of a job run."""
-    # A program would hold its output back, as it writes to a pipe; a function has its lines flushed, which costs less.
+    # A program that writes to a pipe would hold its output back. For a function, hvdlab.runner.function makes the streams
+    # flush each line, which costs less than unbuffered ones.
     flushed = bool(job.function) or "PYTHONUNBUFFERED" in os.environ
     environment = ({} if flushed else {"PYTHONUNBUFFERED": "1"}) | variables(job)
     command = (*job.command, "-m", "hvdlab.runner.function") if job.function else job.command

@@ -17,14 +17,14 @@ class Policy:
         hosts: Host of each rank; its length is the number of ranks.
         start_timeout: Time for all processes to be started.
         join_timeout: Time from the first rank's ``hvd.init()`` to the last one's; ``None`` leaves that to the ranks.
-        settle: How long the culprit's end is waited for.
+        settle: How long the launcher waits for the culprit's end.
         hang: How long a rank may take to end after an exception ended its program.
         grace: Time between SIGTERM and SIGKILL.
         interrupt_grace: Time between SIGINT and SIGKILL.
         min_ranks: With how many ranks an elastic job goes on; ``None`` for a job that is not elastic.
         reset_limit: How many ranks are started anew in all.
-        growth: How ranks are given to hosts that come and go; ``None`` for a job whose hosts are fixed. Then ``hosts`` is
-            empty, and ``min_ranks`` is given.
+        growth: How ranks are given to hosts that come and go; ``None`` for a job whose hosts are fixed. With a growth
+            ``hosts`` is empty, and ``min_ranks`` is given.
     """
 
     hosts: tuple[str, ...]
@@ -44,9 +44,9 @@ class Growth:
     """How many ranks a job has whose hosts come and go.
 
     Attributes:
-        start: How many slots are waited for at the beginning; after ``start_timeout`` so many as are needed suffice.
-        most: Ranks that it has at most.
-        wait: Seconds that it waits for hosts while it has fewer ranks than it needs.
+        start: For how many slots the job waits at the beginning; after ``start_timeout``, ``min_ranks`` slots suffice.
+        most: Ranks that the job has at most.
+        wait: Seconds that the job waits for hosts while it has fewer than ``min_ranks`` ranks.
     """
 
     start: int
@@ -73,9 +73,9 @@ class RankState:
     lost: str = ""
     """Why the coordinator gave it up."""
     anew: bool = False
-    """Whether it stands for one that was lost."""
+    """Whether it was started while the job ran, in place of a lost rank or on a host that was found."""
     dismissed: bool = False
-    """Whether it was told to end, since it came too late."""
+    """Whether it got SIGTERM since it came too late to take part."""
     host: str = ""
     """Where it was started."""
     start_by: float | None = None

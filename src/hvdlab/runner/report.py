@@ -15,7 +15,13 @@ MOST_LINES = 20
 
 
 def failure_lines(failure: Failure, tails: Mapping[int, Tail], host: str = "") -> list[str]:
-    """The report: who failed first, how, its last words on stderr, and who followed."""
+    """The report: which rank failed first, how, its last lines on stderr, and which ranks failed because of it.
+
+    Args:
+        failure: What the supervisor found.
+        tails: The end of each rank's stderr, by rank.
+        host: Name of the host of the rank that failed; empty if it is not worth naming.
+    """
     where = f" on {host}" if host else ""
     how = str(failure.outcome) if failure.outcome is not None else "it does not end"
     error = f" ({visible(failure.error)})" if failure.error else ""
@@ -39,7 +45,7 @@ def failure_lines(failure: Failure, tails: Mapping[int, Tail], host: str = "") -
 
 
 def stall_line(stall: Stall) -> str:
-    """A collective that has been waiting for long."""
+    """The line on a collective that has been waiting for long."""
     call = call_name(OpKind(stall.kind).label, stall.name)
     site = f" ({visible(stall.sites[0])})" if stall.sites else ""
     return (

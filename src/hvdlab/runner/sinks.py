@@ -27,7 +27,7 @@ class Sink(Protocol):
 
 
 class Writer:
-    """Writes whole lines to a text stream, as bytes where it has them beneath.
+    """Writes whole lines to a text stream, or to the binary stream beneath it, if there is one.
 
     A reader that goes away (``hvdlab run … | head``) ends the output, not the job.
     """
@@ -52,7 +52,7 @@ class Writer:
                 self._stream.write(line.decode("utf-8", "backslashreplace"))
 
     def flush(self) -> None:
-        """Let it be seen."""
+        """Flush the stream, so that what was written is seen."""
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._stream.flush()
 
@@ -104,7 +104,7 @@ class ConsoleSink:
                 writer.flush()
 
     def close(self) -> None:
-        """Nothing is held any more by then."""
+        """Do nothing: :meth:`ended` has passed on what was held."""
 
     def _assembler(self, rank: int, stream: int) -> LineAssembler:
         writer = self._writers[stream]
@@ -141,8 +141,8 @@ class FileSink:
             self._files[rank, stream] = open(place / name, "wb", buffering=0)  # noqa: SIM115
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
-        """Append."""
-        if (rank, stream) not in self._files:  # it was added while the job ran
+        """Append to the rank's file of this stream."""
+        if (rank, stream) not in self._files:  # a rank that was added while the job ran
             self._open(rank)
         view = memoryview(data)
         while view:

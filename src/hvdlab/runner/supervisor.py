@@ -1,12 +1,12 @@
-"""Who failed first, who is ended when, and what the exit code is: the launcher's decisions, without any I/O.
+"""Which rank failed first, when the others are ended, and what the exit code is: the launcher's decisions, without I/O.
 
 ::
 
-    RUNNING ── a rank fails ──▶ SETTLING ── who began it is known ──▶ ENDING ── all have ended ──▶ DONE
+    RUNNING ── a rank fails ──▶ SETTLING ── the culprit is known ─────▶ ENDING ── all have ended ──▶ DONE
        └────── Ctrl-C, SIGTERM, a host is lost, a timeout ────────────▶ ENDING
 
-A rank often fails only because another one did: its collective is aborted. What it reports names that other rank, so
-the launcher waits a moment for the end of the culprit before it says who was first.
+A rank often fails only because another one did: its collective is aborted. Its report names that other rank, so the
+launcher waits a moment for the culprit's end before it says which rank was first.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Supervisor:
         self.phase = Phase.RUNNING
         self.ranks = [RankState(host=host) for host in policy.hosts]
         self.failed: int | None = None
-        """The rank that the job's failure is put down to, once known."""
+        """The rank that made the job fail, once known."""
         self._start_by: float | None = now + policy.start_timeout
-        #: With hosts that come and go: those that are there; whether ranks were started; until when there must be enough.
+        #: With hosts that come and go: the hosts that are there; whether ranks were started; and, while there are fewer
+        #: ranks than needed, when the job gives up.
         self._hosts = e.Hosts({})
         self._begun = policy.growth is None
         self._enough_by = None if policy.growth is None else now + policy.growth.wait
@@ -150,14 +151,14 @@ class Supervisor:
         self._settle_by = now + self.policy.settle
 
     def _replace(self, rank: int, outcome: Outcome) -> bool:
-        """Start a lost rank of an elastic job anew, or go on without it. Whether the job goes on."""
+        """Start a lost rank of an elastic job anew, or go on without it. Returns whether the job goes on."""
         assert self.policy.min_ranks is not None
         done = any(state.outcome is not None and state.outcome.ok for state in self.ranks)
         known = self.ranks[rank].joined or self.ranks[rank].anew
         if known and not done and self._resets < self.policy.reset_limit:
             self._resets += 1
             self.ranks[rank] = RankState(anew=True)
-            every = self.living  # without those that were given up
+            every = self.living  # without lost ranks that were not started anew
             text = f"rank {rank}: {outcome}; starting it anew ({self._resets} of {self.policy.reset_limit})"
             self._effects += [e.Say(text), e.Expect(every), e.Respawn(rank)]
             return True
@@ -198,7 +199,7 @@ class Supervisor:
         return any(s.outcome is not None and s.outcome.ok and not s.released for s in self.ranks)
 
     def _go_on(self, rank: int, outcome: Outcome, now: float) -> bool:
-        """Do without a rank that was lost, and start it anew where there is room. Whether the job goes on."""
+        """Do without a rank that was lost, and start it anew where there is room. Returns whether the job goes on."""
         state = self.ranks[rank]
         spent = self._is_over or self._resets >= self.policy.reset_limit
         if spent:
@@ -222,7 +223,7 @@ class Supervisor:
         return True
 
     def _grow(self, now: float) -> None:
-        """Give ranks to hosts that have room, and let go those of hosts that are gone."""
+        """Start ranks on hosts that have room, and release ranks of hosts that are gone or have fewer slots now."""
         growth = self.policy.growth
         if growth is None or self.phase is not Phase.RUNNING or self._settled or self._is_over:
             return
@@ -246,7 +247,9 @@ class Supervisor:
                 self._effects.append(e.Say(text))
             self._effects.append(e.Release(plan.release))
             if new := tuple(rank for rank in plan.release if not self.ranks[rank].joined):
-                self._effects.append(e.Signal(new, signal.SIGTERM))  # it has nothing to finish
+                self._effects.append(
+                    e.Signal(new, signal.SIGTERM)
+                )  # they have not joined, so they have nothing to finish
         self._count_on(least, growth, now)
 
     def _may_begin(self, growth: Growth, least: int, now: float) -> bool:
@@ -257,7 +260,7 @@ class Supervisor:
     def _start_on(self, hosts: dict[int, str], now: float) -> None:
         for rank, host in sorted(hosts.items()):
             while len(self.ranks) <= rank:
-                self.ranks.append(RankState(outcome=Outcome(0), released=True))  # is not there
+                self.ranks.append(RankState(outcome=Outcome(0), released=True))  # a number without a rank
             self.ranks[rank] = RankState(
                 host=host, anew=self._begun, start_by=now + self.policy.start_timeout
             )
@@ -281,14 +284,14 @@ class Supervisor:
         for host in dict.fromkeys(self.ranks[rank].host for rank in late):
             self._put_aside(host, f"no rank ran there within {self.policy.start_timeout:g} s", hangs=True)
         for rank in late:
-            self.ranks[rank].start_by = None  # its end will be reported
+            self.ranks[rank].start_by = None  # HostFailed makes the launcher report its end
 
     def _is_late(self, rank: int) -> bool:
         """Whether a rank was started anew and has not taken part yet."""
         return self.ranks[rank].anew and not self.ranks[rank].joined
 
     def _end_late(self) -> None:
-        """The program has ended on a rank: those that would begin it now have nobody to do it with."""
+        """End the ranks that were started anew and have not joined: the program has ended on a rank already."""
         late = tuple(rank for rank in self.living if self._is_late(rank) and not self.ranks[rank].dismissed)
         if late and self.phase is Phase.RUNNING:
             for rank in late:
@@ -313,7 +316,7 @@ class Supervisor:
 
     def _tick(self, now: float) -> None:
         if self.phase is Phase.ENDING and now >= self._ending.until:
-            if self._ending.killed:  # stuck in the kernel: nobody can do more
+            if self._ending.killed:  # stuck in the operating system's kernel: the launcher can do no more
                 self._effects.append(e.Say(f"{format_ranks(self.living)} can't be killed; leaving"))
                 self._finish()
             else:
@@ -351,7 +354,7 @@ class Supervisor:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
-        """Find out who was first, once everybody who was blamed has ended."""
+        """Find out which rank failed first, once every rank that the report blames has ended or is lost."""
         if self.phase is not Phase.SETTLING:
             return
         state = self.ranks[self._first]
@@ -379,7 +382,7 @@ class Supervisor:
         self._end(outcome.exit_code if outcome is not None else 1, now)
 
     def _origin(self, rank: int) -> int:
-        """Follow who blames whom to the rank that has failed for a reason of its own."""
+        """Follow the reports from each rank to one that it blames, up to a rank that failed for a reason of its own."""
         seen = {rank}
         while (report := self.ranks[rank].report) is not None:
             blamed = [r for r in report.culprits if 0 <= r < len(self.ranks) and r not in seen]
@@ -397,9 +400,11 @@ class Supervisor:
         return not state.outcome.ok
 
     def _early(self, rank: int) -> tuple[int, ...]:
-        """Ranks whose good end made this one fail."""
+        """Ranks that ended well (exit code 0) and thereby made this one fail."""
         report = self.ranks[rank].report
-        if report is None and self.ranks[rank].joined:  # it may have waited for those that never came
+        if (
+            report is None and self.ranks[rank].joined
+        ):  # it may have waited for ranks that ended without joining
             ends = enumerate(self.ranks)
             return tuple(
                 r for r, its in ends if its.outcome is not None and its.outcome.ok and not its.joined
@@ -428,7 +433,7 @@ class Supervisor:
         if any(isinstance(effect, e.Respawn) for effect in self._effects):
             return
         if self.phase is Phase.RUNNING and self._enough_by is not None and not self._is_over:
-            return  # for hosts
+            return  # the job waits for hosts
         self._finish()
 
     def _finish(self) -> None:

@@ -24,7 +24,7 @@ MPI = "mpi"
 
 
 class Wishes:
-    """What is wanted, by the ``dest`` of flags.
+    """What the operator wants, by the ``dest`` of flags.
 
     Args:
         given: What was said on the command line (or to ``hvdlab.run``).
@@ -43,7 +43,11 @@ class Wishes:
         read_knobs({**environ, **self.variables()})
 
     def get(self, dest: str) -> Any:
-        """The value of a flag, ``None`` if nobody said anything. Raises ``InvalidRequestError``."""
+        """The value of a flag; ``None`` if neither command line nor file nor environment gives one.
+
+        Raises:
+            InvalidRequestError: The flag's variable does not hold what it should.
+        """
         if dest in self.said:
             return self.said[dest]
         flag = BY_DEST[dest]
@@ -73,7 +77,11 @@ class Wishes:
         return [f"{flag.name} has no effect here: {flag.ineffective}" for flag in given if flag.ineffective]
 
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts; empty if nothing was said of them. Raises ``InvalidRequestError``."""
+        """The hosts that the operator named; empty if none.
+
+        Raises:
+            InvalidRequestError: They were given in two ways, or can't be read.
+        """
         hosts, hostfile = self.get("hosts"), self.get("hostfile")
         if hosts and hostfile:
             raise InvalidRequestError("-H and --hostfile both name hosts; give one of them.")
@@ -82,11 +90,11 @@ class Wishes:
         return tuple(parse_hosts(hosts)) if hosts else ()
 
     def job(self, command: Sequence[str], function: bytes = b"", *, stdin: bool = False) -> Job:
-        """The job that is wanted.
+        """The job that the operator wants.
 
         Raises:
             InvalidRequestError: Something does not fit together.
-            UnsupportedError: Something is wanted that there is not.
+            UnsupportedError: The operator wants something that does not exist here.
         """
         self._refuse()
         hosts = self.hosts()
@@ -135,7 +143,9 @@ class Wishes:
     def _environment(self) -> dict[str, str]:
         found = self.variables()
         found.pop("HVDLAB_SSH", None)
-        if self.get("start_timeout"):  # the launcher is the first to say who is missing
+        if self.get(
+            "start_timeout"
+        ):  # later than the launcher's own limit, so that the launcher names the missing ranks first
             found["HVDLAB_START_TIMEOUT"] = str(self.get("start_timeout") + 5)
         if self.get("as_horovod"):
             from hvdlab.horovod import environment
@@ -146,8 +156,8 @@ class Wishes:
     def _source(self, hosts: Sequence[Host]) -> HostSource | None:
         """Where hosts come from while the job runs, or ``None`` if they are fixed.
 
-        Fixed hosts are a source, too, where ranks may be added to the first ones, or a host that failed is to be left out
-        for a while.
+        Fixed hosts are a source, too, where the job may add ranks to the first ones, or puts a host that failed aside for
+        a while.
         """
         given = self.get("host_discovery_script")
         if given is not None:
@@ -171,7 +181,12 @@ class Wishes:
             raise UnsupportedError("--jsrun: call `jsrun … python train.py`, which needs no `hvdlab run`.")
 
     def launcher(self, hosts: Sequence[Host], *, grows: bool = False) -> str:
-        """The name of what starts the ranks; on hosts that are found while the job ``grows``, if it does."""
+        """The name of the launcher that starts the ranks.
+
+        Args:
+            hosts: The hosts that the operator named.
+            grows: Whether the job's hosts are found while it runs.
+        """
         if self.get("launcher"):
             return str(self.get("launcher")).lower()
         if self.get("use_mpi"):

@@ -42,7 +42,7 @@ class StateHandler(Generic[T]):
         raise NotImplementedError
 
     def hand_over(self) -> bool:
-        """Ranks are about to leave: give the others what only those know; all ranks call it alike.
+        """Ranks are about to leave: hand what only they know to the others; all ranks call it alike.
 
         Returns:
             Whether the object has to be synchronized after this.
@@ -71,7 +71,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
         self._saved = copy.deepcopy(sampler.state_dict())
         self._share = sampler.share()
         self._saves = 0
-        #: Whether training begins again: ranks may be lost, with what only they have recorded.
+        #: Whether training begins again: ranks may be lost, and with them what only they have recorded.
         self._again = False
 
     def save(self) -> None:
@@ -102,7 +102,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
         self.save()
 
     def reset(self) -> None:
-        if not self._again:  # nobody went back: what counts is what was recorded by now
+        if not self._again:  # no commit was restored: what counts is what this rank has recorded by now
             self._share, self._again = self.value.share(), True
         self.value.reset()
 
@@ -113,7 +113,8 @@ class _Record:
 
     Attributes:
         processed: Those that it has a record of.
-        share: What it had recorded where it begins again from; ``None`` if it has just come.
+        share: What it had recorded at the point from which it begins again; ``None`` if it has just come, or has recorded
+            indices otherwise than by batches.
         saves: How often it had saved by then.
     """
 
@@ -123,10 +124,10 @@ class _Record:
 
 
 def _of_lost(records: Sequence[_Record], epoch: int) -> set[int]:
-    """What ranks that are lost had processed by the last commit, if all have worked in step; else nothing.
+    """What lost ranks had processed by the last commit, if all ranks have worked in step; else an empty set.
 
-    The rank that is ahead by a commit has its model trained with what all others processed for that, though their own
-    records lack it.
+    The model of a rank that is ahead by a commit was trained with what all others had processed for that commit, though
+    their own records lack it.
     """
     survivors = [record for record in records if record.share is not None]
     if not survivors:

@@ -1,4 +1,4 @@
-"""This rank's place among those that live; rank numbers stay as they are when others are lost."""
+"""This rank's place among the living ranks; rank numbers stay as they are when other ranks are lost."""
 
 from __future__ import annotations
 

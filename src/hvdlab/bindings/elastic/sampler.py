@@ -1,4 +1,4 @@
-"""A sampler that knows what was processed, and gives the rest to whoever is there."""
+"""A sampler that knows which samples were processed, and divides the rest among the ranks that are there."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ElasticSampler:
 
     @property
     def processed_num(self) -> int:
-        """Samples of this epoch that all ranks have processed, if since the last :meth:`reset` each has as many."""
+        """Samples of this epoch that all ranks have processed, if each processed as many as this one since :meth:`reset`."""
         before = len(self.dataset) - len(self.remaining_indices)
         own = len(self.processed_indices) - before
         return min(len(self.dataset), before + own * self.num_replicas)
@@ -102,7 +102,7 @@ class ElasticSampler:
         self._places = None
 
     def share(self) -> Share | None:
-        """What was recorded since the last :meth:`reset`; ``None`` if it can't be said of which batches it was."""
+        """What was recorded since the last :meth:`reset`; ``None`` if indices were recorded otherwise than by batches."""
         if self._places is None:
             return None
         return Share(self.epoch, self.num_replicas, self.remaining_indices, frozenset(self._places))

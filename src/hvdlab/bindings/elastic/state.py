@@ -36,7 +36,7 @@ class HandledState(ObjectState):
                 values[name] = value
             else:
                 handlers[name] = handler
-        # The other attributes are assigned with the help of these.
+        # First, and not through __setattr__(), which needs them.
         object.__setattr__(self, "_handlers", handlers)
         object.__setattr__(self, "_registry", registry)
         self._root: int | None = None
@@ -55,7 +55,7 @@ class HandledState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Make the state the same on all ranks: that of the rank which has committed most (at the start, the first)."""
+        """Make the state the same on all ranks: that of the rank that has committed most often (at the start, the first)."""
         root, saves = elect(self._saves)
         for handler in self._handlers.values():
             handler.root = root
@@ -65,7 +65,7 @@ class HandledState(ObjectState):
         self._saves = saves + 1
 
     def reset(self) -> None:
-        self._root = None  # it may be gone
+        self._root = None  # that rank may be gone
         for handler in self._handlers.values():
             handler.root = None
             handler.reset()

@@ -3,9 +3,9 @@
 A framework is one file of this package, named as the module that users import (``torch.py`` for ``import torch``), with a
 subclass of :class:`FrameworkHooks` whose instance is called ``HOOKS``. Nothing else lists it: :func:`loaded` finds the
 file as soon as ``sys.modules`` has the framework. These files import no framework when they are imported, and not our
-binding of it either: they are asked on a rank's control thread while its main thread may be in the middle of
-``import torch``, and whoever waited for that lock could not answer. For the same reason each hook must cope with a
-framework that is half imported.
+binding of it either: a rank's control thread calls the hooks while the rank's main thread may be in the middle of
+``import torch``, and a control thread that waited for the lock of that import could not answer the notebook. For the
+same reason each hook must cope with a framework that is half imported.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Part = tuple[str, Any]
 
 
 class FrameworkHooks:
-    """What one framework answers; by default it has nothing to say. Hooks may raise what the framework raises.
+    """The answers of one framework; by default there is nothing to say. Hooks may raise what the framework raises.
 
     Attributes:
         preload: Whether the fork server imports the framework, if it is installed, before it forks ranks.
         binding: The module of ours that is imported along with it, if any.
-        environment: What a notebook's ranks have in their environment before the framework can be imported, by name;
-            what is set already stays.
+        environment: Variables that a notebook's ranks set before the framework can be imported, by name; a variable that
+            is set already stays as it is.
     """
 
     preload: bool = False
@@ -43,7 +43,7 @@ class FrameworkHooks:
     # -- values -------------------------------------------------------------------------------------------------------
 
     def array(self, value: Any) -> ArraySource | None:
-        """The elements of an array of this framework; None if ``value`` is none, or has no plain elements."""
+        """The elements of an array of this framework; None if ``value`` is no such array, or has no plain elements."""
         return None
 
     def beside(self, value: Any) -> Iterable[Part]:
@@ -78,7 +78,7 @@ class FrameworkHooks:
         return iter(())
 
     def memory(self, value: Any) -> tuple[str, int, int] | None:
-        """Device, address and size in bytes of the memory an array looks into; None if it is none of ours or has none."""
+        """Device, address and size in bytes of the memory of an array; None if it is no array of this framework or has none."""
         return None
 
     def gradient(self, value: Any) -> Any:
@@ -86,7 +86,7 @@ class FrameworkHooks:
         return None
 
     def nbytes(self, value: Any) -> int:
-        """Bytes of an array, without looking at them; 0 for what is none."""
+        """Size of an array in bytes, without reading its elements; 0 for what is no array of this framework."""
         return 0
 
     def reduce(self, value: Any, *, move: bool, apart: int | None) -> Any:
@@ -128,11 +128,11 @@ class FrameworkHooks:
         """Give this process random numbers of its own; called in a forked rank, once."""
 
     def modes(self) -> Any:
-        """The modes of the calling thread that this framework's context managers switch. Cheap: asked before each cell."""
+        """The modes of the calling thread that this framework's context managers switch. Cheap: called before each cell."""
         return None
 
     def restore_modes(self, interrupt: BaseException, modes: Any) -> None:
-        """Switch a mode back that a context manager of this framework could not, because it was interrupted in that.
+        """Switch a mode back where a context manager of this framework was interrupted before it could.
 
         Args:
             interrupt: What has ended the cell, with its traceback. Where that does not pass through such a context
@@ -167,7 +167,7 @@ def loaded() -> Iterator[FrameworkHooks]:
 
 
 def set_environment() -> None:
-    """Set what the frameworks' hooks want in the environment of a notebook's ranks, where it is unset."""
+    """Set the variables of all frameworks' hooks (:attr:`FrameworkHooks.environment`) in this process, where unset."""
     for name in names():
         for variable, value in hooks_of(name).environment.items():
             os.environ.setdefault(variable, value)
@@ -179,7 +179,7 @@ def modes() -> dict[str, Any]:
 
 
 def restore_modes(interrupt: BaseException, before: Mapping[str, Any]) -> None:
-    """Switch back what frameworks were interrupted in switching back; ``before`` is of :func:`modes`."""
+    """Call each imported framework's :meth:`FrameworkHooks.restore_modes`; ``before`` is what :func:`modes` returned."""
     for name in names():
         if sys.modules.get(name) is not None:
             hooks_of(name).restore_modes(interrupt, before.get(name))

@@ -16,7 +16,7 @@ class NumpyHooks(FrameworkHooks):
     preload = True
 
     def array(self, value: Any) -> ArraySource | None:
-        kind = type(value)  # isinstance may ask the value
+        kind = type(value)  # not isinstance(), which may run code of the value's class
         if not is_instance_type(kind, "numpy", "ndarray") or value.dtype.hasobject:
             return None
         return None if is_instance_type(kind, "numpy.ma", "MaskedArray") else numpy_source(value)

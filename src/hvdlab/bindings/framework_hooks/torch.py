@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PLAIN = frozenset({"device", "dtype", "layout", "memory_format", "qscheme", "Size"})
 
-# Attributes of a module whose contents are taken otherwise, or that only tell how it is called.
+# Attributes of a module that _module() reads otherwise, or that only say how a call of the module goes.
 _MODULE_OWN = frozenset(
     {"_parameters", "_buffers", "_modules", "_is_full_backward_hook", "_compiled_call_impl", "_version"}
 )
@@ -26,8 +26,8 @@ _MODULE_OWN = frozenset(
 
 _AUTOCAST = ("cpu", "cuda")
 
-# Where torch switches gradients and autocast off and on again around somebody's code. None of it holds off an interrupt
-# between two of its instructions, so a thread would go on without gradients.
+# The files in which torch switches gradients and autocast off and on again around a caller's code. None of that code holds
+# off an interrupt between two of its instructions, so the interrupted thread would go on without gradients.
 _SWITCHES = tuple(
     os.path.join("torch", *path)
     for path in (
@@ -48,7 +48,7 @@ class TorchHooks(FrameworkHooks):
     # -- values -------------------------------------------------------------------------------------------------------
 
     def array(self, value: Any) -> ArraySource | None:
-        kind = type(value)  # isinstance may ask the value
+        kind = type(value)  # not isinstance(), which may run code of the value's class
         if is_instance_type(kind, "torch", "Tensor"):
             return _of_tensor(value)
         if is_instance_type(kind, "torch", "UntypedStorage"):
@@ -236,7 +236,7 @@ def _module(value: Any) -> Iterable[Part]:
         held = {name: item for name, item in dict(inside.get(group) or {}).items() if item is not None}
         found += [(f".{name}", item) for name, item in held.items()]
         if len(held) > 1:
-            # An optimizer's state and unnamed gradients go by it.
+            # An optimizer's state and the names of unnamed gradients depend on this order.
             found.append((f" (order of {group.strip('_')})", ", ".join(held)))
     for name, item in inside.items():
         if "_hooks" in name and issubclass(type(item), dict):
@@ -247,7 +247,7 @@ def _module(value: Any) -> Iterable[Part]:
 
 
 def _by_number(name: str, hooks: Any) -> list[Part]:
-    """Hooks by their order: their keys are counted for the process, so those of ranks have different ones."""
+    """Hooks by their order: torch counts their keys for the whole process, so equal hooks of two ranks may differ in them."""
     return [(f".{name}[{number}]", hook) for number, hook in enumerate(dict.values(hooks))]
 
 

@@ -1,8 +1,8 @@
 """``python -m hvdlab.launch.exec_agent.agent``: starts and watches the ranks of one host, for a launcher here or elsewhere.
 
 It takes orders on standard input and reports on standard output. When its input ends, in whatever way the launcher
-ended, it ends its ranks with everything they started. It has one thread, so that children can be forked with care;
-with a fork server (:mod:`~hvdlab.launch.exec_agent.forked`) that one forks them, and another thread listens to it.
+ended, it ends its ranks with everything they started. It has one thread, so that it can fork children safely; with a
+fork server (:mod:`~hvdlab.launch.exec_agent.forked`), which forks them in its place, another thread listens to that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hvdlab.launch.exec_agent.forked import ForkedRanks
 
 BACKLOG = 4 << 20
-"""Bytes waiting for the launcher above which the output of ranks is not read; they are held up then."""
+"""If more bytes than this wait for the launcher, the agent does not read the output of ranks, which holds them up."""
 GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL when the launcher is gone."""
 
@@ -51,7 +51,7 @@ class Agent:
         self._open = True
         self._held = False
         self._wakeup = -1
-        #: Forks the ranks, if they are to be forked.
+        #: The fork server, if ranks are forked.
         self._forked: ForkedRanks | None = None
 
     def run(self) -> None:
@@ -71,7 +71,7 @@ class Agent:
             pass
         finally:
             with contextlib.suppress(BrokenPipeError):
-                self._flush()  # why there is nothing to go on for
+                self._flush()  # the reports that say why the agent ends
             self._end_all()
 
     # -- the launcher -----------------------------------------------------------------------------------------------
@@ -126,11 +126,11 @@ class Agent:
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def _hear(self, forked: ForkedRanks) -> None:
-        """Pass on what the fork server reports; without one there is nothing to go on for."""
-        lost = forked.lost  # before the reports, which then are all there are
+        """Pass on what the fork server reports; end the agent if there is no fork server any more."""
+        lost = forked.lost  # read before the reports: if it is set, no report can come after those
         for report in forked.reports():
             self._send(report)
-        self._reap_children()  # those that a fork server hid that had ended
+        self._reap_children()  # while an ended fork server was not reaped, waitid() showed no other children
         if lost:
             print("the fork server ended:", *forked.lost.splitlines(), file=sys.stderr)
             self._open = False
@@ -166,7 +166,7 @@ class Agent:
                 self._children[rank].signal(number)
 
     def _read_output(self, child: Child, fd: int) -> bool:
-        """Pass on what is there; returns whether there may be more."""
+        """Pass on the output that is there; returns whether there may be more."""
         if fd not in child.pipes:  # closed by another event of the same round
             return False
         try:
@@ -208,7 +208,7 @@ class Agent:
     def _reap_children(self) -> None:
         while (ended := _ended_child()) > 0:
             if self._forked is not None and ended == self._forked.pid:
-                return  # the thread that listens to it asks how it ended, and wakes this one then
+                return  # the thread that listens to it reaps it, and wakes this one then
             child = self._by_pid.pop(ended, None)
             if child is None:  # an orphan that was adopted
                 os.waitpid(ended, 0)
@@ -216,7 +216,9 @@ class Agent:
             self._reap(child)
 
     def _reap(self, child: Child) -> None:
-        child.signal(signal.SIGKILL)  # the rest of its group; its number is not free before it is reaped
+        child.signal(
+            signal.SIGKILL
+        )  # the rest of its group; no other process can have its number before it is reaped
         code, number = child.reap()
         del self._children[child.rank]
         for fd in list(child.pipes):
@@ -232,7 +234,7 @@ class Agent:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        """Nobody listens any more: SIGTERM, a moment, SIGKILL, also for what left its process group."""
+        """The launcher is gone: SIGTERM, a moment, SIGKILL, also for processes that left their rank's process group."""
         if self._forked is not None:
             self._forked.close(GRACE)
         self._signal(tuple(self._children), signal.SIGTERM)
@@ -257,7 +259,7 @@ class Agent:
 
 
 def _address(order: wire.Start) -> str:
-    """The address of this host that its ranks are reached by."""
+    """The address of this host at which others reach its ranks."""
     from hvdlab.collectives import addresses
 
     if order.interfaces:

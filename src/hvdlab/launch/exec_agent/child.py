@@ -26,9 +26,9 @@ class Child:
     """A rank in a process group of its own.
 
     Attributes:
-        rank: Its number.
-        pid: Its process, and the number of its group.
-        pipes: Descriptor to read from, to the stream it carries (1 or 2).
+        rank: The rank's number.
+        pid: Its process, and the number of its process group.
+        pipes: Descriptor to read from, to the stream that it carries (1 or 2).
     """
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], memory: int) -> None:
@@ -54,7 +54,7 @@ class Child:
         return (code, 0) if code >= 0 else (0, -code)
 
     def result(self) -> Iterator[bytes]:
-        """What the function of this rank wrote, in pieces. Once."""
+        """The pickled outcome of this rank's function, in pieces. Call it once."""
         if self._memory < 0:
             return
         with open(self._memory, "rb", buffering=0) as file:

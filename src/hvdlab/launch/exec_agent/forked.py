@@ -16,13 +16,13 @@ from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Exited, Fork, Forked, ForkFailed, FromServer, Signal
 
 CLOSING = 5.0
-"""Seconds that a fork server is given to end, beside what ranks are given."""
+"""Seconds that a fork server has to end, in addition to those of its ranks."""
 
 
 class ForkedRanks:
     """The fork server, as the agent's one thread sees it.
 
-    It is started with the agent's environment and ends with the agent, however that ends, and the ranks with it. Where
+    The fork server has the agent's environment, and ends with the agent, however that ends, and the ranks with it. If
     the fork server dies alone, another one takes its place around the ranks.
 
     Args:
@@ -33,14 +33,14 @@ class ForkedRanks:
         lost: Why there is no fork server any more, once there will be none; else empty.
 
     Raises:
-        StartError: It can't be started.
+        StartError: The fork server can't be started.
     """
 
     def __init__(self, program: str) -> None:
         self.descriptor, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.lost = ""
         self._reports: deque[wire.AgentMessage] = deque()
-        #: Ranks that were asked for and not reported yet; guarded by the lock.
+        #: Ranks whose fork was ordered and not reported yet; guarded by the lock.
         self._pending: set[int] = set()
         #: Whether a rank was forked; guarded by the lock.
         self._useful = False
@@ -71,14 +71,14 @@ class ForkedRanks:
             self._server.send(Signal(rank, number))
 
     def reports(self) -> Iterator[wire.AgentMessage]:
-        """What has been reported since."""
+        """What the fork server has reported since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, 4096)
         while self._reports:
             yield self._reports.popleft()
 
     def close(self, grace: float) -> None:
-        """End it and its ranks, which get so many seconds to end by themselves."""
+        """End the fork server and its ranks, which get ``grace`` seconds to end by themselves."""
         self._server.close(grace, CLOSING)
 
     # -- the thread that listens to the fork server -----------------------------------------------------------------
@@ -88,7 +88,7 @@ class ForkedRanks:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it wakes as well
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, which wakes the agent as well
             os.write(self._writer, b"\0")
 
     def _hear(self, event: FromServer) -> None:
@@ -112,14 +112,14 @@ class ForkedRanks:
     def _server_lost(self, reason: str) -> None:
         with self._lock:
             useful = self._useful
-        if not useful:  # it crashed in what it imports, most likely, and so would another one
+        if not useful:  # most likely it crashed in an import, and so would another one
             self._give_up(reason)
             return
         try:
             self._server.respawn()
         except StartError as error:
             self._give_up(f"{reason}; no other one starts: {error}")
-        self._wake()  # the agent left it to us to ask how the fork server ended
+        self._wake()  # the agent has left it to this thread to reap the fork server, and goes on reaping once it is woken
 
     def _give_up(self, reason: str) -> None:
         with self._lock:

@@ -20,43 +20,43 @@ from hvdlab.launch.hosts import is_local
 _NO_MODULE = re.compile(r"No module named '?([\w.]+)")
 _NO_PROGRAM = re.compile(r"execve\(\)|No such file or directory|command not found|not found$")
 _EXIT_CODE = re.compile(r"srun: (?:error: )?\S+: tasks? \S+: (?:Exited|Killed|Terminated)")
-"""What srun says last, which its own exit code tells as well."""
+"""srun's last line, which says no more than its exit code."""
 
 
 class Reach(Protocol):
     """How agents get to their hosts."""
 
     def is_here(self, host: str) -> bool:
-        """Whether the agent is started without anything between: the host is this one."""
+        """Whether the agent is started directly, since the host is this one."""
         ...
 
     def command(self, host: str, python: str) -> Sequence[str]:
-        """What starts the agent there, with its standard input and output. Secrets go over its input, never on this line."""
+        """The command that starts the agent there. Secrets go over its standard input, never on this line."""
         ...
 
     def environment(self) -> Mapping[str, str] | None:
-        """What that command gets; ``None`` for this process's own."""
+        """The environment of that command; ``None`` for this process's own."""
         ...
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """What the ranks of a host are given beside their agent's own environment."""
+        """Variables that the ranks of a host get beside their agent's own environment."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ShellReach:
-    """By a remote shell, and to this host by nothing.
+    """Reaches other hosts by a remote shell, and this host directly.
 
     Attributes:
         shell: A command that runs a command on another host: a host's name and a command line are appended.
-        names_hosts: Whether ranks are on one host if it was given to them under the same name (``HVDLAB_HOST``).
+        names_hosts: Whether ranks count as on one host if they were given the same name of it (``HVDLAB_HOST``).
     """
 
     shell: Sequence[str] = ()
     names_hosts: bool = False
 
     def is_here(self, host: str) -> bool:
-        """By its name, or one of its addresses."""
+        """Whether this is our own host, by its name or one of its addresses."""
         return is_local(host)
 
     def command(self, host: str, python: str) -> Sequence[str]:
@@ -67,7 +67,7 @@ class ShellReach:
         """This process's own."""
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """Remote shells pass none on, so these are all that another host should know."""
+        """For another host all variables that it should know, since remote shells pass none on."""
         found = {} if self.is_here(host) else exported(os.environ)
         return {**found, HOST_VARIABLE: host} if self.names_hosts else found
 
@@ -79,7 +79,7 @@ class AgentLink:
         host: Name of its host.
         here: Whether that is this host.
         inbox, outbox: Descriptors to read from and to write to; both non-blocking.
-        outgoing: What is still to be written.
+        outgoing: Bytes that have still to be written.
 
     Args:
         errors: A file that the standard error of the agent, or of the shell that reaches it, goes to; closed with this.
@@ -107,7 +107,7 @@ class AgentLink:
 
     @classmethod
     def local(cls, host: str, python: str, *, stdin: bool, errors: IO[bytes] | None = None) -> AgentLink:
-        """Start an agent on this host; rank 0 may be given our standard input. ``errors`` takes its standard error."""
+        """Start an agent here; with ``stdin`` it gets our standard input, for rank 0. ``errors`` takes its standard error."""
         command = agent_command(python)
         kept: list[int] = []
         if stdin:
@@ -137,7 +137,7 @@ class AgentLink:
         self.outgoing += wire.encode(message)
 
     def flush(self) -> None:
-        """Write what can be written now. A lost agent is noticed when reading."""
+        """Write what can be written now. The loss of an agent is noticed by :meth:`receive`."""
         try:
             while self.outgoing:
                 del self.outgoing[: os.write(self.outbox, self.outgoing[: wire.PIECE])]
@@ -175,7 +175,7 @@ class AgentLink:
         return f"{what} for {self.host} ended with exit code {code}" + (f": {said}" if said else "") + hint
 
     def _last_words(self) -> str:
-        """The last line of its standard error, if that is here."""
+        """The last line of the standard error of the agent or its shell, if that was kept."""
         if self._errors is None:
             return ""
         self._errors.seek(0)
@@ -183,7 +183,7 @@ class AgentLink:
         return next((line for line in reversed(lines) if not _EXIT_CODE.match(line)), "")
 
     def hang_up(self) -> None:
-        """Let the agent end: it does when its input ends. :meth:`close` waits for it. Idempotent."""
+        """Close the agent's input, which makes it end. :meth:`close` waits for that. Idempotent."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -193,7 +193,7 @@ class AgentLink:
         self._process.kill()
 
     def close(self, timeout: float) -> None:
-        """Let the agent end: it does when its input ends. Kill it if it takes longer. Idempotent."""
+        """Close the agent's input, which makes it end; kill it after ``timeout`` seconds. Idempotent."""
         assert self._process.stdout is not None
         self.hang_up()
         try:
@@ -207,7 +207,7 @@ class AgentLink:
 
 
 def _lacking(said: str, code: int) -> str:
-    """What the other side lacks, by the last words of an agent that never came up there; empty if they tell nothing of it."""
+    """What the other host lacks, by the last words of an agent that never came up there; empty if they don't show it."""
     remedy = "--launcher-option python=PATH names another one there"
     if module := _NO_MODULE.search(said):
         return f". The interpreter on that host lacks `{module[1]}`: install hvdlab for it, or {remedy}"
@@ -218,7 +218,7 @@ def _lacking(said: str, code: int) -> str:
 
 def remote_command(shell: Sequence[str], host: str, words: Iterable[str]) -> list[str]:
     """The command line by which a remote shell runs these words, which it joins, on a host."""
-    # What follows `--` is no option. Other programs than ssh need not know that.
+    # For ssh, what follows `--` is no option. Other programs may not know that.
     end = ["--"] if os.path.basename(shell[0]) == "ssh" else []
     return [*shell, *end, host, *words]
 
@@ -229,7 +229,7 @@ def _spawn(
     errors: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    # A session of its own: Ctrl-C in the terminal is the launcher's to pass on.
+    # A session of its own, so that Ctrl-C in the terminal reaches the launcher alone, which passes it on.
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -2,7 +2,7 @@
 
 The agent starts a program for each rank, or forks ranks of a notebook by a fork server of its host.
 
-One thread reads what the agents report and writes what they are asked for. An agent is started when its host gets its
+One thread reads the agents' reports and writes their orders. An agent is started when its host gets its
 first rank, and again if it was lost and a rank of its host is started anew.
 """
 
@@ -27,20 +27,20 @@ from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.starter import Ended, LaunchRequest, RankObserver, Started
 
 AGENT_ENDS_WITHIN = 5.0
-"""Seconds that an agent is given to end its ranks and itself; it gives ranks two between SIGTERM and SIGKILL."""
+"""Seconds that an agent has to end its ranks and itself; it gives ranks two between SIGTERM and SIGKILL."""
 
 
 class ExecStarter:
     """A :class:`~hvdlab.launch.starter.Starter` of programs.
 
     Args:
-        request: What for; its ``module`` is what ranks run.
+        request: What the ranks are started for; they run its ``program``, else its ``module``.
         ranks: Takes what happens to ranks.
         hosts: Where they run, filled in this order.
         reach: How agents get there.
         python: The interpreter of agents and ranks, on every host.
-        launches_ranks: Whether what is started are the ranks themselves, whose place in the job is in their variables;
-            else it is something that starts them.
+        launches_ranks: Whether the started processes are the ranks themselves, which get their place in the job by
+            variables; else they are programs that start the ranks.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ExecStarter:
         self._hosts, self._reach, self._python = tuple(hosts), reach, python
         self._launches_ranks = launches_ranks
         self._lock = threading.Lock()
-        #: Host to its agent, while that runs. With the following, guarded by the lock.
+        #: Host to its agent, while that runs. This and the following are guarded by the lock.
         self._links: dict[str, AgentLink] = {}
         #: Rank to its host, from the order to start it to its end.
         self._host_of: dict[int, str] = {}
@@ -69,7 +69,7 @@ class ExecStarter:
         #: Set while no rank is starting or running.
         self._idle = threading.Event()
         self._idle.set()
-        self._tails: defaultdict[int, Tail] = defaultdict(Tail)  # the thread's own
+        self._tails: defaultdict[int, Tail] = defaultdict(Tail)  # only for the thread
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="hvdlab-exec", daemon=True)
         self._thread.start()
@@ -77,7 +77,7 @@ class ExecStarter:
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def start(self, ranks: Sequence[int], size: int) -> None:
-        """Have them started by their hosts' agents.
+        """Have ranks started by their hosts' agents.
 
         Raises:
             InvalidRequestError: The hosts have too few slots, or this was closed.
@@ -102,10 +102,10 @@ class ExecStarter:
         self._wake()
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """Have them started by the agent of a host, which need not be one of those that were given at first.
+        """Have ranks started by the agent of a host, which need not be one of those that were given at first.
 
         Raises:
-            InvalidRequestError: This was closed, or this is no name of a host.
+            InvalidRequestError: This was closed, or ``host`` is no name of a host.
             StartError: The program that starts an agent can't be run.
         """
         Host(host, len(ranks))
@@ -123,7 +123,7 @@ class ExecStarter:
         self._wake()
 
     def give_up(self, host: str) -> None:
-        """End the agent of a host; its ranks are reported."""
+        """Kill the agent of a host; its ranks are reported as ended."""
         with self._lock:
             link = self._links.get(host)
         if link is not None:
@@ -142,7 +142,7 @@ class ExecStarter:
         return assign(self._hosts, size)[rank].where
 
     def close(self, timeout: float) -> None:
-        """Wait so long for ranks that were told to leave, then have the agents end what is left. Idempotent."""
+        """Wait ``timeout`` seconds for ranks that are leaving, then have the agents end what is left. Idempotent."""
         self._idle.wait(timeout)
         with self._lock:
             if self._closing:
@@ -156,13 +156,13 @@ class ExecStarter:
     def _wake(self) -> None:
         with contextlib.suppress(
             BlockingIOError, OSError
-        ):  # full: it wakes as well; closed: there is no one to wake
+        ):  # full: it wakes as well; closed: the thread has ended
             os.write(self._wakeup_write, b"\0")
 
     def _connect(self, host: str, ranks: Sequence[int]) -> AgentLink:
-        """Start the agent of a host, which has these ranks in the end. The lock is held."""
+        """Start the agent of a host; ``ranks`` are all ranks that the host will have. The caller holds the lock."""
         program, here = self._request.program, self._reach.is_here(host)
-        # What the shell says about a program's hosts belongs on the terminal, where the program was started.
+        # For a program, the standard error of the shell that reaches a host belongs on the terminal of the program.
         errors = None if program else tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the link)
         stdin = here and program is not None and program.stdin and 0 in ranks
         try:
@@ -280,7 +280,7 @@ class ExecStarter:
                 program.output.returned(rank, data)
 
     def _lost(self, link: AgentLink, reason: str, selector: selectors.BaseSelector) -> None:
-        """An agent is gone. It has ended its ranks, or they end without it; another one may take its place."""
+        """An agent is gone, and its ranks with it or soon after it; another one may take its place."""
         for descriptor in (link.inbox, link.outbox):
             if descriptor in selector.get_map():
                 selector.unregister(descriptor)

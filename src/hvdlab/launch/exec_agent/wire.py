@@ -1,5 +1,5 @@
-"""What the launcher and the agent of a host say to each other: msgspec structs in frames, over the agent's stdin and
-stdout. What comes before :data:`GREETING` (a shell's profile may print) is skipped."""
+"""The messages between the launcher and the agent of a host: msgspec structs in frames, over the agent's stdin and
+stdout. The launcher skips what comes before :data:`GREETING`, since a shell's profile may print."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdlab.collectives.protocol.frames import encode_frame
 
 GREETING = b"\x00hvdlab-agent-1\x00"
 PIECE = 1 << 20
-"""Most bytes of output or of a result in one message."""
+"""Bytes of output or of a result in one message, at most."""
 
 
 class AgentMessage(
@@ -40,18 +40,19 @@ class Start(AgentMessage, frozen=True):
     """What to run; ranks are started by :class:`Spawn`.
 
     Attributes:
-        command: Program and arguments, in bytes, since they need not be UTF-8, as what follows.
-        directory: Working directory; one that does not exist is left out.
+        command: Program and arguments; in bytes, like the following, since they need not be UTF-8.
+        directory: Working directory; ignored if it does not exist.
         environment: Variables added to the agent's own.
         removed: Variables taken out of it.
         function: A pickled call, or empty. The command then gets two more arguments: descriptors of anonymous memory with
             the call, and for its outcome.
-        threads: ``OMP_NUM_THREADS`` is set to the host's share if the environment does not say it.
+        threads: How many ranks share the host's cores: ``OMP_NUM_THREADS`` becomes a rank's share, unless the environment
+            has it. 0 leaves it alone.
         stdin_rank: The rank that reads the launcher's standard input, or -1.
-        coordinator: Its address; if it is on the network, the host's address towards it is the ranks'
+        coordinator: The coordinator's address; if it is on the network, the host's address towards it becomes the ranks'
             ``HVDLAB_ADDRESS``.
         interfaces: Network interfaces to take that address from, or empty.
-        forked: What a fork server of the host forks ranks to run, instead of the command; or empty.
+        forked: The program that a fork server of the host forks ranks to run, instead of the command; or empty.
     """
 
     command: tuple[bytes, ...]
@@ -117,8 +118,8 @@ class RankExited(AgentMessage, frozen=True):
 
     Attributes:
         code: Its exit code; -1 if it is unknown.
-        signal: What ended it, or 0.
-        reason, tail, detail, left: Of a forked rank, as :class:`~hvdlab.launch.starter.Ended` has them.
+        signal: The signal that ended it, or 0.
+        reason, tail, detail, left: For a forked rank, as in :class:`~hvdlab.launch.starter.Ended`.
     """
 
     rank: int

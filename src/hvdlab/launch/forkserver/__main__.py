@@ -26,7 +26,7 @@ def main() -> None:
     os.set_inheritable(lifeline, False)
     if os.getppid() != pool:
         os._exit(1)
-    gc.disable()  # what is imported stays; collecting during imports only costs time
+    gc.disable()  # imported objects stay, so collecting during imports only costs time
     from hvdlab.launch.forkserver.link import PoolLink
     from hvdlab.launch.forkserver.preload import load, modules_to_load
     from hvdlab.launch.forkserver.program import load_program
@@ -36,7 +36,7 @@ def main() -> None:
     environment = dict(os.environ)
     # A thread that runs at a fork is lost in the child, with the locks that it held.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    # A few descriptors for each rank add up to more than a process usually may have; ranks get the old limit back.
+    # A few descriptors for each rank add up to more than the usual limit of a process; ranks get the old limit back.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     shell = ServerShell(PoolLink(socket.socket(fileno=control), pool, PULSE), lifeline, program)

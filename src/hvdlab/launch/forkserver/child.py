@@ -41,14 +41,14 @@ def become(role: Role, program: ForkedProgram, *, open_files: int) -> NoReturn:
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else int(request.code is not None)
     except BaseException:  # noqa: BLE001  (the end of the process; its last words say why)
-        # Not to what cells write to: the thread that would send that may be what could not be started.
+        # Not to sys.stderr, which cells write to: the thread that sends that may be what could not be started.
         traceback.print_exc(file=sys.__stderr__)
     finally:
         leave(code)
 
 
 def leave(code: int) -> NoReturn:
-    """End a forked process: exit handlers and flushes, but no tearing down of what is shared with the fork server.
+    """End a forked process: run exit handlers and flush, but don't tear down what is shared with the fork server.
 
     An orderly end of the interpreter would touch, and so copy, every object that the fork shares.
     """
@@ -66,20 +66,20 @@ def leave(code: int) -> NoReturn:
 
 
 def _end_after(seconds: float, code: int) -> None:
-    """A handler that hangs does not keep the process."""
+    """Exit even if an exit handler hangs."""
     threading.Event().wait(seconds)
     os._exit(code)
 
 
 def _set_up(role: Role, program: ForkedProgram) -> None:
     order = role.order
-    os.setsid()  # Ctrl-C in the notebook's terminal is the pool's to pass on
+    os.setsid()  # Ctrl-C in the notebook's terminal must reach the pool alone, which passes it on
     if order.number == CONTROLLER:
         die_with_parent(role.parent)
     _connect_standard_descriptors(role)
     depend_on(role.lifeline)
     if not os.read(role.leave_to_live, 1):
-        # Nobody may have heard of this process; then a successor of the fork server forks another one.
+        # The pool may not know of this process; then a successor of the fork server forks another one.
         os.write(2, b"The process that forked this one died before it could tell so.\n")
         os._exit(1)
     os.close(role.leave_to_live)
@@ -113,7 +113,7 @@ def _connect_standard_descriptors(role: Role) -> None:
 
 
 def _ignore_interrupt(number: int, frame: object) -> None:
-    """Not SIG_IGN, which programs that the rank starts would inherit."""
+    """A handler in place of SIG_IGN, which programs that the rank starts would inherit."""
 
 
 def _run(role: Role, program: ForkedProgram) -> int:

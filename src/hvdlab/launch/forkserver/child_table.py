@@ -1,4 +1,4 @@
-"""The processes that a fork server looks after: reading their pipes, ending them, telling their ends."""
+"""The processes that a fork server looks after: reading their pipes, ending them, reporting their ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdlab.launch.forkserver.program import ForkedProgram
 from hvdlab.launch.forkserver.server_state import ChildEnded, ChildWrote, ControllerListens, Event
 
 LOOK_EVERY = 1.0
-"""Seconds after which it is looked again what adopted processes use."""
+"""Seconds between two looks at the memory of adopted processes."""
 
 
 class ChildTable:
@@ -34,7 +34,7 @@ class ChildTable:
         self._looked = time.monotonic()
 
     def add(self, pipes: ChildPipes) -> None:
-        """One more."""
+        """Look after one more child."""
         self._pipes[pipes.number] = pipes
         if pipes.log >= 0:
             self._watch(pipes.log, functools.partial(self._read_log, pipes))
@@ -44,7 +44,7 @@ class ChildTable:
             self._watch(pipes.pidfd, functools.partial(self._adopted_ended, pipes))
 
     def adopt(self, child: Forked) -> list[Event]:
-        """Look after a process that was forked by another."""
+        """Look after a process that another fork server has forked."""
         pipes = ChildPipes.adopt(child)
         if pipes is None:
             return [ChildEnded(child.pid, out_of_memory=self._memory.increased())]
@@ -58,7 +58,7 @@ class ChildTable:
         return max(0.0, self._looked + LOOK_EVERY - time.monotonic())
 
     def look(self) -> None:
-        """See what can't be asked when an adopted process has ended."""
+        """Note the memory of adopted processes, which can't be asked for once they have ended."""
         self._looked = time.monotonic()
         for pipes in self._pipes.values():
             if pipes.pidfd >= 0:
@@ -81,11 +81,11 @@ class ChildTable:
                 pipes.channel.send(line)
 
     def forget(self) -> None:
-        """In a child: close the pipes of the others."""
+        """In a forked child: close the pipes of the other children."""
         for pipes in self._pipes.values():
             pipes.close()
 
-    # -- what they say --------------------------------------------------------------------------------------------
+    # -- what children write --------------------------------------------------------------------------------------
 
     def _watch(self, source: object, happened: object) -> None:
         self._selector.register(source, selectors.EVENT_READ, happened)  # type: ignore[arg-type]  # has a descriptor
@@ -118,7 +118,7 @@ class ChildTable:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def reap(self) -> list[Event]:
-        """Take leave of children that have ended, adopted orphans of ranks included."""
+        """Reap children that have ended, adopted orphans of ranks included."""
         events: list[Event] = []
         while True:
             try:
@@ -134,8 +134,8 @@ class ChildTable:
         left: bytes | None = None
         pipes = next((pipes for pipes in self._pipes.values() if pipes.pid == pid), None)
         if pipes is not None:
-            # What it left behind in its process group (a data loader's workers) ends with it; as long as it is not
-            # reaped, nobody else can get its number.
+            # What it left behind in its process group (a data loader's workers) ends with it; before it is reaped, no
+            # other process can get its number.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
             events, left = self._drain(pipes)

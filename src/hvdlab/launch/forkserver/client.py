@@ -33,17 +33,17 @@ from hvdlab.launch.forkserver.orphans import Orphans
 Listener = Callable[[FromServer], None]
 
 AT_ONCE = 3
-"""So many times in a row a successor is started at once, even if none came as far as to be of use …"""
+"""This many successors in a row are started at once, even if none of them finished its imports …"""
 TRIES = 8
-"""… and so often at most, with pauses that begin with :data:`PAUSE` seconds and double each time."""
+"""… and this many in a row at most, with pauses that begin with :data:`PAUSE` seconds and double each time."""
 PAUSE = 1.0
 
 
 class ForkServer:
-    """A running fork server, and the thread that reads what it tells.
+    """A running fork server, and the thread that reads its messages.
 
-    It ends when :meth:`close` is called and, with all its children, when this process ends in any way, unless it was
-    asked to stay (:meth:`keep`). When it dies its children live on: :meth:`respawn` starts a successor for them.
+    The fork server ends when :meth:`close` is called and, with all its children, when this process ends in any way, unless it
+    was asked to stay (:meth:`keep`). When it dies its children live on: :meth:`respawn` starts a successor for them.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class ForkServer:
 
     @classmethod
     def start(cls, program: str, environ: Mapping[str, str] | None = None) -> ForkServer:
-        """Start one and return at once; it imports in the meantime.
+        """Start a fork server and return at once; it imports in the meantime.
 
         Args:
             program: What its children run, as ``module:attribute`` of a
                 :class:`~hvdlab.launch.forkserver.program.ForkedProgram`.
-            environ: Its environment; this process's by default. ``HVDLAB_PRELOAD`` says what to import.
+            environ: Its environment; by default this process's. ``HVDLAB_PRELOAD`` in it says what to import.
 
         Raises:
             StartError: The process could not be started.
@@ -90,9 +90,9 @@ class ForkServer:
 
     @classmethod
     def attach(cls, path: str, program: str, deadline: Deadline) -> ForkServer:
-        """Take over one that was kept at ``path`` (:meth:`keep`), with its children.
+        """Take over a fork server that was kept at ``path`` (:meth:`keep`), with its children.
 
-        How children ended in the meantime is told to the listener.
+        The listener gets the ends of children in the meantime.
 
         Raises:
             StartError: There is none, or another process has it.
@@ -117,11 +117,11 @@ class ForkServer:
 
     @property
     def lost(self) -> str | None:
-        """Why it is gone, if it is."""
+        """Why the fork server is gone; None as long as it is not."""
         return self._lost
 
     def children(self) -> dict[int, Forked]:
-        """The children that live, as far as it is known here, by number."""
+        """Number to child, for the children that live as far as is known here."""
         with self._lock:
             return dict(self._journal.children)
 
@@ -146,10 +146,10 @@ class ForkServer:
             on_lost(lost)
 
     def wait_loaded(self, deadline: Deadline) -> Loaded:
-        """Wait until its imports are done. Ctrl-C breaks the wait.
+        """Wait until the fork server's imports are done. Ctrl-C breaks the wait.
 
         Raises:
-            StartError: It ended before, or the time is over.
+            StartError: The fork server ended before, or the time is over.
         """
         with self._lock:
             self._changed.wait_for(lambda: self._loaded or self._lost, deadline.remaining())
@@ -167,7 +167,7 @@ class ForkServer:
     def send(self, message: ForkServerMessage) -> None:
         """Send a message. Any thread.
 
-        What was asked of a fork server that has died is asked of its successor.
+        If the fork server has died, its successor gets the message.
 
         Raises:
             StartError: This was closed, or the process is gone and has no successor.
@@ -182,13 +182,13 @@ class ForkServer:
                 self._write(message)
 
     def keep(self, path: str, deadline: Deadline) -> None:
-        """Have it stay, with its children, when this process ends; a later one can :meth:`attach` at ``path``.
+        """Have the fork server stay, with its children, when this process ends; a later process can :meth:`attach` at ``path``.
 
         Args:
-            path: Where it makes a socket, in a directory that nobody else may enter.
+            path: Where it makes a socket, in a directory that no other user may enter.
 
         Raises:
-            StartError: It could not do so.
+            StartError: It could not make the socket, or did not answer in time.
         """
         with self._lock:
             self._kept = None
@@ -206,20 +206,20 @@ class ForkServer:
         return self._kept.error
 
     def respawn(self) -> None:
-        """After its death: start a successor for its children. Any thread; idempotent.
+        """After the fork server's death: start a successor for its children. Any thread; idempotent.
 
         The successor looks after the children at once, and can fork when it has imported (:meth:`wait_loaded`). This
         returns at once, or after a pause if several in a row could not be started or died early; :meth:`close` ends
         the pause.
 
         Raises:
-            StartError: It was tried often enough.
+            StartError: :data:`TRIES` successors in a row could not be started or died early, or this was closed.
         """
         while not self._respawned():
             pass
 
     def _respawned(self) -> bool:
-        """Try once. Returns whether there is a living one."""
+        """Try once. Returns whether there is a living fork server."""
         with self._lock:
             pause = PAUSE * 2 ** (self._failures - AT_ONCE) if self._failures >= AT_ONCE else 0.0
             self._changed.wait_for(lambda: self._closing, pause)
@@ -251,7 +251,7 @@ class ForkServer:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def close(self, grace: float = 1.0, timeout: float = 5.0) -> None:
-        """End it and its children: first politely, after ``grace`` seconds by SIGKILL. Idempotent."""
+        """End the fork server and its children: by SIGTERM, after ``grace`` seconds by SIGKILL. Idempotent."""
         if not self._claim():
             return
         if self._lost is None:
@@ -262,17 +262,17 @@ class ForkServer:
         self._orphans.watch(self._journal.children.values())
         if self._lost is not None:
             self._orphans.terminate(grace)
-        self._let_go()  # of the lifeline, too: what is left ends now
+        self._let_go()  # also of the lifeline, so children that are left end now
         self._orphans.release(timeout)
 
     def detach(self) -> None:
-        """Let go of it; it stays if it was asked to (:meth:`keep`). Idempotent."""
+        """Let go of the fork server; it stays if it was asked to (:meth:`keep`). Idempotent."""
         if self._claim():
             self._orphans.release()
             self._let_go()
 
     def _claim(self) -> bool:
-        """Whether the caller is to end this."""
+        """Whether the caller is the one that ends this."""
         with self._lock:
             claimed, self._closing = not self._closing, True
             self._changed.notify_all()
@@ -338,7 +338,7 @@ class ForkServer:
             match message:
                 case Loaded():
                     self._loaded, self._failures = message, 0
-                    self._orphans.release()  # they are looked after
+                    self._orphans.release()  # the fork server looks after them now
                 case Kept():
                     self._kept = message
                 case Children():

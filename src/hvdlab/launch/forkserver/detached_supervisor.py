@@ -1,6 +1,6 @@
-"""What the fork server of a kept pool does about its coordinator while no notebook is attached: what that would do.
+"""The fork server of a kept pool replaces the coordinator while no notebook is attached, as a notebook would.
 
-It holds the coordinator's listening socket from the moment the pool is to be kept, so that ranks which lose the
+It holds the coordinator's listening socket from the moment the pool is kept, so that ranks which lose the
 coordinator wait there instead of leaving.
 """
 
@@ -25,16 +25,16 @@ ANSWER_WITHIN = 1.0
 START_WITHIN = 20.0
 """Seconds that a successor has to come up."""
 TRIES = 3
-"""Successors that may fail to come up, or die before they have."""
+"""How many successors are tried if they fail to come up."""
 UNKNOWN = 16
-"""Generations that a coordinator may be ahead of what was heard of it: its notebook may have replaced it."""
+"""How many generations a coordinator may be ahead of what is known here: its notebook may have replaced it."""
 
 
 class DetachedSupervisor:
-    """Of the coordinator that has this directory.
+    """Supervises the coordinator that has this directory.
 
     Attributes:
-        process: Becomes readable when the coordinator ends, while it is looked after; else -1.
+        process: A descriptor that becomes readable when the coordinator ends, while this looks after it; else -1.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -51,10 +51,10 @@ class DetachedSupervisor:
         return self._successor.pid if self._successor is not None else 0
 
     def begin(self, ranks: int) -> None:
-        """Nobody else looks after it from now on. If it has ended, a successor is up, or can't be.
+        """Look after the coordinator from now on. If it has ended, a successor is started first.
 
         Args:
-            ranks: How many ranks a successor is to wait for.
+            ranks: How many ranks a successor has to wait for.
         """
         pid = server_of(self._directory, ANSWER_WITHIN)
         if not self._learn() and self._launch is not None:
@@ -65,13 +65,14 @@ class DetachedSupervisor:
             self.replace(ranks)
 
     def replace(self, ranks: int) -> None:
-        """It has ended: start a successor. Without one, the ranks end after a while."""
+        """The coordinator has ended: start a successor. If that fails, the ranks end after a while."""
         self.end()
         if self._launch is None or self._listeners is None:
             return
         for _ in range(TRIES):
             launch = msgspec.structs.replace(self._launch, size=ranks)
-            # Also of one that fails: ranks may have met it, and would take another of its number for the same.
+            # A failed attempt uses its number up: ranks may have met that coordinator, and would take another one of the
+            # same number for it.
             self._launch = msgspec.structs.replace(launch, generation=launch.generation + 1)
             try:
                 self._successor = CoordinatorProcess.succeed(launch, self._listeners, START_WITHIN)
@@ -82,7 +83,7 @@ class DetachedSupervisor:
             return
 
     def end(self) -> None:
-        """Somebody else looks after it from now on."""
+        """Another process looks after the coordinator from now on."""
         descriptor, self.process = self.process, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -100,7 +101,7 @@ class DetachedSupervisor:
             self.process = os.pidfd_open(pid)
 
     def _learn(self) -> bool:
-        """What a successor is to be started with. Returns whether the coordinator has told."""
+        """Get from the coordinator what a successor is started with. Returns whether it has answered."""
         try:
             launch, listener = take_over(self._directory, ANSWER_WITHIN)
         except OSError:

@@ -24,18 +24,18 @@ REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a forked child is to be.
+    """What a forked child has to become.
 
     Attributes:
         order: The pool's order.
         log: Pipe for descriptors 1 and 2 at the start, whose last lines are reported when the child ends.
-        pipes: What a rank captures its output with; the fork server reads what is left in them at its end.
-        unsent: Memory for what it has written and not sent, likewise; -1 for none.
+        pipes: The pipes that a rank captures its output with; the fork server reads what is left in them at its end.
+        unsent: Memory for output that the rank has not sent, which the fork server reads likewise; -1 for none.
         channel: The controller's connection to the fork server, else -1.
         parent: Process id of the fork server.
         lifeline: The writing end of the pipe that children depend on.
-        leave_to_live: A pipe from which one byte comes when the pool knows of the child; only its end, when the warm
-            process died before that.
+        leave_to_live: A pipe that gives one byte when the pool knows of the child, or ends if the fork server died before
+            that.
     """
 
     order: Fork
@@ -53,9 +53,9 @@ class Birth:
     """A child, in the fork server.
 
     Attributes:
-        record: What the pool is told.
+        record: The message to the pool about it.
         pipes: Our ends of its pipes.
-        announced: Where to write a byte when the pool was told, and to close.
+        announced: Where to write a byte once the pool was sent ``record``, and then to close.
     """
 
     record: Forked
@@ -93,7 +93,7 @@ def fork(order: Fork, program: ForkedProgram, lifeline: int, forget: Callable[[]
     if pid == 0:
         forget()
         os.set_blocking(log_child, True)
-        # Its log's reading end stays open: writing must not fail when the fork server is gone.
+        # The log's reading end stays open in the child: writing must not fail when the fork server is gone.
         for descriptor in (announced, ours):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -44,10 +44,10 @@ class ServerHandle:
 
     @classmethod
     def start(cls, environ: Mapping[str, str], lifeline: Lifeline, program: str) -> ServerHandle:
-        """Start one. Raises ``StartError``."""
+        """Start a fork server. Raises ``StartError``."""
         ours, theirs = socket.socketpair()
         log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the object)
-        # Its end is how the fork server learns of ours, even while it imports.
+        # When this process ends, the pipe's writing end is closed: so the fork server learns of it, even while it imports.
         reader, pulse = Lifeline.with_reader()
         try:
             process = subprocess.Popen(
@@ -76,7 +76,7 @@ class ServerHandle:
 
     @classmethod
     def find(cls, path: str, deadline: Deadline) -> ServerHandle:
-        """Connect to one that was kept. Raises ``StartError`` if there is none."""
+        """Connect to a fork server that was kept. Raises ``StartError`` if there is none."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(deadline.remaining())
@@ -88,7 +88,7 @@ class ServerHandle:
             raise StartError(f"no pool waits at {path}: {error.strerror or error}") from error
 
     def has_ended(self, timeout: float | None) -> bool:
-        """Wait for its end."""
+        """Wait for the fork server's end. Returns whether it has ended."""
         return readable(self._pidfd, timeout)
 
     def kill(self) -> None:
@@ -96,7 +96,7 @@ class ServerHandle:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def why_ended(self, otherwise: str) -> str:
-        """How it ended, with its last words; ``otherwise`` if that can't be told."""
+        """How the fork server ended, with its last words; ``otherwise`` if that is unknown."""
         if not self.has_ended(1.0):
             return otherwise
         if self._process is not None:
@@ -117,7 +117,7 @@ class ServerHandle:
         return "\n".join(lines[-20:])
 
     def release(self) -> None:
-        """Let go of it, whether it has ended or is to stay. Idempotent."""
+        """Let go of the fork server, whether it has ended or stays. Idempotent."""
         self.endpoint.close()
         if self._process is not None and self._process.poll() is None:
             self._process.returncode = 0  # it stays on purpose; Popen would warn
@@ -134,7 +134,7 @@ class ServerHandle:
 
 
 def _log_of(pid: int) -> IO[bytes] | None:
-    """What another process's standard error is written to."""
+    """The file that another process's standard error is written to; None if it can't be opened."""
     try:
         return open(f"/proc/{pid}/fd/2", "rb")
     except OSError:

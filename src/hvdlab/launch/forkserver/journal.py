@@ -1,4 +1,4 @@
-"""What a fork server has been asked for and has told: what its successor must know if it dies. Pure logic."""
+"""What a fork server was ordered and what it has reported, which its successor must know if it dies. Pure logic."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hvdlab.launch.forkserver.messages import (
 )
 
 TRIES = 3
-"""A child is not ordered again from the next one when so many fork servers have died over it."""
+"""After this many fork servers have died over the order for a child, the next one does not get it."""
 
 
 class Journal:
     """Kept up to date by :meth:`remember` and :meth:`heard`.
 
     Attributes:
-        children: The children that live, by number.
+        children: Number to child, for the children that live.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Journal:
         self._keep: Keep | None = None
 
     def remember(self, message: ForkServerMessage) -> None:
-        """This is asked for."""
+        """Note an order to the fork server."""
         match message:
             case Fork(number):
                 self._orders[number], self._tries[number] = message, 0
@@ -61,11 +61,11 @@ class Journal:
         return self._guard.paths if self._guard is not None else ()
 
     def forget_keeping(self) -> None:
-        """The last wish to be kept was not fulfilled."""
+        """Drop the last :class:`Keep`, which failed."""
         self._keep = None
 
     def heard(self, message: FromServer) -> None:
-        """The fork server tells this."""
+        """Note a message of the fork server."""
         match message:
             case Forked(number):
                 self._orders.pop(number, None)
@@ -82,7 +82,7 @@ class Journal:
                 self._guard = Guard(guarded)
 
     def died(self) -> list[FromServer]:
-        """The fork server has died. Returns what it would tell about what has ended with it."""
+        """The fork server has died. Returns the messages that it would have sent about what ended with it."""
         ended: list[FromServer] = []
         for number, order in list(self._orders.items()):
             self._tries[number] += 1
@@ -95,7 +95,7 @@ class Journal:
         return ended
 
     def for_successor(self) -> list[ForkServerMessage]:
-        """What the successor is to be told first."""
+        """The first messages to the successor."""
         settings = [message for message in (self._keep, self._guard) if message is not None]
         adopt = Adopt(tuple(self.children.values()))
         return [adopt, *settings, *self._orders.values(), *self._ends.values()]

@@ -1,8 +1,8 @@
-"""What ends a child for which nobody is left to care, even if it is stopped, or stuck in C code.
+"""What ends a child when neither the pool's process nor the fork server is left, even if it is stopped, or stuck in C code.
 
-The pool's process and the fork server hold the writing end of one pipe, into which nothing is ever written. Each
-child has the kernel send SIGKILL to its process group when the last writer is gone. So a child outlives either of the
-two, never both; and neither needs to act for that, nor the child to run.
+These two hold the writing end of one pipe, into which nothing is ever written. Each child has the kernel send SIGKILL
+to its process group when the last writer is gone. So a child outlives either of the two, never both; and neither needs
+to act for that, nor the child to run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 
 
 class Lifeline:
-    """The pool's hold of the pipe. Not inherited by what it executes, and given up in what it forks.
+    """The pool's hold of the pipe. Programs that the pool's process executes don't inherit it, and its forks give it up.
 
     Attributes:
         descriptor: The writing end.
@@ -33,12 +33,12 @@ class Lifeline:
 
     @classmethod
     def with_reader(cls) -> tuple[int, Lifeline]:
-        """A new pipe, and its reading end, which is the caller's."""
+        """The reading end of a new pipe, which the caller closes, and the lifeline."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
         return reader, cls(writer)
 
     def close(self) -> None:
-        """Let go of it: children end, unless the fork server holds it too. Idempotent."""
+        """Let go of the pipe: children end, unless the fork server holds it too. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -50,12 +50,12 @@ def depend_on(descriptor: int) -> None:
     Args:
         descriptor: The writing end, which is closed.
     """
-    # Opened anew, since owner and signal belong to the open file, not to the descriptor.
+    # Opened anew, since owner and signal belong to the open file, which an inherited descriptor would share.
     reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
-    os.close(descriptor)  # were it the last one, that would be the end
+    os.close(descriptor)  # last: if no other writer is left, this ends the child
 
 
 def wake_on_hangup(descriptor: int) -> None:
@@ -69,7 +69,7 @@ _held: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """A fork of the pool's process (multiprocessing, say) must not keep the pool's children alive."""
+    """Close all lifelines in a fork of the pool's process (multiprocessing, say), which must not keep the children alive."""
     for lifeline in list(_held):
         lifeline.close()
 

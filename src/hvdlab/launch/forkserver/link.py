@@ -13,7 +13,7 @@ from hvdlab.collectives.protocol.endpoint import Endpoint
 
 
 class PoolLink:
-    """A connection, and what else tells that the process at its other end has ended.
+    """A connection, and what else shows that the process at its other end has ended.
 
     Args:
         sock: The connection.
@@ -47,7 +47,7 @@ class PoolLink:
         self._close_signs()
 
     def forget(self) -> None:
-        """In a forked child: let go without a word to the other side."""
+        """In a forked child: close it without shutting the connection down for the other side."""
         if not self.endpoint.closed:
             os.close(self._sock.detach())
         self._close_signs()
@@ -62,7 +62,7 @@ class Listener:
     """A socket at which a successor of the pool's process connects.
 
     Args:
-        path: Where, in a directory that nobody else may enter.
+        path: Where, in a directory that no other user may enter.
 
     Raises:
         OSError: It can't be made there.
@@ -82,7 +82,7 @@ class Listener:
             raise
 
     def accept(self) -> tuple[socket.socket, int] | None:
-        """Who has come, with its process id; ``None`` if it may not, or has gone."""
+        """The connection of a process that has come, and its id; ``None`` if it may not come, or has gone."""
         try:
             sock, _ = self.sock.accept()
         except OSError as error:
@@ -96,20 +96,20 @@ class Listener:
         return None
 
     def _turn_away(self) -> None:
-        """Without a descriptor for who has come, the listener would stay readable for ever."""
+        """Drop one connection: without a descriptor for it, the listener would stay readable for ever."""
         os.close(self._spare)
         with contextlib.suppress(OSError):
             self.sock.accept()[0].close()
         self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def close(self) -> None:
-        """Let nobody in any more, and remove the socket."""
+        """Remove the socket and stop listening: no process can connect any more."""
         with contextlib.suppress(OSError):
             os.unlink(self.path)
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: close it."""
+        """In a forked child: close the descriptors."""
         self.sock.close()
         os.close(self._spare)
 

@@ -1,4 +1,4 @@
-"""What the pool and its fork server say to each other, as msgspec structs in frames over a socketpair. No pickle."""
+"""The messages between the pool and its fork server: msgspec structs in frames over a socketpair. No pickle."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ class Forked(ForkServerMessage, frozen=True):
     """Child ``number`` runs as ``pid``.
 
     Attributes:
-        started: When it started, as field 22 of its ``/proc/<pid>/stat`` has it: tells it from a later process with
+        started: When it started, as in field 22 of its ``/proc/<pid>/stat``: distinguishes it from a later process with
             the same number.
-        log, err, out: Its own descriptors of the reading ends of its log and of its captured output.
-        unsent: Its own descriptor of the memory for what it has written and not sent.
+        log, err, out: The child's own descriptors of the reading ends of its log and of its captured output.
+        unsent: The child's own descriptor of the memory for output that it has not sent.
     """
 
     number: int
@@ -112,7 +112,7 @@ class Forked(ForkServerMessage, frozen=True):
 class Adopt(ForkServerMessage, frozen=True):
     """Look after these processes, which an earlier fork server forked, as after children.
 
-    How one of them ends may remain unknown (see :class:`Exited`). Those that have ended already are reported at once.
+    How one of them ends may remain unknown (see :class:`Exited`). The fork server reports those that have ended already at once.
     """
 
     children: tuple[Forked, ...]
@@ -155,12 +155,12 @@ class Exited(ForkServerMessage, frozen=True):
     """A child ended.
 
     Attributes:
-        code: Exit code, or -1 if a signal ended it, or if nobody knows.
-        signal: The signal, or 0. With ``code`` -1 that means that it is unknown how it ended.
-        max_rss: Most memory it had resident, in bytes.
-        out_of_memory: The kernel killed it for lack of memory.
+        code: Exit code; -1 if a signal ended it, or if that is unknown.
+        signal: The signal, or 0. With ``code`` -1, 0 means that it is unknown how it ended.
+        max_rss: The most memory that it had resident, in bytes.
+        out_of_memory: Whether the kernel killed it for lack of memory.
         tail: The last lines of its standard error.
-        seen: ``max_rss`` is what was seen up to a second before the end: it was not a child of who tells it.
+        seen: Whether ``max_rss`` was seen up to a second before the end, since the fork server was not its parent.
         left: What it wrote and may not have sent, as its program encodes that; ``None`` if there is nothing.
     """
 
@@ -194,7 +194,7 @@ class Children(ForkServerMessage, frozen=True):
     The frame brings the lifeline's writing end along.
 
     Attributes:
-        children: What lives.
+        children: The children that live.
         guarded: The files of the last :class:`Guard`.
     """
 

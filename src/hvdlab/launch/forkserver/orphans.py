@@ -15,15 +15,17 @@ from hvdlab.launch.processes import exit_status, open_process, peak_memory, read
 
 
 class Orphans:
-    """Holds a descriptor of each, by which its end can still be told when it is long gone, and what memory it had."""
+    """Holds a descriptor of each, which shows how it ended even long afterwards, and the memory that it had."""
 
     def __init__(self) -> None:
         self._held: dict[int, int] = {}
         self._peaks: dict[int, int] = {}
 
     def watch(self, children: Iterable[Forked]) -> None:
-        """Hold these, as far as they live."""
-        for child in tuple(children):  # those of a journal change while its thread reads that one has ended
+        """Hold those of these that live."""
+        for child in tuple(
+            children
+        ):  # a copy: the reading thread takes a child out of the journal when it has ended
             if child.pid in self._held:
                 continue
             with contextlib.suppress(OSError):  # no descriptor left: its end will be unknown
@@ -33,7 +35,7 @@ class Orphans:
                     self._peaks[child.pid] = peak_memory(child.pid)
 
     def complete(self, end: Exited) -> Exited:
-        """The same, with how it ended and what memory it had, if that was unknown and is known here."""
+        """The same end, completed by what is known here: how the rank ended, and the memory that it had."""
         if not end.max_rss and (peak := self._peaks.get(end.pid)):
             end = msgspec.structs.replace(end, max_rss=peak, seen=True)
         descriptor = self._held.get(end.pid)
@@ -46,14 +48,14 @@ class Orphans:
         return msgspec.structs.replace(end, code=max(code, -1), signal=max(-code, 0))
 
     def terminate(self, grace: float) -> None:
-        """Ask them to end, and give them this many seconds."""
+        """Send SIGTERM to all, and wait this many seconds for their end."""
         for descriptor in self._held.values():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGTERM)
         self._wait(Deadline(grace))
 
     def release(self, timeout: float = 0.0) -> None:
-        """Wait for their end, and hold them no longer."""
+        """Wait this many seconds for their end, and hold them no longer."""
         self._wait(Deadline(timeout))
         for descriptor in self._held.values():
             os.close(descriptor)

@@ -42,7 +42,7 @@ class StdPipes:
         for _ in range(2):
             reader, writer = os.pipe2(os.O_CLOEXEC)
             os.set_blocking(reader, False)
-            # C code may print while it holds the interpreter's lock, and then nobody reads: the more fits, the better.
+            # C code may print while it holds the interpreter's lock, and then no thread reads: the more fits, the better.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
             pairs.append((reader, writer))
@@ -54,10 +54,10 @@ class ChildPipes:
     """One child.
 
     Attributes:
-        number, pid: Which.
+        number, pid: The child's number and process.
         log: Reading end of its log, or -1.
-        err, out: Reading ends of its captured output, or -1. Read only when it has ended: while it lives it does so.
-        unsent: Memory with what it has written and not sent, or -1; likewise.
+        err, out: Reading ends of its captured output, or -1. Read here only when it has ended: while it lives it reads them.
+        unsent: Memory with output that it has not sent, or -1. Read only when it has ended, too.
         channel: The controller's connection.
         pidfd: Becomes readable when it ends; only for an adopted process, else -1.
         peak: The most memory that an adopted process was seen to have had, in bytes.
@@ -77,7 +77,7 @@ class ChildPipes:
 
     @classmethod
     def adopt(cls, child: Forked) -> ChildPipes | None:
-        """Of a process that somebody else has forked; ``None`` if it has ended."""
+        """The pipes of a process that another fork server has forked; ``None`` if it has ended."""
         pidfd = open_process(child.pid, child.started)
         if pidfd < 0:
             return None
@@ -112,11 +112,11 @@ class ChildPipes:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def look(self) -> None:
-        """See how much memory it has had: when it has ended, nobody but its parent can tell."""
+        """Note how much memory it has had: once it has ended, only its parent can find that out."""
         self.peak = max(self.peak, peak_memory(self.pid))
 
     def bury(self) -> int | None:
-        """After its end: end what it has left in its session. Returns how it ended, as ``waitpid`` does, if known."""
+        """After its end: kill what it has left in its session. Returns its status as ``waitpid`` does; ``None`` if unknown."""
         status = exit_status(self.pidfd, self.pid)
         kill_session(self.pid)
         return status
@@ -124,7 +124,7 @@ class ChildPipes:
     # -- end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """In the fork server or in a child: let go of them without telling the other side."""
+        """In the fork server or in a child: close them without shutting the connection down for the other side."""
         for descriptor in (self.log, self.err, self.out, self.unsent, self.pidfd):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -133,7 +133,7 @@ class ChildPipes:
 
 
 def _contents(pipe: int) -> Iterator[bytes]:
-    """What is in a pipe now; no more, as somebody may go on writing."""
+    """What is in a pipe now, and no more than fits into it, as another process may go on writing."""
     rest = PIPE_SIZE
     with contextlib.suppress(BlockingIOError):
         while pipe >= 0 and rest > 0 and (data := os.read(pipe, min(rest, READ_SIZE))):

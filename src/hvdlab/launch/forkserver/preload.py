@@ -12,7 +12,7 @@ from hvdlab.launch.forkserver.program import ForkedProgram
 
 
 def modules_to_load(program: ForkedProgram, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The user's list: ``HVDLAB_PRELOAD`` (names separated by commas), else the frameworks that are usual and installed."""
+    """The user's list ``HVDLAB_PRELOAD`` (names separated by commas), else the usual frameworks that are installed."""
     wanted = environ.get("HVDLAB_PRELOAD")
     if wanted is None:
         return tuple(name for name in program.usual() if _installed(name))
@@ -20,7 +20,7 @@ def modules_to_load(program: ForkedProgram, environ: Mapping[str, str]) -> tuple
 
 
 def load(program: ForkedProgram, names: Sequence[str]) -> Loaded:
-    """Import what the program needs, then these modules; what fails is reported, not raised."""
+    """Import what the program needs, then these modules. Failures are in the result and not raised."""
     began = time.monotonic()
     loaded: list[str] = []
     failed: dict[str, str] = {}
@@ -37,10 +37,10 @@ def load(program: ForkedProgram, names: Sequence[str]) -> Loaded:
 
 
 def load_later(name: str) -> None:
-    """Import a module that is only wanted to be quick; whoever needs it gets the error."""
+    """Import a module ahead of its use; if that fails, the code that uses it gets the error."""
     try:
         importlib.import_module(name)
-    # Not only for want of the module: there may be no descriptor to read it, say.
+    # Any error: the module may exist, and there may be no descriptor left to read it, say.
     except Exception:  # noqa: BLE001
         return
 

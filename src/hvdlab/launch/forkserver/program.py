@@ -1,4 +1,4 @@
-"""What the children of a fork server run: a protocol, and how the fork server finds the one that it was given by name."""
+"""What the children of a fork server run: a protocol, and how the fork server finds a program by its name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hvdlab.launch.forkserver.pipes import StdPipes
 class ForkedProgram(Protocol):
     """The program of ranks, and of ipyparallel's controller beside them.
 
-    The fork server imports the module of a program before anything else: it has to be light, and to import what is
-    heavy in the methods that run in a child.
+    The fork server imports the module of a program before anything else: the module has to be light, and to import heavy
+    modules in the methods that run in a child.
 
     Attributes:
         required: Modules that every rank needs, in the order in which they are imported. An import error there is a
             broken installation.
-        later: Modules that are wanted soon after a rank has started; imported when the fork server has nothing to do.
+        later: Modules that ranks need soon after they have started; imported when the fork server has nothing to do.
     """
 
     required: Sequence[str]
@@ -32,7 +32,7 @@ class ForkedProgram(Protocol):
         ...
 
     def binding_of(self, framework: str) -> str:
-        """The module of ours that is imported along with a framework; empty if there is none."""
+        """The module of hvdlab that is imported along with a framework; empty if there is none."""
         ...
 
     def refresh(self, threads: int) -> None:

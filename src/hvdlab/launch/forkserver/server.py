@@ -1,6 +1,6 @@
-"""The fork server's shell: its sockets, pipes, signals, forks. What to do is decided by the supervisor.
+"""The fork server's shell: its sockets, pipes, signals, forks. :class:`ServerState` decides what to do.
 
-While the imports are made on the main thread, it runs on a thread of its own, so that a successor looks after the
+While the main thread imports, the shell runs on a thread of its own, so that a successor looks after the
 ranks of its predecessor at once. Only when that thread has ended is anything forked: a fork copies one thread.
 """
 
@@ -91,8 +91,8 @@ class ServerShell:
         signal.signal(signal.SIGCHLD, _do_nothing)
 
     def run(self, imports: Callable[[], Loaded]) -> Role | None:
-        """Import and serve. Returns ``None`` when the process is to exit, and in a forked child what that is to be."""
-        # An import may hold the interpreter for seconds: until it is done the pool's end ends this process by itself.
+        """Import and serve. Returns ``None`` when the process has to exit, and in a forked child what that has to become."""
+        # An import may hold the interpreter for seconds: until it is done, the kernel ends this process with the pool's.
         raise_on_hangup(PULSE, True)
         beside = threading.Thread(target=self._serve_beside, name="hvdlab-forkserver", daemon=True)
         beside.start()
@@ -118,14 +118,14 @@ class ServerShell:
             os._exit(1)
 
     def _serve(self, *first: Event) -> Role | Exit | None:
-        """Serve to the end, or (``None``) of the imports."""
+        """Serve to the end; returns ``None`` if called during the imports and these are done."""
         events, importing = deque[Event](first), self._importing
         while True:
             while events:
                 outcome = self._perform(self._state.handle(events.popleft(), time.monotonic()))
                 if outcome is not None:
                     return outcome
-                # What a fork's answer brings about comes before what happened meanwhile.
+                # Answers, such as to a fork, are handled before events that happened meanwhile.
                 events.extendleft(reversed(self._answers))
                 self._answers.clear()
             if importing and not self._importing:
@@ -167,7 +167,7 @@ class ServerShell:
             self._selector.modify(endpoint, wanted, self._read_pool)
 
     def _ignore(self, source: object) -> None:
-        """Watch it no longer, if that was done."""
+        """Watch a source no longer, if it was watched."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(source)  # type: ignore[arg-type]  # whatever was registered
 
@@ -219,7 +219,7 @@ class ServerShell:
         self._answers.append(ListenReturned(path, error))
 
     def _open_door(self) -> list[Event]:
-        """Somebody wants to be the pool's process."""
+        """A process has connected that wants to become the pool's."""
         found = self._listener.accept() if self._listener is not None else None
         if found is None:
             return []
@@ -235,7 +235,7 @@ class ServerShell:
         self._watch_pool()
         return [*lost, PoolFound()]
 
-    # -- the coordinator of a kept pool that nobody uses ----------------------------------------------------------
+    # -- the coordinator of a kept pool that no process uses ------------------------------------------------------
 
     def _ranks(self) -> int:
         """One more than the highest rank that lives."""
@@ -254,7 +254,7 @@ class ServerShell:
         return []
 
     def _leave_coordinator(self) -> None:
-        """Somebody else looks after it from now on."""
+        """Another process looks after the coordinator from now on."""
         if self._detached is not None:
             self._coordinator_ended()
             if self._detached.process >= 0:

@@ -1,4 +1,4 @@
-"""Which children the fork server has and what is to be done about them: pure logic, no I/O.
+"""Which children the fork server has and what to do about them: pure logic, no I/O.
 
 ``handle(event, now)`` takes what happened and returns what to do; :mod:`hvdlab.launch.forkserver.server` does it.
 """
@@ -32,7 +32,7 @@ from hvdlab.launch.forkserver.messages import (
 )
 
 GRACE_WITHOUT_POOL = 0.5
-"""Seconds that children get to end by themselves when the pool's process is gone."""
+"""Seconds that children have to end by themselves when the pool's process is gone."""
 
 
 # -- what happens -----------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class ForkReturned:
 class ChildEnded:
     """A child was reaped, or an adopted process has ended; ``max_rss`` in bytes.
 
-    ``code`` -1 without a signal: nobody knows how. ``seen`` and ``left`` as of :class:`Exited`.
+    ``code`` -1 without a signal: how it ended is unknown. ``seen`` and ``left`` as in :class:`Exited`.
     """
 
     pid: int
@@ -139,7 +139,7 @@ class Do:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Tell when this process ends, which is not ours, and read its log; :class:`ChildEnded` if it has."""
+    """Watch for the end of this process, which is not our child, and read its log; :class:`ChildEnded` if it has ended."""
 
     child: Forked
 
@@ -211,7 +211,7 @@ class ServerState:
         self._early: list[Fork] = []
         self._kept = False
         self._alone = False  # kept, and no pool's process is connected
-        # How ranks ended of whose number there is no newer one: a successor of the pool's process must learn it.
+        # Ends of ranks that have not been started again: a successor of the pool's process must learn of them.
         self._ends: dict[int, Exited] = {}
         self._guarded: tuple[str, ...] = ()
         self._stopping = False
@@ -256,7 +256,7 @@ class ServerState:
 
     @property
     def kept(self) -> bool:
-        """Whether the end of the pool's process is not the end of this one."""
+        """Whether this process stays when the pool's ends."""
         return self._kept and not self._stopping
 
     def children(self) -> dict[int, int]:
@@ -312,7 +312,7 @@ class ServerState:
         self._ends.pop(child.number, None)
 
     def _introduce(self) -> list[Effect]:
-        """What a successor of the pool's process must know."""
+        """The messages that a successor of the pool's process needs."""
         loaded: list[Effect] = [Send(self._loaded)] if self._loaded is not None else []
         children = tuple(child.record for child in self._children.values())
         return [*loaded, Send(Children(children, self._guarded)), *(Send(end) for end in self._ends.values())]
@@ -337,14 +337,14 @@ class ServerState:
         )
         effects: list[Effect] = [Send(end)]
         if child.number >= 0:
-            # Who comes later waits for no cell of a rank that he did not find.
+            # Without ``left``: a later process of the pool waits for no cell of a rank that it did not find.
             self._ends[child.number] = msgspec.structs.replace(end, left=None)
         if child.number >= 0 and CONTROLLER in self._children:
             effects.append(TellController(child.number, False))
         return effects + self._exit_if_done()
 
     def _leave_if_useless(self, now: float) -> list[Effect]:
-        """Kept for a successor of the pool's process, who would find no rank."""
+        """Stop if this process stays for a successor of the pool's process, which would find no rank."""
         ranks = any(number >= 0 for number in self._children)
         return [] if ranks or not self._alone or self._stopping else self._stop(GRACE_WITHOUT_POOL, now)
 

@@ -1,4 +1,4 @@
-"""A job of Slurm's as its commands tell of it: what it waits for, where it runs, and why it ended."""
+"""A job of Slurm's as Slurm's commands show it: what it waits for, where it runs, and why it ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.launch.hosts import Host
 
 ANSWER_WITHIN = 30.0
-"""Seconds that a command of Slurm's is given; its controller may be busy."""
+"""Seconds that a command of Slurm's has; Slurm's controller may be busy."""
 
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 
@@ -44,25 +44,25 @@ _NEVER = frozenset(
         "QOSNotAllowed",
     )
 )
-"""Reasons for which a job would wait for ever, unless somebody changes the cluster."""
+"""Reasons for which a job would wait for ever, unless the cluster's configuration changes."""
 _REFUSAL = re.compile(r"can't use this partition|not (?:allowed|permitted)", re.IGNORECASE)
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _PREFIX = re.compile(r"^(?:sbatch|srun|squeue|scontrol): (?:error: )?")
 
 MARK = "hvdlab tasks="
-"""What the job's comment begins with: its script writes there how many tasks each node has, which nothing else tells."""
+"""The beginning of the job's comment: its script writes there how many tasks each node has, which no command shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """What ``squeue`` tells of a job.
+    """What ``squeue`` shows of a job.
 
     Attributes:
         state: Slurm's word, such as ``PENDING``.
-        reason: Why it waits, or has ended so; ``None`` is Slurm's word for nothing.
+        reason: Why it waits, or ended as it did; the text ``None`` is Slurm's word for nothing.
         start: When it is expected to start, or has; as Slurm writes it.
         nodes: Slurm's list of its nodes, such as ``n[1-2]``.
-        tasks: How many tasks each of them has, such as ``2(x2),1``; empty as long as its script has not told.
+        tasks: How many tasks each of them has, such as ``2(x2),1``; empty as long as the job's script has not written it.
     """
 
     state: str
@@ -83,7 +83,7 @@ class JobState:
 
     @property
     def settled(self) -> bool:
-        """Whether it is known which of its nodes has which part of its tasks: its script has told, or there is but one."""
+        """Whether it is known how many tasks each node has: the job's script has written it, or there is one node only."""
         return self.runs and bool(self.tasks or not set(self.nodes) & set("[,"))
 
     @property
@@ -118,7 +118,7 @@ def rooms(nodes: Sequence[str], tasks: str, size: int) -> list[Host]:
     """How many ranks each node has room for.
 
     Args:
-        nodes: Their names.
+        nodes: The nodes' names.
         tasks: ``2(x2),1``; if it is empty, ``size`` ranks are divided evenly.
         size: How many ranks the job was asked for.
     """
@@ -138,17 +138,17 @@ class Slurm:
     """Slurm's commands.
 
     Args:
-        environment: What they get.
+        environment: Their environment.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = dict(environment)
 
     def job(self, job: str) -> JobState | None:
-        """What Slurm knows of a job; ``None`` if it knows it no more.
+        """What Slurm knows of a job; ``None`` if it does not know the job any more.
 
         Raises:
-            StartError: Its controller does not answer.
+            StartError: Slurm's controller does not answer.
         """
         form = "%T\t%S\t%N\t%k\t%r"
         done = self._run("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format={form}")
@@ -169,7 +169,7 @@ class Slurm:
         return done.stdout.split()
 
     def node_trouble(self, node: str) -> str:
-        """What is wrong with a node, in Slurm's words; empty if nothing is, or Slurm does not tell."""
+        """What is wrong with a node, in Slurm's words; empty if nothing is, or Slurm does not say."""
         try:
             done = self._run("sinfo", "--noheader", f"--nodes={node}", "--format=%T\t%E")
         except StartError:
@@ -207,7 +207,8 @@ SCRIPT = (
     'if steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null) && '
     '! echo "$steps" | grep -qvE "batch|extern|interactive"; then idle=$((idle + 1)); else idle=0; fi; done'
 )
-"""What the job itself runs. Its launcher cancels it; where that and its host are lost, it ends when it had no step for five minutes."""
+"""What the job itself runs. The launcher cancels the job; if the launcher is lost with its host, the job ends after five minutes
+without a step."""
 
 _KEEP = (
     'trap \'\' HUP INT PIPE TERM; job=$(sbatch "$@" </dev/null) || exit 1; echo "$job"; cat >/dev/null; '
@@ -221,8 +222,8 @@ class HeldJob:
     A shell submits it, and cancels it when its input ends: it has a session of its own, and is not stopped by signals.
 
     Args:
-        arguments: Of ``sbatch``.
-        environment: What Slurm's commands get.
+        arguments: Arguments of ``sbatch``.
+        environment: The environment of Slurm's commands.
 
     Attributes:
         id: Slurm's number, once :meth:`submitted` has returned.
@@ -259,11 +260,14 @@ class HeldJob:
         return self.id
 
     def cancel(self) -> None:
-        """Have it cancelled; :meth:`wait` waits for that. Idempotent."""
+        """Have the job cancelled; :meth:`wait` waits for that. Idempotent."""
         _pipe(self._process.stdin).close()
 
     def wait(self, timeout: float) -> bool:
-        """Whether Slurm has taken the cancellation in time; if not, the shell goes on trying. Nothing may read from it any more."""
+        """Whether Slurm has taken the cancellation in time; if not, the shell goes on trying.
+
+        Call it when no thread reads from the shell any more.
+        """
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -38,7 +38,7 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES"
 
 
 class SlurmLauncher:
-    """Starts ranks in one job of Slurm's, which it asks for and cancels."""
+    """Starts ranks in one job of Slurm's, which it submits and cancels."""
 
     name = "slurm"
     capabilities = Capabilities.all_but(
@@ -50,7 +50,7 @@ class SlurmLauncher:
         self._starter: SlurmStarter | None = None
 
     def options(self) -> Sequence[Option]:
-        """What the job asks for, and what is started in it."""
+        """Options about what the job asks for, and what is started in it."""
         return (
             *(Option(name, text) for name, (_, text) in _OF_SBATCH.items()),
             Option(
@@ -62,7 +62,7 @@ class SlurmLauncher:
         )
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raises ``StartError`` without Slurm's commands, ``InvalidRequestError`` for hosts or where a job lacks room."""
+        """Raises ``StartError`` without Slurm's commands, ``InvalidRequestError`` if hosts are named or a job lacks room."""
         missing = [name for name in COMMANDS if shutil.which(name) is None]
         if missing:
             raise StartError(
@@ -77,14 +77,14 @@ class SlurmLauncher:
             self._starter.check_room(size)
 
     def is_far(self, hosts: str) -> bool:
-        """Always: nodes are other hosts, or may be."""
+        """Always True: nodes are, or may be, other hosts."""
         return True
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> SlurmStarter:
         """What starts the ranks of a job. Nothing is asked of Slurm yet.
 
         Raises:
-            InvalidRequestError: The hosts are to come and go, which the nodes of a job don't.
+            InvalidRequestError: The program's hosts come and go, which the nodes of a job don't.
         """
         if request.program is not None and not request.size:
             raise InvalidRequestError(
@@ -113,14 +113,14 @@ def _submission(options: Mapping[str, object]) -> list[str]:
         "--output=/dev/null",
         "--error=/dev/null",
     ]
-    # The script needs no more of them; none may tell a secret to those who can see the job.
+    # The script needs no more variables than these; none may show a secret to users that can see the job.
     found += ["--export=PATH,LD_LIBRARY_PATH", "--job-name=hvdlab"]
     found += [f"--{option}={options[name]}" for name, (option, _) in _OF_SBATCH.items() if name in options]
     return [*found, *cast("tuple[str, ...]", options.get("args", ())), f"--wrap={SCRIPT}"]
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What Slurm's commands get, and agents by ``srun``: nothing of a job or a display that this process is in."""
+    """The environment of Slurm's commands, and by ``srun`` of agents: without what a job or a display has given this process."""
     found = {
         name: value
         for name, value in exported(environ).items()

@@ -20,13 +20,14 @@ from hvdlab.launch.slurm.job import HeldJob, JobState, Slurm, rooms
 from hvdlab.launch.starter import Ended, LaunchRequest, RankObserver, Started, Waiting
 
 FIRST_LOOK, LONGEST_LOOK = 0.25, 10.0
-"""Seconds between looks at a job that waits: from the first to the longest, each twice the one before it. Slurm has no event for it."""
+"""Seconds between looks at a job that waits, for which Slurm has no event: the first pause, then twice as long each time, and the
+longest one."""
 TOLD_WITHIN = 15.0
-"""Seconds within which the job's script is expected to tell how many tasks each node has; then they are divided evenly."""
+"""Seconds that the job's script has to write how many tasks each node has; after that they are divided evenly."""
 CANCELLED_WITHIN = 10.0
-"""Seconds that the end of a pool waits until Slurm has confirmed that the job is cancelled; it is tried on after that."""
+"""Seconds that the end of a pool waits until Slurm has confirmed the cancellation; the shell goes on trying after that."""
 ENDED_WITHIN = 5.0
-"""Seconds that a job is given from the end of its first step to that of all of it."""
+"""Seconds that a job has from the end of its first step to the end of all of it."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
@@ -45,21 +46,21 @@ class StepReach:
     arguments: Sequence[str] = ()
 
     def is_here(self, host: str) -> bool:
-        """Never: what runs outside of the job has none of its room."""
+        """Always False: a process outside of the job has none of its room."""
         return False
 
     def command(self, host: str, python: str) -> Sequence[str]:
-        """A step of one task, with all that the job has of the node, beside which other steps may run."""
+        """A step of one task, with all that the job has on the node, beside which other steps may run."""
         step = ("--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--export=ALL", "--mpi=none")
         raw = ("--unbuffered", "--cpu-bind=none", "--job-name=hvdlab-agent", "--input=all", "--quiet")
         return ["srun", f"--jobid={self.job}", *step, *raw, *self.arguments, *agent_command(python)]
 
     def environment(self) -> Mapping[str, str]:
-        """Without what Slurm has told this process of another job."""
+        """The environment of Slurm's commands, without variables of another job that this process may be in."""
         return self.commands.environment
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """A node is a host, and its name says where its ranks are."""
+        """Variables by which a node counts as a host; its name, which shows where its ranks are, includes the job."""
         return {HOST_VARIABLE: f"{host} (job {self.job})"}
 
 
@@ -69,7 +70,7 @@ class SlurmStarter:
     A thread submits the job and waits until it has its nodes; then it looks into ends of ranks that only Slurm can explain.
 
     Args:
-        request: What for.
+        request: What the ranks are started for.
         ranks: Takes what happens to ranks.
         submission: Arguments of ``sbatch``, but for the number of ranks.
         room: How many ranks the job has room for, if those that it begins with are fewer.
@@ -93,9 +94,9 @@ class SlurmStarter:
         self._submission, self._room, self._step = tuple(submission), room, tuple(step)
         self._slurm, self._python = slurm, python
         self._lock = threading.Lock()
-        #: The job, once it was asked for. With the following, guarded by the lock.
+        #: The job, once it was submitted. This and the following are guarded by the lock.
         self._job: HeldJob | None = None
-        #: What starts ranks, once the job has its nodes; and these, with their room.
+        #: What starts ranks, once the job has its nodes; below it the nodes, with their room.
         self._exec: ExecStarter | None = None
         self._nodes: tuple[Host, ...] = ()
         #: Ranks that wait for the job, with the size that they were started for.
@@ -111,7 +112,7 @@ class SlurmStarter:
     # -- any thread -----------------------------------------------------------------------------------------------
 
     def start(self, ranks: Sequence[int], size: int) -> None:
-        """Have them started as soon as the job has its nodes, which the first call asks for.
+        """Have ranks started as soon as the job has its nodes. The first call submits the job.
 
         Raises:
             InvalidRequestError: The job has no room for so many, or this was closed.
@@ -134,7 +135,7 @@ class SlurmStarter:
                 self._job = HeldJob(arguments, self._slurm.environment)
                 self._ranks.handle(
                     Waiting("asking Slurm for a job")
-                )  # whoever called waits without a limit from now on
+                )  # from now on the caller waits without a limit
                 self._thread = threading.Thread(
                     target=self._run, args=(self._job,), name="hvdlab-slurm", daemon=True
                 )
@@ -150,7 +151,7 @@ class SlurmStarter:
             )
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to the rank, by its node's agent. A rank that has no room yet is given up by one that ends it."""
+        """Send a signal to the rank, by its node's agent. A rank that waits for the job is dropped by a signal that ends it."""
         with self._lock:
             waited = rank in self._pending and number in _ENDING
             if waited:
@@ -168,7 +169,7 @@ class SlurmStarter:
             return assign(self._nodes, size)[rank].where if self._nodes else None
 
     def close(self, timeout: float) -> None:
-        """Wait so long for ranks that were told to leave, end what is left, and cancel the job. Idempotent."""
+        """Wait ``timeout`` seconds for ranks that are leaving, end what is left, and cancel the job. Idempotent."""
         with self._lock:
             execs, first = self._exec, not self._closing.is_set()
         if execs is not None:
@@ -183,7 +184,7 @@ class SlurmStarter:
             self._job.wait(CANCELLED_WITHIN)
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """What the agents report. What only Slurm can explain, such as the end of an agent, is passed on with its explanation."""
+        """Take what the agents report. Ends that only Slurm can explain, such as of an agent, wait for the explanation."""
         if (
             isinstance(event, Ended)
             and event.code is None
@@ -195,7 +196,7 @@ class SlurmStarter:
             self._ranks.handle(event)
 
     def _place(self, ranks: Sequence[int], size: int) -> None:
-        """Have them started by their nodes' agents: where they were, else where there is room. The lock is held."""
+        """Have ranks started by their nodes' agents. The caller holds the lock."""
         assert self._exec is not None
         wanted: dict[str, list[int]] = {}
         slots = assign(self._nodes, size)
@@ -272,7 +273,7 @@ class SlurmStarter:
             self._ranks.handle(Ended(rank, 0, reason))
 
     def _explained(self, event: Ended, job: HeldJob) -> Ended:
-        """The end of a rank whose agent did not tell of it: with the job's, or the node's."""
+        """The end of a rank that its agent did not report: with the reason of the job's or the node's end."""
         node = self._node_of.get(event.rank, "")
         try:
             state = self._completed(job.id)
@@ -280,7 +281,7 @@ class SlurmStarter:
                 trouble = self._slurm.node_trouble(node)
                 reason = f"node {node} of Slurm's job {job.id} failed{f' ({trouble})' if trouble else ''}"
                 return replace(event, reason=reason)
-        except StartError:  # its controller does not answer
+        except StartError:  # Slurm's controller does not answer
             return event
         if state is not None and (state.runs or state.waits):
             return event
@@ -290,7 +291,7 @@ class SlurmStarter:
         return replace(event, reason=reason)
 
     def _completed(self, job: str) -> JobState | None:
-        """The job; if it is ending, as it has ended: only then Slurm tells why. Raises ``StartError``."""
+        """The state of the job. If it is ending, wait until it has ended: only then Slurm says why. Raises ``StartError``."""
         deadline = Deadline(ENDED_WITHIN)
         while True:
             state = self._slurm.job(job)

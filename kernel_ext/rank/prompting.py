@@ -129,7 +129,9 @@ class Prompting:
         ask = Ask(self._cell, next(self._numbers), kind, _shown(prompt))
         waiting = self._waiting[ask.number] = _Waiting(ask)
         # After the entry in _waiting: an interrupt that comes now is seen here, or interrupted() finds the entry.
-        if not waiting.on_main and self._interrupted_cell == ask.cell and not self._interrupted():
+        # The main thread may handle the interrupt between input()'s look and this one: a debugger goes by the cell alone.
+        interrupted = self._interrupted_cell == ask.cell and (kind == DEBUGGER or not self._interrupted())
+        if interrupted and not waiting.on_main:
             del self._waiting[ask.number]
             raise KeyboardInterrupt
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bdb
+import cmd
 import sys
 import threading
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ import pytest
 from hvdlab.kernel_ext.payloads import CellDone, Owner, Resync
 from hvdlab.kernel_ext.prompts.messages import AT_AN_END, DEBUGGER, INPUT, PASSWORD, Ask, Reply, Unask
 from hvdlab.kernel_ext.rank.debugging import POST_MORTEM
-from hvdlab.kernel_ext.rank.prompting import Prompting
+from hvdlab.kernel_ext.rank.prompting import LeftDebugger, Prompting
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Ran, Rank
@@ -192,6 +194,39 @@ def test_a_pause_that_an_interrupt_left_behind_ends_with_the_cell() -> None:
         prompting.input("x")
     prompting.cell_ended()
     assert engine.paused == 0
+
+
+def test_a_debugger_on_a_thread_does_not_ask_while_the_main_thread_begins_to_handle_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Engine:
+        def pause(self, reason: str = "") -> None: ...
+        def resume(self, reason: str = "") -> None: ...
+
+    class Debugger(bdb.Bdb, cmd.Cmd):
+        def __init__(self) -> None:
+            bdb.Bdb.__init__(self)
+            cmd.Cmd.__init__(self)
+
+    handled = iter([False])  # when it is looked for first; then it is
+    asked: list[object] = []
+    prompting = Prompting(Engine(), asked.append, lambda: None, lambda: next(handled, True))
+    monkeypatch.setattr("builtins.input", prompting.input)
+    prompting.cell_begins("c")
+    prompting.interrupted()
+    left: list[BaseException] = []
+
+    def stop() -> None:
+        try:
+            Debugger().cmdloop()
+        except LeftDebugger as error:
+            left.append(error)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    thread.join()
+    assert left
+    assert not asked
 
 
 # -- debuggers ------------------------------------------------------------------------------------------------------

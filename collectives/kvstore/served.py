@@ -1,4 +1,4 @@
-"""Stores whose values are on parameter servers: ``dist_async``, and ``dist_sync`` if its updates are to be made there."""
+"""Stores whose values are on parameter servers: ``dist_async``, and ``dist_sync`` if the servers make its updates."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ class ServerStore(KVStore):
         begun = context.engine("kvstore").cells_begun
         if not self._synchronous or begun == self._cells:
             return
-        self._ask_epoch()  # a worker that has waited for nothing does not know yet who has left, or is back
+        self._ask_epoch()  # a worker that has waited for nothing does not know yet which workers have left, or are back
         if self._epoch == self._given_up:  # else the others go on, of which the world may have more
             left = any(ticket.answer is None for ticket in self._in_flight())
             some_left, given_up = self._workers.largest([left, self._given_up], f"kv.{self._id}.cell")

@@ -1,4 +1,4 @@
-"""Handing the metrics of a recording to others: those of all ranks, from whoever looks at them."""
+"""Handing the metrics of a recording, those of all ranks, to exporters, from the process that keeps the recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics as single points with the time of day, for those who keep them elsewhere."""
+"""Metrics as single points with the time of day, for exporters that keep them elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Point:
     """One value of one metric.
 
     Attributes:
-        rank: Whose it is.
+        rank: The rank that recorded it.
         name: As given to ``hvd.metric()``, or one of hvdlab's own.
         value: May be NaN or infinite.
         step: The training step, if it belongs to one.

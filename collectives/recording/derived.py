@@ -1,4 +1,4 @@
-"""Series that nobody sends: they follow from the spans of all ranks, second by second."""
+"""Series that no rank sends: they follow from the spans of all ranks, second by second."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Bandwidths:
     def _digest(self, origin: int) -> None:
         rows = joined(self._new)
         self._new = []
-        # The root's tensor is the one that is sent; the others have none. Of a barrier nobody has one.
+        # In a broadcast only the root sends a tensor, so only its span has bytes; a barrier has none on any rank.
         rows = rows[((rows["flags"] & (FAILED | NOT_STARTED)) == 0) & (rows["nbytes"] > 0)]
         fresh, self._operation = first_of_each(rows, self._operation)
         finish = rows["arrival"] + distance(rows, "finished")

@@ -1,4 +1,4 @@
-"""The recording: takes the ranks' batches in, keeps their spans as rows, and wakes who looks at them."""
+"""The recording: takes the ranks' batches in, keeps their spans as rows, and wakes the views that show them."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Recording:
             host that was heard first.
         names, sites: Names of tensors, and the lines that they were used at (``cell [7] line 4``, empty if not known), by
             number; 0 is the empty one. A name that several lines use has several numbers.
-        refused: Batches that could not be read.
-        failures: What of it could not be reckoned; the views say so.
-        paused: Ranks whose user looks around there, and why, as it reads after ``rank 3 is``.
+        refused: How many batches could not be read.
+        failures: Failures to compute something from it; the views show them.
+        paused: Ranks in which the user looks around, and why, as it reads after ``rank 3 is``.
         when_paused: Called, on any thread, when that has changed.
         cleared, cleared_ns: Rows that :meth:`clear` has dropped, and when the last of them ended.
         cleared_end: Number of the first row after the last :meth:`clear`.
@@ -166,7 +166,7 @@ class Recording:
             self.origin_ns = time_ns
 
     def take_membership(self, membership: Membership) -> None:
-        """Take in who is there now."""
+        """Take in which ranks are there now."""
         with self._changed:
             self._membership = membership
             offset = self.clock_offset_ns()
@@ -242,7 +242,7 @@ class Recording:
             )
 
     def poke(self) -> None:
-        """Let everybody in :meth:`wait` look again."""
+        """Let all threads in :meth:`wait` look again."""
         with self._changed:
             self._changed.notify_all()
 

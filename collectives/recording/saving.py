@@ -53,7 +53,7 @@ def save(recording: Recording, path: str | os.PathLike[str], format: str | None 
         OSError: It could not be written; nothing is left.
     """
     chosen, target = format_of(path, format), Path(path).absolute()
-    # In the same directory, so that it can take the place of the other; nobody else comes upon this name.
+    # In the same directory, so that it can replace the target; no other process chooses this random name.
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
         with unfinished.open("xb") as file:

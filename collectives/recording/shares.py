@@ -202,7 +202,7 @@ class Shares:
 def _shares(lengths: tuple[Times, ...], blocked: NDArray[np.float64]) -> NDArray[np.float64]:
     running, under_way, active, busy, work = lengths
     moved = busy - active
-    # Of the work, only what nothing went on behind is told; so also of the time in which it was blocked.
+    # Only work behind which nothing else went on counts; likewise only that part of the time in which it was blocked.
     held = np.minimum(1.0, blocked / np.maximum(work, 1)) * moved
     compute = running - under_way + active
     return np.stack((compute, under_way - busy + held, moved - held), 1) / SECOND

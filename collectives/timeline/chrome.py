@@ -113,7 +113,7 @@ class ChromeTrace:
         return out + self._tracks.end_cells()
 
     def introduce(self, rank: int) -> list[TraceEvent]:
-        """What says who a rank is, once."""
+        """The events that name a rank's process, the first time that this is called for it."""
         return self._tracks.introduce(rank)
 
     def rank_note(self, rank: int, name: str, time_ns: int, args: dict[str, Any]) -> list[TraceEvent]:

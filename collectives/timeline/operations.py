@@ -1,4 +1,4 @@
-"""Finding the same operation in the records of all ranks, to say who came last.
+"""Finding the same operation in the records of all ranks, to say which rank came last.
 
 An operation is named by ``(process_set, sequence, batch)``, which all members agree on. It is complete when all
 members (of a message, the two) have recorded it and gone on, to their next one or to nothing: a rank records the tensors of an operation

@@ -1,10 +1,10 @@
-"""How a span tells a request to a parameter server: by its kind, and by numbers that mean something else in collectives.
+"""How a span describes a request to a parameter server: by its kind, and by numbers that mean something else in collectives.
 
 =============== ==================================================================================================
 process set     which store, which of its servers, and whether it is a pull; beyond all numbers of process sets
 sequence        version of the value that a push made, or that a pull read: the low 32 bits
-batch           of a push outside of rounds: its staleness, and for whom it waited; of one in a round 0, so that those
-                of all workers are one operation; of a pull a number that no other rank's has
+batch           of a push outside of rounds: its staleness, and which worker it waited for; of one in a round 0, so that
+                the pushes of all workers are one operation; of a pull a number that no other rank's pull has
 =============== ==================================================================================================
 
 A span's ``ready`` and ``started`` are when the server began to carry it out, ``finished`` when it had applied a push, or when the worker

@@ -54,7 +54,7 @@ class Tracks:
         self._latest: dict[int, int] = {}
         self._next_id = 0
 
-    # -- who and where ------------------------------------------------------------------------------------------------
+    # -- ranks and their places ---------------------------------------------------------------------------------------
 
     def introduce(self, rank: int) -> list[TraceEvent]:
         """Name and place of a rank's process, once."""

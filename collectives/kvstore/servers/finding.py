@@ -131,7 +131,7 @@ class Servers:
         return links
 
     def known(self) -> list[KnownServer]:
-        """The servers that this worker is connected to. Asks nobody, and waits for nothing."""
+        """The servers that this worker is connected to. Sends nothing, and waits for nothing."""
 
         def place(link: ServerLink) -> tuple[str, int, str]:
             return link.place.host, link.place.index, link.place.directory

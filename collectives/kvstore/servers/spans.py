@@ -61,7 +61,7 @@ class StoreSpans:
         if isinstance(answer, m.Done):
             version, took = answer.version, finished - began
             if span.kind is OpKind.PULL:
-                batch = answer.sequence << 12 | self._engine.rank  # nobody else's
+                batch = answer.sequence << 12 | self._engine.rank  # no other rank's
                 took = min(took, answer.took)
             elif not self._rounds:
                 batch = push_batch(answer.staleness, answer.waited_for)

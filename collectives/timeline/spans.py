@@ -295,7 +295,7 @@ class Recorder:
         )
 
     def metric(self, name: str, value: float, step: int | None = None, time_ns: int | None = None) -> None:
-        """A number that the user wants to see over time, measured now or at ``time_ns``."""
+        """Record a number that the user wants to see over time, measured now or at ``time_ns``."""
         if not self.enabled:
             return
         ident, flags = self.name_id(name), 0 if step is None else FLAG_HAS_STEP

@@ -1,4 +1,4 @@
-"""What the plane needs of a GPU. :mod:`driver` does it by CUDA's driver; tests have a simulated one."""
+"""The interface of a GPU for the plane. :mod:`driver` implements it by CUDA's driver; tests have a simulated GPU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class DeviceFailed(Exception):
 
 
 class Allocation(NamedTuple):
-    """What was allocated in one piece.
+    """Memory that was allocated in one piece.
 
     Attributes:
-        base: Address.
-        nbytes: Size.
-        serial: Number that no other allocation of this process ever has: an address may be given out again.
+        base: Address of its first byte.
+        nbytes: Size in bytes.
+        serial: Number that no other allocation of this process ever has, whereas an address may be given out again.
     """
 
     base: int
@@ -63,8 +63,8 @@ class Launch(NamedTuple):
 class Device(Protocol):
     """A GPU, from this process. Addresses, streams and events are numbers. Anything may raise ``DeviceFailed``.
 
-    ``with device:`` makes it the current one of the calling thread, as all methods below need it. A method that takes a stream
-    enqueues there and returns at once.
+    ``with device:`` makes it the calling thread's current device, which all methods below need. A method that takes a stream
+    enqueues its work there and returns at once.
     """
 
     def __enter__(self) -> None: ...
@@ -89,7 +89,7 @@ class Device(Protocol):
     def free(self, pointer: int) -> None: ...
 
     def allocation_of(self, pointer: int) -> Allocation | None:
-        """What the address belongs to; ``None`` if that was not allocated on a GPU in one piece."""
+        """The allocation that the address belongs to; ``None`` if it was not allocated on a GPU in one piece."""
         ...
 
     def export(self, base: int) -> bytes | None:

@@ -76,7 +76,7 @@ class _Begun(NamedTuple):
 
 
 class _Arena(NamedTuple):
-    """Memory of ours that others can open, for tensors in memory that they can't."""
+    """Memory of the group's own that other members can open, for tensors in memory that they can't."""
 
     base: int
     nbytes: int
@@ -102,9 +102,9 @@ class Group:
         self._workers = tuple(workers)
         self.board = Board(memory, members)
         self.signals = Signals(memory, self.board.layout, index)
-        #: Of the operation that was begun last; they count from 1.
+        #: Number of the operation that was begun last; they count from 1.
         self._number = 0
-        #: Of the last operation that has ended here. Under ``_guard``.
+        #: Number of the last operation that has ended here. Under ``_guard``.
         self._finished = 0
         #: What the watcher waits for next; ``None`` ends it.
         self._ends: SimpleQueue[_Begun | None] = SimpleQueue()
@@ -114,7 +114,7 @@ class Group:
         #: An operation has ended, or the group has stopped.
         self._progress = threading.Condition(self._guard)
         self.stopped = False
-        #: What was begun and has not ended, by number. Under ``_guard``.
+        #: Operations that were begun and have not ended, by number. Under ``_guard``.
         self._under_way: dict[int, Pending] = {}
         #: After a stop: no GPU writes to the members' tensors any more, as far as can be known.
         self._quiet = threading.Event()
@@ -215,10 +215,10 @@ class Group:
                 raise PlaneAborted
 
     def _announce(self, place: int, operation: Operation) -> list[tuple[int, int, int]]:
-        """Write to the board where the tensors are; what others can't open is copied to the arena.
+        """Write to the board where the tensors are; inputs in memory that other members can't open are copied to the arena.
 
         Returns:
-            What is to be copied back at the end: target, source, and bytes.
+            The copies to make at the end, from the arena to outputs: target, source, and bytes.
         """
         board, exports = self.board, self._exports
         exports.begin(self._number, self._finished)
@@ -256,7 +256,7 @@ class Group:
         return back
 
     def _arena(self, size: int) -> _Arena:
-        """Memory that others can open. One that has become too small stays: what is enqueued may use it."""
+        """Memory that other members can open. One that has become too small stays: enqueued operations may use it."""
         if not self._arenas or self._arenas[-1].nbytes < size:
             nbytes = 1 << max(size - 1, _LEAST_ARENA - 1).bit_length()
             base = self._device.allocate(nbytes)
@@ -402,10 +402,10 @@ class Group:
 
 
 class Worker:
-    """What the worker of a GPU does for all members. ``free`` takes what gives its resources back.
+    """The work that the worker of a GPU does for all members. ``free`` gets the callbacks that give its resources back.
 
     Attributes:
-        stream: Where its kernels are.
+        stream: The stream of its kernels.
     """
 
     def __init__(

@@ -17,12 +17,12 @@ Counts = npt.NDArray[np.int64]
 
 
 class Jobs(NamedTuple):
-    """What is to be read and written.
+    """The jobs of an operation.
 
     Attributes:
-        counts: Elements of each job.
-        ins: What each job reads, a row for each.
-        outs: What each job writes, likewise.
+        counts: Number of elements of each job.
+        ins: Addresses that each job reads, a row for each job.
+        outs: Addresses that each job writes, likewise.
     """
 
     counts: Counts
@@ -45,14 +45,14 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a member brings.
+    """What a member brings to an operation.
 
     Attributes:
         ins, outs: Its tensors, in pairs.
-        jobs: Makes jobs of what all bring; the same on all members.
-        dtype: What is reduced; ``None`` moves bytes, and counts are bytes then.
-        op, prescale, postscale: How it is reduced.
-        numbers: What the worker must know besides, one for each member.
+        jobs: Makes the jobs from what all members bring; the same on all members.
+        dtype: Element type of a reduction; ``None`` moves bytes, and counts are bytes then.
+        op, prescale, postscale: How to reduce.
+        numbers: Further numbers that the worker needs, one for each member.
     """
 
     ins: Sequence[CudaBuffer]

@@ -192,7 +192,7 @@ class Derived:
             self.advance(origin, force=True)
 
     def advance(self, origin: int, *, force: bool = False) -> None:
-        """Say of each second that is over what is known; with ``force`` also if no other one is over."""
+        """Add the points of each second that is over; with ``force`` also if no new second is over."""
         due = [rank for rank, one in self._shares.items() if force or one.due(origin)]
         if not due:
             return

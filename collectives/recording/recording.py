@@ -304,7 +304,7 @@ class Recording:
             return self._series.newest(name, most)
 
     def _advance(self, *, force: bool = False) -> None:
-        """Reckon what follows from the spans; what was measured is there also if that fails."""
+        """Derive the series that follow from the spans. If that fails, the measured series are still there."""
         with self.failures.guard(SERIES):
             self._derived.advance(self.origin_ns or 0, force=force)
 
@@ -315,7 +315,7 @@ class Recording:
 
     @property
     def points_lost(self) -> int:
-        """Points that are not here: those that have made room, and those of more series than are kept."""
+        """Points that are not here: those dropped to make room, and those of series beyond the most that are kept."""
         return self._series.dropped + self._series.refused
 
     def clock_offset_ns(self) -> int | None:
@@ -338,7 +338,7 @@ class Recording:
         return self._membership
 
     def clock_errors(self) -> dict[int, int]:
-        """Of ranks whose clock had to be compared with that of the first host: by how many ns it may be off."""
+        """By how many ns a rank's clock may be off, by rank; of ranks whose clock had to be compared with the first host's."""
         with self._changed:
             found = {rank: self._alignment.offset(domain) for rank, domain in self._domains.items()}
         measured = {rank: offset[1] for rank, offset in found.items() if offset is not None and offset[1]}
@@ -380,7 +380,7 @@ class Recording:
 
 
 def _check_times(records: NDArray[Any], small: list[Event]) -> None:
-    """Times that no clock has until in 73 years; sums of two of them fit 64 bits."""
+    """Refuse times of 73 years and more, which no clock shows; sums of two smaller ones fit 64 bits."""
     spans = records["type"] == RecordType.SPAN
     late = (records["submitted"][spans] >= LATEST_NS).any() or any(
         getattr(event, "time_ns", 0) >= LATEST_NS for event in small

@@ -244,7 +244,7 @@ class _Process:
     # -- arguments ----------------------------------------------------------------------------------------------------
 
     def _arguments(self, args: dict[str, Any]) -> bytes:
-        """What most arguments are is looked up here, without a call for each: that is half of all work."""
+        """The encoded arguments. Most are looked up here, without a call for each: arguments are half of all work."""
         parts, encoded, starts = [], self._encoded, self._names
         for item in args.items():
             name, value = item

@@ -1,7 +1,7 @@
 """A server's process: sockets and time around :class:`~hvdlab.collectives.kvstore.servers.state.ServerState`.
 
-It belongs to a job, and ends with the job's coordinator unless that has a successor. No rank owns it: whichever worker of its host
-notices that it is gone starts it again, on the same socket.
+It belongs to a job, and ends with the job's coordinator unless that has a successor. No rank owns it: the worker of its host that
+first notices that it is gone starts it again, on the same socket.
 """
 
 from __future__ import annotations
@@ -452,7 +452,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = sys.stdin.buffer.readline()
     if not settings:
-        return 1  # the worker that started it was killed first: another one starts another
+        return 1  # the worker that started this server was killed first: another worker starts another server
     launch = msgspec.json.decode(settings, type=Launch)
     name_process("hvdlab-server", "hvdlab parameter server")
     try:

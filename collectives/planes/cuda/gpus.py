@@ -66,14 +66,14 @@ def gpus() -> Gpus:
 
 
 class StreamMark:
-    """All that has been put on a stream so far.
+    """The work that is on a stream when the mark is made.
 
     Args:
         device: The GPU.
         stream: The stream's address; 0 is the legacy default stream.
 
     Attributes:
-        event: A CUDA event that comes when all of it is done.
+        event: A CUDA event that comes when all of that work is done.
     """
 
     __slots__ = ("_device", "event")
@@ -99,8 +99,8 @@ class CudaBuffer:
         shape: Extent of each dimension.
         dtype: Element type.
         ordinal: Which of this process's GPUs it is on.
-        after: What must be done before it is read or written; ``None`` if it may be used by now.
-        owner: Keeps the memory alive.
+        after: Mark of the work that must be done before the memory is read or written; ``None`` if it may be used at once.
+        owner: Object that keeps the memory alive.
     """
 
     __slots__ = ("after", "dtype", "ordinal", "owner", "pointer", "shape")
@@ -136,7 +136,15 @@ class CudaBuffer:
 def buffer_on_stream(
     pointer: int, shape: tuple[int, ...], dtype: DType, ordinal: int, stream: int, owner: object
 ) -> CudaBuffer:
-    """Memory that may be used once what is on a stream by now is done.
+    """Memory that may be used once the work that is on a stream now is done.
+
+    Args:
+        pointer: Address of the first element.
+        shape: Extent of each dimension.
+        dtype: Element type.
+        ordinal: Number of the GPU, among those of this process, that the memory is on.
+        stream: The stream's address; 0 is the legacy default stream.
+        owner: Object that keeps the memory alive.
 
     Raises:
         DeviceFailed: The driver refused an event.

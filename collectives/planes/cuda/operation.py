@@ -66,12 +66,12 @@ class Operation:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of what is counted."""
+        """Bytes of one counted element: an element of ``dtype``, or a byte."""
         return 1 if self.dtype is None else self.dtype.itemsize
 
 
 def allreduce(counts: Sequence[int]) -> Callable[[Inputs], Jobs]:
-    """A job for each tensor, which reads those of all members and writes all their outputs."""
+    """A job for each tensor, which reads that tensor of all members and writes all their outputs for it."""
     return lambda given: Jobs(np.array(counts, np.int64), given.ins.T, given.outs.T)
 
 
@@ -109,7 +109,7 @@ def reducescatter(counts: Sequence[int], itemsize: int) -> Callable[[Inputs], Jo
 
 
 def alltoall(itemsize: int) -> Callable[[Inputs], Jobs]:
-    """A job for each pair of members. The numbers that a member brings are the elements that it sends to each."""
+    """A job for each pair of members. A member's ``numbers`` are how many elements it sends to each member."""
 
     def jobs(given: Inputs) -> Jobs:
         sizes = given.numbers * itemsize

@@ -53,7 +53,7 @@ class ProcessSet:
     stands for its processes; each rank then gives the one that it is in.
 
     Attributes:
-        ranks: Its ranks in ascending order; once it is registered, those that are there now.
+        ranks: The set's ranks in ascending order; once it is registered, those that are there now.
         mpi_comm: The communicator it was made from, or ``None``.
     """
 
@@ -186,9 +186,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The set, ready to be used as ``process_set=``.
 
     Raises:
-        InvalidRequestError: It is registered already, or another set of the same ranks is (then nothing was sent).
-        MismatchError, AbortedError: The ranks disagree, or name ranks that are not there, or one of them failed before
-            it got here.
+        InvalidRequestError: It is registered already, or another set of the same ranks is (then nothing was sent); or it names
+            ranks that are not there (raised on all).
+        MismatchError, AbortedError: The ranks disagree, or one of them failed before it got here.
     """
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if wanted.process_set_id is not None:
@@ -212,7 +212,7 @@ def register(process_set: ProcessSet) -> None:
 
 
 def _named_by_all(process_set: ProcessSet) -> list[tuple[int, ...]]:
-    """What the ranks register together: one list, or with communicators the list of each of them."""
+    """The lists of ranks that all ranks register together: one, or with communicators that of each of them."""
     own = tuple(process_set._ranks)
     if process_set.mpi_comm is None:
         return [own]

@@ -17,8 +17,8 @@ class GaussianProcess:
     The values are standardized; the covariance of two points falls with the square of their distance.
 
     Args:
-        points: Where it was measured; at least one.
-        values: What was found there.
+        points: Points at which the function was measured; at least one.
+        values: The measured value at each point.
         noise: How much of the values' variance is noise, from 0.
         length: Distance over which values are alike.
     """

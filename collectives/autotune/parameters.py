@@ -43,7 +43,7 @@ class Space:
         self.all = [Parameters(int(t), d, int(s)) for t, d, s in itertools.product(*self._axes)]
 
     def point(self, parameters: Parameters) -> Point:
-        """Where a setting is; values between those of an axis are between their places."""
+        """The point of the unit cube that stands for a setting. A value between two of an axis lies between their places."""
         return tuple(_place(axis, value) for axis, value in zip(self._axes, astuple(parameters), strict=True))
 
 

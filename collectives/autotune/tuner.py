@@ -100,7 +100,7 @@ class Tuner:
         self._bytes = 0
 
     def executed(self, tensors: Iterable[tuple[Hashable, int]]) -> None:
-        """These (which, bytes) were told to be executed."""
+        """The coordinator has ordered these tensors: what names each, and its size in bytes."""
         counts = self._counts
         for name, nbytes in tensors:
             count = counts.get(name, 0) + 1
@@ -125,7 +125,7 @@ class Tuner:
         return self._end(self._bytes / elapsed)
 
     def finish(self) -> Sample | None:
-        """The line about the setting that is kept; once, after the last sample."""
+        """The sample that describes the setting that is kept; returned once, after the last sample, else ``None``."""
         if self.done or self._found is None or self._turn() is not None:
             return None
         given, found = self._checks[self._given], self._checks[self._found]
@@ -137,7 +137,7 @@ class Tuner:
         return Sample(self._number + 1, Phase.BEST, self.parameters, score)
 
     def _turn(self) -> Parameters | None:
-        """Which of the two is to be measured next; ``None`` if both were, often enough."""
+        """Which of the two settings to measure next; ``None`` if both were measured often enough."""
         assert self._found is not None
         order = (self._given, self._found)
         # a b  b a  a b …: what drifts hits both alike

@@ -10,7 +10,7 @@ from hvdlab.collectives.errors import StartError
 
 
 class Board(Protocol):
-    """A place that all ranks of a job can see, and no one else for whom the card is not meant."""
+    """A place that all ranks of a job can see, and no process for which the card is not meant."""
 
     def publish(self, data: bytes) -> None:
         """Show ``data`` in place of what was there. Raises ``StartError`` if that can't be done."""

@@ -26,10 +26,10 @@ PLANES = ("auto", "shm", "gloo", "mpi", "hierarchical", "nccl", "local")
 
 
 class Reader(StrEnum):
-    """Who reads a variable."""
+    """Which process reads a variable."""
 
     COORDINATOR = "coordinator"
-    """Whoever starts the coordinator (a pool, ``hvdlab run``, rank 0 under another launcher) passes it on."""
+    """The process that starts the coordinator (a pool, ``hvdlab run``, rank 0 under another launcher), which passes it on."""
     RANK = "rank"
     """Each rank, in ``hvd.init()``."""
     BOTH = "coordinator and ranks"
@@ -38,7 +38,7 @@ class Reader(StrEnum):
     KERNEL = "kernel"
     """The kernel whose cells run on ranks, for the pool that it starts."""
     NOBODY = "nobody"
-    """It is accepted, so that scripts and configurations go on to work, and changes nothing."""
+    """No process reads it: it is accepted, so that scripts and configurations go on to work, and changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Knob:
     Attributes:
         variable: Its name.
         kind: What it may hold.
-        reader: Who reads it.
+        reader: Which process reads it.
         default: What holds when it is unset, in the words of the documentation.
-        meaning: What it does; for one that nobody reads, why.
+        meaning: What it does; for a variable that no process reads, why.
         field: The field of ``Launch`` or ``Settings`` that it sets, or empty.
     """
 

@@ -13,10 +13,10 @@ from hvdlab.collectives.process_sets import ProcessSet
 
 
 class RankStore(KVStoreBase):
-    """What both know of the workers.
+    """Base of both stores: what they know of the workers.
 
     Args:
-        process_set: Whose ranks they are; ``None`` for all.
+        process_set: The process set whose ranks are the workers; ``None`` for all ranks.
     """
 
     def __init__(self, process_set: ProcessSet | None = None) -> None:

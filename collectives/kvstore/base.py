@@ -84,7 +84,7 @@ class KVStoreBase:
 
 
 def unknown_capability(capability: Any) -> NoReturn:
-    """Refuse the name of a capability that there is none of."""
+    """Raise ``ValueError`` for the name of a capability that does not exist."""
     raise ValueError(f"Unknown capability: {capability}")
 
 

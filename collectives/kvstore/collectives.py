@@ -33,14 +33,14 @@ class Workers:
     """The workers of a store, and their collectives: those of the world, or of a process set.
 
     Args:
-        process_set: Which; ``None`` for the world.
+        process_set: The process set whose ranks are the workers; ``None`` for the world.
 
     Attributes:
-        id: Of the process set in the core.
+        id: Id of the process set in the core.
 
     Raises:
-        KVStoreError: This rank is not in it.
-        InvalidRequestError: It is not registered.
+        KVStoreError: This rank is not in the process set.
+        InvalidRequestError: The process set is not registered.
     """
 
     def __init__(self, process_set: ProcessSet | None = None) -> None:
@@ -116,7 +116,7 @@ class Workers:
         context.engine("barrier").run(Request(OpKind.BARRIER, name, process_set=self.id))
 
     def largest(self, own: Sequence[int], name: str) -> list[int]:
-        """For each of the numbers the largest that any worker gave."""
+        """For each position in ``own``, the largest number that any worker gave there. All workers call it together."""
         request = Request(
             OpKind.ALLREDUCE,
             name,

@@ -38,7 +38,7 @@ class GradientCompression:
 
     @classmethod
     def from_params(cls, params: Any) -> GradientCompression:
-        """From a dict with ``type`` and ``threshold``; other entries are ignored, and values may be text.
+        """Make one from a dict with ``type`` and ``threshold`` (default 0.5); other entries are ignored, and values may be text.
 
         Raises:
             AssertionError: It is no dict.
@@ -64,9 +64,9 @@ class GradientCompression:
         """Write to ``out`` what is sent of a gradient, and keep the rest.
 
         Args:
-            gradient: Flat, contiguous.
-            residual: Of the same size, from earlier calls, zeros at first; changed in place.
-            out: Of the same size; may be ``gradient``.
+            gradient: The gradient, flat and contiguous, float32.
+            residual: What earlier calls have not sent, of the same size, zeros at first; changed in place.
+            out: Gets the values that are sent, of the same size; may be ``gradient``.
         """
         t = np.float32(self.threshold)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -90,7 +90,7 @@ class GradientCompression:
                 np.subtract(r, q, out=r)
 
     def pack(self, quantized: Floats) -> Bytes:
-        """What :meth:`quantize` gave, as bits in MXNet's layout: the first value in the top bits of byte 0.
+        """Pack the output of :meth:`quantize` into bits in MXNet's layout: the first value in the top bits of byte 0.
 
         ``2bit``: 11 plus, 10 minus, 00 zero, in whole float32 words of 16 values. ``1bit``: 1 plus, 0 minus, in words of 32.
         """

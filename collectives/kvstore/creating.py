@@ -94,7 +94,7 @@ def create_native(
         one_process: The class of stores of one process.
         synchronous: The class of stores whose rounds end when all workers have pushed, and whose values every worker has.
         served: The class of stores whose values are on servers.
-        process_set: Whose ranks the workers are; ``None`` for all.
+        process_set: The process set whose ranks are the workers; ``None`` for all ranks.
 
     Raises:
         ValueError, KVStoreError: As :func:`create` does.

@@ -28,7 +28,7 @@ from hvdlab.collectives.process_sets import ProcessSet
 
 @dataclass(slots=True)
 class _Pushed:
-    """A push on its way: a sum in place in ``array``, or, without one, rows that are gathered: their numbers and their data."""
+    """A push on its way: an allreduce in place in ``array``, or, without one, allgathers of the rows' numbers and of their data."""
 
     handles: tuple[Handle, ...]
     array: Array | None
@@ -54,9 +54,9 @@ class DistSyncStore(KVStore):
     Making one is collective: every worker makes its stores in the same order.
 
     Args:
-        name: What ``type`` is to be.
+        name: The value of ``type``.
         on_devices: Add the arrays of one worker from left to right; else by groups of four.
-        process_set: Whose ranks the workers are; ``None`` for all.
+        process_set: The process set whose ranks are the workers; ``None`` for all ranks.
     """
 
     _made: ClassVar[int] = 0
@@ -71,7 +71,7 @@ class DistSyncStore(KVStore):
         #: Element types of values that are kept in float32 (``multi_precision``).
         self._outside: dict[Key, np.dtype[Any]] = {}
         self._multi_precision = False
-        #: How often the user's function failed on a key's sum here.
+        #: How often the user's function failed on each key's sum, on this worker.
         self._failed_updates: dict[Key, int] = {}
 
     def init(self, key: Any, value: Any) -> None:
@@ -162,7 +162,7 @@ class DistSyncStore(KVStore):
             raise KVStoreError(f"key {key!r} is {kinds[0]}, but was given a {kinds[1]} array", key)
 
     def _sum(self, key: Key, arrays: Sequence[Any]) -> Value:
-        """The sum over this worker's devices, compressed then: a worker has one residual for each key."""
+        """The sum over this worker's devices, then compressed: a worker has one residual for each key."""
         if isinstance(arrays[0], RowSparse):
             return add_up_rows(arrays)
         total = self._buffer(key, arrays[0])
@@ -183,12 +183,12 @@ class DistSyncStore(KVStore):
             try:
                 completed([(key, handle)])
             except KVStoreError:
-                continue  # what was meant to happen
+                continue  # the mismatch that this was meant to cause
 
     def _store_arrived(self, key: Key) -> None:
-        """Store the sums that are there, so that those of a worker that never pulls do not pile up.
+        """Store the sums that have come, so that they do not pile up on a worker that never pulls.
 
-        What could raise waits for a pull: an error belongs there on every worker, however fast its sums come.
+        Sums whose storing could raise wait for a pull: every worker has to raise the error there, however fast its sums come.
         """
         if self._updater is not None and not isinstance(self._updater, Updater):
             return
@@ -202,7 +202,7 @@ class DistSyncStore(KVStore):
             completed([(key, handle) for handle in pushed.handles])
         except KeyboardInterrupt:
             pushed.interrupted = (
-                True  # whether it was withdrawn is known later: then it is no news to the user
+                True  # whether that withdrew it is known later, and then the user knows of it already
             )
             raise
         except Exception as error:
@@ -327,7 +327,7 @@ class DistSyncStore(KVStore):
         return self._workers.count
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker that was started anew: it gets the values and states of the last complete rounds, and takes part from then on.
+        """The state for a worker that was started anew: values and states of the last complete rounds. It takes part from then on.
 
         Raises:
             KVStoreError: A push of this worker is on its way.

@@ -20,7 +20,7 @@ def pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
 
     Args:
         keys: An int, a str, or a list or tuple of these, all of one kind.
-        values: For one key an array or a list of arrays; for a list of keys a list of such.
+        values: For one key an array or a list of arrays; for a list of keys a list with one of these for each.
 
     Raises:
         AssertionError: A key is neither int nor str, kinds are mixed, counts differ, or a value is no array.

@@ -1,4 +1,4 @@
-"""Where the values of a store are: a key on one server or, if it is large, in parts on all; and copies on servers of other hosts."""
+"""Which servers have the values of a store: one has a whole key, or all have parts of a large one; servers of other hosts have copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdlab.collectives.kvstore.servers.link import ServerLink, Ticket
 from hvdlab.collectives.logs import LOG
 
 PlaceOfPart = tuple[int, int, int, tuple[int, ...], Key]
-"""What another worker needs to know of a part: the server's number, where it begins and ends, its shape, its key there."""
+"""A part as another worker gets to know it: number of the server, begin, end, shape, and the key under which the server has it."""
 
 
 @dataclass(slots=True)
@@ -22,16 +22,16 @@ class Part:
     """The part of a key that one server has: elements of the flat value, or rows of a row-sparse one.
 
     Attributes:
-        server: Its number.
-        link: The connection to it.
-        start, stop: Which elements, or rows.
-        shape: Of this part.
-        name: The key under which it is there: a copy's own, since a server may have another part of the same key.
-        copies: The same on servers of other hosts: they get the same pushes, and take over when the server is lost.
-        pushed: Pushes whose answer was not looked at.
-        seen: Version of the value that was pulled last, and this worker's pushes since.
-        version: The latest that the server is known to have had.
-        expected: Where a copy has taken over, the version that it has if it lacks nothing; else -1.
+        server: Number of the server.
+        link: The connection to the server.
+        start, stop: First element, or row, of the part, and the one behind its last.
+        shape: Shape of this part.
+        name: The key under which the server has it: a copy has its own, since a server may have another part of the same key.
+        copies: The same part on servers of other hosts: they get the same pushes, and take over when the server is lost.
+        pushed: Pushes whose answer this worker has not looked at.
+        seen: Version of the value that this worker pulled last, plus its pushes since.
+        version: The latest version that the server is known to have had.
+        expected: For a copy that has taken over, the version that it has if it lacks nothing; else -1.
     """
 
     server: int
@@ -47,21 +47,21 @@ class Part:
     expected: int = -1
 
     def kept(self) -> list[Part]:
-        """This and its copies, of those whose servers are there; this alone if there are none."""
+        """This part and its copies, without those whose servers are lost; this part alone if all are."""
         return [one for one in (self, *self.copies) if not one.link.lost] or [self]
 
 
 class Parts:
-    """Which server has what of a store.
+    """Which server has which part of a store.
 
     Args:
-        links: To all servers, in the same order on all workers.
-        bound: Elements from which on a key is in parts on all of them.
-        replicas: On how many further hosts copies are to be.
+        links: The connections to all servers, in the same order on all workers.
+        bound: Number of elements from which on a key is divided among all servers.
+        replicas: On how many further hosts there should be copies.
 
     Attributes:
         by_key: The parts of each key.
-        replicas: On how many further hosts copies are; not more than there are.
+        replicas: On how many further hosts copies are; at most as many as there are.
     """
 
     def __init__(self, links: Sequence[ServerLink], bound: int, replicas: int) -> None:
@@ -84,7 +84,7 @@ class Parts:
                 part.copies.append(copy)
 
     def _as_mxnet(self, key: Key, shape: tuple[int, ...], *, by_rows: bool) -> list[Part]:
-        """Where MXNet has a key: on one server, or in equal parts on all if it is large."""
+        """The parts as MXNet places a key: the whole on one server, or equal parts on all servers if it is large."""
         n, size = len(self._links), int(np.prod(shape, dtype=np.int64))
         whole = shape[0] if by_rows else size
         if size < self._bound or n == 1 or not shape:
@@ -102,15 +102,15 @@ class Parts:
         return there[index % len(there)]
 
     def kept(self, keys: Iterable[Key]) -> list[Part]:
-        """All parts of keys with their copies, of those whose servers are there."""
+        """All parts of keys with their copies; see :meth:`Part.kept`."""
         return [one for key in keys for part in self.by_key.get(key, ()) for one in part.kept()]
 
     def links(self) -> list[ServerLink]:
-        """All links; without those to lost servers where copies take over."""
+        """All links; if there are copies, which take over, without those to lost servers."""
         return [link for link in self._links if not (self.replicas and link.lost)]
 
     def fail_over(self) -> bool:
-        """Let copies take over from parts whose servers are lost; whether there were any."""
+        """Let copies take over from parts whose servers are lost. Returns whether any did."""
         moved: dict[str, list[Key]] = {}
         for key, parts in self.by_key.items():
             for place, part in enumerate(parts):
@@ -124,7 +124,7 @@ class Parts:
         return bool(moved)
 
     def places(self) -> dict[Key, list[list[PlaceOfPart]]]:
-        """Where all parts and their copies are, for :meth:`put`."""
+        """The places of all parts and their copies, for :meth:`put` on another worker."""
         return {
             key: [
                 [(one.server, one.start, one.stop, one.shape, one.name) for one in (part, *part.copies)]
@@ -134,7 +134,7 @@ class Parts:
         }
 
     def put(self, places: dict[Key, list[list[PlaceOfPart]]]) -> None:
-        """Take over where keys are from another worker."""
+        """Take over the places of keys from another worker's :meth:`places`."""
         for key, parts in places.items():
             found = self.by_key[key] = []
             for kept in parts:

@@ -1,4 +1,4 @@
-"""Stores whose values are on parameter servers: ``dist_async``, and ``dist_sync`` if its updates are to be made there."""
+"""Stores whose values are on parameter servers: ``dist_async``, and ``dist_sync`` if the servers make its updates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.process_sets import ProcessSet
 
 _WAITED_SECONDS = 0.01
-"""From here on a pull has waited for other workers, or for a busy server, and that is recorded."""
+"""Seconds from which on a pull counts as having waited, for other workers or for a busy server, which is recorded."""
 
 _INT64: np.dtype[Any] = np.dtype(np.int64)
 
@@ -61,10 +61,10 @@ class ServerStore(KVStore):
     Making one is collective: every worker makes its stores in the same order.
 
     Args:
-        name: What ``type`` is to be.
+        name: The value of ``type``.
         on_devices: Add the arrays of one worker from left to right; else by groups of four.
         synchronous: Whether a round of a key ends when every worker has pushed it; else every push is applied when it comes.
-        process_set: Whose ranks the workers are; ``None`` for all.
+        process_set: The process set whose ranks are the workers; ``None`` for all ranks.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ServerStore(KVStore):
         servers = servers_of(engine)
         self._id, number = self._workers.largest([secrets.randbits(62), servers.stores], "kv.create")
         servers.stores = number + 1
-        #: Links to all servers; and the workers' ranks in the world, with what the ranks of one host have in common.
+        #: Links to all servers; and the workers' ranks in the world, each with the key of its host.
         self._links, self._hosts = servers.find(self._workers)
         #: How many stores on servers the workers had made before.
         self._number = number
@@ -96,8 +96,8 @@ class ServerStore(KVStore):
         self.barrier()
 
     def _begin(self, engine: Engine, replicas: int) -> None:
-        """What is this process's own."""
-        #: What records pushes and pulls.
+        """Set the attributes that are this process's own."""
+        #: Records pushes and pulls; ``None`` if nothing is recorded.
         self._spans = None
         if engine.settings.record:
             workers = len(self._hosts) if self._synchronous else 1
@@ -126,7 +126,7 @@ class ServerStore(KVStore):
             weakref.finalize(self, link.close_store, self._id).atexit = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker that was started anew: values are on the servers, where it takes part from then on.
+        """The state for a worker that was started anew, which takes part from then on; the values are on the servers.
 
         Raises:
             KVStoreError: A push of this worker is on its way, or a server is lost.
@@ -168,7 +168,7 @@ class ServerStore(KVStore):
             self._take_part()
 
     def __getattr__(self, name: str) -> Any:
-        """A store that came before this process had joined the world takes part with its first use."""
+        """Let a store that was unpickled before this process had joined the world take part at its first use."""
         if "_brought" not in vars(self) or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self._take_part()
@@ -284,12 +284,13 @@ class ServerStore(KVStore):
             self._push(pairs(key, value))
 
     def _begin_cell(self) -> None:
-        """The first push of a cell: the workers begin it with equal rounds, whatever was left of the one before."""
+        """At the first push of a cell: let the workers begin with equal rounds, whatever the cell before has left."""
         begun = context.engine("kvstore").cells_begun
         if not self._synchronous or begun == self._cells:
             return
-        self._ask_epoch()  # a worker that has waited for nothing does not know yet who has left, or is back
-        if self._epoch == self._given_up:  # else the others go on, of which the world may have more
+        self._ask_epoch()  # a worker that has waited for nothing does not know yet which workers have left, or are back
+        # Only while no worker has left the store: the collective below waits for all ranks of their process set.
+        if self._epoch == self._given_up:
             left = any(ticket.answer is None for ticket in self._in_flight())
             some_left, given_up = self._workers.largest([left, self._given_up], f"kv.{self._id}.cell")
             if some_left:
@@ -340,7 +341,7 @@ class ServerStore(KVStore):
                 self._send_to_all(key, part, total)
 
     def _send_to_all(self, key: Key, part: Part, total: Value) -> None:
-        """A push to the server of a part and to those of its copies; one that is found to be lost meanwhile is left out."""
+        """Push to the server of a part and to those of its copies; leave out a server that is found to be lost meanwhile."""
         lost: ServerLostError | None = None
         kept = part.kept()
         for one in kept:
@@ -395,7 +396,7 @@ class ServerStore(KVStore):
         part.seen += 1
 
     def _look_at_pushes(self, key: Key, part: Part) -> None:
-        """Record the staleness of pushes that were answered; one that failed stays, for the next pull to raise."""
+        """Record the staleness of answered pushes; a failed one stays in the queue, for the next pull to raise its error."""
         pushed = part.pushed
         while pushed and isinstance(answer := pushed[0].answer, m.Done):
             pushed.popleft()
@@ -404,7 +405,7 @@ class ServerStore(KVStore):
                 self._record("kv.staleness", answer.staleness)
 
     def _sum(self, key: Key, arrays: Sequence[Any]) -> Value:
-        """The sum over this worker's devices, compressed then: a worker has one residual for each key."""
+        """The sum over this worker's devices, then compressed: a worker has one residual for each key."""
         if isinstance(arrays[0], RowSparse):
             return add_up_rows(arrays)
         if len(arrays) == 1 and self._compression is None:
@@ -513,7 +514,7 @@ class ServerStore(KVStore):
 
     @staticmethod
     def _free(part: Part, ticket: Ticket) -> None:
-        # One that was not answered, since this wait was interrupted, is written to later: the answer frees it then.
+        # If the wait was interrupted, the server still writes to this region later; then the answer frees it.
         if ticket.answer is None:
             ticket.keeps = False
         elif ticket.region is not None:
@@ -671,7 +672,7 @@ class ServerStore(KVStore):
         self._workers.barrier(f"kv.{self._id}")
 
     def _send_command_to_servers(self, head: int, body: str) -> None:
-        """Refuses an optimizer as text (head 0), which is code in MXNet; all else goes without saying here, and nothing is done.
+        """Refuse an optimizer as text (head 0), which is code in MXNet; do nothing for other commands, which are not needed here.
 
         Raises:
             KVStoreError: ``head`` is 0.
@@ -717,7 +718,7 @@ class ServerStore(KVStore):
 
 
 def _nothing(dtype: np.dtype[Any], shape: tuple[int, ...], *, sparse: bool) -> Value:
-    """Shape and type of a value, which is on the servers."""
+    """An array that only has the shape and type of a value, which is on the servers."""
     if sparse:
         return RowSparse(np.zeros((0, *shape[1:]), dtype), [], shape)
     empty: Array = np.broadcast_to(np.zeros((), dtype), shape)

@@ -41,9 +41,9 @@ class ServerInfo:
     """A process that keeps values of a store.
 
     Attributes:
-        index: Its number, from 0.
+        index: Number of the server, from 0.
         host: Name of its host.
-        pid: Its process id there.
+        pid: Its process id on that host.
         keys: How many keys, or parts of keys, it keeps.
         bytes: Size of their values.
     """
@@ -63,7 +63,7 @@ class KVStore(KVStoreBase):
     shares memory with the store. After any error the store is as it was before.
 
     Args:
-        name: What ``type`` is to be.
+        name: The value of ``type``.
         on_devices: Add the arrays of a push from left to right, and allow gradient compression; else add by groups of four.
     """
 
@@ -73,7 +73,7 @@ class KVStore(KVStoreBase):
         self._lock = threading.RLock()
         #: The stored values. An array in here is never shared with a user and is replaced, not written to.
         self._values: dict[Key, Value] = {}
-        #: An array of the size of each dense value that the next sum may be written to.
+        #: For each dense value an array of its size, to which the next sum may be written.
         self._spare: dict[Key, Array] = {}
         #: The kind of array that each key was initialised with, which a user's updater gets.
         self._array_types: dict[Key, ArrayType] = {}
@@ -81,7 +81,7 @@ class KVStore(KVStoreBase):
         self._numbers: dict[Key, int] = {}
         self._updater: Callable[[Key, Value, Array], None] | None = None
         self._compression: GradientCompression | None = None
-        #: What compression did not send yet, by key and place in the pushed list.
+        #: What compression has not sent yet, by key and place in the pushed list.
         self._residuals: dict[tuple[Key, int], Array] = {}
         self._said_sparse = False
 
@@ -132,7 +132,7 @@ class KVStore(KVStoreBase):
             self._store(self._sums(pairs(key, value)))
 
     def _sums(self, found: list[tuple[Key, Any]]) -> dict[Key, Value]:
-        """One new array for each key: the sum of what was given, compressed if that is on."""
+        """One new array for each key: the sum of the given arrays, compressed if compression is on."""
         self._check_known(found)
         groups = grouped(found, self._numbers)
         seen = {key: [_viewed(array) for array in arrays] for key, arrays in groups.items()}
@@ -196,7 +196,7 @@ class KVStore(KVStoreBase):
         return sent.reshape(gradient.shape)
 
     def _store(self, sums: dict[Key, Value]) -> None:
-        """Replace stored values, or update them; all of the call or, if an updater raises, none."""
+        """Replace stored values, or update them: all values of the call or, if an updater raises, none."""
         new = (
             sums if self._updater is None else {key: self._updated(key, total) for key, total in sums.items()}
         )
@@ -476,7 +476,7 @@ class KVStore(KVStoreBase):
     # -- workers and servers ------------------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
-        """What a worker that was started anew gets of a store: all but this process's own, without values."""
+        """The settings that a worker which was started anew gets of a store, without values and what is this process's own."""
         updater = self._updater
         return {
             "name": self._name,
@@ -495,7 +495,7 @@ class KVStore(KVStoreBase):
 
     @contextlib.contextmanager
     def _unused(self) -> Iterator[None]:
-        """Hold the lock, but do not wait for it: what asks may be what a thread that has it waits for in the end.
+        """Hold the lock, but do not wait for it: the thread that holds it may, in the end, wait for the caller.
 
         Raises:
             KVStoreError: Another thread uses the store.
@@ -531,7 +531,7 @@ class KVStore(KVStoreBase):
         return 1
 
     def barrier(self) -> None:
-        """Wait until all workers have called it. What others have pushed is known to be there only after a pull of theirs."""
+        """Wait until all workers have called it. That others' pushes are stored is only certain after they have pulled."""
 
     def _barrier(self) -> None:
         self.barrier()
@@ -540,7 +540,7 @@ class KVStore(KVStoreBase):
         """Does nothing: this store has no servers."""
 
     def servers(self) -> list[ServerInfo]:
-        """The processes that keep the values; none if that is the workers themselves."""
+        """The processes that keep the values; empty if the workers themselves keep them."""
         return []
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""``export()``: handing this rank's metrics, or those of all, to others."""
+"""``export()``: handing this rank's metrics, or those of all ranks, to an exporter."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hvdlab.collectives.metrics.exporting import Exporter, checked, patterns
 def export(exporter: Exporter, names: str | Sequence[str] = "*", *, all_ranks: bool = False) -> RankExport:
     """Hand metrics to a tracker from now on: those of ``hvd.metric()``, and hvdlab's own.
 
-    They reach it a moment after they were recorded, on a thread of its own: a tracker that is slow or away holds nothing
-    up. What waits longest is dropped once 100,000 points wait, and counted. Exporting to the same place again takes the place
-    of the export before, so a cell may be run twice.
+    They reach it a moment after they were recorded, on a thread of its own: a tracker that is slow or away does not hold up the
+    training. Once 100,000 points wait, the oldest are dropped, and counted. Exporting to the same place again replaces the
+    export before, so a cell may be run twice.
 
     Args:
         exporter: One of :mod:`hvdlab.exporters`, or any object with ``write(points)`` and ``close()``, see

@@ -1,4 +1,4 @@
-"""Handing the metrics of a recording to others: those of all ranks, from whoever looks at them."""
+"""Handing the metrics of a recording, those of all ranks, to exporters, from the process that keeps the recording."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SETTLED = 3.0
 
 
 class RecordingExport(Export):
-    """An export of what is in a recording, from the beginning, and of what comes, until it or this is closed.
+    """An export of all points of a recording, from its beginning, and of those that come until the recording or this is closed.
 
-    It takes the place of another one of the same recording with the same target, and goes on where that one ended if it
+    It replaces another export of the same recording with the same target, and goes on where that one ended if it
     is about the same metrics.
 
     Args:
-        recording: Where the points are.
-        exporter: Where they go.
+        recording: The recording.
+        exporter: Gets the points.
         names: Patterns of the metrics that are wanted.
         amended: Whether the points of a series may be changed after they came.
         interval: Seconds between two looks.
@@ -73,7 +73,7 @@ class RecordingExport(Export):
         return super().close(deadline.remaining())
 
     def _replace(self) -> int:
-        """End the export that this one takes the place of; the number of the first point that is not there yet."""
+        """End the export that this one replaces. Returns the number of the first point that it has not exported."""
         following = 0
         for other in list(_open):
             if other._recording is self._recording and same_target(other.exporter, self.exporter):
@@ -98,10 +98,10 @@ class RecordingExport(Export):
                 self._stopping.wait(self._interval)
         self._look(last=True)
         self._ended()
-        super().close(0)  # which its own thread sees to
+        super().close(0)  # without a wait: the export's own thread writes the rest and ends
 
     def _look(self, *, last: bool) -> None:
-        """Hand over what is new; the ``last`` time also what might have changed."""
+        """Hand over new points that are final; the ``last`` time also those that might still have changed."""
         recording = self._recording
         self._next, points = recording.points_since(self._next)
         if len(points):

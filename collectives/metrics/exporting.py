@@ -1,4 +1,4 @@
-"""Handing metrics to others: one interface, and a thread that a slow one holds up instead of the training."""
+"""Handing metrics to exporters: their interface, and a thread for each, so that a slow one does not hold up the training."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ logger = logging.getLogger(__name__)
 
 
 class Exporter(Protocol):
-    """Where metrics go. Both methods are called on one thread, one after the other.
+    """Writes metrics somewhere. Both methods are called on one thread, one after the other.
 
     An exporter may also have an attribute ``target``, a text that says where it writes: exporting to it again replaces
     the export before.
     """
 
     def write(self, points: Sequence[Point]) -> None:
-        """Keep these, at most 1,000. It may take its time. If it raises, the points count as failed; later ones are tried."""
+        """Write these points, at most 1,000. It may take its time. If it raises, the points count as failed; later ones are tried."""
         ...
 
     def close(self) -> None:
-        """No more come. Called once."""
+        """No more points come. Called once."""
         ...
 
 
 def checked(exporter: Exporter) -> None:
-    """Raise ``InvalidRequestError`` for what is no exporter."""
+    """Raise ``InvalidRequestError`` if this is no exporter."""
     for method in ("write", "close"):
         if not callable(getattr(exporter, method, None)) or isinstance(exporter, type):
             what = exporter.__name__ + " itself" if isinstance(exporter, type) else type(exporter).__name__
@@ -140,16 +140,16 @@ class Export:
             try:
                 self.exporter.write(points)
                 self.exported += len(points)
-            except Exception as error:  # noqa: BLE001  (it is told, and must not end the export of what follows)
+            except Exception as error:  # noqa: BLE001  (it is logged, and must not end the export of what follows)
                 self.failed += len(points)
                 self._fail(error, "could not write metrics")
         try:
             self.exporter.close()
-        except Exception as error:  # noqa: BLE001  (it is told; nobody is there to raise it to)
+        except Exception as error:  # noqa: BLE001  (it is logged; this thread has no caller to raise it to)
             self._fail(error, "could not be closed")
 
     def _fail(self, error: Exception, what: str) -> None:
-        # An exporter that is out of order would say the same with each batch.
+        # A broken exporter would raise the same with each batch.
         if self.error is None or type(self.error) is not type(error):
             logger.warning("%s %s", type(self.exporter).__name__, what, exc_info=error)
         self.error = error

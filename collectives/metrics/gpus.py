@@ -21,7 +21,7 @@ _in_use: DevicesInUse = lambda: None  # what a name holds, not a function that i
 
 
 def ask_frameworks(in_use: DevicesInUse) -> None:
-    """From now on, ask this which GPUs the process uses: frameworks are known above the collective core only."""
+    """From now on, call ``in_use`` to learn which GPUs the process uses: the collective core itself knows no frameworks."""
     global _in_use
     _in_use = in_use
 
@@ -58,7 +58,7 @@ class GpuUsage:
             return None
 
     def sample(self) -> Values:
-        """Utilisation and memory of each GPU that is used; what one can't tell (a MIG instance, say) is left out."""
+        """Utilisation and memory of each GPU that is used; a value that a GPU does not report (a MIG instance, say) is left out."""
         values: Values = []
         for index, handle in self._used():
             busy = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
@@ -88,7 +88,7 @@ class GpuUsage:
             yield 0, visible[0]
 
     def _visible(self) -> list[Any]:
-        """Those that CUDA would show to this process, in its order."""
+        """The GPUs that CUDA would show to this process, in its order."""
         text = os.environ.get("CUDA_VISIBLE_DEVICES")
         if text is None:
             return self._handles

@@ -1,4 +1,4 @@
-"""What is sampled on a rank."""
+"""The sampler of a rank: which sources it samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics as single points with the time of day, for those who keep them elsewhere."""
+"""Metrics as single points with the time of day, for exporters that keep them elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Point:
     """One value of one metric.
 
     Attributes:
-        rank: Whose it is.
+        rank: The rank that recorded it.
         name: As given to ``hvd.metric()``, or one of hvdlab's own.
         value: May be NaN or infinite.
         step: The training step, if it belongs to one.
@@ -36,21 +36,21 @@ class Point:
 
 
 def time_of_day() -> float:
-    """What has to be added to seconds of this host's ``CLOCK_MONOTONIC`` for seconds since 1970, now."""
+    """The difference to add to seconds of this host's ``CLOCK_MONOTONIC`` to get seconds since 1970, as it is now."""
     return time.time() - time.monotonic()
 
 
 class PointReader:
     """Finds the metrics in batches of ranks.
 
-    Those of hosts whose clock has not been compared with this one's yet are held until it has been.
+    Batches of hosts whose clock has not been compared with this host's yet are held until it has been.
 
     Args:
         offset: Seconds from ``CLOCK_MONOTONIC`` to the time of day.
 
     Attributes:
-        refused: Batches that could not be read.
-        dropped: Metrics that made room as too many were held.
+        refused: How many batches could not be read.
+        dropped: How many metrics were dropped because too many batches were held.
     """
 
     def __init__(self, offset: Callable[[], float] = time_of_day) -> None:

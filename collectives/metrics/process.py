@@ -1,4 +1,4 @@
-"""What the process of this rank uses: processor time, memory, threads."""
+"""Samples of what the process of this rank uses: processor time, memory, threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class ProcessUsage:
-    """Samples this process. Processor time is that since the sample before, or since this was made."""
+    """Samples this process. Processor time is counted since the sample before, or since this object was made."""
 
     def __init__(self) -> None:
         self._before = time.monotonic_ns(), time.process_time_ns()

@@ -12,9 +12,9 @@ from hvdlab.collectives.metrics.process import Values
 
 LEAST_INTERVAL = 0.01
 REPEATED = 10.0
-"""Seconds after which what has hardly changed is recorded again."""
+"""Seconds after which a value that has hardly changed is recorded again."""
 _TOLERANCES = {"cpu": 1.0, "utilisation": 1.0, "rss": 1 << 20, "memory": 1 << 20}
-"""By how much a metric of that kind may differ and still counts as unchanged: percent points, bytes."""
+"""Largest difference at which a metric of that kind still counts as unchanged: percentage points, bytes."""
 
 Record = Callable[[str, float, None, int], None]
 
@@ -36,7 +36,7 @@ class Source(Protocol):
 class Thinning:
     """Which samples are recorded: each, unless it is hardly different from the last that was.
 
-    An idle rank would else fill the history of what it did with news that it is idle.
+    Otherwise an idle rank would fill the history with samples which say that it is idle.
     """
 
     def __init__(self, repeated_ns: int = int(REPEATED * 1e9)) -> None:
@@ -66,9 +66,9 @@ class Sampler:
 
     Args:
         record: Called with name, value, no step and the time in ns; must neither block nor raise.
-        sources: What makes the sources; called on the thread, since looking for devices may take a while.
-        interval: Seconds between two samples; less than 0.01 is taken as that.
-        label: Whose it is, for the thread's name.
+        sources: Makes the sources; called on the sampler's thread, since looking for devices may take a while.
+        interval: Seconds between two samples; 0.01 at least.
+        label: Goes into the thread's name; the rank.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Sampler:
         try:
             due = time.monotonic()
             while sources:
-                due = max(due + self._interval, time.monotonic())  # what was missed is not made up for
+                due = max(due + self._interval, time.monotonic())  # missed samples are not made up for
                 if self._closing.wait(due - time.monotonic()):
                     return
                 self._sample(sources)

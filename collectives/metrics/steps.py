@@ -37,7 +37,7 @@ class StepMeter:
         self._batch_size = samples
 
     def pause(self) -> None:
-        """What passes until the end of the next step is not the time of a step."""
+        """The time from now until the end of the next step does not count as the time of a step."""
         self._before = None
 
     def step(self, steps: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""What a process keeps of the event stream: spans as columns, in bounded memory, with who came last to each.
+"""What a process keeps of the event stream: spans as columns, in bounded memory, with the rank that came last to each.
 
 Needs numpy, so neither the coordinator nor a rank imports it.
 """

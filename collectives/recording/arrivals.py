@@ -1,4 +1,4 @@
-"""Who came last to each collective, from rows of all ranks."""
+"""Which rank came last to each collective, from rows of all ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Arrivals:
 
     Attributes:
         ranks: Ranks whose rows are here; 0 for rows that never became an operation.
-        last_rank: Who came last; -1 if there are not two ranks to compare.
-        first_ns, last_ns: Arrivals of the first and the last one.
-        certain: Whether the last one's lead over the second last is more than the error of their clocks, and all
+        last_rank: The rank that came last; -1 if there are not two ranks to compare.
+        first_ns, last_ns: Arrivals of the first and the last rank, on the common axis.
+        certain: Whether the last rank came later than the second last by more than the error of their clocks, and all
             members' rows are here.
         one: Index of one row of each collective that has two ranks or more.
     """
@@ -43,7 +43,7 @@ def arrivals(rows: Rows, clock_errors: Mapping[int, int]) -> Arrivals:
     matched = np.flatnonzero(rows["op"])
     if not len(matched):
         return Arrivals(ranks, last_rank, first_ns, last_ns, certain, matched)
-    # Columns of their own first: to choose from those of rows is several times slower.
+    # Copies of the columns first: indexing the columns of a structured array is several times slower.
     all_ops, all_arrivals = rows["op"].copy(), first_ns
     order = matched[np.lexsort((all_arrivals[matched], all_ops[matched]))]
     ops, arrival, rank = all_ops[order], all_arrivals[order], rows["rank"].astype(np.int64)[order]

@@ -1,4 +1,4 @@
-"""Series that nobody sends: they follow from the spans of all ranks, second by second."""
+"""Series that no rank sends: they follow from the spans of all ranks, second by second."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Bandwidths:
     def _digest(self, origin: int) -> None:
         rows = joined(self._new)
         self._new = []
-        # The root's tensor is the one that is sent; the others have none. Of a barrier nobody has one.
+        # In a broadcast only the root sends a tensor, so only its span has bytes; a barrier has none on any rank.
         rows = rows[((rows["flags"] & (FAILED | NOT_STARTED)) == 0) & (rows["nbytes"] > 0)]
         fresh, self._operation = first_of_each(rows, self._operation)
         finish = rows["arrival"] + distance(rows, "finished")
@@ -192,7 +192,7 @@ class Derived:
             self.advance(origin, force=True)
 
     def advance(self, origin: int, *, force: bool = False) -> None:
-        """Say of each second that is over what is known; with ``force`` also if no other one is over."""
+        """Add the points of each second that is over; with ``force`` also if no new second is over."""
         due = [rank for rank, one in self._shares.items() if force or one.due(origin)]
         if not due:
             return

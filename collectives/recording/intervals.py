@@ -11,7 +11,7 @@ Times = NDArray[np.int64]
 
 
 def union(begin: NDArray[Any], end: NDArray[Any]) -> tuple[Times, Times]:
-    """Intervals that don't touch each other and cover what the given ones do, in order."""
+    """Intervals, in order, that don't touch each other and cover the same as the given ones."""
     if not len(begin):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     order = np.argsort(begin, kind="stable")
@@ -22,7 +22,7 @@ def union(begin: NDArray[Any], end: NDArray[Any]) -> tuple[Times, Times]:
 
 
 class Union:
-    """Grows with what is added; what ended long ago can be forgotten."""
+    """A union of intervals that grows as intervals are added; old ones can be forgotten."""
 
     def __init__(self) -> None:
         self.begin: Times = np.empty(0, np.int64)
@@ -35,7 +35,7 @@ class Union:
         """Add intervals; they may overlap each other and those that are here."""
         if not len(begin):
             return
-        # Those that end before all of the new ones stay as they are: they are the most.
+        # Intervals that end before all new ones stay as they are; those are most of them.
         tail = int(np.searchsorted(self.end, begin.min()))
         more = union(np.concatenate((self.begin[tail:], begin)), np.concatenate((self.end[tail:], end)))
         self.begin = np.concatenate((self.begin[:tail], more[0]))
@@ -52,7 +52,7 @@ class Union:
         return lengths
 
     def forget(self, before: int) -> None:
-        """Forget what ended before a time."""
+        """Forget the intervals that ended before a time."""
         first = int(np.searchsorted(self.end, before))
         if first:
             self.begin, self.end = self.begin[first:].copy(), self.end[first:].copy()

@@ -199,7 +199,7 @@ class _Reader:
             self._flush()
 
     def _flush(self) -> None:
-        # All ranks together: what comes much later than others is matched with nobody.
+        # All ranks together: records of a rank that come much later than the others' are matched with none of them.
         for rank, waiting in self._waiting.items():
             sizes: list[Event] = [Members(number, 0, size, 0) for number, size in self._sizes.items()]
             self._recording.feed(rank, encode(rank, sizes + waiting))

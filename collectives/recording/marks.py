@@ -18,9 +18,9 @@ KEPT = 2000
 class Mark:
     """Something at one moment or, a cell, from ``begin_ns`` to ``end_ns`` (``None`` while it runs).
 
-    Times are on the common axis; those of all but cells and aborts are when the news came here. A rank that is paused waits
-    for its user, who looks around there; one that waits has joined and is let in at the others' next commit. ``formed``
-    is a generation of the world that is made of other ranks than the one before; its rank is the first of these.
+    Times are on the common axis; those of all but cells and aborts are when the news came here. In a rank that is ``paused`` the user
+    looks around; one that is ``waiting`` has joined and is let in at the others' next commit. ``formed`` is an epoch of the
+    world that is made of other ranks than the one before; its rank is the first of these.
     """
 
     kind: Literal["cell", "abort", "joined", "left", "paused", "waiting", "formed"]
@@ -81,9 +81,9 @@ class Marks:
             self._put(Mark("abort", rank, at, at, event.text, False))
 
     def membership(self, now: Membership, at_ns: int | None) -> None:
-        """Take in who is there; ``None`` if this clock can't be compared with the ranks'.
+        """Take in which ranks are there, at ``at_ns`` on the common axis; ``None`` if this clock can't be compared with the ranks'.
 
-        The first news is how things are, not that something happened.
+        The first membership makes no marks: it says how things are, not that something happened.
         """
         before, self._membership = self._membership, now
         formed, self._formed = self._formed, now.formed or self._formed
@@ -111,7 +111,7 @@ class Marks:
             self._put(Mark("formed", now.formed[0], at_ns, at_ns, text))
 
     def _let_in(self, now: Membership, at_ns: int) -> None:
-        """Begin and end what is shown of ranks that wait to be let in."""
+        """Begin and end the marks of ranks that wait to be let in."""
         for rank in self._waiting.keys() - set(now.waiting):
             self._end(self._waiting.pop(rank), at_ns, ok=True)
         for rank in sorted(set(now.waiting) - self._waiting.keys()):

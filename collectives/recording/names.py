@@ -83,7 +83,7 @@ class Names:
         if (name, site) not in self._numbers:
             number = self._numbers[name, site] = len(self.names)
             self._matched.setdefault(name, number)
-            self.sites.append(site)  # first, so that who has seen a name finds its site
+            self.sites.append(site)  # first, so that a thread that has seen a name finds its site
             self.names.append(name)
         return self._numbers[name, site]
 

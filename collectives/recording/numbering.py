@@ -1,4 +1,4 @@
-"""Numbers for collectives, equal on all ranks: what is matched once need not be matched again by who looks at it."""
+"""Numbers for collectives, equal on all ranks: matched once here, spans need not be matched again by the views that show them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Epochs:
 
         Args:
             rows: The rows.
-            rank: Whose they are.
+            rank: The rank that recorded them.
             places: Each row's place among all records of the batch.
-            news: Places of the batch's records of members, and these.
+            news: The batch's records of members, each with its place.
         """
         for _, event in news:
             self._sizes[event.process_set, event.epoch] = event.size
         for process_set in np.unique(rows["set"]).tolist():
             own = rows["set"] == process_set
             changes = [(place, event.epoch) for place, event in news if event.process_set == process_set]
-            # What is told behind the first spans that one hears of goes for these, too.
+            # The first spans of a rank may come before its first record of members: that one's epoch is theirs, too.
             first = changes[0][1] if changes else 0
             rows["epoch"][own] = self._epochs.get((rank, process_set), first)
             for place, epoch in changes:
@@ -55,7 +55,7 @@ class Epochs:
 class Numbering:
     """Gives each tensor's collective a number that grows, the same for all ranks that took part.
 
-    The newest ``2 * _KEPT`` are remembered; a rank whose records come later than that is matched with nobody.
+    The newest ``2 * _KEPT`` are remembered; records of a rank that come later than that are matched with no other rank's.
     """
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ class Numbering:
 
         Args:
             rows: The rows.
-            rank: Whose they are.
-            names: A number for each row's name, wherever it is used: ranks may use it at different lines.
+            rank: The rank that recorded them.
+            names: A number for each row's name, the same at whatever line it is used: ranks may use it at different ones.
         """
         operations = (rows["flags"] & NOT_READY) == 0
         if not operations.any():
@@ -84,7 +84,7 @@ class Numbering:
         return self._alike(keys, bit) or self._each(keys, bit)
 
     def _alike(self, keys: list[int], bit: int) -> list[int] | None:
-        """The usual case, in which other ranks have told of all of these before, or of none."""
+        """The usual case, in which other ranks have recorded all of these before, or none; ``None`` if it is another."""
         if len(set(keys)) < len(keys):
             return None
         known = [number for number in map(self._new.get, keys) if number is not None]

@@ -31,10 +31,10 @@ class RankPace:
 
     Attributes:
         rank: The rank.
-        compute: It was not in collectives, or submitted further ones afterwards while these were under way.
-        wait: It had submitted its last one, and others had not yet.
-        work: It had submitted its last one, and that was being executed.
-        held_up: Share of the time in which others waited for this rank, which came last. Not part of the sum.
+        compute: Share in which it was not in collectives, or submitted further ones while earlier ones were under way.
+        wait: Share in which it had submitted its last one, and other ranks had not yet.
+        work: Share in which it had submitted its last one, and that was being executed.
+        held_up: Share in which other ranks waited for this one, which came last. Not part of the sum.
     """
 
     rank: int
@@ -49,9 +49,9 @@ class Pace:
     """All ranks over the last seconds.
 
     Attributes:
-        ranks: Those that have spans, by number.
+        ranks: The ranks that have spans, by number.
         seconds: Length of the stretch.
-        collectives: Collectives of the rank that had most, a tensor each.
+        collectives: How many collectives the rank with the most had, one per tensor.
     """
 
     ranks: tuple[RankPace, ...] = ()
@@ -83,7 +83,7 @@ def pace(
     last span.
 
     Args:
-        recording: Their spans.
+        recording: The recording with their spans.
         seconds: Length of the stretch at most; ``None`` for all that is looked at.
         since_ns: Nothing before this time, on the recording's axis.
         most: Rows to look at, the newest. At a high rate these make the stretch shorter.
@@ -153,7 +153,7 @@ def _last_before(
 
 
 def _held_up(rows: Rows, ranks: NDArray[Any], begin: int, clock_errors: dict[int, int]) -> NDArray[np.int64]:
-    """For how many ns others waited for each rank; what overlaps counts once."""
+    """For how many ns other ranks waited for each rank; waits that overlap count once."""
     came = arrivals(rows, clock_errors)
     late = came.one[came.certain[came.one]]
     where = np.searchsorted(ranks, came.last_rank[late])
@@ -181,8 +181,8 @@ def steps_per_second(recording: Recording, ranks: Iterable[int], since_ns: int |
     """How fast steps of training follow each other, by the step times that ranks reported last.
 
     Args:
-        recording: Their metrics.
-        ranks: Whose.
+        recording: The recording with their metrics.
+        ranks: The ranks to look at.
         since_ns: Nothing before this time, on the recording's axis.
 
     Returns:

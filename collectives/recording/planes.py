@@ -1,4 +1,4 @@
-"""Which data planes the ranks use, as they tell themselves: what was asked for is often another one, or ``auto``."""
+"""Which data planes the ranks use, as they have recorded it: the user often asked for another one, or for ``auto``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Planes:
             self._epochs[event.process_set] = max(event.epoch, self._epochs.get(event.process_set, 0))
 
     def of(self, rank: int) -> dict[int, str]:
-        """By process set, for those that the rank is in. A set that goes on without it is none of them."""
+        """The planes by process set, for the sets that the rank is in; a set that goes on without it is left out."""
         told = sorted(self._told.get(rank, {}).items())
         return {
             number: plane

@@ -1,4 +1,4 @@
-"""The recording: takes the ranks' batches in, keeps their spans as rows, and wakes who looks at them."""
+"""The recording: takes the ranks' batches in, keeps their spans as rows, and wakes the views that show them."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Recording:
             host that was heard first.
         names, sites: Names of tensors, and the lines that they were used at (``cell [7] line 4``, empty if not known), by
             number; 0 is the empty one. A name that several lines use has several numbers.
-        refused: Batches that could not be read.
-        failures: What of it could not be reckoned; the views say so.
-        paused: Ranks whose user looks around there, and why, as it reads after ``rank 3 is``.
+        refused: How many batches could not be read.
+        failures: Failures to compute something from it; the views show them.
+        paused: Ranks in which the user looks around, and why, as it reads after ``rank 3 is``.
         when_paused: Called, on any thread, when that has changed.
         cleared, cleared_ns: Rows that :meth:`clear` has dropped, and when the last of them ended.
         cleared_end: Number of the first row after the last :meth:`clear`.
@@ -166,7 +166,7 @@ class Recording:
             self.origin_ns = time_ns
 
     def take_membership(self, membership: Membership) -> None:
-        """Take in who is there now."""
+        """Take in which ranks are there now."""
         with self._changed:
             self._membership = membership
             offset = self.clock_offset_ns()
@@ -242,7 +242,7 @@ class Recording:
             )
 
     def poke(self) -> None:
-        """Let everybody in :meth:`wait` look again."""
+        """Let all threads in :meth:`wait` look again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -304,7 +304,7 @@ class Recording:
             return self._series.newest(name, most)
 
     def _advance(self, *, force: bool = False) -> None:
-        """Reckon what follows from the spans; what was measured is there also if that fails."""
+        """Derive the series that follow from the spans. If that fails, the measured series are still there."""
         with self.failures.guard(SERIES):
             self._derived.advance(self.origin_ns or 0, force=force)
 
@@ -315,7 +315,7 @@ class Recording:
 
     @property
     def points_lost(self) -> int:
-        """Points that are not here: those that have made room, and those of more series than are kept."""
+        """Points that are not here: those dropped to make room, and those of series beyond the most that are kept."""
         return self._series.dropped + self._series.refused
 
     def clock_offset_ns(self) -> int | None:
@@ -338,7 +338,7 @@ class Recording:
         return self._membership
 
     def clock_errors(self) -> dict[int, int]:
-        """Of ranks whose clock had to be compared with that of the first host: by how many ns it may be off."""
+        """By how many ns a rank's clock may be off, by rank; of ranks whose clock had to be compared with the first host's."""
         with self._changed:
             found = {rank: self._alignment.offset(domain) for rank, domain in self._domains.items()}
         measured = {rank: offset[1] for rank, offset in found.items() if offset is not None and offset[1]}
@@ -380,7 +380,7 @@ class Recording:
 
 
 def _check_times(records: NDArray[Any], small: list[Event]) -> None:
-    """Times that no clock has until in 73 years; sums of two of them fit 64 bits."""
+    """Refuse times of 73 years and more, which no clock shows; sums of two smaller ones fit 64 bits."""
     spans = records["type"] == RecordType.SPAN
     late = (records["submitted"][spans] >= LATEST_NS).any() or any(
         getattr(event, "time_ns", 0) >= LATEST_NS for event in small

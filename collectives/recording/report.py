@@ -1,4 +1,4 @@
-"""A recording in a few lines of text: who holds the others up, and in which collectives."""
+"""A recording in a few lines of text: which ranks hold the others up, and in which collectives."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def clocks(recording: Recording) -> list[str]:
 
 
 def ranks(recording: Recording, seconds: float | None = None) -> str:
-    """A line per rank, whoever held the others up for longest first.
+    """A line per rank, the rank that held the others up for longest first.
 
     Args:
-        recording: Where the spans are.
-        seconds: Only the last of them.
+        recording: The recording.
+        seconds: Only the last seconds of it, this many; ``None`` for all.
     """
     found = summarize(recording, seconds, most=recording.count)
     found.sort(key=lambda one: (-one.held_up_ns, one.rank))
@@ -63,10 +63,10 @@ def ranks(recording: Recording, seconds: float | None = None) -> str:
 
 
 def collectives(recording: Recording, most: int = 20) -> str:
-    """A line per tensor and line of code, whatever let ranks wait for longest first.
+    """A line per tensor and line of code, the one in which ranks waited for longest first; ``most`` lines at most.
 
-    Only waiting that surely was for the last rank counts, for each tensor by itself: what was fused or waited for at the
-    same time counts for each.
+    Only waiting that surely was for the last rank counts, for each tensor by itself: a wait for several tensors at the same time,
+    or for fused ones, counts for each.
     """
     _, rows = recording.rows_since(0)
     came = arrivals(rows, recording.clock_errors())

@@ -73,12 +73,12 @@ _WHOLE = np.dtype((np.void, ROW.itemsize))
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """A copy of rows one after the other; numpy looks at each column of them if it is not kept from it."""
+    """A copy of rows one after the other, as opaque bytes: otherwise numpy would handle each column by itself."""
     return np.concatenate([part.view(_WHOLE) for part in parts]).view(ROW) if parts else np.empty(0, ROW)
 
 
 def rows_of(records: NDArray[Any], rank: int, offset_ns: int) -> Rows:
-    """Rows of records of spans; the names and numbers of operations are still to be set."""
+    """Make rows from records of spans. The caller still has to set the names and the numbers of operations."""
     rows = np.zeros(len(records), ROW)
     for name in ("nbytes", *DISTANCES, "name", "set", "sequence", "batch", "kind", "dtype"):
         rows[name] = records[name]
@@ -118,7 +118,7 @@ class RowStore:
         self.begin = self.end = 0
         self._chunks: deque[Rows] = deque()
         self._spare: Rows | None = (
-            None  # used again: memory that is given back and asked for anew gets scattered
+            None  # a dropped chunk, used again: memory that is freed and allocated anew gets fragmented
         )
         self._filled = 0
 

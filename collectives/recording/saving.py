@@ -41,19 +41,19 @@ def save(recording: Recording, path: str | os.PathLike[str], format: str | None 
     """Write all that a recording has now. The file is there once it is whole, in place of one of the same name.
 
     Args:
-        recording: What is written.
-        path: Where to; a name that ends in ``.json``, ``.json.gz`` or ``.pftrace`` says how.
-        format: How, whatever the name.
+        recording: The recording to write.
+        path: The file to write; the end of its name (``.json``, ``.json.gz`` or ``.pftrace``) chooses the format.
+        format: ``"json"``, ``"json.gz"`` or ``"pftrace"``, whatever the name ends in; by default the name chooses.
 
     Returns:
         The file's whole path.
 
     Raises:
         InvalidRequestError: There is no such format.
-        OSError: It could not be written; nothing is left.
+        OSError: The file could not be written; no unfinished file is left.
     """
     chosen, target = format_of(path, format), Path(path).absolute()
-    # In the same directory, so that it can take the place of the other; nobody else comes upon this name.
+    # In the same directory, so that it can replace the target; no other process chooses this random name.
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
         with unfinished.open("xb") as file:

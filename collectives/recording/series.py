@@ -37,7 +37,7 @@ _UNITS_OF_ENDS = {"utilisation": "%", "memory": "B"}
 
 
 def unit_of(name: str) -> str:
-    """The unit of what hvdlab measures itself; of other metrics it is not known, so empty."""
+    """The unit of a metric that hvdlab itself measures; empty for other metrics, whose unit is not known."""
     if name.startswith("hvdlab/gpu"):
         return _UNITS_OF_ENDS.get(name.rsplit("/", 1)[1], "")
     if name.startswith("hvdlab/share/"):
@@ -49,7 +49,7 @@ def unit_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What one rank reports under one name.
+    """The numbers that one rank reports under one name.
 
     Attributes:
         unit: ``s``, ``B``, ``B/s``, ``1/s``, ``%``, ``1`` for shares, or empty if it is not known.
@@ -112,17 +112,17 @@ class _Kept:
 class SeriesStore:
     """The newest points of all series. Not thread-safe.
 
-    A series keeps :data:`MOST_PER_SERIES` points, fewer if there are many series, so that one that is reported often
-    takes nothing away from one that is reported seldom.
+    A series keeps :data:`MOST_PER_SERIES` points, fewer if there are many series, so that a series with many points
+    takes no room from one with few.
 
     Args:
         limit: How many points to keep of all series together.
 
     Attributes:
-        series: What there is, by number.
+        series: All series, by number.
         end: Number of the next point.
-        dropped: Points that made room for newer ones.
-        refused: Points of series for which there was no room any more.
+        dropped: How many points were dropped for newer ones.
+        refused: How many points were refused, of series for which there was no room any more.
     """
 
     def __init__(self, limit: int = POINTS_KEPT) -> None:
@@ -147,7 +147,7 @@ class SeriesStore:
         self._put(rank, name, time_ns, value, float("nan") if step is None else float(step), False)
 
     def amend(self, rank: int, name: str, time_ns: int, value: float) -> None:
-        """Say what a series' value at a time is, whether something else was said of it before or not."""
+        """Set the value of a series at a time, in place of the one that it had there, if any."""
         self._put(rank, name, time_ns, value, float("nan"), True)
 
     def _put(self, rank: int, name: str, time_ns: int, value: float, step: float, replace: bool) -> None:
@@ -166,7 +166,7 @@ class SeriesStore:
             return
         kept.place(point)
         if kept.size > (room := self.room):
-            # Some more than one, so that this is seldom.
+            # Drop several at once, so that this happens seldom.
             fewer = kept.size - room + (room >> 4)
             kept.drop(fewer)
             self.dropped += fewer

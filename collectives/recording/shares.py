@@ -12,30 +12,30 @@ from hvdlab.collectives.recording.rows import NOT_STARTED, Rows, distance, joine
 
 SECOND = 1_000_000_000
 SECONDS_KEPT = 600
-"""What comes later than this is not added to the seconds that it was in."""
+"""Spans that come later than this are not added to the seconds in which they were."""
 INTERVALS_KEPT = 65_536
 ARRIVALS_KEPT = 16_384
-"""Collectives of which it is known when they were asked for; only those under way lately can still turn out otherwise."""
+"""Collectives whose time of submission is remembered; only seconds with recent ones can still turn out differently."""
 
 
 class Shares:
     """The shares of one rank.
 
-    A second is said once the rank has shown that it is over, by a span or a cell that ended behind it, and again if
+    A second is reported once the rank has shown that it is over, by a span or a cell that ended behind it, and again if
     a span comes that reaches back into it.
 
-    At each moment the rank is in one of these; what is left of a second is time in which no cell ran:
+    At each moment the rank is in one of these states; the rest of a second is time in which no cell ran:
 
-    * *compute*: no collective is under way, or the rank asked for another one later, while this was still under
-      way: so it went on. Transfer behind this costs no time, and is not counted;
+    * *compute*: no collective is under way, or the rank submitted another one later, while this was still under
+      way: so it went on computing. A transfer meanwhile costs no time, and is not counted;
     * *transfer*: its executor is in a collective, less the time that it was blocked there on other members;
-    * *wait*: the rest, in which the collectives that it asked for have not begun, or are blocked on other members.
+    * *wait*: the rest, in which the collectives that it submitted have not begun, or are blocked on other members.
     """
 
     def __init__(self) -> None:
         self._new: list[Rows] = []
-        self._reached: int | None = None  # the rank is known to have been there
-        self._next: int | None = None  # the first second that was never said
+        self._reached: int | None = None  # the latest time that the rank is known to have reached
+        self._next: int | None = None  # the first second that was never reported
         self._dirty: int | None = None  # from here on something has changed
         self._cells = Union()
         self._cell: int | None = None
@@ -54,7 +54,7 @@ class Shares:
 
     def cell_began(self, at: int) -> None:
         if self._cell is not None and self._reached is not None:
-            self._add_cell(self._cell, self._reached)  # the rank is another one now, or its end was lost
+            self._add_cell(self._cell, self._reached)  # the rank was replaced, or the cell's end was lost
         self._tracked = True
         self._cell = at
         self._touch(at)
@@ -63,7 +63,7 @@ class Shares:
         if self._cell is not None:
             self._add_cell(self._cell, max(at, self._cell))
         self._cell = None
-        # Nothing comes until the next cell, so the second that has begun need not be waited for.
+        # No span comes until the next cell, so the second that has begun counts as over.
         self._reach(origin + -((origin - at) // SECOND) * SECOND)
 
     def _add_cell(self, begin: int, end: int) -> None:
@@ -86,11 +86,11 @@ class Shares:
 
     @property
     def over(self) -> int:
-        """The first second that was not said yet."""
+        """The first second that was not reported yet."""
         return 0 if self._next is None else self._next
 
     def due(self, origin: int) -> bool:
-        """Whether there is a second to be said that never was."""
+        """Whether a second is over that was never reported."""
         if self._reached is None or self._dirty is None:
             return False
         over = (self._reached - origin) // SECOND
@@ -149,7 +149,7 @@ class Shares:
         self._block(rows[ran], started[ran], finish[ran], origin)
 
     def _went_on(self, arrival: Times, finish: Times) -> None:
-        """From each arrival to the last one before its collective's end, the rank was not blocked by it."""
+        """Note that from each arrival to the last one before that collective's end, it did not block the rank."""
         earliest = arrival.min()
         arrival = np.concatenate((self._arrival, arrival))
         order = np.argsort(arrival, kind="stable")
@@ -163,7 +163,7 @@ class Shares:
             one.add(self._arrival[changed], last)
 
     def _block(self, rows: Rows, started: Times, finish: Times, origin: int) -> None:
-        """Spread the time that operations were blocked over their seconds; fused tensors have it in common."""
+        """Spread the time for which operations were blocked over their seconds; fused tensors share that time, which counts once."""
         if not len(rows):
             return
         fresh, self._operation = first_of_each(rows, self._operation)
@@ -202,7 +202,7 @@ class Shares:
 def _shares(lengths: tuple[Times, ...], blocked: NDArray[np.float64]) -> NDArray[np.float64]:
     running, under_way, active, busy, work = lengths
     moved = busy - active
-    # Of the work, only what nothing went on behind is told; so also of the time in which it was blocked.
+    # Only work behind which nothing else went on counts; likewise only that part of the time in which it was blocked.
     held = np.minimum(1.0, blocked / np.maximum(work, 1)) * moved
     compute = running - under_way + active
     return np.stack((compute, under_way - busy + held, moved - held), 1) / SECOND

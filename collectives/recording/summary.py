@@ -22,14 +22,14 @@ class RankSummary:
 
     Attributes:
         rank: The rank.
-        spans: Its rows.
-        times_last: Collectives to which it surely came last, as one tensor each.
-        held_up_ns: How long others were waiting for it: from the first arrival to its own; what overlaps counts once.
+        spans: How many rows it has.
+        times_last: Collectives to which it surely came last, counted once per tensor.
+        held_up_ns: How long other ranks waited for it: from the first arrival to its own; waits that overlap count once.
         worst_ns: The longest wait for it.
-        wait: Share of the time in which it had arrived somewhere and others had not.
+        wait: Share of the time in which it had arrived at a collective and other ranks had not.
         work: Share of the time in which its executor was in a collective.
         nbytes: Bytes of its tensors.
-        bandwidth: These by the time in collectives, in bytes per second; 0 without any.
+        bandwidth: ``nbytes`` divided by the time in collectives, in bytes per second; 0 without any.
     """
 
     rank: int
@@ -47,9 +47,9 @@ def summarize(recording: Recording, seconds: float | None = None, most: int = 20
     """Summaries of the ranks that have spans, by rank.
 
     Args:
-        recording: Where they are.
-        seconds: Only what ended in this time before the last span; by default everything.
-        most: Rows to look at, the newest.
+        recording: The recording with their spans.
+        seconds: Only spans that ended in this time before the end of the last one; by default all.
+        most: How many of the newest rows to look at.
     """
     _, rows = recording.rows_since(recording.end - most)
     if not len(rows):
@@ -73,7 +73,7 @@ def summarize(recording: Recording, seconds: float | None = None, most: int = 20
 
 
 class _Spans(NamedTuple):
-    """Columns of rows, times in ns: much quicker to choose from than rows."""
+    """Columns of rows, times in ns: indexing these is much quicker than indexing rows."""
 
     arrival: NDArray[np.int64]
     ready: NDArray[np.int64]

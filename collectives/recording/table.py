@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def columns(recording: Recording) -> dict[str, NDArray[Any]]:
-    """The table's columns as arrays, for those who have no pandas. Times in seconds since the recording's origin."""
+    """The table's columns as arrays, for users without pandas. Times in seconds since the recording's origin."""
     _, rows = recording.rows_since(0)
     origin = recording.origin_ns or 0
     came = arrivals(rows, recording.clock_errors())
@@ -59,7 +59,7 @@ def columns(recording: Recording) -> dict[str, NDArray[Any]]:
 
 
 def table(recording: Recording) -> DataFrame:
-    """The columns as a table; ``last_rank`` is missing where nobody is known to be the last."""
+    """The columns as a table; ``last_rank`` is missing where it is not known which rank came last."""
     try:
         import pandas as pd
     except ModuleNotFoundError:

@@ -9,8 +9,8 @@ Saarikivi, Xu, Eksarevskiy, Ekanayake, Barsoum: "Scaling Distributed Training wi
 (arXiv:2006.02924). More than two are combined along a binary tree, see :func:`levels`.
 
 A vector that is all zeros (or whose squared norm underflows) leaves the other one as it is. Dot products are
-accumulated in float64. Everything here is arithmetic on local memory; who has which part of the vectors is the business
-of :mod:`hvdlab.collectives.engine.adasum`.
+accumulated in float64. Everything here is arithmetic on local memory; which member has which part of the vectors is the
+business of :mod:`hvdlab.collectives.engine.adasum`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _QUIET_NAN = np.uint16(0x7FC0)
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """How one 16-bit type is converted.
+    """The two functions that convert one 16-bit type.
 
     Attributes:
         widen: ``widen(source, out)``: storage type to float32, equally long, no overlap.

@@ -25,7 +25,7 @@ Wide = npt.NDArray[np.int64]
 
 
 def needs_width(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> bool:
-    """Whether a reduction is to be made as a :class:`WideReduction`."""
+    """Whether a reduction has to be made as a :class:`WideReduction`."""
     if dtype.is_floating or dtype is DType.BOOL:
         return False
     return op is ReduceOp.AVERAGE or (dtype is not DType.I64 and (prescale != 1.0 or postscale != 1.0))
@@ -72,7 +72,7 @@ class WideReduction:
             quotients, remainders = quotients + remainders // n, remainders % n
         else:
             quotients, remainders = reduced // n, reduced % n
-        # What is to be divided by n is quotients * n + remainders, with remainders from 0 to n - 1.
+        # The number to divide by n is quotients * n + remainders, with remainders from 0 to n - 1.
         if self._postscale == 1.0:
             out[...] = quotients + ((quotients < 0) & (remainders > 0))
         else:

@@ -1,4 +1,4 @@
-"""The header of a batch, for whoever passes batches on without reading their records."""
+"""The header of a batch, for code that passes batches on without reading their records."""
 
 from __future__ import annotations
 

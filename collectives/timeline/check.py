@@ -1,6 +1,6 @@
 """Checks a Chrome trace against the rules of its format: ``python -m hvdlab.collectives.timeline.check FILE``.
 
-Viewers are lenient, and what they don't understand they drop without a word. This says what is wrong instead.
+Viewers are lenient, and silently drop what they don't understand. This says what is wrong instead.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _check_special(phase: str, event: Event) -> Iterator[str]:
 
 
 def _async_ids(event: Event) -> list[str]:
-    """What an async event is paired by. ``id`` and ``id2.global`` count across processes."""
+    """The ids by which an async event is paired. ``id`` and ``id2.global`` count across processes."""
     ids = [f"global {event['id']}"] if isinstance(event.get("id"), str | int) else []
     both = event.get("id2", {})
     if isinstance(both, dict):

@@ -113,7 +113,7 @@ class ChromeTrace:
         return out + self._tracks.end_cells()
 
     def introduce(self, rank: int) -> list[TraceEvent]:
-        """What says who a rank is, once."""
+        """The events that name a rank's process, the first time that this is called for it."""
         return self._tracks.introduce(rank)
 
     def rank_note(self, rank: int, name: str, time_ns: int, args: dict[str, Any]) -> list[TraceEvent]:
@@ -142,7 +142,7 @@ class ChromeTrace:
         return out
 
     def happening(self, rank: int, event: Event, offset: int = 0) -> list[TraceEvent]:
-        """What is no span, with ``offset`` ns to be added to its time."""
+        """Trace events of a record that is not a span; ``offset`` ns are added to its time."""
         match event:
             case CellBegin():
                 return self._tracks.begin_cell(rank, event.cell, event.time_ns, offset)
@@ -344,7 +344,7 @@ class ChromeTrace:
 
 
 def _horovod_name(span: Span) -> str:
-    """What Horovod's timeline calls a tensor; without a name it is called so here, too."""
+    """The name of a tensor in Horovod's timeline. A tensor without a name already has its name in that form."""
     prefix = f"{span.kind.label}."
     return span.name if span.name.startswith(f"{prefix}noname") else prefix + span.name
 

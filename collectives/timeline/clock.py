@@ -12,7 +12,7 @@ from hvdlab.collectives.linux import boot_id
 
 SAMPLES_KEPT = 8
 DRIFT = 20e-6
-"""Seconds per second that the clocks of two hosts may part: that of common quartz."""
+"""Seconds per second by which the clocks of two hosts may drift apart, as common quartz does."""
 
 Sample = tuple[int, int, int]
 """When the question was sent, when the answer came, and the coordinator's time in between; in ns."""
@@ -28,7 +28,7 @@ class ClockSamples:
         self._samples.append((sent_ns, received_ns, coordinator_ns))
 
     def best(self, now_ns: int) -> Sample | None:
-        """The one that tells most about ``now_ns``: a quick answer, and not too long ago."""
+        """The sample with the least error at ``now_ns``: its answer was quick, and not too long ago."""
 
         def error(sample: Sample) -> float:
             sent, received, _ = sample
@@ -41,8 +41,8 @@ class ClockSamples:
 def clock_domain() -> int:
     """A number that is equal for all processes whose ``CLOCK_MONOTONIC`` is the same clock.
 
-    That is one boot of one machine and one time namespace. Where that can't be read, a number of this process
-    alone: a clock is then aligned by measured samples instead of taken as equal.
+    Those are the processes of one boot of one machine, in one time namespace. Where that can't be read, a number of this process
+    alone: its clock is then aligned by measured samples instead of being taken as equal.
     """
     boot = boot_id() or f"{os.getpid()} {time.time_ns()}"
     try:

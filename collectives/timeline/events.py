@@ -28,7 +28,7 @@ class Span:
         transfer_ns: Sum of the time spent moving and reducing.
         wait_ns: Sum of the time spent blocked on other members.
         unpack_ns: Sum of the time spent copying out.
-        resolution_ns: Unit of everything but ``submitted_ns``; 1 up to 4.29 s.
+        resolution_ns: Resolution of all times and durations but ``submitted_ns``; 1 for spans of up to 4.29 s.
         site: The user's line that asked for it, such as ``cell [7] line 4``; empty if it is not known.
     """
 
@@ -114,7 +114,7 @@ Event = Span | CellBegin | CellEnd | Abort | Metric | ClockSample | Members
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What :func:`decode` returns; the header's fields and the records."""
+    """A decoded batch: the header's fields and the records."""
 
     rank: int
     clock: int

@@ -21,18 +21,18 @@ from hvdlab.collectives.timeline.records import decode
 from hvdlab.collectives.timeline.tracks import TraceEvent
 
 QUEUED_BYTES = 128 * 1024 * 1024
-"""Batches that may wait for the disk; more than the history that a late subscriber gets at once."""
+"""Bytes of batches that may wait for the disk; more than the history that a late subscriber gets at once."""
 WRITE_BYTES = 65536
 CLOCK = "start_time_since_epoch_in_micros"
 EXIT_SECONDS = 10.0
-"""How long the end of a process may wait for a disk that is stuck."""
+"""Seconds that the end of the process waits for a disk that is stuck."""
 
 
 class TimelineFile:
     """Writes the events of all ranks to one file, on a thread of its own.
 
-    :meth:`feed` never waits: what the disk can't keep up with is dropped and counted in the trace. A disk error ends
-    the writing, keeps what is there readable and is raised by :meth:`close`.
+    :meth:`feed` never waits: batches with which the disk can't keep up are dropped and counted in the trace. A disk error ends
+    the writing; the file stays readable as far as it was written, and :meth:`close` raises the error.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class TimelineFile:
             TimeoutError: The disk takes longer; the writing goes on.
         """
         self._closing = True
-        # Once is enough, but an interrupt may have come in between: a second one does no harm.
+        # One None is enough, but an interrupt may have come before an earlier call put it: a second one does no harm.
         self._queue.put(None)
-        # Not by joining: an interrupted join takes a thread for ended that is not.
+        # Not by join(): if that is interrupted, it takes the thread for ended although it is not.
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self.path} could not be completed within {timeout} s")
         self._thread.join()
@@ -182,7 +182,7 @@ class TimelineFile:
         self._size += len(data)
 
     def _salvage(self) -> None:
-        """After an error: cut the file behind its last whole event and close the array, if the disk lets us."""
+        """After an error: cut the file behind its last whole event and close the array, if the disk allows that."""
         try:
             os.ftruncate(self._fd, self._size)
             os.pwrite(self._fd, b"\n]\n" if self._size else b"[]\n", self._size)
@@ -197,6 +197,6 @@ class TimelineFile:
 
 
 def _with_clock(event: TraceEvent) -> TraceEvent:
-    """The first event, which also tells when it was 0 on the time axis. Horovod's timeline says it by the same words."""
+    """The first event, with the time of day at 0 of the time axis added, under the name that Horovod's timeline has for it."""
     zero = (time.time_ns() - time.monotonic_ns()) // 1000
     return {**event, "args": {**event.get("args", {}), CLOCK: zero}}

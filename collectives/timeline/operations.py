@@ -1,9 +1,9 @@
-"""Finding the same operation in the records of all ranks, to say who came last.
+"""Finding the same operation in the records of all ranks, to say which rank came last.
 
 An operation is named by ``(process_set, sequence, batch)``, which all members agree on. It is complete when all
-members (of a message, the two) have recorded it and gone on, to their next one or to nothing: a rank records the tensors of an operation
-together, so that a batch which was not cut for its length does not end within one. How many members there are is known from
-:class:`~hvdlab.collectives.timeline.events.Members`. What does not get complete (a rank died, records were lost, the
+members (of a message, the two) have recorded it and gone on, to their next operation or to nothing: a rank records the tensors of an
+operation together, so that a batch which was not cut for its length does not end within one. The number of members comes from
+:class:`~hvdlab.collectives.timeline.events.Members`. An operation that does not get complete (a rank died, records were lost, the
 size is not known) is given out after a while as it is.
 """
 
@@ -54,13 +54,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Who came when to one tensor's collective.
+    """When each rank came to one tensor's collective.
 
     Attributes:
         last: The rank that came last.
-        offsets_ns: Each rank's arrival after the first one's.
-        certain: Whether the last one's lead over the second last exceeds the error of the clocks.
-        ranks_missing: Whether some members' records are not here, so that one of those may have been later.
+        offsets_ns: By rank, how much later than the first one it came.
+        certain: Whether the last rank came later than the second last by more than the error of the clocks.
+        ranks_missing: Whether records of some members are not here, so that one of them may have come later.
     """
 
     last: int
@@ -105,7 +105,7 @@ class Operations:
             self._sizes[event.process_set] = (event.epoch, event.size)
 
     def introduce(self, event: Members) -> None:
-        """Learn the size of a process set that nothing is known of; it may be told behind the spans it goes for."""
+        """Learn the size of a process set of which nothing is known yet: its record may come behind the spans that it is for."""
         if event.size:
             self._sizes.setdefault(event.process_set, (event.epoch, event.size))
 
@@ -113,7 +113,7 @@ class Operations:
         """Take a span in. Returns an older operation that must be given out because this one has taken its name."""
         span = placed.span
         key = (span.process_set, span.sequence, span.batch)
-        if span.kind.asks_server:  # which is for one key, while collectives of one number are fused
+        if span.kind.asks_server:  # such a span is of one key; collectives with equal numbers are fused
             key = (span.process_set, span.sequence, span.batch << 32 | zlib.crc32(span.name.encode()))
         operation = self._open.get(key)
         stale = None
@@ -139,7 +139,7 @@ class Operations:
             self._left.add(previous)
 
     def completed(self) -> list[Operation]:
-        """Take out what is complete."""
+        """Take out the operations that are complete."""
         done = [key for key in self._left if self._is_complete(key)]
         self._left.clear()
         return [self._open.pop(key) for key in sorted(done)]
@@ -151,7 +151,7 @@ class Operations:
         return all(self._current.get(rank) != key for rank in operation.ranks)
 
     def expired(self, now: float) -> list[Operation]:
-        """Take out what was held for too long."""
+        """Take out the operations that were held for too long."""
         done = []
         while self._open and now >= next(iter(self._open.values())).held_since + self._hold:
             done.append(self._open.popitem(last=False)[1])

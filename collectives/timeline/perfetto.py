@@ -63,7 +63,7 @@ def double(number: int, value: float) -> bytes:
 
 
 def compressed(packets: bytes) -> bytes:
-    """Packets as one, whose content is deflated: the format has this for all who find it too long."""
+    """One packet that has these packets in it, deflated, which the format allows."""
     return field(1, field(50, zlib.compress(packets, DEFLATE_LEVEL)))
 
 
@@ -125,7 +125,7 @@ class _Process:
         self._ends: dict[int, bytes] = {}
         self._lanes: dict[str, list[tuple[int, int]]] = {}  # heaps: busy until when, and which track
 
-    # -- who and where ------------------------------------------------------------------------------------------------
+    # -- the process and its tracks -----------------------------------------------------------------------------------
 
     def describe(self, event: TraceEvent, out: list[bytes]) -> None:
         """Take in what a metadata event says."""
@@ -135,7 +135,7 @@ class _Process:
             self._threads[event["tid"]] = event["args"]["name"]
 
     def begin(self, out: list[bytes]) -> None:
-        """Say who this is. Must come before its other packets."""
+        """Describe the process of this sequence. Must come before its other packets."""
         self.begun = True
         # Sequence flags: nothing was said before.
         out.append(self._packet(field(13, 1)))
@@ -244,7 +244,7 @@ class _Process:
     # -- arguments ----------------------------------------------------------------------------------------------------
 
     def _arguments(self, args: dict[str, Any]) -> bytes:
-        """What most arguments are is looked up here, without a call for each: that is half of all work."""
+        """The encoded arguments. Most are looked up here, without a call for each: arguments are half of all work."""
         parts, encoded, starts = [], self._encoded, self._names
         for item in args.items():
             name, value = item
@@ -303,7 +303,7 @@ class _Process:
 
 
 class _Texts:
-    """Numbers for the texts of a sequence; those that were given out since the last time are to be sent along."""
+    """Numbers for the texts of a sequence; definitions of numbers given out since the last packet go along with the next."""
 
     # Fields of InternedData.
     CATEGORY, NAME, ARGUMENT, TEXT = 1, 2, 3, 29

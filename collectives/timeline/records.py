@@ -89,7 +89,7 @@ def clean_text(text: str) -> bytes:
 
 
 BATCH_RECORDS = 4096
-"""Records that a batch has at most; what a recorder has beyond them goes into the next one."""
+"""Records of a batch at most; a recorder puts further ones into the next batch."""
 
 
 def span_scale(longest_ns: int) -> int:
@@ -214,12 +214,12 @@ def _pack(event: Event, name: int) -> bytes:
 
 
 class Head(NamedTuple):
-    """What a batch says before its records.
+    """All of a batch but its records.
 
     Attributes:
         rank, clock, dropped, refused: The header's fields.
         names, sites: Text and call site by number.
-        start: Where the records begin.
+        start: Offset at which the records begin.
     """
 
     rank: int
@@ -257,7 +257,7 @@ def read_head(data: bytes, known: Definitions | None = None) -> Head:
 
     Args:
         data: The batch.
-        known: Spares reading definitions that were read before.
+        known: Remembers definitions that were read before, so that they are not read again.
     """
     try:
         magic, version, _, rank, definitions, count, clock, dropped, refused = HEADER.unpack_from(data)

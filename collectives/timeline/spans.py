@@ -1,7 +1,7 @@
 """The recorder: what a rank measures, written where it happens into a ring that never grows.
 
-Recording is one ``struct.pack_into`` under a lock that nobody holds for longer than a copy. Nothing is
-allocated but a few small integers, nothing is sent: the control thread drains the ring in batches.
+Recording is one ``struct.pack_into`` under a lock that no thread holds for longer than a copy. It allocates only a few
+small integers and sends nothing: the control thread drains the ring in batches.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class Recorder:
         )
 
     def metric(self, name: str, value: float, step: int | None = None, time_ns: int | None = None) -> None:
-        """A number that the user wants to see over time, measured now or at ``time_ns``."""
+        """Record a number that the user wants to see over time, measured now or at ``time_ns``."""
         if not self.enabled:
             return
         ident, flags = self.name_id(name), 0 if step is None else FLAG_HAS_STEP

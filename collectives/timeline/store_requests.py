@@ -1,14 +1,14 @@
-"""How a span tells a request to a parameter server: by its kind, and by numbers that mean something else in collectives.
+"""How a span describes a request to a parameter server: by its kind, and by numbers that mean something else in collectives.
 
 =============== ==================================================================================================
 process set     which store, which of its servers, and whether it is a pull; beyond all numbers of process sets
 sequence        version of the value that a push made, or that a pull read: the low 32 bits
-batch           of a push outside of rounds: its staleness, and for whom it waited; of one in a round 0, so that those
-                of all workers are one operation; of a pull a number that no other rank's has
+batch           of a push outside of rounds: its staleness, and which worker it waited for; of one in a round 0, so that
+                the pushes of all workers are one operation; of a pull a number that no other rank's pull has
 =============== ==================================================================================================
 
-A span's ``ready`` and ``started`` are when the server began to carry it out, ``finished`` when it had applied a push, or when the worker
-had what it pulled; ``transfer`` is how long the server was at it.
+A span's ``ready`` and ``started`` are when the server began to carry out the request, ``finished`` when the server had applied a push, or
+when the worker had what it pulled; ``transfer`` is how long the server worked on the request.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class StoreRequest(NamedTuple):
     Attributes:
         store: Number of the store, equal on all workers.
         server: Number of the server.
-        version: Of the value that a push made or a pull read; the low 32 bits.
-        staleness: Pushes of others that were applied between the value that a push was computed from and it; at most 65535.
-        waited_for: Rank whose push ended the wait of this one; ``None`` if it did not wait, or is one of a round.
+        version: Version of the value that a push made or a pull read; the low 32 bits.
+        staleness: Pushes of other workers that were applied after the value from which this push was computed; at most 65535.
+        waited_for: Rank whose push ended this push's wait; ``None`` if this one did not wait, or belongs to a round.
     """
 
     store: int

@@ -12,7 +12,7 @@ NOTES = "notes"
 CLOCK_COMPARED = "CLOCK_COMPARED"
 """A note on a rank of another host: how well its clock is known."""
 STORES = "stores"
-"""What a rank asks of parameter servers."""
+"""Track of a rank's requests to parameter servers, and category of what the servers do for it."""
 TRACKS = {
     "cells": "cells",
     "collectives": "collectives",
@@ -54,7 +54,7 @@ class Tracks:
         self._latest: dict[int, int] = {}
         self._next_id = 0
 
-    # -- who and where ------------------------------------------------------------------------------------------------
+    # -- ranks and their places ---------------------------------------------------------------------------------------
 
     def introduce(self, rank: int) -> list[TraceEvent]:
         """Name and place of a rank's process, once."""
@@ -181,7 +181,7 @@ class Tracks:
     def slice_on_server(
         self, server: int, rank: int, name: str, begin: int, end: int, args: dict[str, Any]
     ) -> list[TraceEvent]:
-        """What a parameter server did for a rank."""
+        """Trace events of one request that a parameter server handled for a rank."""
         pid = SERVERS_PID + server
         out = self._introduce_process(pid, f"parameter server {server}", pid)
         ends = self._lane_ends.setdefault((pid, f"rank {rank}"), [])

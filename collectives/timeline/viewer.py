@@ -63,9 +63,9 @@ class PerfettoViewer:
     Other users of the machine can reach loopback, too. An address has a token that admits one browser once; that browser gets a
     cookie of its own. Before that a connection gets nothing, and is the first to end when there are too many.
 
-    An address has a name that only this server goes by, ``<random>.localhost``: browsers find it at loopback without asking anybody,
-    and do not send the cookie of one name to another. (Cookies know no port: that of ``127.0.0.1`` would reach all servers there.) For
-    browsers that do not know such names, an address also works with ``127.0.0.1`` in place of the name.
+    An address has a name that only this server goes by, ``<random>.localhost``: browsers find it at loopback without asking a name
+    server, and do not send the cookie of one name to another. (Cookies know no port: that of ``127.0.0.1`` would reach all servers
+    there.) For browsers that do not know such names, an address also works with ``127.0.0.1`` in place of the name.
 
     Args:
         trace: The file; read whenever the page is loaded.
@@ -92,7 +92,7 @@ class PerfettoViewer:
         self._thread.start()
 
     def new_address(self) -> str:
-        """What to open in a browser on this machine. It is good once."""
+        """An address to open in a browser on this machine. It works once."""
         token = secrets.token_urlsafe(16)
         with self._lock:
             self._tokens.append(token)
@@ -149,7 +149,7 @@ class PerfettoViewer:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """What a request may be addressed to: by another name it would come from somebody else's page."""
+        """The values of ``Host`` that a request may have: with another name it would come from another server's page."""
         return tuple(f"{name}:{self.port}" for name in (self._name, LOOPBACK, "localhost"))
 
     def redeem(self, token: str, host: str) -> str | None:
@@ -188,7 +188,7 @@ def _listeners(port: int) -> list[socket.socket]:
             return [first, socket.create_server(address, family=socket.AF_INET6, backlog=CONNECTIONS)]
         except OSError as error:
             if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                return [first]  # nobody else has it either
+                return [first]  # this machine has no such address, so no other process has it either
             first.close()
             if error.errno != errno.EADDRINUSE or not attempts_left:
                 raise
@@ -215,7 +215,7 @@ class _Server(http.server.ThreadingHTTPServer):
         self.server_name, self.server_port = listeners[0].getsockname()
 
     def accept(self, listener: socket.socket) -> None:
-        """Let the next one in who waits there."""
+        """Accept the next connection that waits at this listener."""
         with contextlib.suppress(OSError):  # it is gone already
             request, client_address = listener.accept()
             self.process_request(request, client_address)

@@ -1,4 +1,4 @@
-"""The servers of a world as its workers know them: found together, started where there are none."""
+"""The servers of a world as its workers know them: the workers find them together, and start those that are missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAME_BYTES = 16
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """What a worker knows: the places of servers of its host, and why it could not start one."""
+    """What a worker tells the others: the places of servers of its host that it knows, and why it could not start one."""
 
     rank: int
     host: str
@@ -37,9 +37,9 @@ class KnownServer:
     """A server as a worker knows it.
 
     Attributes:
-        index: Its number, from 0, the same on all workers.
-        host: What the ranks of its host have in common.
-        pid: Its process there.
+        index: Number of the server, from 0, the same on all workers.
+        host: Host key of the server's host, which its ranks have in common.
+        pid: Process id of the server on its host.
         local: Whether that is the worker's host.
         keys: How many keys, or parts of keys, of the worker's stores it has.
         bytes: Size of their values.
@@ -57,7 +57,7 @@ class Servers:
     """This worker's links to the servers of its world.
 
     Args:
-        engine: This rank's.
+        engine: This rank's engine.
 
     Attributes:
         stores: How many stores on servers the world has had, as far as this worker knows.
@@ -73,14 +73,14 @@ class Servers:
     def find(self, workers: Workers) -> tuple[list[ServerLink], list[tuple[int, str]]]:
         """Links to all servers, in the same order on all workers. Every worker calls it.
 
-        On each host the worker with the lowest rank starts those that are missing; a worker that came later learns from the
-        others where they are. Where two process sets have started some each before a store of both, the lower rank's are taken.
+        On a host without servers the worker with the lowest rank starts them; a worker that came later learns from the
+        others where they are. If two process sets have each started servers before a store of both, those of the lower rank are used.
 
         Args:
-            workers: Those of the store.
+            workers: The workers of the store.
 
         Returns:
-            The links; and the workers by rank, with what those of one host have in common.
+            The links; and each worker's rank, with the key of its host.
 
         Raises:
             StartError: A server could not be started (on all workers).
@@ -104,7 +104,7 @@ class Servers:
             return links, [(worker.rank, worker.host) for worker in known]
 
     def leave_places(self, links: Iterable[ServerLink]) -> str:
-        """Leave at the coordinator where servers are, for a worker that was started anew; the name to :meth:`find_left` them by."""
+        """Leave the servers' places at the coordinator, for a worker that was started anew. Returns the name for :meth:`find_left`."""
         name = f"kv.servers.left.{os.urandom(_NAME_BYTES).hex()}"
         places = tuple(link.place for link in links)
         neighbours = tuple(tuple(sorted(link.neighbours)) for link in links)
@@ -131,7 +131,7 @@ class Servers:
         return links
 
     def known(self) -> list[KnownServer]:
-        """The servers that this worker is connected to. Asks nobody, and waits for nothing."""
+        """The servers that this worker is connected to. Sends nothing, and waits for nothing."""
 
         def place(link: ServerLink) -> tuple[str, int, str]:
             return link.place.host, link.place.index, link.place.directory
@@ -152,7 +152,7 @@ class Servers:
         return [found[index] for index in sorted(found)]
 
     def _started(self, known: list[_Known]) -> _Known:
-        """What this worker knows after it has started what its host lacks, if that is its task."""
+        """What this worker tells the others after it has started the servers that its host lacks, if that is its task."""
         host, rank = host_key(), self._engine.rank
         places = tuple(self._of_host(known, host))
         first = min(worker.rank for worker in known if worker.host == host)
@@ -170,10 +170,10 @@ class Servers:
         return _Known(rank, host, started)
 
     def _exchange(self, workers: Workers, own: _Known) -> list[_Known]:
-        """What all workers know, by rank. Through the coordinator: planes between hosts are in the clear, and places have secrets.
+        """Exchange what all workers know. Through the coordinator: planes between hosts are in the clear, and places have secrets.
 
-        A collective tells under which name each worker has put what it knows there. It is also where the workers meet: all of
-        them are in the same epoch after it.
+        An allgather gives each worker the names under which the others put what they know at the coordinator. The workers also meet
+        in it: all of them are in the same epoch after it.
         """
         name = np.frombuffer(os.urandom(_NAME_BYTES), np.uint8).copy()
         handle = workers.submit_gather(name, "kv.servers")
@@ -207,7 +207,7 @@ _lock = threading.Lock()
 
 
 def known_servers(engine: Engine) -> list[KnownServer]:
-    """The servers that this rank is connected to, if it has ever made a store that has some."""
+    """The servers that this rank is connected to; empty if it never made a store on servers."""
     with _lock:
         found = _servers.get(engine)
     return [] if found is None else found.known()

@@ -1,4 +1,4 @@
-"""What the starter of a server tells it on standard input, and where workers find it."""
+"""The settings that a server gets from its starter on standard input, and the place at which workers find it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         directory: A private directory with its socket.
         listener: Descriptor of the listening Unix socket.
         tls_listener: Descriptor of the listening socket for other hosts, or -1.
-        certificate, key: PEM texts for that, or empty.
-        coordinator, coordinator_token, coordinator_certificate: The job that the server belongs to, and ends with.
-        reattach: Seconds that a coordinator's successor has to come.
+        certificate, key: PEM texts for that socket, or empty.
+        coordinator, coordinator_token, coordinator_certificate: How to connect to the coordinator of the job, with which the server ends.
+        reattach: A third of the seconds that the server waits for the coordinator's successor.
         generation: How many servers there have been before in this place.
     """
 
@@ -33,14 +33,14 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a server is.
+    """How workers reach a server.
 
     Attributes:
-        host: What the ranks of its host have in common.
-        index: Its number among those of its host.
-        directory: Its private directory, which only ranks of its host reach.
-        tls_address: Where workers of other hosts connect, or empty.
-        certificate: PEM text that goes with it.
+        host: Host key of the server's host, which its ranks have in common.
+        index: Number of the server among those of its host.
+        directory: The server's private directory, which only ranks of its host reach.
+        tls_address: Address at which workers of other hosts connect, or empty.
+        certificate: PEM text that goes with ``tls_address``.
         token: Secret that workers have to show.
     """
 

@@ -1,8 +1,8 @@
 """A worker's connection to one server: requests are numbered, answered, and repeated if the server had to be started again.
 
 The user's threads send and read by themselves: there is no thread between them and the server. A thread of the link's own only waits
-for the connection's end, so that a server that dies is started again, and what it did not answer is repeated, also while the user
-computes.
+for the connection's end, so that it starts a server that has died again, and repeats the requests that it did not answer, also while
+the user's code computes.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from hvdlab.collectives.protocol.messages import Message
 from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
 
 RECOVER_WITHIN = 120.0
-"""Seconds that a server which is gone may take to come back, as long as somebody lives who can start it: what it kept is not lost."""
+"""Seconds that a server which is gone may take to come back, as long as a worker lives that can start it: what it kept is not lost."""
 _LOOK_MILLISECONDS = 1000
 _TRY_AGAIN_SECONDS = 0.1
 SILENT_SECONDS = 2.0
-"""After how long without an answer a worker asks whether its server is there at all; one that does not answer that is named."""
+"""Seconds without an answer after which a worker asks whether its server is there at all; a server that does not answer is logged."""
 _NAMED_KEYS = 8
 _SWEEP_FROM = 8
 _HELD, _HELD_BYTES = 4, 64 << 10
-"""Requests that are sent together at most, and the size of the largest of them: a server is to begin with the first soon."""
+"""Requests that are sent together at most, and the size in bytes of the largest of them: a server should begin with the first soon."""
 _IN_FLIGHT = 256 << 20
-"""Bytes of unanswered requests from which on answers are waited for before more is sent."""
+"""Bytes of unanswered requests above which a worker waits for answers before it sends more."""
 
 Answer = m.Done | m.Failed | m.Stock
 
@@ -78,11 +78,11 @@ class Ticket:
     """A request and its answer.
 
     Attributes:
-        message: What was asked.
-        answer: ``None`` until it has come.
+        message: The request.
+        answer: The answer; ``None`` until it has come.
         region: The memory that goes with it.
         sent: Bytes at the region's beginning that are for the server.
-        keeps: Whether the region is read after the answer, and freed by who does.
+        keeps: Whether the caller reads the region after the answer, and frees it; else the answer's arrival frees it.
         span: What is recorded of it.
     """
 
@@ -97,16 +97,16 @@ class Ticket:
 
 
 class _Watch:
-    """What this worker waits for, as the coordinator knows it, which says if it won't come.
+    """A wait of this worker for pushes of others, announced to the coordinator, which says if they won't come.
 
     Args:
         link: The connection.
-        waits: For whom a push waits.
+        waits: The workers that a push waits for.
     """
 
     def __init__(self, link: ServerLink, waits: m.Waits) -> None:
         self._link, self.waits = link, waits
-        #: Why it won't come.
+        #: Why the pushes won't come.
         self.cause: Cause | None = None
         what = f"a push of key {waits.key!r} that others lack"
         self._number = link.engine.begin_await(waits.ranks, what, self, any=False)
@@ -116,17 +116,17 @@ class _Watch:
         return self._link.is_unanswered(self.waits.sequence)
 
     def in_vain(self, cause: Cause) -> None:
-        """It won't come. Control thread."""
+        """The pushes won't come, for this reason. Control thread."""
         self.cause = cause
         self._link.notify()
 
     def close(self) -> None:
-        """It is not waited for any more."""
+        """This worker does not wait for them any more."""
         self._link.engine.end_await(self._number)
 
 
 class _Outbox:
-    """Memory for what goes to the server and comes back, shared with a server of this host."""
+    """Memory for data to and from the server, shared with a server of this host."""
 
     def __init__(self, *, shared: bool) -> None:
         self.file = SharedFile.create("hvdlab-outbox")
@@ -151,17 +151,17 @@ class ServerLink:
     """The connection of this rank to one server, for all stores. Any thread.
 
     Args:
-        engine: This rank's.
+        engine: This rank's engine.
         place: Where the server is.
         local: Whether that is this host.
-        starter: Starts it again.
+        starter: Starts the server again.
 
     Attributes:
-        engine: This rank's.
+        engine: This rank's engine.
         place: Where the server is.
-        pid: Its process; 0 before it was connected to.
-        local: Whether it is on this host.
-        stock: The keys of each store of which something is there, and the bytes of their values, as this worker knows.
+        pid: Process id of the server; 0 before the first connection.
+        local: Whether the server is on this host.
+        stock: The keys of each store that the server has, in part at least, and the bytes of their values, as this worker knows.
         neighbours: The workers of the server's host: only they can start it again.
     """
 
@@ -179,10 +179,11 @@ class ServerLink:
         self._reading = False
         self._sequence = 0
         self._unanswered: dict[int, Ticket] = {}
-        #: For whom a push waits, as the server said last.
+        #: The workers that a push waits for, as the server said last.
         self._waits: m.Waits | None = None
+        #: Bytes of the regions of unanswered requests.
         self._in_flight = 0
-        #: At how many of these answers are looked for next: a server that is busy has none for each request.
+        #: At how many unanswered requests to look for answers next: a busy server has not answered each of them at once.
         self._sweep_from = _SWEEP_FROM
         #: How many blocks of :meth:`together` are open, and the requests that were held back in them, oldest first.
         self._holding = 0
@@ -192,12 +193,12 @@ class ServerLink:
         self._files: dict[int, SharedFile] = {}
         #: How many objects of this process use each store.
         self._uses: dict[int, int] = {}
-        #: Stores that are used no more; filled by the garbage collector, which may run anywhere.
+        #: Stores that are used no more; the garbage collector adds them, on any thread and at any point, so without the lock.
         self._closing: deque[int] = deque()
         self._lost: HvdlabError | None = None
         #: When the server was heard last.
         self._heard = time.monotonic()
-        #: What it was asked to find out whether it is there, and after how much silence that is said next.
+        #: The question whether the server is there, and after how many seconds of silence to log that next.
         self._probe: Ticket | None = None
         self._say_after = SILENT_SECONDS
         self._clock = ServerClock(local=local)
@@ -210,7 +211,7 @@ class ServerLink:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Region:
-        """Memory for a request; it belongs to the ticket afterwards."""
+        """Memory of ``nbytes`` bytes or more for a request; it belongs to the ticket afterwards."""
         with self._changed:
             return self._outbox.allocate(nbytes)
 
@@ -235,11 +236,11 @@ class ServerLink:
         """Send a request; does not wait for the answer.
 
         Args:
-            make: Makes the message of its sequence number.
+            make: Makes the message from its sequence number.
             region: The memory that goes with it.
             sent: Bytes of it that the server reads.
-            keeps: Whether the caller frees the region; else the answer does.
-            span: What is to be recorded of it once it is answered.
+            keeps: Whether the caller frees the region; else it is freed when the answer comes.
+            span: What to record of it once it is answered.
 
         Raises:
             KVStoreError: The server is lost.
@@ -263,9 +264,9 @@ class ServerLink:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Send small requests that are made inside at once, when one of them is waited for or at the end.
+        """Hold back small requests made inside, and send them together: when this worker waits for one of them, or at the end.
 
-        A server that is woken by the first of two takes the processor from the thread that is about to send the second.
+        Otherwise a server that the first of two wakes takes the processor from the thread that is about to send the second.
         """
         with self._changed:
             self._holding += 1
@@ -303,7 +304,7 @@ class ServerLink:
                 watch.close()
 
     def _watched(self, watch: _Watch | None) -> _Watch | None:
-        """Have the coordinator look after what a push waits for; once it knows that this won't come, give it up. With the lock."""
+        """Have the coordinator watch over the wait of a push; once it says that the wait is in vain, give the round up. With the lock."""
         waits = self._waits
         if waits is not None and waits.sequence not in self._unanswered:
             waits = self._waits = None
@@ -314,7 +315,7 @@ class ServerLink:
             watch = _Watch(self, waits)
         if watch is not None and watch.cause is not None:
             cause, waits = watch.cause, watch.waits
-            self._waits = None  # the server says anew for whom the push waits, if that are others
+            self._waits = None  # if the push then waits for other workers, the server says so anew
             self._carry_out(
                 lambda: self._send(
                     m.GiveUp(waits.store, waits.key, cause.ranks, cause.kind.value, cause.text)
@@ -333,19 +334,19 @@ class ServerLink:
             self._changed.notify_all()
 
     def take_answers(self) -> None:
-        """Look at what has come; does not wait."""
+        """Take in the answers that have come; does not wait."""
         with self._changed:
             self._require_usable()
             self._carry_out(self._take)
 
     def tell(self, message: Message) -> None:
-        """Send what has no answer. It is lost with the connection."""
+        """Send a message that has no answer. It is lost if the connection is."""
         with self._changed:
             self._require_usable()
             self._carry_out(lambda: self._send(message))
 
     def use(self, store: int, *, makes_memory: bool, message: Callable[[int], Message]) -> Ticket:
-        """Open a store; the worker that ``makes_memory`` brings it to the server."""
+        """Open a store; the worker that ``makes_memory`` creates the store's memory and brings it to a server of its host."""
         with self._changed:
             self._uses[store] = self._uses.get(store, 0) + 1
         if makes_memory and self.local:
@@ -385,7 +386,7 @@ class ServerLink:
     def _wake(self) -> None:
         try:
             os.write(self._wake_writer, b"\0")
-        except OSError:  # full wakes as well; closed, there is nobody to wake
+        except OSError:  # a full pipe wakes as well; a closed one has no thread any more
             return
 
     # -- the connection; all with the lock ----------------------------------------------------------------------------
@@ -397,7 +398,7 @@ class ServerLink:
             raise type(self._lost)(str(self._lost))
 
     def _look_after_server(self, begun: float) -> None:
-        """While this worker waits, since ``begun``: a server that says nothing is asked whether it is there, then named."""
+        """While this worker waits, since ``begun``: ask a silent server whether it is there, then log its name."""
         now = time.monotonic()
         silent = now - max(begun, self._heard)
         if silent < SILENT_SECONDS:
@@ -442,7 +443,7 @@ class ServerLink:
         LOG.warning("%s", text)
 
     def _carry_out(self, step: Callable[[], None]) -> None:
-        """Do something with the connection. If it is lost, it is made again, which repeats all that was not answered.
+        """Do something with the connection. If that is lost, connect again, which repeats all unanswered requests.
 
         An exception from outside (Ctrl-C) may come in the middle of a frame: such a connection is given up.
         """
@@ -477,7 +478,7 @@ class ServerLink:
             sent = self._endpoint.flush()
 
     def _send_held(self) -> None:
-        """Send what was held back, in its order. If the connection is lost meanwhile, all that is unanswered is repeated."""
+        """Send the requests that were held back, in order. If the connection is lost meanwhile, all unanswered ones are repeated."""
         assert self._endpoint is not None
         now = time.monotonic_ns()
         for ticket in self._held:
@@ -489,7 +490,7 @@ class ServerLink:
 
     def _transmit(self, ticket: Ticket) -> None:
         if self._held:
-            self._send_held()  # a worker's requests come in their order
+            self._send_held()  # a worker's requests must arrive in their order
         region = ticket.region
         if region is not None and not self._outbox.shared:
             data = self._outbox.file.array(region.offset, np.dtype(np.uint8), (ticket.sent,))
@@ -557,7 +558,7 @@ class ServerLink:
         if isinstance(message, m.Done | m.Failed | m.Stock):
             ticket = self._unanswered.pop(message.sequence, None)
             if ticket is None:
-                return  # repeated, and answered twice
+                return  # it was repeated, and this is the second answer
             ticket.answer = message
             if ticket.span is not None and not isinstance(message, m.Stock):
                 ticket.span.answered(message, self._clock)
@@ -697,7 +698,7 @@ class ServerLink:
                         self._recover()
                         continue
                 except HvdlabError:
-                    continue  # those who wait learn of it
+                    continue  # threads that wait raise it
                 poll = select.poll()
                 poll.register(self._wake_reader, select.POLLIN)
                 poll.register(endpoint, select.POLLRDHUP)
@@ -708,7 +709,7 @@ class ServerLink:
             with self._changed:
                 if self._endpoint is endpoint:
                     self._give_up()
-        # First the number, or else a byte might go to a file that has the same one later.
+        # First forget the number, or else _wake() might write a byte to a file that has the same number later.
         writer, self._wake_writer = self._wake_writer, -1
         os.close(writer)
         os.close(self._wake_reader)

@@ -36,7 +36,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def aligned(size: int, to: int = ALIGNMENT) -> int:
-    """The next multiple."""
+    """The next multiple of ``to``, in bytes."""
     return -(-size // to) * to
 
 
@@ -51,10 +51,10 @@ class SharedFile:
     """A file in memory that several processes map; it can grow, not shrink.
 
     Args:
-        descriptor: Of the file; taken over.
+        descriptor: Descriptor of the file; taken over.
 
     Raises:
-        ProtocolError: The file might shrink, which would kill those that read it.
+        ProtocolError: The file might shrink, which would kill processes that read it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -70,20 +70,20 @@ class SharedFile:
 
     @classmethod
     def create(cls, name: str) -> SharedFile:
-        """A new, empty one; ``name`` is for readers of ``/proc``."""
+        """Create a new, empty file; ``name`` is what ``/proc`` shows."""
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         return cls(descriptor)
 
     @property
     def size(self) -> int:
-        """Its size now, as any process has made it."""
+        """The size of the file now, in bytes; any process that has it may have grown it."""
         return os.fstat(self.descriptor).st_size
 
     def grow(self, size: int) -> None:
-        """Make it at least this large; what is new reads as zeros.
+        """Make the file at least ``size`` bytes large; new bytes read as zeros.
 
-        It at least doubles: each map costs a descriptor as long as an array of it lives, and what is not used costs no memory.
+        It at least doubles: each map costs a descriptor as long as an array of it lives, and unused bytes cost no memory.
         """
         if size > self.size:
             os.ftruncate(self.descriptor, aligned(max(size, 2 * self.size), PAGE))
@@ -102,13 +102,13 @@ class SharedFile:
             size = self.size
             if end > size:
                 raise ProtocolError(f"an array ends at {end}, but its file at {size}")
-            # Arrays of the old map keep that; both are the same memory.
+            # Arrays of the old map keep that map alive; both maps are the same memory.
             self._map, self._mapped = mmap.mmap(self.descriptor, size), size
         assert self._map is not None
         return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
 
     def close(self) -> None:
-        """Let go of it; arrays stay valid as long as they are referenced. Idempotent."""
+        """Let go of the file; arrays stay valid as long as they are referenced. Idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor, self._map, self._mapped = -1, None, 0
@@ -123,8 +123,9 @@ class SharedFile:
 class StoreRecord(Message, frozen=True):
     """How a store is used. The last one counts; ``generation`` counts the optimizers that it has had.
 
-    ``gone`` are the workers that use it no more, and why; ``returned`` counts those that were among them and use it again. ``given_up`` counts how often rounds were given up; each of these ends an
-    epoch. ``cause`` is that of the last end: the ranks, the kind of the cause, and its text.
+    ``gone`` are the workers that use the store no more, and why; ``returned`` counts workers that were gone and use it again.
+    ``given_up`` counts how often rounds were given up; each of these events ends an epoch. ``cause`` is that of the last end: the ranks,
+    the kind of the cause, and its text.
     """
 
     workers: tuple[int, ...]
@@ -146,8 +147,8 @@ class StoreRecord(Message, frozen=True):
 class KeyRecord(Message, frozen=True):
     """A key and where its block is. The last one of a key counts.
 
-    ``states`` are the element types and shapes of the arrays that the optimizer keeps for it. ``copy_of`` is the key of which this is a
-    copy, if it is one.
+    ``states`` are the element types and shapes of the arrays that the optimizer keeps for the key. ``copy_of`` is the key of which this
+    one is a copy, if it is one.
     """
 
     key: Key
@@ -159,7 +160,7 @@ class KeyRecord(Message, frozen=True):
 
     @property
     def index(self) -> Key:
-        """The key for the optimizer, whose settings may differ by key."""
+        """The key by which the optimizer, whose settings may differ by key, knows it: that of the original for a copy."""
         return self.key if self.copy_of is None else self.copy_of
 
 
@@ -199,8 +200,8 @@ class Block:
     """The two slots of a key. Made by :class:`StoreMemory`.
 
     Attributes:
-        record: What they hold.
-        current_word: Which of them counts.
+        record: Describes what the slots hold.
+        current_word: A word in the file, whose lowest bit says which of the slots counts.
     """
 
     def __init__(self, file: SharedFile, record: KeyRecord, workers: int) -> None:
@@ -214,17 +215,17 @@ class Block:
 
     @property
     def current(self) -> Slot:
-        """What counts."""
+        """The slot that counts."""
         return self._slots[int(self.current_word[0]) & 1]
 
     @property
     def other(self) -> Slot:
-        """What does not count, and may be written to."""
+        """The slot that does not count, and may be written to."""
         return self._slots[1 - (int(self.current_word[0]) & 1)]
 
     def commit(self) -> None:
         """Let the other slot count from now on, with the next version."""
-        # The word is written last: a server that dies before leaves what was there, one that dies after it what is new.
+        # The word is written last: a server that dies before that leaves the old value, one that dies after it the new one.
         self.other.head[0] = self.current.head[0] + np.uint64(1)
         self.current_word[0] ^= np.uint64(1)
 
@@ -278,7 +279,7 @@ class StoreMemory:
             head[0] = _MAGIC  # last: a file without it was never used
             return
         head = self._head()
-        if head[0] == 0:  # its server was killed while it made it
+        if head[0] == 0:  # the server that made the file was killed while it did
             head[1] = ALIGNMENT
             head[0] = _MAGIC
         if head[0] != _MAGIC:
@@ -315,7 +316,7 @@ class StoreMemory:
         self._use(record)
 
     def add(self, record: KeyRecord) -> Block:
-        """A block for a key, whose current slot is to be filled before :meth:`keep`; ``record.block`` is chosen here."""
+        """Add a block for a key; the caller fills its current slot, then calls :meth:`keep`. ``record.block`` is set here."""
         assert self.store is not None
         workers = len(self.store.workers)
         start = int(self._head()[1])
@@ -330,7 +331,7 @@ class StoreMemory:
         for slot in (
             block.current,
             block.other,
-        ):  # what a server before wrote here, and did not keep, is gone
+        ):  # an earlier server may have written here, without keep(): clear that
             for words in (slot.head, slot.applied, slot.pushes):
                 words[:] = 0
         return block

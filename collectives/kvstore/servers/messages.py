@@ -1,6 +1,6 @@
-"""What workers and servers say to each other: msgspec structs in frames, never pickle.
+"""Messages between workers and servers: msgspec structs in frames, never pickle.
 
-A worker numbers what it asks for, and repeats what was not answered when it had to connect again; a server does nothing twice.
+A worker numbers its requests, and repeats unanswered ones when it had to connect again; a server carries out none twice.
 Arrays are not in messages: they are in the worker's *outbox*, a file in memory that both sides have, or of which a server on
 another host keeps a copy that :class:`Data` brings up to date.
 """
@@ -40,7 +40,7 @@ class Bring(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """This worker uses a store, as all of ``workers`` do. The worker that makes its memory brings that before."""
+    """This worker uses a store, as all of ``workers`` do. The worker that makes the store's memory sends :class:`Bring` before."""
 
     sequence: int
     store: int
@@ -50,7 +50,7 @@ class Open(Message, frozen=True):
 
 
 class Close(Message, frozen=True):
-    """This worker uses a store no more. Whether it arrives does not matter to anyone but the server's memory."""
+    """This worker uses a store no more. If this does not arrive, the server only keeps the memory for longer."""
 
     store: int
 
@@ -65,7 +65,7 @@ class Data(Message, frozen=True):
 class Init(Message, frozen=True):
     """The first value of a key, or of this server's part of it. The value of an existing key stays.
 
-    What is a copy of another server's part has a key of its own; ``copy_of`` is the one whose settings of the optimizer count.
+    A copy of another server's part has a key of its own; ``copy_of`` is the key whose settings of the optimizer count for it.
     """
 
     sequence: int
@@ -80,10 +80,10 @@ class Init(Message, frozen=True):
 class Push(Message, frozen=True):
     """A gradient, or a value without an optimizer.
 
-    ``seen`` is the version of the value that it was computed from: the one last pulled and this worker's pushes since. With
-    ``rows`` >= 0 there are as many row numbers (int64) in the outbox before as many rows. Without a ``dtype`` it is none: this worker
-    had nothing that fits the key, and the round fails for the others, too. ``epoch`` is how many epochs this one knows to have ended, by
-    workers that left the store or rounds that were given up: a round of a synchronous store is made of pushes that know the same.
+    ``seen`` is the version of the value that it was computed from: the one last pulled, plus this worker's pushes since. With
+    ``rows`` >= 0 the outbox has as many row numbers (int64) before as many rows. An empty ``dtype`` means that there is no gradient: this
+    worker had nothing that fits the key, and the round fails for the others, too. ``epoch`` is how many epochs this worker knows to have
+    ended, by workers that left the store or rounds that were given up: a round of a synchronous store is made of pushes with the same.
     """
 
     sequence: int
@@ -123,7 +123,7 @@ class Ask(Message, frozen=True):
 
 
 class GiveUp(Message, frozen=True):
-    """What :class:`Waits` spoke of won't come, as the coordinator knows: give it up, unless it has come meanwhile."""
+    """The pushes that :class:`Waits` named won't come, as the coordinator knows: give the round up, unless they have come meanwhile."""
 
     store: int
     key: Key
@@ -176,8 +176,8 @@ class Share(Message, frozen=True):
 class Done(Message, frozen=True):
     """A request was carried out, and its effect outlives the server.
 
-    For a push: the version that it made, and the pushes of others that were applied between the version that it was computed from
-    and this one, and the worker whose push ended its wait, -1 if it did not wait. For a pull: the version that was read.
+    For a push: the version that it made; as ``staleness`` how many pushes of others were applied between the version that it was
+    computed from and this one; and the worker whose push ended its wait, -1 if it did not wait. For a pull: the version that was read.
     ``began`` is when the server began with it, in ns of its monotonic clock, and ``took`` how long it took.
     """
 
@@ -190,7 +190,7 @@ class Done(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """A request was refused, or what it waited for can't come any more because of ``ranks``, which ended all epochs before.
+    """A request was refused, or what it waited for can't come any more because of ``ranks``; ``epoch`` epochs have ended by now.
 
     ``kind`` is that of the cause, and ``given_up`` how often rounds were given up since the store was made.
     """
@@ -204,7 +204,7 @@ class Failed(Message, frozen=True):
 
 
 class Waits(Message, frozen=True):
-    """A push has waited for a while for these workers, then for long, or those that it waits for are others now."""
+    """A push has waited ``seconds`` for these workers. Sent after a while, again after long, and anew once it waits for others."""
 
     sequence: int
     store: int

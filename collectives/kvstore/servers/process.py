@@ -1,7 +1,7 @@
 """A server's process: sockets and time around :class:`~hvdlab.collectives.kvstore.servers.state.ServerState`.
 
-It belongs to a job, and ends with the job's coordinator unless that has a successor. No rank owns it: whichever worker of its host
-notices that it is gone starts it again, on the same socket.
+It belongs to a job, and ends with the job's coordinator unless that has a successor. No rank owns it: the worker of its host that
+first notices that it is gone starts it again, on the same socket.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Connection:
 
 
 class Job:
-    """The server's connection to the coordinator: who has died, and when the job is over."""
+    """The server's connection to the coordinator: it learns there which ranks have died, and when the job is over."""
 
     def __init__(self, launch: Launch, news: deque[Event | None], wake: int) -> None:
         self._door = Door(
@@ -163,7 +163,7 @@ class Job:
             poll.poll()
 
     def _return(self) -> None:
-        """Connect again, to the same coordinator or to its successor; there is no event for when that has come."""
+        """Connect again, to the same coordinator or to its successor; tried repeatedly, since no event says that it is there."""
         assert self._endpoint is not None
         self._endpoint.close()
         deadline = Deadline(3 * self._reattach)
@@ -205,7 +205,7 @@ class Server:
         self._state = ServerState()
         self._poller: Poller[_Connection | socket.socket | int] = Poller()
         self._connections: dict[int, _Connection] = {}
-        #: Answers of this step by connection: one system call, and one wake-up of the worker, for all.
+        #: Answers of this step by connection, sent together: one system call, and one wake-up of the worker, for all of them.
         self._answers: dict[int, list[bytes]] = {}
         self._numbers = 0
         self._context: ssl.SSLContext | None = None
@@ -215,19 +215,19 @@ class Server:
         self._news: deque[Event | None] = deque()
         self._later: list[tuple[float, Any]] = []
         self._turned_away = TurnedAway(_log, lambda when, call: self._later.append((when, call)))
-        #: Listeners that nothing is accepted from until a connection ends.
+        #: Listeners at which the server accepts nothing until a connection ends.
         self._waiting: list[socket.socket] = []
         self._ending = self._over = False
 
     def serve(self) -> bool:
-        """Run until the job is over, or SIGTERM comes; whether the job is over."""
+        """Run until the job is over, or SIGTERM comes. Returns whether the job is over."""
         self._listen()
         Job(self._launch, self._news, self._wake_writer).start()
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminate)
         with contextlib.suppress(
             BrokenPipeError
-        ):  # whoever started it has died meanwhile; other workers use it
+        ):  # the worker that started the server has died meanwhile; other workers use it
             os.write(1, b"ready\n")
         while not self._ending:  # SIGTERM's handler changes it
             self._step()
@@ -452,7 +452,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = sys.stdin.buffer.readline()
     if not settings:
-        return 1  # the worker that started it was killed first: another one starts another
+        return 1  # the worker that started this server was killed first: another worker starts another server
     launch = msgspec.json.decode(settings, type=Launch)
     name_process("hvdlab-server", "hvdlab parameter server")
     try:

@@ -22,7 +22,7 @@ class StoreSpans:
     """Records the requests of one store on this worker.
 
     Args:
-        engine: This rank's.
+        engine: This rank's engine.
         store: The store's number, equal on all workers.
         servers: How many servers it has.
         workers: How many workers push in a round; 1 if there are no rounds.
@@ -41,14 +41,14 @@ class StoreSpans:
             engine.introduce_group(group, workers if kind is OpKind.PUSH else 1)
 
     def begin(self, kind: OpKind, key: Key, server: int, dtype: np.dtype[Any], nbytes: int) -> RequestSpan:
-        """This worker asks for something now. The user's line is that of the caller's caller.
+        """This worker begins a request now. The user's line is that of the caller's caller.
 
         Args:
             kind: ``PUSH`` or ``PULL``.
-            key: Whose value.
+            key: The key of the value.
             server: Number of the server.
-            dtype: Element type of what travels.
-            nbytes: Its size.
+            dtype: Element type of the array that travels.
+            nbytes: Size of that array in bytes.
         """
         element = self._elements.get(dtype)
         if element is None:
@@ -61,7 +61,7 @@ class StoreSpans:
         if isinstance(answer, m.Done):
             version, took = answer.version, finished - began
             if span.kind is OpKind.PULL:
-                batch = answer.sequence << 12 | self._engine.rank  # nobody else's
+                batch = answer.sequence << 12 | self._engine.rank  # no other rank's
                 took = min(took, answer.took)
             elif not self._rounds:
                 batch = push_batch(answer.staleness, answer.waited_for)
@@ -84,7 +84,7 @@ class RequestSpan:
     """A push or a pull that is under way.
 
     Attributes:
-        called, sent: When the worker asked for it, and when that was sent, in ns.
+        called, sent: When the worker began the request, and when it sent it, in ns.
     """
 
     __slots__ = ("_log", "called", "dtype", "kind", "name", "nbytes", "sent", "server", "site")
@@ -104,7 +104,7 @@ class RequestSpan:
             self._log.end(self, answer, 0, seen)
             return
         began = min(max(clock.here(answer, self.sent, seen), self.called), seen)
-        # A push is complete when it was applied, also if its worker does something else until it reads that.
+        # A push is complete when the server has applied it, even if its worker reads the answer much later.
         finished = seen if self.kind is OpKind.PULL else min(began + answer.took, seen)
         self._log.end(self, answer, began, finished)
 
@@ -124,8 +124,8 @@ class ServerClock:
         """When the server began with a request, on this worker's clock, in ns.
 
         Args:
-            answer: The server's.
-            sent, seen: When this worker asked for it and when it saw the answer, in ns.
+            answer: The server's answer.
+            sent, seen: When this worker sent the request and when it saw the answer, in ns.
         """
         if self._local:
             return answer.began

@@ -1,4 +1,4 @@
-"""Starting a server's process, for the first time or after it has died, by whichever worker of its host comes first."""
+"""Starting a server's process, for the first time or after it has died: the first worker of its host that comes does it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SAY_AFTER_SECONDS = 10.0
 class Starter:
     """Starts servers on this host; safe to use from several processes at once.
 
-    A worker's process is the parent of the servers that it has started, and has no other part in them: they live in sessions of
+    A worker's process is the parent of the servers that it has started, and does nothing else for them: they live in sessions of
     their own and end with the job.
     """
 
@@ -46,17 +46,17 @@ class Starter:
         """Make the place of a new server on this host and start it.
 
         Args:
-            index: Its number on this host.
-            settings: This rank's.
-            remote: Whether workers of other hosts are to reach it.
-            timeout: Seconds.
+            index: Number of the server on this host.
+            settings: This rank's settings.
+            remote: Whether workers of other hosts have to reach it.
+            timeout: Seconds that the start may take.
 
         Raises:
-            StartError: It did not come up.
+            StartError: The server did not come up.
         """
         assert settings.coordinator is not None
         where = parse_address(settings.coordinator)
-        # The coordinator's own directory is removed whatever happens; elsewhere the server removes what we make.
+        # The coordinator's directory is removed with all in it, whatever happens; elsewhere the server removes its directory itself.
         parent = Path(where.path).parent if isinstance(where, UnixAddress) else None
         directory = tempfile.mkdtemp(prefix="kv", dir=parent)
         certificate = key = tls_address = ""
@@ -86,7 +86,7 @@ class Starter:
         """Start the server of a place of this host, unless it runs.
 
         Raises:
-            StartError: It did not come up, or its job is over.
+            StartError: The server did not come up, or its job is over.
         """
         for child in list(self._children):
             if child.poll() is not None:
@@ -167,7 +167,7 @@ def _exchange(process: subprocess.Popen[bytes], launch: Launch, deadline: Deadli
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """One process of this host at a time starts the server; one that is killed meanwhile leaves no lock."""
+    """Let one process of this host at a time start the server. The kernel releases the lock of a process that is killed meanwhile."""
     try:
         lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -180,7 +180,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _answers(directory: Path) -> bool:
-    """Whether a server has the socket; one that has died has closed it."""
+    """Whether a server serves the socket; the end of a server closes it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.connect(str(directory / SOCKET))
@@ -198,7 +198,7 @@ def _listen_tls(host: str, port: int) -> socket.socket:
 
 
 def _bind_again(where: TlsAddress, deadline: Deadline) -> socket.socket:
-    """The port that workers of other hosts know; the system may need a moment to take it from one that has died."""
+    """Listen on the port that workers of other hosts know; the system may need a moment to free it after a server has died."""
     while True:
         try:
             return _listen_tls(where.host, where.port)

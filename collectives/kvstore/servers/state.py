@@ -1,8 +1,8 @@
 """What a parameter server decides: requests of workers in, updates of its memory and answers out. No I/O.
 
-Requests of one worker for one key are carried out in order, those of different workers or keys in any. Whatever is answered with
-``Done`` outlives the server; a worker repeats what was not answered, and the sequence numbers next to each value say what was applied
-already.
+Requests of one worker for one key are carried out in order, those of different workers or keys in any order. A request that was
+answered with ``Done`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next to each
+value say which pushes were applied already.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hvdlab.collectives.protocol.messages import Message
 AWAY_SECONDS = 10.0
 """How long a worker whose connection has ended may take to come back before it counts as dead; the coordinator says so earlier."""
 WAITS_SECONDS = 0.5
-"""After how long a worker learns for whom its push waits, so that it can find out whether that comes."""
+"""Seconds after which the server tells a worker which workers its push waits for, so that it can find out whether they will come."""
 STALL_SECONDS = 10.0
-"""After how long it learns that again, and says so."""
+"""Seconds after which the server tells it that again, and the worker logs it."""
 _REPORTS = (WAITS_SECONDS, STALL_SECONDS, math.inf)
 _GIVE_UP_AFTER = 0.1
-"""Seconds for what was sent before a worker asked to give a round up, over other connections."""
+"""Seconds before a round is given up: pushes sent over other connections before a worker asked for that may still arrive."""
 PIECE = 1 << 20
 """Bytes of an outbox that go over a connection at once."""
 
@@ -54,7 +54,7 @@ class Outbox(Protocol):
 
     @property
     def remote(self) -> bool:
-        """Whether the worker sees what is written only once it was sent as :class:`Data`."""
+        """Whether the worker sees what the server writes only once it was sent as :class:`Data`."""
         ...
 
     def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
@@ -123,7 +123,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """End a connection: its worker has left, or what came over it breaks the protocol, which is the reason."""
+    """End a connection: its worker has left (no reason), or what came over it breaks the protocol (``reason`` says how)."""
 
     peer: int
     reason: str = ""
@@ -152,7 +152,7 @@ class _Waiting:
 
     request: m.Push | m.Pull
     since: float
-    #: How many of the times after which its worker is told for whom it waits have passed.
+    #: How often its worker was told which workers it waits for: how many times of ``_REPORTS`` have passed.
     told: int = 0
 
     def next_report(self) -> float:
@@ -180,22 +180,22 @@ class ServerState:
 
     def __init__(self) -> None:
         self._stores: dict[int, _Store] = {}
-        #: Memory that was brought of stores that no worker has opened here yet.
+        #: Memory that workers have brought for stores that none has opened here yet.
         self._brought: dict[int, StoreMemory] = {}
         self._workers: dict[int, _Worker] = {}
         self._ranks: dict[int, int] = {}  # by peer
-        #: Stores that wait for their memory, and who opens them.
+        #: Stores that wait for their memory, and the workers that open them, with their requests.
         self._opening: dict[int, list[tuple[int, m.Open]]] = {}
         #: Requests for stores whose memory was not brought yet: their worker, and since when.
         self._early: dict[int, list[tuple[int, _Request, float]]] = {}
         self._effects: list[Effect] = []
-        #: Rounds that are to be given up, and when.
+        #: Rounds to give up, and when.
         self._giving_up: list[tuple[float, m.GiveUp]] = []
-        #: Ranks that have died: how. A store that is brought later goes on without them.
+        #: How each dead rank has died. A store that is brought later goes on without them.
         self._dead: dict[int, str] = {}
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """React to an event; the effects are to be carried out in order."""
+        """React to an event at ``now``, in seconds. Returns the effects, which the caller carries out in order."""
         if isinstance(event, Received):
             try:
                 self._receive(event, now)
@@ -244,7 +244,7 @@ class ServerState:
         self._ranks[event.peer] = event.rank
         for store in self._stores.values():
             for queues in store.queues.values():
-                queues.pop(event.rank, None)  # it repeats them
+                queues.pop(event.rank, None)  # the worker repeats these requests
         self._forget_early(event.rank)
 
     def _forget_early(self, rank: int) -> None:
@@ -296,7 +296,7 @@ class ServerState:
             return
         for key in list(store.queues):
             if store.record.synchronous:
-                # Those that have pushed wait for a worker that will not: what was pushed is dropped, and the value stays.
+                # Workers that have pushed wait for one that will not: their pushes are dropped, and the value stays.
                 self._drop_pushes(store, key)
             self._advance(store, key)
 
@@ -307,13 +307,13 @@ class ServerState:
                 queue.remove(waiting)
 
     def _end_epoch(self, store: _Store, rank: int, sequence: int) -> None:
-        """A push is of an epoch that has ended."""
+        """Fail a push of an epoch that has ended."""
         record = store.record
         ranks, kind, text = record.cause
         self._send(rank, m.Failed(sequence, text, ranks, record.epoch, kind, record.given_up))
 
     def _give_up(self, request: m.GiveUp, now: float) -> None:
-        """End an epoch, unless what was waited for has come since that was asked."""
+        """End an epoch, unless the awaited pushes have come since the worker asked for that."""
         store = self._stores.get(request.store)
         if store is None or request.key not in store.queues:
             return
@@ -324,7 +324,7 @@ class ServerState:
             return
         for queue in store.queues[
             request.key
-        ].values():  # others are waited for: their workers look after these
+        ].values():  # the pushes wait for other workers now: report these anew
             for waiting in queue:
                 waiting.since, waiting.told = now, 0
 
@@ -402,7 +402,7 @@ class ServerState:
     def _request(self, rank: int, request: _Request, now: float) -> None:
         store = self._stores.get(request.store)
         if store is None and self._workers[rank].outbox.remote:
-            # A worker of this host has its memory, and may find a successor of the server later than this one.
+            # A worker of this server's host has the store's memory, and may find the restarted server later than this worker.
             self._early.setdefault(request.store, []).append((rank, request, now))
         elif store is None or rank not in store.record.workers:
             self._fail(rank, request.sequence, "this server has no such store")
@@ -469,16 +469,16 @@ class ServerState:
         self._send(rank, m.Done(request.sequence))
 
     def _return_to(self, store: _Store, rank: int) -> None:
-        """A worker that has left uses the store again, from a new process: its numbers begin anew.
+        """A worker that has left uses the store again, from a new process: its sequence numbers begin anew.
 
-        A server that is killed in between leaves it as one that has left, and is asked again.
+        If the server is killed in the middle of this, the worker still counts as one that has left, and asks again.
         """
         index = store.record.workers.index(rank)
         others = [store.record.workers.index(other) for other in store.participants()]
         for block in store.memory.blocks.values():
             slot = block.current
             slot.applied[index] = 0
-            # So that a bound on staleness holds nobody back until it has caught up.
+            # So that a bound on staleness does not hold other workers back until this one has caught up.
             slot.pushes[index] = min((int(slot.pushes[other]) for other in others), default=0)
         store.record = msgspec.structs.replace(
             store.record,
@@ -546,7 +546,7 @@ class ServerState:
             return
         if isinstance(request, m.Push):
             slot, index = block.current, store.record.workers.index(rank)
-            if request.sequence <= int(slot.applied[index]):  # its answer was lost with the connection
+            if request.sequence <= int(slot.applied[index]):  # the first answer was lost with the connection
                 self._send(rank, m.Done(request.sequence, int(slot.head[0])))
                 return
             if store.record.synchronous and request.epoch < store.record.epoch:
@@ -563,7 +563,7 @@ class ServerState:
         self._advance(store, request.key, rank)
 
     def _advance(self, store: _Store, key: Key, newest: int = -1) -> None:
-        """Carry out what can be carried out now, since ``newest`` has asked for something, or since a worker has left."""
+        """Carry out the requests that can be now, after ``newest`` has sent one, or a worker has left (-1)."""
         queues = store.queues[key]
         went_on = True
         while went_on:
@@ -632,7 +632,10 @@ class ServerState:
         self._send(rank, m.Done(request.sequence, int(slot.head[0])))
 
     def _push(self, store: _Store, key: Key, pushes: dict[int, m.Push], newest: int) -> None:
-        """Apply one push, or the pushes of a round in the order of the ranks, and answer."""
+        """Apply one push, or the pushes of a round in the order of the ranks, and answer them.
+
+        ``newest`` is the worker whose request made that possible, for which the others waited; -1 if it was none.
+        """
         refusing = tuple(rank for rank, push in pushes.items() if not push.dtype)
         if refusing:
             for rank, push in pushes.items():

@@ -1,4 +1,4 @@
-"""What a metric of a rank is called in a tracker that knows no ranks."""
+"""Names of a rank's metrics in trackers that know no ranks."""
 
 from __future__ import annotations
 

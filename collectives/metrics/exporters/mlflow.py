@@ -17,7 +17,7 @@ class MLflow:
     """Logs to a run of MLflow, with the time at which each was measured.
 
     A metric without a step gets step 0; MLflow can draw it over time. Characters that MLflow does not take in names become
-    ``_``. The run is left open: who has begun it ends it.
+    ``_``. The run is left open: the code that has begun it ends it.
 
     Args:
         run_id: The run; by default the one that is active (``mlflow.start_run()``), or a new one.

@@ -18,7 +18,7 @@ class WandB:
     """Logs to a run of Weights & Biases.
 
     Its own step only grows, and ranks differ in where they are, so a metric is drawn over ``hvdlab/step``, its training step,
-    or over ``hvdlab/time``, in seconds since 1970, if it has none. The run is left open: who has begun it finishes it.
+    or over ``hvdlab/time``, in seconds since 1970, if it has none. The run is left open: the code that has begun it finishes it.
 
     Args:
         run: What ``wandb.init()`` returned; by default the run that is active.

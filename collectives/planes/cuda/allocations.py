@@ -1,8 +1,8 @@
-"""Where the members' memory is: the pieces that a member lets others open, and those that a worker has opened.
+"""Where the members' memory is: the pieces that a member lets other members open, and those that a worker has opened.
 
 A tensor lies somewhere in a piece of memory that a framework's allocator got from the driver, and only a whole piece can be opened by
 another process. So a member keeps a table of its pieces on the board, and announces in which of them a tensor lies, and where. Opening a
-piece is slow, and happens once for each.
+piece is slow, so a worker does it once for each piece.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Exports:
         self._count = 0
         #: The operation that tensors are located for, and the last one that has ended.
         self._operation = self._finished = 0
-        #: Pieces of this operation: begin, end, slot. They are asked for again and again, and the driver takes longer.
+        #: Pieces of this operation: begin, end, slot. Many tensors lie in the same piece, and asking the driver for it takes longer.
         self._seen: list[tuple[int, int, int]] = []
 
     def begin(self, operation: int, finished: int) -> None:
@@ -46,7 +46,7 @@ class Exports:
         self._withdraw_one_if_freed()
 
     def locate(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
-        """Where others find a tensor: slot of its piece, and offset. ``None`` if they can't open it."""
+        """Where other members find a tensor: slot of its piece, and offset. ``None`` if they can't open the piece."""
         if not nbytes:
             return NOWHERE, 0
         for base, end, slot in self._seen:
@@ -62,10 +62,10 @@ class Exports:
         return published, pointer - found.base
 
     def publish(self, base: int) -> int:
-        """Let others open a piece for as long as the group exists; its slot.
+        """Let other members open a piece for as long as the group exists. Returns its slot.
 
         Raises:
-            DeviceFailed: They can't open this kind of memory, or the table is full.
+            DeviceFailed: Other processes can't open this kind of memory, or the table is full.
         """
         handle = self._device.export(base)
         if handle is None or not self._free:
@@ -80,7 +80,7 @@ class Exports:
             self._known[found.base] = (known[0], found, self._operation)
             self._known.move_to_end(found.base)
             return known[0]
-        if known is not None:  # it was freed, and the address was given out again
+        if known is not None:  # the framework freed the piece, and the driver gave its address out again
             self._withdraw(found.base)
         handle = self._device.export(found.base)
         if handle is None:
@@ -101,7 +101,8 @@ class Exports:
         self.bases[slot] = base
         board.handles[self._index, slot] = np.frombuffer(handle, np.uint8, HANDLE_BYTES)
         self._count += 1
-        board.versions[self._index, slot] = self._count  # after the handle: a member that sees it finds that
+        # After the handle: a worker that sees the version finds the handle.
+        board.versions[self._index, slot] = self._count
         board.generations[self._index] += np.uint64(1)
 
     def _withdraw(self, base: int) -> None:
@@ -111,7 +112,7 @@ class Exports:
         self._free.append(slot)
 
     def _withdraw_one_if_freed(self) -> None:
-        """Withdraw the longest unused piece if it was freed: its memory is kept for as long as others have it open."""
+        """Withdraw the longest unused piece if it was freed: the driver keeps its memory for as long as a worker has it open."""
         if not self._known:
             return
         base, (slot, allocation, used) = next(iter(self._known.items()))
@@ -131,7 +132,7 @@ class Imports:
     def __init__(self, device: Device, board: Board, index: int, exports: Exports) -> None:
         self._device, self._board, self._index, self._exports = device, board, index, exports
         members = board.layout.members
-        #: Of each member's table, as seen last; likewise the versions of each slot.
+        #: The generation of each member's table when it was last read; ``_versions`` likewise, by member and slot.
         self._generations = [0] * members
         self._versions = np.zeros((members, ALLOCATIONS), np.uint64)
         self.bases = np.zeros((members, ALLOCATIONS + 1), np.uint64)
@@ -155,7 +156,7 @@ class Imports:
             if member == self._index:
                 self.bases[member, slot] = self._exports.bases[slot]
                 continue
-            # Opening may fail for a piece that was withdrawn by now, or is being replaced: no operation will use that one.
+            # Opening may fail for a piece that its member has withdrawn by now, or is replacing: no operation will use that piece.
             with contextlib.suppress(DeviceFailed):
                 self.bases[member, slot] = self._device.open(bytes(self._board.handles[member, slot]))
 

@@ -5,7 +5,7 @@ It has the words by which threads of the host wait for each other (:mod:`hvdlab.
 * words that GPUs write and wait for, a cache line each: ``ready`` (its tensors may be used, up to this operation), ``done``
   (as a worker it has executed this operation); and words that hosts write: ``stopped`` (it has given up), ``quiet`` (its GPU writes
   nothing more);
-* a table of the pieces of memory that its tensors are in, with the handles by which others open them;
+* a table of the pieces of memory that its tensors are in, with the handles by which other members open them;
 * places for the operations on their way: for each tensor the slot of its piece and the offset in it, and some numbers;
 * the times of its kernels, by the GPU's clock.
 """
@@ -62,7 +62,7 @@ class BoardLayout(Words):
 
     @property
     def versions(self) -> int:
-        """A word for each allocation: 0 if there is none, else another one for each that took the place."""
+        """A word for each slot of a table: 0 if it is empty, else a number that differs for each allocation that took the slot."""
         return self.handles + self.members * ALLOCATIONS * HANDLE_BYTES
 
     @property
@@ -90,11 +90,11 @@ class Board:
     """A member's view of the shared memory.
 
     Attributes:
-        layout: Where everything is.
-        address: Of the memory, for this process.
-        generations: By member.
-        handles: By member and allocation, of bytes.
-        versions: By member and allocation.
+        layout: Offsets of everything in the memory.
+        address: Address of the memory in this process.
+        generations: Changes of each member's table of allocations, by member.
+        handles: Bytes of the handles, by member and allocation.
+        versions: Words of the allocations (see :attr:`BoardLayout.versions`), by member and allocation.
         places: By place of the ring, member and tensor: allocation and offset of the input, and of the output.
         numbers: By place, member, and member.
         times: By place and member: begin and end of a kernel.

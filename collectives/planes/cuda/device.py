@@ -1,4 +1,4 @@
-"""What the plane needs of a GPU. :mod:`driver` does it by CUDA's driver; tests have a simulated one."""
+"""The interface of a GPU for the plane. :mod:`driver` implements it by CUDA's driver; tests have a simulated GPU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class DeviceFailed(Exception):
 
 
 class Allocation(NamedTuple):
-    """What was allocated in one piece.
+    """Memory that was allocated in one piece.
 
     Attributes:
-        base: Address.
-        nbytes: Size.
-        serial: Number that no other allocation of this process ever has: an address may be given out again.
+        base: Address of its first byte.
+        nbytes: Size in bytes.
+        serial: Number that no other allocation of this process ever has, whereas an address may be given out again.
     """
 
     base: int
@@ -37,11 +37,13 @@ class Launch(NamedTuple):
         op: SUM, MIN, MAX or PRODUCT.
         jobs, ins, outs: Number of jobs, and of the addresses that each reads and writes.
         chunk: Elements that a block works on at a time; bytes if they are copied.
-        chunks: How many there are.
+        chunks: Number of chunks of all jobs.
         prescale, postscale: Factors for what is read and for the result.
         table: Address of the table, see ``kernels.cu``.
-        stopped, members, stride: Address of a word for each member that says that it gave up, and words from one to the next.
-        times: Address of two words for the begin and the end, in the GPU's nanoseconds.
+        stopped: Address of the first member's word that says that the member gave up.
+        members: Number of members, each of which has such a word.
+        stride: 32-bit words from one member's word to the next one's.
+        times: Address of two 64-bit words for the begin and the end of the kernel, in nanoseconds of the GPU's clock.
     """
 
     dtype: DType | None
@@ -63,8 +65,8 @@ class Launch(NamedTuple):
 class Device(Protocol):
     """A GPU, from this process. Addresses, streams and events are numbers. Anything may raise ``DeviceFailed``.
 
-    ``with device:`` makes it the current one of the calling thread, as all methods below need it. A method that takes a stream
-    enqueues there and returns at once.
+    ``with device:`` makes it the calling thread's current device, which all methods below need. A method that takes a stream
+    enqueues its work there and returns at once.
     """
 
     def __enter__(self) -> None: ...
@@ -83,13 +85,13 @@ class Device(Protocol):
         ...
 
     def allocate(self, nbytes: int) -> int:
-        """Memory, uninitialised."""
+        """Allocate uninitialised memory of the GPU; its address."""
         ...
 
     def free(self, pointer: int) -> None: ...
 
     def allocation_of(self, pointer: int) -> Allocation | None:
-        """What the address belongs to; ``None`` if that was not allocated on a GPU in one piece."""
+        """The allocation that the address belongs to; ``None`` if it was not allocated on a GPU in one piece."""
         ...
 
     def export(self, base: int) -> bytes | None:
@@ -97,7 +99,7 @@ class Device(Protocol):
         ...
 
     def open(self, handle: bytes) -> int:
-        """The address, here, of another process's allocation."""
+        """Map another process's allocation; its address in this process."""
         ...
 
     def close(self, pointer: int) -> None:
@@ -135,15 +137,15 @@ class Device(Protocol):
         ...
 
     def write_value(self, stream: int, address: int, value: int) -> None:
-        """Store a 32-bit word once all before it has been done and is visible to other processes and GPUs."""
+        """Store a 32-bit word once all work enqueued before is done and visible to other processes and GPUs."""
         ...
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
-        """Go on once the word is at least ``value``, in the sense of a counter that may run over."""
+        """Go on once the 32-bit word is at least ``value``, compared as counters that may overflow: ``(int32)(word - value) >= 0``."""
         ...
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy memory; either may be the host's that is registered."""
+        """Copy memory of the GPU, or memory of the host that is registered."""
         ...
 
     def clear(self, target: int, nbytes: int, stream: int) -> None:

@@ -100,7 +100,7 @@ class CudaDevice:
         self._capability = 10 * self._attribute(
             attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
         ) + self._attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-        #: What was compiled so far: the module, which must stay, and its kernel.
+        #: The kernels compiled so far: the module, which must stay loaded, and its kernel.
         self._kernels: dict[tuple[DType | None, ReduceOp], tuple[Any, Any]] = {}
         self._guard = threading.Lock()
 

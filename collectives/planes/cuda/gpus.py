@@ -28,27 +28,27 @@ class Gpus(Protocol):
         ...
 
     def open(self, ordinal: int) -> Device:
-        """One of them, always the same object for the same number."""
+        """The GPU of this number, always the same object."""
         ...
 
     def used_ordinal(self) -> int:
-        """The first one that this process uses already, or else 0."""
+        """Number of the first GPU that this process uses already, or 0 if it uses none."""
         ...
 
     def ordinal_of(self, pointer: int) -> int:
-        """Which one an address belongs to."""
+        """Number of the GPU that an address belongs to."""
         ...
 
 
 def why_off() -> str | None:
-    """Why this process is not to work on CUDA tensors in place, found out without loading the driver; ``None`` if it may be able to."""
+    """Why this process does not work on CUDA tensors in place, found out without loading the driver; ``None`` if it may be able to."""
     if os.environ.get(SWITCH, "").strip() != "1":  # the plane was never run on a real GPU
         return f"CUDA tensors are copied through the host unless {SWITCH}=1."
     return why_missing()
 
 
 def why_missing() -> str | None:
-    """What this machine or installation lacks."""
+    """Why CUDA tensors can't be worked on in place here: what the machine or the installation lacks; ``None`` if it may work."""
     if not any(Path(path).exists() for path in DRIVERS):
         return "there is no NVIDIA driver on this machine."
     for module in ("cuda", "cuda.bindings"):
@@ -66,14 +66,14 @@ def gpus() -> Gpus:
 
 
 class StreamMark:
-    """All that has been put on a stream so far.
+    """The work that is on a stream when the mark is made.
 
     Args:
         device: The GPU.
         stream: The stream's address; 0 is the legacy default stream.
 
     Attributes:
-        event: What comes when all of it is done.
+        event: A CUDA event that comes when all of that work is done.
     """
 
     __slots__ = ("_device", "event")
@@ -99,8 +99,8 @@ class CudaBuffer:
         shape: Extent of each dimension.
         dtype: Element type.
         ordinal: Which of this process's GPUs it is on.
-        after: What must be done before it is read or written; ``None`` if it may be used by now.
-        owner: Keeps the memory alive.
+        after: Mark of the work that must be done before the memory is read or written; ``None`` if it may be used at once.
+        owner: Object that keeps the memory alive.
     """
 
     __slots__ = ("after", "dtype", "ordinal", "owner", "pointer", "shape")
@@ -136,7 +136,15 @@ class CudaBuffer:
 def buffer_on_stream(
     pointer: int, shape: tuple[int, ...], dtype: DType, ordinal: int, stream: int, owner: object
 ) -> CudaBuffer:
-    """Memory that may be used once what is on a stream by now is done.
+    """Memory that may be used once the work that is on a stream now is done.
+
+    Args:
+        pointer: Address of the first element.
+        shape: Extent of each dimension.
+        dtype: Element type.
+        ordinal: Number of the GPU, among those of this process, that the memory is on.
+        stream: The stream's address; 0 is the legacy default stream.
+        owner: Object that keeps the memory alive.
 
     Raises:
         DeviceFailed: The driver refused an event.

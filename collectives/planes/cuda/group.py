@@ -1,24 +1,25 @@
 """A member of a group whose GPUs work on each other's memory.
 
 For each operation every member writes to the board where its tensors are (:mod:`allocations`), and enqueues on its GPU: *my tensors may
-be used* once what made them is done, and a wait until the work is done. On each GPU one member is the *worker*, the first one there. It
-waits until all members have written where theirs are, and enqueues on its GPU: a wait until all tensors may be used, one kernel that
-reads the members' tensors and writes their outputs, and *done*. With several GPUs each worker takes a share of the elements.
+be used* once what made them is done, and a wait until the work is done. On each GPU one member is the *worker*, the first one there. The
+worker waits until all members have written where their tensors are, and enqueues on its GPU: a wait until all tensors may be used, one
+kernel that reads the members' tensors and writes their outputs, and *done*. With several GPUs each worker takes a share of the elements.
 
-So data moves once, from where it is to where it goes, and only workers wait on the host, for the others to come to the same operation.
+So data moves once, from where it is to where it goes, and only workers wait on the host, for the other members to come to the operation.
 One member does the work of a GPU because a GPU runs the processes that share it by turns: what it waits for in memory costs no turn.
 
 At most ``RING`` operations are on their way: a member that would be further ahead waits for the end of an earlier one. Since a worker
-enqueues an operation only once all members have announced it, all of them have then seen the end of the one that had the same place on
-the board, and nothing reads that place any more, on the host or on a GPU.
+enqueues an operation only once all members have announced it, all members have then seen the end of the operation that had the same place
+on the board, and nothing reads that place any more, on the host or on a GPU.
 
 Giving up
 ---------
 A GPU can't be made to stop waiting. But the words that it waits for lie in memory of the host: a member that gives up stores values
 there that end every wait, again and again until its GPU has nothing left to do, since what is still enqueued may overwrite them. Before
-that it sets ``stopped``. Kernels read that word of all members before they write anything, and members before they believe that
-an operation is done; so the remains of such an operation are never taken for a result. An operation ends only when the workers have
-said that their GPUs write nothing more, or half a second later: then they are dead, or hang.
+the first of these values it sets its word ``stopped``. Kernels read that word of all members before they write anything, and members
+read it before they believe that an operation is done; so the remains of such an operation are never taken for a result. A member ends
+the operation only when its own GPU has nothing left to do (or takes too long for that) and the workers have said that their GPUs write
+nothing more. It waits half a second for the workers: after that they are dead, or hang.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from hvdlab.collectives.planes.cuda.operation import Inputs, Operation
 from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 
 QUIET_WITHIN = 0.5
-"""Seconds that the workers get, after a stop, to say that their GPUs write nothing more."""
+"""Seconds that the workers get to say that their GPUs write nothing more, once this member's own GPU is drained or given up."""
 STUCK_AFTER = 10.0
 """Seconds that this member's GPU gets, after a stop, for what comes before our work, such as a kernel of the user's."""
 _BEYOND = 1 << 30
@@ -61,10 +62,10 @@ class _Begun(NamedTuple):
     Attributes:
         number: Its number.
         event: A CUDA event that comes when the outputs are there.
-        pending: Is ended then.
-        phases: Where its times go.
-        started: When it began, by ``time.monotonic_ns()``.
-        operation: Keeps its tensors alive.
+        pending: What :meth:`Group.run` returned; it is ended after ``event``.
+        phases: Takes the operation's times.
+        started: When the operation began, by ``time.monotonic_ns()``.
+        operation: The operation; the reference keeps its tensors alive.
     """
 
     number: int
@@ -76,7 +77,7 @@ class _Begun(NamedTuple):
 
 
 class _Arena(NamedTuple):
-    """Memory of ours that others can open, for tensors in memory that they can't."""
+    """Memory of the group's own that other members can open, for tensors in memory that they can't."""
 
     base: int
     nbytes: int
@@ -102,11 +103,11 @@ class Group:
         self._workers = tuple(workers)
         self.board = Board(memory, members)
         self.signals = Signals(memory, self.board.layout, index)
-        #: Of the operation that was begun last; they count from 1.
+        #: Number of the operation that was begun last; they count from 1.
         self._number = 0
-        #: Of the last operation that has ended here. Under ``_guard``.
+        #: Number of the last operation that has ended here. Under ``_guard``.
         self._finished = 0
-        #: What the watcher waits for next; ``None`` ends it.
+        #: The operations whose ends the watcher waits for, in order; ``None`` ends the watcher.
         self._ends: SimpleQueue[_Begun | None] = SimpleQueue()
         #: Held while something is enqueued. After a stop the thread that drains the GPU takes it once; nothing is enqueued from then on.
         self._enqueuing = threading.Lock()
@@ -114,7 +115,7 @@ class Group:
         #: An operation has ended, or the group has stopped.
         self._progress = threading.Condition(self._guard)
         self.stopped = False
-        #: What was begun and has not ended, by number. Under ``_guard``.
+        #: Operations that were begun and have not ended, by number. Under ``_guard``.
         self._under_way: dict[int, Pending] = {}
         #: After a stop: no GPU writes to the members' tensors any more, as far as can be known.
         self._quiet = threading.Event()
@@ -151,7 +152,7 @@ class Group:
             )
 
     def connect(self, deadline: float) -> None:
-        """Wait for the others. Raises ``PlaneBroken`` at the deadline (``time.monotonic()``)."""
+        """Wait for the other members. Raises ``PlaneBroken`` at the deadline (``time.monotonic()``)."""
         self.signals.post(ARRIVED, 1)
         self.signals.wait(ARRIVED, 1, deadline)
 
@@ -215,10 +216,10 @@ class Group:
                 raise PlaneAborted
 
     def _announce(self, place: int, operation: Operation) -> list[tuple[int, int, int]]:
-        """Write to the board where the tensors are; what others can't open is copied to the arena.
+        """Write to the board where the tensors are; inputs in memory that other members can't open are copied to the arena.
 
         Returns:
-            What is to be copied back at the end: target, source, and bytes.
+            The copies to make at the end, from the arena to outputs: target, source, and bytes.
         """
         board, exports = self.board, self._exports
         exports.begin(self._number, self._finished)
@@ -256,7 +257,7 @@ class Group:
         return back
 
     def _arena(self, size: int) -> _Arena:
-        """Memory that others can open. One that has become too small stays: what is enqueued may use it."""
+        """Memory that other members can open. An arena that has become too small stays: enqueued operations may use it."""
         if not self._arenas or self._arenas[-1].nbytes < size:
             nbytes = 1 << max(size - 1, _LEAST_ARENA - 1).bit_length()
             base = self._device.allocate(nbytes)
@@ -324,7 +325,8 @@ class Group:
 
     def _begin_stop(self) -> None:
         self.stopped = True
-        # Before any wait is ended, see above: x86 keeps the stores in this order, and so do a GPU's reads.
+        # Stored before the values that end the waits: a kernel or member that such a value lets go on then finds this word set.
+        # x86 keeps the stores in this order, and so do a GPU's reads.
         self.board.flags(STOPPED)[self._index] = 1
         self.signals.abort()
         self._end_waits()
@@ -338,7 +340,7 @@ class Group:
         self.board.flags(DONE)[:] = value
 
     def _drain(self) -> None:
-        """End the waits of this member's GPU until it has nothing left to do, and then what is under way. A thread of its own."""
+        """End the waits of this member's GPU until it has nothing left to do; then let what is under way end. A thread of its own."""
         with self._enqueuing:
             pass
         self._is_stuck = not self._drain_gpu()
@@ -373,18 +375,22 @@ class Group:
         return bool(self.board.flags(QUIET)[list(self._workers)].all())
 
     def close(self) -> None:
-        """Free everything. Idempotent; never waits for other members, but for the workers half a second after a stop."""
+        """Free everything. Idempotent.
+
+        After a stop it waits until this member's GPU is drained (at most ``STUCK_AFTER`` seconds), and then at most
+        ``QUIET_WITHIN`` seconds for the workers; it never waits for other members.
+        """
         with self._guard:
             if self._closed:
                 return
-            self._closed = True  # no stop begins any more
+            self._closed = True  # from here on stop() does nothing
             if self._under_way and not self.stopped:
                 self._begin_stop()
         if self._drainer is not None:
             self._drainer.join()
         self._ends.put(None)
         if self._is_stuck:
-            self.signals.close()  # all else is still written to
+            self.signals.close()  # the GPU may still write to everything else
             return
         self._watcher.join()
         self._release()
@@ -402,10 +408,10 @@ class Group:
 
 
 class Worker:
-    """What the worker of a GPU does for all members. ``free`` takes what gives its resources back.
+    """The work that the worker of a GPU does for all members. ``free`` gets the callbacks that give its resources back.
 
     Attributes:
-        stream: Where its kernels are.
+        stream: The stream of its kernels.
     """
 
     def __init__(

@@ -26,10 +26,10 @@ class Table:
     """Jobs for a launch.
 
     Attributes:
-        words: What the kernel reads.
-        jobs: How many there are.
+        words: The words that the kernel reads.
+        jobs: Number of jobs that have elements.
         chunk: Elements of a chunk.
-        chunks: How many chunks there are.
+        chunks: Number of chunks of all jobs.
     """
 
     words: Addresses
@@ -43,7 +43,7 @@ def table_of(counts: npt.NDArray[np.int64], addresses: Addresses, itemsize: int)
 
     Args:
         counts: Elements of each job.
-        addresses: What each job reads and then writes, a row for each job.
+        addresses: A row for each job: the addresses that it reads, then those that it writes.
         itemsize: Bytes of an element.
     """
     kept = counts > 0
@@ -76,7 +76,7 @@ def share(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Which elements of each job one of several GPUs works on: where they begin, and how many there are.
 
-    Shares begin at multiples of a line, so that they stay aligned where the whole is.
+    Shares begin at multiples of a line, so that the shares of an aligned job are aligned too.
     """
     grain = LINE // itemsize
     lines = -(-counts // grain)

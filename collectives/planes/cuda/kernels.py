@@ -1,8 +1,8 @@
 """Compiles ``kernels.cu`` for a GPU, a reduction at a time, when it is first needed.
 
 NVIDIA's compiler for running programs (NVRTC) comes with torch's builds for CUDA and with ``hvdlab[gpu]``; it needs no toolkit and no GPU.
-So what ships is the source, and the code is made for the GPU that is there. Compiling takes a fraction of a second, on those members
-only whose GPU does the work, once for each type of elements and operator.
+So what ships is the source, and the code is made for the GPU that is there. Compiling takes a fraction of a second, only in the processes
+of workers (:mod:`~hvdlab.collectives.planes.cuda.group`), once for each type of elements and operator.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def entry(dtype: DType | None) -> str:
 
 
 def macros(dtype: DType | None, op: ReduceOp) -> dict[str, str]:
-    """What chooses the kernel in the source."""
+    """The macros that choose the kernel in the source, by name."""
     return {} if dtype is None else {"ELEMENT": ELEMENTS[dtype], "OP": op.name}
 
 
@@ -58,7 +58,7 @@ def compiled(dtype: DType | None, op: ReduceOp, capability: int) -> bytes:
     Args:
         dtype: What is reduced; ``None`` copies bytes.
         op: SUM, MIN, MAX or PRODUCT.
-        capability: Of the GPU, as 90. One that is newer than the compiler gets code that the driver translates.
+        capability: Compute capability of the GPU, as 90 for 9.0. A GPU newer than the compiler gets code that the driver translates.
 
     Raises:
         DeviceFailed: The compiler is missing, knows no GPU that old, or refuses the source; the text says what it said.

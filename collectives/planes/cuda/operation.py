@@ -17,12 +17,12 @@ Counts = npt.NDArray[np.int64]
 
 
 class Jobs(NamedTuple):
-    """What is to be read and written.
+    """The jobs of an operation.
 
     Attributes:
-        counts: Elements of each job.
-        ins: What each job reads, a row for each.
-        outs: What each job writes, likewise.
+        counts: Number of elements of each job.
+        ins: Addresses that each job reads, a row for each job.
+        outs: Addresses that each job writes, likewise.
     """
 
     counts: Counts
@@ -45,14 +45,14 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a member brings.
+    """What a member brings to an operation.
 
     Attributes:
         ins, outs: Its tensors, in pairs.
-        jobs: Makes jobs of what all bring; the same on all members.
-        dtype: What is reduced; ``None`` moves bytes, and counts are bytes then.
-        op, prescale, postscale: How it is reduced.
-        numbers: What the worker must know besides, one for each member.
+        jobs: Makes the jobs from what all members bring; the same on all members.
+        dtype: Element type of a reduction; ``None`` moves bytes, and counts are bytes then.
+        op, prescale, postscale: How to reduce.
+        numbers: Further numbers that the worker needs, one for each member.
     """
 
     ins: Sequence[CudaBuffer]
@@ -66,12 +66,12 @@ class Operation:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of what is counted."""
+        """Bytes of one counted element: an element of ``dtype``, or a byte."""
         return 1 if self.dtype is None else self.dtype.itemsize
 
 
 def allreduce(counts: Sequence[int]) -> Callable[[Inputs], Jobs]:
-    """A job for each tensor, which reads those of all members and writes all their outputs."""
+    """A job for each tensor, which reads that tensor of all members and writes all their outputs for it."""
     return lambda given: Jobs(np.array(counts, np.int64), given.ins.T, given.outs.T)
 
 
@@ -109,7 +109,7 @@ def reducescatter(counts: Sequence[int], itemsize: int) -> Callable[[Inputs], Jo
 
 
 def alltoall(itemsize: int) -> Callable[[Inputs], Jobs]:
-    """A job for each pair of members. The numbers that a member brings are the elements that it sends to each."""
+    """A job for each pair of members. A member's ``numbers`` are how many elements it sends to each member."""
 
     def jobs(given: Inputs) -> Jobs:
         sizes = given.numbers * itemsize

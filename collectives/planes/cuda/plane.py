@@ -81,14 +81,14 @@ class CudaPlane(Plane):
         return group
 
     def _device(self, ordinal: int | None) -> Device:
-        """This member's GPU: that of its first tensor, or of a rank without one the GPU that its process uses already."""
+        """This member's GPU: the one that its first tensor is on; without a tensor, the first GPU that its process uses already."""
         if self._gpu is None:
             self._ordinal = gpus.gpus().used_ordinal() if ordinal is None else ordinal
             self._gpu = gpus.gpus().open(self._ordinal)
         return self._gpu
 
     def _workers(self, device: Device, deadline: float) -> list[int]:
-        """The first member on each GPU. All members must be able to work on the memory of all."""
+        """The positions of the workers. Raises ``PlaneBroken`` if this member's GPU does not reach the memory of all members."""
         me, store = self.context, self.context.store
         assert store is not None, "a group of the engine has a store"
         store.set(f"gpu/{me.index}", device.identity.encode())
@@ -115,7 +115,7 @@ class CudaPlane(Plane):
             descriptor = segment.accept(me.store, max(0.0, deadline - time.monotonic()))
         try:
             shared = mmap.mmap(descriptor, size)
-            # The first one's descriptor stays open until all have opened the memory by its number.
+            # The first member's descriptor stays open until all members have opened the memory by the descriptor's number.
             me.store.set(f"open/{me.index}", b"")
             if me.index == 0:
                 for index in range(me.size):
@@ -257,7 +257,7 @@ class CudaPlane(Plane):
 
 
 class _Memory:
-    """Memory of the GPU that is freed with this object."""
+    """Memory of the GPU that is freed when this object goes."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self.pointer = device.allocate(nbytes)

@@ -50,7 +50,7 @@ class Routing:
         for source, piece in zip(self._remote_sources(), arrived, strict=True):
             received[source][...] = piece
 
-    # -- who sends what to whom -----------------------------------------------------------------------------------
+    # -- which member sends what to which -------------------------------------------------------------------------
 
     def _served(self, column: int) -> list[int]:
         """Members of other hosts whose pieces travel in a column, by host."""

@@ -80,6 +80,6 @@ def _splits(splits: tuple[int, ...] | None, rows: int, members: int) -> tuple[in
         raise InvalidRequestError(f"alltoall needs one split per member ({members}), not {len(splits)}.")
     if any(rows_to < 0 for rows_to in splits) or sum(splits) != rows:
         raise InvalidRequestError(
-            f"alltoall's splits {list(splits)} must be positive and add up to {rows} rows."
+            f"alltoall's splits {list(splits)} must not be negative, and add up to {rows} rows."
         )
     return splits

@@ -49,6 +49,16 @@ def test_the_last_steps_are_kept() -> None:
     assert step_record.newest() is None
 
 
+def test_the_record_that_was_written_last_is_shown_also_if_another_one_is_longer() -> None:
+    first, second = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    with hvd.record(first) as longer, hvd.record(second) as shorter:
+        train(longer, first, 9)
+        train(shorter, second, 2)
+        assert step_record.newest() is shorter
+        train(longer, first, 1)
+        assert step_record.newest() is longer
+
+
 def test_the_batch_that_went_wrong_is_found_and_replayed() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout(0.5))
     with hvd.record(model, last=10) as recorded:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,6 +78,7 @@ class Step:
 
     Attributes:
         number: From 1 on, since the record was made.
+        began: When it began, by ``time.monotonic_ns()``.
         inputs: What is kept of its tensors.
         batch: ``(args, kwargs)`` of the model's call, if it is kept.
         nbytes: Bytes of the batch.
@@ -85,6 +87,7 @@ class Step:
     """
 
     number: int
+    began: int
     inputs: Sequence[Input]
     batch: tuple[tuple[Any, ...], dict[str, Any]] | None
     nbytes: int
@@ -172,7 +175,7 @@ class StepRecord:
         """A step begins. Its batch is kept as far as there is room; batches of older steps are dropped for it."""
         with self._lock:
             self._count += 1
-            self.steps.append(Step(self._count, inputs, batch, nbytes, generator))
+            self.steps.append(Step(self._count, time.monotonic_ns(), inputs, batch, nbytes, generator))
             room = self._memory
             for step in reversed(self.steps):
                 room -= step.nbytes
@@ -282,9 +285,9 @@ def tensors(
 
 
 def newest() -> StepRecord | None:
-    """The record on this rank whose last step has the highest number; ``None`` if there is none with steps."""
+    """The record on this rank that has recorded a step last; ``None`` if there is none with steps."""
     with_steps = [one for one in _records if one.steps]
-    return max(with_steps, key=lambda one: one.steps[-1].number, default=None)
+    return max(with_steps, key=lambda one: one.steps[-1].began, default=None)
 
 
 def recent() -> tuple[tuple[str, ...], str]:

@@ -167,7 +167,7 @@ class _Trainer:
             "enable_progress_bar": False,
             "enable_model_summary": job.verbose > 1,
             "num_sanity_val_steps": 0,
-            # Data modules are told their share.
+            # Data modules get their share as arguments.
             "use_distributed_sampler": False,
             "callbacks": callbacks,
         }
@@ -274,7 +274,7 @@ def _module(package: Any, job: LightningTraining, objective: Objective) -> Any:
 
 
 def _keeper(package: Any, owner: _Trainer, place: str) -> Any:
-    """A callback that tells of the end of each epoch; what it knows is in checkpoints."""
+    """A callback that reports the end of each epoch; what it knows is in checkpoints."""
 
     class Keeper(package.Callback):  # type: ignore[misc]
         state_key = "hvdlab.spark"

@@ -262,7 +262,7 @@ class RayStarter:
                         imported().kill(seat.actor)
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to the rank's process group, by its agent. A rank that has no room yet is given up by one that ends it."""
+        """Send a signal to the rank's process group, by its agent. If the signal ends it, a rank without room yet is given up."""
         with self._changed:
             seat = self._seats.get(rank)
             if seat is None:
@@ -378,7 +378,7 @@ class RayStarter:
         seat.order(wire.Spawn((wire.RankSpec(rank, environment),)))
 
     def _visible(self, seat: _Seat, local_rank: int) -> list[str]:
-        """The GPUs of all ranks of the host, such that the local rank is the index of this one's own."""
+        """The GPUs of all ranks of the host, such that the local rank is the index of this rank's own."""
         others = [
             gpu
             for rank in sorted(self._seats)

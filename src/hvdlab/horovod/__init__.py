@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hvdlab.horovod.runner import run as run
 
 __version__ = f"0.28.1+hvdlab.{hvdlab.__version__}"
-"""The Horovod whose API this is, which scripts compare with, and whose it is."""
+"""The version of Horovod whose API this is, which scripts compare with, and behind it hvdlab's own."""
 
 __all__ = ["__version__", "environment", "install_as_horovod", "offer", "run", "uninstall"]
 

@@ -18,7 +18,7 @@ from hvdlab.horovod.modules import OWN, ROOT, horovod_name, target, why_absent
 
 
 class SameModule(InspectLoader):
-    """Loads a module by importing the one it is another name of."""
+    """Loads a module by importing the module of which it is another name."""
 
     def __init__(self, name: str, loaded: Callable[[str], None]) -> None:
         self._name = name
@@ -48,7 +48,7 @@ class SameModule(InspectLoader):
 
 
 class HorovodFinder(MetaPathFinder):
-    """Finds ``horovod`` and its modules in hvdlab; to be asked before all other finders.
+    """Finds ``horovod`` and its modules in hvdlab; Python must ask it before all other finders.
 
     Args:
         loaded: Called with ``horovod`` when it is imported.
@@ -63,7 +63,7 @@ class HorovodFinder(MetaPathFinder):
         """The specification of one of Horovod's modules; ``None`` for all others.
 
         Raises:
-            ModuleNotFoundError: It is one that hvdlab does not have; the text says what to use.
+            ModuleNotFoundError: hvdlab does not have this module; the text says what to use.
         """
         name = horovod_name(fullname)
         if name is None:

@@ -3,7 +3,7 @@
 Two ways lead there. :class:`~hvdlab.horovod.finder.HorovodFinder` answers every import of Horovod's names. The
 directory ``shim`` has a package ``horovod`` that puts the finder in place when it is imported: as the last entry of
 ``sys.path`` it costs nothing until then, hides no Horovod that is installed, and reaches other processes by
-``PYTHONPATH`` whoever starts them.
+``PYTHONPATH``, however they are started.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _activate() -> None:
 
 
 def _forced() -> None:
-    """Let processes that are started from here, with this path or this environment, do as this one does."""
+    """Let processes that are started from here, with this path or this environment, do as this process does."""
     sys.path.remove(SHIM)
     sys.path.insert(1, SHIM)  # what is first is looked at, and replaced, by others
     for name, value in environment(os.environ, force=True).items():

@@ -39,7 +39,7 @@ ABSENT = {
 
 
 def horovod_name(fullname: str) -> str | None:
-    """Horovod's name of a module that is asked for as ``horovod.x`` or, by ``from horovod import x``, as ours."""
+    """Horovod's name of a module that is imported as ``horovod.x`` or, by ``from horovod import x``, under hvdlab's name."""
     if fullname == ROOT or fullname.startswith(ROOT + "."):
         return fullname
     if fullname.startswith(OWN + "."):
@@ -59,7 +59,7 @@ def target(name: str) -> str:
 
 
 def why_absent(name: str) -> str | None:
-    """A sentence for whoever imports a module that is not there; ``None`` if nothing is known of that."""
+    """What to say when a program imports a module that is not there; ``None`` if nothing is known of that module."""
     head = name
     while head:
         if head in ABSENT:

@@ -1,8 +1,8 @@
 """What hvdlab's bindings know of MXNet's arrays.
 
 A *direct* array (dense, on the CPU) shares its memory with the core, without a copy. One on another device is *staged*: the core
-works on a copy in host memory. MXNet runs operations on arrays later, on threads of its own; the core waits for those on an array
-before it looks at its memory.
+works on a copy in host memory. MXNet runs operations on arrays later, on threads of its own; the core waits for an array's operations
+before it looks at the array's memory.
 """
 
 from __future__ import annotations

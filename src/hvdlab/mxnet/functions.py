@@ -29,7 +29,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
         prefix: Goes before the names, which keeps several calls apart.
 
     Raises:
-        InvalidRequestError: ``params`` is neither of these (a ``ValueError``).
+        InvalidRequestError: ``params`` is none of these (a ``ValueError``).
         AssertionError: ``prefix`` is not a str.
         MismatchError: Shapes or types differ between ranks.
         AbortedError: A rank died, failed, left or was interrupted; some parameters may have been overwritten.
@@ -74,7 +74,7 @@ def _broadcast_when_initialised(parameter: Any, root_rank: int, name: str) -> No
 
     def initialise_and_broadcast(*arguments: Any, **named: Any) -> None:
         initialise(*arguments, **named)
-        del parameter._init_impl  # the class's own again: a later initialisation is this rank's alone
+        del parameter._init_impl  # the class's own again: a later initialisation concerns only this rank
         copies = _copies(parameter)
         BINDING.run(broadcasting(root_rank, GLOBAL_ID), copies[0], name, in_place=True)
         _spread(copies)

@@ -116,7 +116,7 @@ class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MX
                 workers. Learning rate and multipliers are those of now; parameters' own are among them.
 
         Raises:
-            KVStoreError: It is another of MXNet's, or has a scheduler of the learning rate: servers have no MXNet.
+            KVStoreError: It is another optimizer of MXNet's, or has a scheduler of the learning rate: servers run without MXNet.
         """
         if isinstance(optimizer, mx.optimizer.Optimizer):
             optimizer = _ours(optimizer)

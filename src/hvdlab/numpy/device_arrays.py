@@ -50,14 +50,14 @@ class DeviceArray:
         return len(self.shape)
 
     def element_type(self) -> DType | None:
-        """The core's element type; ``None`` if it has none for this one."""
+        """The core's element type; ``None`` if the core has none for this array's."""
         return dtype_of(np.empty(0, self.dtype))
 
     def namespace(self) -> Any:
         """The functions of the array's package.
 
         Raises:
-            UnsupportedError: It has none by the array API's standard.
+            UnsupportedError: The package has none by the array API's standard.
         """
         find = getattr(self.owner, "__array_namespace__", None)
         if find is None:
@@ -144,7 +144,7 @@ def device_array(value: Any) -> DeviceArray | None:
         return None
     if int(value.__dlpack_device__()[0]) != _DLPACK_CUDA:
         return None
-    capsule = value.__dlpack__(stream=_LEGACY_STREAM)  # from then on that stream waits for it
+    capsule = value.__dlpack__(stream=_LEGACY_STREAM)  # from then on that stream waits for the array
     return DeviceArray(value, _described(capsule), capsule)
 
 

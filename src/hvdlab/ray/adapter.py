@@ -12,7 +12,7 @@ START_TIMEOUT = 300.0
 
 
 def start_timeout(settings: Any) -> float:
-    """Seconds within which workers must have joined: of Horovod's settings, or ours."""
+    """Seconds within which workers must have joined: of Horovod's settings, or hvdlab's."""
     found = getattr(settings, "start_timeout", None)
     if not isinstance(found, int | float):
         found = getattr(settings, "timeout_s", None)

@@ -9,7 +9,7 @@ from hvdlab.ray.strategy import imported
 class RayHostDiscovery(HostDiscovery):
     """The nodes of the Ray cluster to which this process is connected, by address, each with the ranks that it has room for.
 
-    It counts what nodes have, not what is free on them. ``hvdlab.run(fn, host_discovery_script=RayHostDiscovery(), min_np=2)``
+    Slots are counted from what nodes have, not from what is free on them. ``hvdlab.run(fn, host_discovery_script=RayHostDiscovery(), min_np=2)``
     starts ranks there by ssh.
 
     Args:

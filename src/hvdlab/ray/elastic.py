@@ -135,7 +135,7 @@ class ElasticRayExecutor:
         """Wait for room for ``min_num_proc`` ranks.
 
         Raises:
-            TimeoutError: There is none in time; the text says what was asked for and what is free.
+            TimeoutError: There is no room in time; the text says what was asked for and what is free.
             StartError: Ray is missing or not connected.
         """
         adapter = ElasticAdapter(self.settings, self._params)
@@ -152,7 +152,7 @@ class ElasticRayExecutor:
             callbacks: Called with each dict that a rank gives to :func:`hvdlab.ray.ray_logger.log`.
 
         Returns:
-            What it returned, by rank, of the ranks that were there at the end.
+            What ``worker_fn`` returned, by rank, on the ranks that were there at the end.
 
         Raises:
             RankFailedError: The job failed; it names the rank that failed first, and is also an instance of what was raised there.

@@ -120,7 +120,7 @@ class ElasticAdapter(Adapter):
                     f"{self.params.min_workers}. Requested resources of each: { {k: v for k, v in each.items() if v} }; "
                     f"{free_resources()}. Ask for less, or add nodes; placement_group_timeout_s sets how long to wait."
                 )
-            threading.Event().wait(_TURN)  # Ray tells of new nodes only when asked
+            threading.Event().wait(_TURN)  # Ray reports new nodes only when asked
         self._environment = {str(name): str(value) for name, value in (extra_env_vars or {}).items()}
         if executable_cls is not None:
             self._executable = (executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {}))

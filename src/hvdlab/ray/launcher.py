@@ -4,7 +4,7 @@
 
     launcher ── orders, reports: calls of the actor ──▶ RankActor ── pipes ──▶ agent ── forks ──▶ rank
 
-A rank needs a main thread, signals and standard streams of its own, which a Ray worker has taken: so the actor is its
+A rank needs a main thread, signals and standard streams of its own, which a Ray worker uses itself: so the actor is the rank's
 parent, and runs the agent that other hosts have (:mod:`hvdlab.launch.exec_agent.agent`). When the actor ends, in whatever
 way, the agent's input ends, and the agent ends the rank.
 """
@@ -39,7 +39,7 @@ from hvdlab.ray.strategy import GROUP_TIMEOUT, death_reason, free_resources, imp
 _TURN = 0.5
 """Seconds between looks at whether a rank that has no room yet is still wanted."""
 _ACTORS_END_WITHIN = 5.0
-"""Seconds that an agent is given to end its rank and itself; it gives the rank two between SIGTERM and SIGKILL."""
+"""Seconds that an agent has to end its rank and itself; the agent gives the rank two between SIGTERM and SIGKILL."""
 
 
 class RankActor:
@@ -156,7 +156,7 @@ def connect() -> Any:
 
 
 class _Seat:
-    """A rank's actor, as the launcher knows it. What is not said to be the thread's own is guarded by the starter's lock."""
+    """A rank's actor, as the launcher knows it. The starter's lock guards everything that is not marked as the thread's own."""
 
     def __init__(self, rank: int, host: str, actor: Any) -> None:
         self.rank, self.host, self.actor = rank, host, actor
@@ -166,7 +166,7 @@ class _Seat:
         self.gpus: tuple[str, ...] = ()
         #: Why it was given up before it ran; or empty.
         self.given_up = ""
-        #: What it wrote to standard error, if that goes to no one else. The thread's own.
+        #: What it wrote to standard error, if that is shown nowhere else. The thread's own.
         self.tail = Tail()
 
     def order(self, message: wire.AgentMessage) -> None:
@@ -262,7 +262,7 @@ class RayStarter:
                         imported().kill(seat.actor)
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to the rank's process group, by its agent. A rank that has no room yet is given up by one that ends it."""
+        """Send a signal to the rank's process group, by its agent. If the signal ends it, a rank without room yet is given up."""
         with self._changed:
             seat = self._seats.get(rank)
             if seat is None:
@@ -277,7 +277,7 @@ class RayStarter:
         return None
 
     def close(self, timeout: float) -> None:
-        """Wait so long for ranks that were told to leave, then end what is left, and give back its room. Idempotent."""
+        """Wait so long for ranks that got the order to leave, then end what is left, and give back its room. Idempotent."""
         with self._changed:
             self._changed.wait_for(lambda: not self._seats, timeout)
             self._closing = True
@@ -378,7 +378,7 @@ class RayStarter:
         seat.order(wire.Spawn((wire.RankSpec(rank, environment),)))
 
     def _visible(self, seat: _Seat, local_rank: int) -> list[str]:
-        """The GPUs of all ranks of the host, such that the local rank is the index of this one's own."""
+        """The GPUs of all ranks of the host, such that the local rank is the index of this rank's own."""
         others = [
             gpu
             for rank in sorted(self._seats)

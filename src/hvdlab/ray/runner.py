@@ -104,17 +104,17 @@ class StaticParams(BaseParams):
 class RayExecutor:
     """Ranks that are actors of the Ray cluster to which this process is connected.
 
-    Each is a process of its own that lives until :meth:`shutdown`, and so does what is in its memory. They join one world
+    Each rank is a separate process that lives until :meth:`shutdown`, and so does what is in its memory. The ranks join one world
     when they start; ``hvd.init()`` in a rank finds it. Ranks of one node share memory.
 
     Args:
-        settings: What :meth:`create_settings` returns. Of others ``placement_group_timeout_s``, ``start_timeout`` (or
+        settings: What :meth:`create_settings` returns. Of other settings objects ``placement_group_timeout_s``, ``start_timeout`` (or
             ``timeout_s``) and ``nics`` are used.
         num_workers: Number of ranks, on as few nodes as have room.
         num_hosts: Number of nodes, instead.
         num_workers_per_host: Ranks on each of these.
         cpus_per_worker: Ray's CPUs of a rank.
-        use_gpu: Whether ranks have GPUs. Each rank of a node sees those of all its ranks there, so that its local rank is
+        use_gpu: Whether ranks have GPUs. Each rank sees the GPUs of all ranks on its node, so that its local rank is
             the index of its own.
         gpus_per_worker: How many; by default one.
         use_current_placement_group: Whether ``num_workers`` go into the placement group that this process runs in, if it does.
@@ -244,8 +244,8 @@ class RayExecutor:
     ) -> list[T]:
         """Call ``fn(*args, **kwargs)`` on each rank.
 
-        When it fails on one rank, collectives of others that wait for this one fail as well; those that have not ended
-        15 s later are interrupted. Workers keep their memory and can be called again, but for one whose process has ended.
+        When it fails on one rank, collectives of others that wait for this rank fail as well; calls that have not ended
+        15 s later are interrupted. Workers keep their memory and can be called again, except one whose process has ended.
 
         Args:
             fn: The function; it may come from a notebook or a closure.
@@ -257,10 +257,10 @@ class RayExecutor:
             What it returned, by rank.
 
         Raises:
-            RankFailedError: It failed on a rank, or that rank's process ended. It tells of the first, has its rank and
+            RankFailedError: It failed on a rank, or that rank's process ended. The error is about the first such rank, has its number and
                 traceback, and is also an instance of what was raised there.
             InvalidRequestError: It can't be pickled, or the executor is not started.
-            KeyboardInterrupt: This call was interrupted; the ranks were, too.
+            KeyboardInterrupt: This call was interrupted, and with it the ranks.
         """
         return self._started().run(fn, args, kwargs, callbacks)
 
@@ -322,7 +322,7 @@ class StaticAdapter(Adapter):
         self._calls = itertools.count()
         #: How many interrupts each rank was sent.
         self._interrupts: Counter[int] = Counter()
-        #: Of the call that runs; what ranks log at other times goes nowhere.
+        #: Those of the call that runs; what ranks log at other times is dropped.
         self._callbacks: tuple[Callable[[Any], Any], ...] = ()
 
     # -- the world ----------------------------------------------------------------------------------------------------
@@ -504,7 +504,7 @@ class StaticAdapter(Adapter):
             references = self._submit(what, call, workers, function)
             done = self._outcome(references)
             if callbacks:
-                with contextlib.suppress(TimeoutError):  # a rank that hangs is told of below
+                with contextlib.suppress(TimeoutError):  # a rank that hangs is reported below
                     self._client.collect_events()
         finally:
             self._callbacks = ()

@@ -70,7 +70,7 @@ def free_resources() -> str:
 
 
 def death_reason(error: BaseException) -> str:
-    """Why an actor is gone, on one line: Ray explains on many, with ids that nobody knows."""
+    """Why an actor is gone, on one line: Ray explains it on many, with ids that mean nothing to users."""
     lines = [line.strip() for line in str(error).splitlines()]
     told = [line for line in lines if line and ":" not in line.split(" ", 1)[0]]
     return " ".join(told) or type(error).__name__
@@ -188,7 +188,7 @@ class ColocatedStrategy(BaseStrategy):
 class PGStrategy(BaseStrategy):
     """Workers on as few nodes as have room, or in a placement group that is there.
 
-    In a group that is made here, workers of a node have consecutive ranks. In one that was there each takes any bundle.
+    In a group that is made here, workers of a node have consecutive ranks. In a group that was there before, each worker takes any bundle.
 
     Args:
         settings: Says how long to wait for room.

@@ -55,7 +55,7 @@ class Reply:
     Attributes:
         outcome: A pickled ``Returned`` or ``Raised``.
         error: One line, empty if it returned.
-        culprits: Ranks that are to blame, if what it raised comes of their failure.
+        culprits: Ranks whose failure caused what it raised, if any.
     """
 
     outcome: bytes
@@ -66,7 +66,7 @@ class Reply:
 class BaseHorovodWorker:
     """One rank, as an actor (``ray.remote(BaseHorovodWorker)``). It may be subclassed.
 
-    Calls of an executor are like cells of a notebook: what one raises ends that call on all ranks that wait for this one,
+    Calls of an executor are like cells of a notebook: an error on this rank ends the call on all ranks that wait for this rank,
     and the worker, its executable and its memory stay for the next call.
 
     Args:
@@ -168,7 +168,7 @@ class BaseHorovodWorker:
         signal.pthread_kill(main, signal.SIGINT)
 
     def perform(self, call: bytes, what: Kind, cell: str, interrupts: int = 0) -> Reply:
-        """Make a call of the driver's, and tell how it ended.
+        """Make a call of the driver's, and report how it ended.
 
         Args:
             call: The pickled call.

@@ -25,7 +25,7 @@ _ELASTIC_TIMEOUT = 600.0
 _RESETS = 10
 """How many lost ranks are started anew, where the user says nothing."""
 _COOLDOWN = (1.0, 60.0)
-"""Seconds that a slot is put aside whose rank failed. It is no host: Spark itself excludes executors that fail."""
+"""Seconds that a slot is put aside after its rank failed. A slot is no host: Spark itself excludes executors that fail."""
 
 
 def run_elastic(
@@ -65,13 +65,13 @@ def run_elastic(
         env: Variables for the ranks, beside those of Spark's executors. The driver's are not passed on.
         stdout, stderr: Streams on the driver that get the output of each rank when it has ended; without either it goes to the
             executors' logs.
-        verbose: 0 says nothing of ranks that are lost and come.
+        verbose: With 0, nothing is said of ranks that are lost or come.
         nics: Network interfaces of the driver, of which one must be reached by the executors.
         prefix_output_with_timestamp: Put the time at which output is written in front of each line.
         min_np, max_np: Older names of ``min_num_proc`` and ``max_num_proc``.
 
     Returns:
-        What it returned, by rank, of the ranks that were there at the end.
+        What ``fn`` returned, by rank, on the ranks that were there at the end.
 
     Raises:
         StartError: pyspark is missing, no SparkContext is active, or Spark has too few slots.

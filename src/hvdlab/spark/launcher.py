@@ -30,7 +30,7 @@ from hvdlab.spark.runner import active_context, is_local, slots
 from hvdlab.spark.task import RankEnd, SingleRankTask
 
 _CANCELLED_WITHIN = 5.0
-"""Seconds that Spark is given to end the tasks of jobs that were cancelled; it gives a worker two before it kills it."""
+"""Seconds that Spark has to end the tasks of jobs that were cancelled; Spark gives a worker two before it kills that worker."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _NOT_THEIRS = ("SPARK_", "PYSPARK_", "PYTHON_WORKER", "JAVA_", "CUDA_VISIBLE")
 """Beginnings of variables of the driver that mean something else on an executor."""
@@ -139,7 +139,7 @@ class SparkStarter:
         #: Rank to its job, from the order to start it to its end. With the following, guarded by the condition.
         self._seats: dict[int, _Seat] = {}
         self._begun = 0
-        #: Rank to the last process of it that has ended: the coordinator may still count it as a member for a moment.
+        #: Rank to its last process that has ended: the coordinator may still count that process as a member for a moment.
         self._ended: dict[int, int] = {}
         self._closing = False
         self._threads: list[threading.Thread] = []
@@ -202,7 +202,7 @@ class SparkStarter:
         return None
 
     def close(self, timeout: float) -> None:
-        """Wait so long for ranks that were told to leave, then cancel the jobs of those that are left. Idempotent."""
+        """Wait so long for ranks that got the order to leave, then cancel the jobs of those that are left. Idempotent."""
         with self._changed:
             self._changed.wait_for(lambda: not self._seats, timeout)
             self._closing = True
@@ -244,7 +244,7 @@ class SparkStarter:
             name: value for name, value in exported(os.environ).items() if not name.startswith(_NOT_THEIRS)
         }
         if program is not None:
-            # Of a function's ranks the driver's variables are no business.
+            # Ranks of a function do not get the driver's variables.
             environment = {} if program.function else environment
             environment |= program.environment
         command = program.command if program else ("", "-m", request.module)

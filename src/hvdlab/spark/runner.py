@@ -27,7 +27,7 @@ T = TypeVar("T")
 START_TIMEOUT = 600
 """Seconds that Spark has to start the tasks, unless the call or ``HOROVOD_SPARK_START_TIMEOUT`` says otherwise."""
 _LOOKS = 0.2
-"""Seconds between two looks at Spark's status, which tells nothing by itself."""
+"""Seconds between two looks at Spark's status, of whose changes Spark sends no notice."""
 _AFTER_A_FAILURE = 15.0
 """Seconds that the other ranks have to end once one has failed."""
 _CLOSING = 5.0
@@ -54,7 +54,7 @@ def run(
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` on ranks in Spark's tasks and return what it returned, by rank.
 
-    The tasks are one barrier stage: all run at the same time. Each starts its rank as a process of its own. Tasks of a host
+    The tasks are one barrier stage: all run at the same time. Each starts its rank as a separate process. Tasks of a host
     get consecutive ranks; the host of task 0 comes first.
 
     Args:
@@ -137,7 +137,7 @@ def run_tasks(
 
 
 class Job:
-    """One job of Spark, run on a thread of its own so that this one can watch it.
+    """One job of Spark, run on a separate thread so that this thread can watch it.
 
     Args:
         context: The SparkContext.
@@ -161,14 +161,14 @@ class Job:
         self._failed: dict[int, str] = {}
 
     def on_membership(self, membership: Membership) -> None:
-        """The coordinator's word of who has failed. On its client's thread."""
+        """Note which ranks have failed, as the coordinator says. On its client's thread."""
         for death in membership.deaths:
             self._failed.setdefault(death.rank, death.reason)
         if self._failed:
             self._news.set()
 
     def run(self, task: RankTask, say: Callable[[str], None]) -> None:
-        """Run it and keep what the tasks returned. Cancels the job however this is left."""
+        """Run the job and keep what the tasks returned. Cancels the job in whatever way this method ends."""
         from pyspark import InheritableThread  # pyright: ignore[reportMissingImports]
 
         thread = InheritableThread(target=self._submit, args=(task,), name=self._group)
@@ -253,13 +253,13 @@ def wait_for_slots(context: Any, size: int, deadline: float, timeout: float) -> 
         timeout: The seconds that were given, for the message.
 
     Raises:
-        StartError: It has not, or can't have.
+        StartError: Spark has no room in time, or never can have.
     """
     while (there := slots(context)) < size:
         left = deadline - time.monotonic()
         if is_local(context) or left <= 0:
             raise StartError(_late(f"it has {there} task slots for {size} ranks", timeout))
-        threading.Event().wait(min(left, _LOOKS))  # Spark tells of new executors only when asked
+        threading.Event().wait(min(left, _LOOKS))  # Spark reports new executors only when asked
 
 
 def slots(context: Any) -> int:

@@ -1,4 +1,4 @@
-"""What tasks run on executors: each is the parent of one rank, which is a process of its own.
+"""What tasks run on executors: each task is the parent of one rank, which is a separate process.
 
 A rank needs the main thread, its standard streams and a fresh interpreter, and Spark uses one Python worker for many tasks.
 """
@@ -28,7 +28,7 @@ KEPT = 4 << 20
 
 
 LOST = "its task was lost, with its executor or by Spark's word"
-"""How a rank has ended whose task Spark starts again."""
+"""How a rank has ended if Spark starts its task again."""
 
 _NO_WORLD = World("", "")
 """Until there is a coordinator."""
@@ -61,8 +61,8 @@ class RankTask:
         executable: Python interpreter of the ranks; empty for the task's.
         captured: Whether output is returned; else it goes to the task's standard error.
         gpus: Whether a rank sees only the GPUs that Spark gave to its task.
-        world: What every rank is told; the rendezvous address is chosen by the tasks.
-        client_token: With this the task says to the coordinator how its rank ended. Ranks are not given it.
+        world: What every rank learns of the job; the tasks choose the rendezvous address.
+        client_token: With this the task says to the coordinator how its rank ended. Ranks do not get it.
     """
 
     call: bytes
@@ -74,7 +74,7 @@ class RankTask:
     client_token: str = ""
 
     def __call__(self, _: Iterator[Any]) -> Iterator[RankEnd]:
-        """Run this task's rank to its end. It happens once: Spark gives up a barrier stage with results when a task is lost."""
+        """Run this task's rank to its end. This happens once: Spark gives up a barrier stage with results when a task is lost."""
         from pyspark import BarrierTaskContext  # pyright: ignore[reportMissingImports]
 
         context = BarrierTaskContext.get()
@@ -126,7 +126,7 @@ class SingleRankTask:
     captured: bool
 
     def __call__(self, _: Iterator[Any]) -> Iterator[RankEnd]:
-        """Run the rank to its end. Once: a task that Spark starts again, since its executor was lost, only says so."""
+        """Run the rank to its end. This happens once: a task that Spark starts again, since its executor was lost, only says so."""
         from pyspark import TaskContext  # pyright: ignore[reportMissingImports]
 
         context = TaskContext.get()

@@ -1,4 +1,4 @@
-"""``horovod.common.util``: small helpers that scripts take from there. They tell the truth about hvdlab."""
+"""``horovod.common.util``: small helpers that scripts take from there. Their answers are about hvdlab."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
         ext_name: The binding, such as ``horovod.torch``.
         ext_env_var: Variable that lets Horovod's installation fail where the binding can't be compiled; not used.
         pkg_path: A file of the package that would hold the compiled module.
-        *args: Where it would be in there; a module of one's own may be checked for as well.
+        *args: Where it would be in there; only used for a module that is no binding of hvdlab's.
 
     Raises:
         ImportError: hvdlab has no such binding, or its framework is not installed.

@@ -37,7 +37,7 @@ class Piece:
 
 
 def shard(dataset: Any, rank: int, size: int) -> list[Piece]:
-    """The share of one rank: whole row groups but for the first and last, so that shares differ by one row at most.
+    """The share of one rank: whole row groups except the first and last, so that shares differ by one row at most.
 
     Args:
         dataset: A ``pyarrow.dataset.Dataset`` of Parquet files.
@@ -86,7 +86,7 @@ def _array(column: Any, name: str, where: str, shape: Sequence[int] | None, star
     import pyarrow as pa  # pyright: ignore[reportMissingImports]
     import pyarrow.compute as pc  # pyright: ignore[reportMissingImports]
 
-    if isinstance(column, pa.ChunkedArray):  # Arrow's older releases, and of no rows
+    if isinstance(column, pa.ChunkedArray):  # with Arrow's older releases, and without rows
         column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     if column.null_count:
         row = start + pc.index(column.is_null(), True).as_py()

@@ -35,7 +35,7 @@ class HasAccessors(Params):  # type: ignore[misc]  # pyspark is not there where 
                         setattr(cls, accessor.__name__, accessor)
 
     def _set_given(self, given: dict[str, Any]) -> None:
-        """Set the parameters that a constructor was given; ``None`` leaves the default."""
+        """Set the parameters that a constructor got; ``None`` leaves the default."""
         for name, value in given.items():
             if value is not None:
                 self.set(self.getParam(name), value)

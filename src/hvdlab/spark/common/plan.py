@@ -23,7 +23,7 @@ class TrainingPlan:
         rows, val_rows: Rows of the data sets.
         batch_size, val_batch_size: Rows of a batch.
         epochs: Passes over the rows.
-        train_steps, val_steps: Batches of an epoch, if the estimator was given their number.
+        train_steps, val_steps: Batches of an epoch, if the estimator has their number.
         passes_per_step: Batches for each step of the optimizer.
         compression: Of gradients.
         callbacks: As the framework understands them.
@@ -86,7 +86,7 @@ class TrainingPlan:
         )
 
     def epochs_until(self, first: int) -> int:
-        """The epoch before which a run ends that goes on with ``first``: one that is complete is trained for as many again."""
+        """The epoch before which a run that goes on with ``first`` ends: a complete run is trained for as many epochs again."""
         return first + self.epochs if first >= self.epochs else self.epochs
 
     @property

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from hvdlab.collectives.errors import InvalidRequestError
 
 Network = Callable[[list[npt.NDArray[Any]]], list[npt.NDArray[Any]]]
-"""A trained model, picklable: an array of rows for each feature gives one of rows for each label."""
+"""A trained model, picklable: it makes an array of rows for each label from an array of rows for each feature."""
 
 _ROWS = 1024
-"""Rows that a model is given at once."""
+"""Rows that a model gets at once."""
 
 
 @dataclass(frozen=True)

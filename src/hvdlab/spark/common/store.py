@@ -123,7 +123,7 @@ class Store(ABC):
         """Raise :class:`InvalidRequestError` if nothing can be written here. Estimators ask before they start anything."""
 
     def get_data_metadata_path(self, path: str) -> str:
-        """Where what is known of the data at this path is kept."""
+        """Where the metadata of the data at this path are kept."""
         return f"{path.rstrip('/')}/_metadata"
 
     def to_remote(self, run_id: str, dataset_idx: int | str | None = None) -> RemoteStore:
@@ -225,7 +225,7 @@ class AbstractFilesystemStore(Store):
         import pyarrow.dataset  # pyright: ignore[reportMissingImports]
         import pyarrow.fs  # pyright: ignore[reportMissingImports]
 
-        # Without the way over Python for each read, where that can be.
+        # Without a detour over Python for each read, where that is possible.
         local = isinstance(self.fs, LocalFileSystem)
         system = (
             pyarrow.fs.LocalFileSystem()
@@ -286,7 +286,7 @@ class AbstractFilesystemStore(Store):
     def write(self, path: str, data: bytes) -> None:
         system, place = self.fs, self.get_localized_path(path)
         system.makedirs(place.rpartition("/")[0], exist_ok=True)
-        # Whoever ends in the middle leaves the file that was there.
+        # A process that ends in the middle leaves the file that was there.
         part = f"{place}.{uuid.uuid4().hex[:8]}.part"
         try:
             system.pipe_file(part, data)
@@ -381,7 +381,7 @@ class HDFSStore(AbstractFilesystemStore):
     Args:
         prefix_path: ``hdfs://host:port/path``, ``hdfs:///path`` or a plain path.
         host, port: The name node; by default the URL's, else Hadoop's default.
-        user: As whom; by default this process's user.
+        user: The user to connect as; by default this process's user.
         kerb_ticket: Path of a Kerberos ticket cache.
         driver: ``libhdfs``; nothing else is there any more.
         extra_conf: Hadoop properties.

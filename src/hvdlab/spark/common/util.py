@@ -36,7 +36,7 @@ Metadata = dict[str, dict[str, Any]]
 
 @dataclass
 class _Written:
-    """A data frame that is in a store. It is kept, so that no other gets its identity."""
+    """A data frame that is in a store. A reference to it is kept, so that no other frame gets the same ``id()``."""
 
     frame: Any
     index: int
@@ -141,7 +141,7 @@ def get_simple_meta_from_parquet(
 ) -> tuple[int, int, Metadata, float]:
     """What is known of Parquet in the store: rows to train on, rows for validation, shapes by column, bytes of a row.
 
-    Shapes are those of the first row group; a rank that finds another refuses it.
+    Shapes are those of the first row group; a rank that finds another shape refuses it.
 
     Args:
         columns: The columns of which shapes are looked at; by default features, labels and weights.
@@ -184,7 +184,7 @@ def prepare_data(
     partitions_per_process: int = 10,
     verbose: int = 0,
 ) -> Iterator[int]:
-    """Write a data frame into the store, for so many ranks, unless this very one was written before; gives the data set's index.
+    """Write a data frame into the store, for so many ranks, unless this very frame was written before; gives the data set's index.
 
     Vectors become arrays. Rows for validation are chosen by ``validation``: a share, at random, or a column of zeros and ones.
 

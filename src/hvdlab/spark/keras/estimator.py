@@ -126,7 +126,7 @@ class KerasEstimator(_KerasSaved, HorovodEstimator):
         return self._model(trained, run_id, metadata)
 
     def _check_shapes(self, metadata: Any) -> None:
-        """Refuse columns that can't be a batch of the model's inputs. What a label may be is the loss's matter."""
+        """Refuse columns that can't be a batch of the model's inputs. The loss decides what a label may be."""
         features, labels = self.getFeatureCols(), self.getLabelCols()
         if not self.getModel().built:
             return

@@ -1,4 +1,4 @@
-"""Keras models, and what belongs to them, as bytes: with the user's own classes, which whoever unpacks need not know before."""
+"""Keras models, and what belongs to them, as bytes: with the user's own classes, which the process that unpacks need not know before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pack(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What :func:`pack` was given. It runs what is in it."""
+    """What :func:`pack` packed. Unpacking runs code that is in it."""
     custom_objects, value = cloudpickle.loads(data)
     with keras.utils.custom_object_scope(custom_objects):
         return cloudpickle.loads(value)

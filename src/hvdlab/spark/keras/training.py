@@ -79,7 +79,7 @@ class _Fit:
         self.first = 0
         self.model, self.optimizer = self._resumed() or (model, optimizer or model.optimizer)
         self.last = job.epochs_until(self.first)
-        #: Why no more could be read; TensorFlow, which calls for batches, would tell it as a failed operation.
+        #: Why no more could be read; TensorFlow, which calls for batches, would report it as a failed operation.
         self.unread: Exception | None = None
 
     def train(self) -> KerasTrained | None:
@@ -139,7 +139,7 @@ class _Fit:
         ]
         if self.job.val_rows:
             chosen.append(_Validation(lambda: self._all_prepared(self._val_batches(data))))
-        # They are on all ranks, with the same metrics: one that ends the training ends it everywhere.
+        # Callbacks are on all ranks, with the same metrics: one that ends the training ends it everywhere.
         chosen += self.callbacks
         if hvd.rank() == 0:
             if self.best is not None:
@@ -212,7 +212,7 @@ class _Fit:
 
 
 class _Keeper(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
-    """Tells of the end of each epoch, behind all other callbacks."""
+    """Reports the end of each epoch, after all other callbacks."""
 
     def __init__(self, fit: _Fit, saved: Path) -> None:
         super().__init__()
@@ -223,9 +223,9 @@ class _Keeper(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
 
 
 class _Validation(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
-    """Puts ``val_…`` of all ranks' rows into the logs of an epoch, for the callbacks behind it.
+    """Puts ``val_…`` of all ranks' rows into the logs of an epoch, for the callbacks after it.
 
-    ``fit`` has no means for it over ranks: their shares have different numbers of rows, or none.
+    ``fit`` can't validate over ranks: their shares have different numbers of rows, or none.
     """
 
     def __init__(self, batches: Callable[[], Iterator[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Lightning has two packages with classes of their own, ``lightning.pytorch`` and ``pytorch_lightning``: which of them a module is of."""
+"""Lightning has two packages with classes of their own, ``lightning.pytorch`` and ``pytorch_lightning``: to which of them a module belongs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import hvdlab.torch as hvd
 def strategy_class(package: Any) -> type:
     """The strategy for one of Lightning's two packages.
 
-    It is one of a single device: each rank's trainer has its own, and learns of the others by rank, size and reductions alone.
+    It is a strategy for a single device: each rank's trainer has its own, and learns of the others only by rank, size and reductions.
     """
     from_rank_zero = package.utilities.rank_zero.rank_zero_only
 

@@ -25,7 +25,7 @@ from hvdlab.spark.torch.training import on_cpu
 Logs = dict[str, Any]
 
 _VALIDATION = "val"
-"""What names of metrics begin with that are computed from rows for validation."""
+"""The beginning of the names of metrics that are computed from rows for validation."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Trainer:
                 close()
 
     def _val_steps(self) -> int:
-        """As many as the rank with the fewest rows has: the module may call collectives in each."""
+        """As many batches as the rank with the fewest rows has: the module may call collectives in each."""
         fewest = self.job.val_rows // hvd.size()
         if not fewest:
             raise InvalidRequestError(
@@ -147,7 +147,7 @@ class _Trainer:
         logger: Any = job.logger
         if logger is None:
             logger = package.loggers.CSVLogger(place, name=job.remote.logs_subdir, version="")
-        # Behind the user's, which may log.
+        # After the user's callbacks, which may log.
         own = [_keeper(package, self, place)]
         if job.terminate_on_nan:
             own.append(_nan_guard(package))
@@ -167,7 +167,7 @@ class _Trainer:
             "enable_progress_bar": False,
             "enable_model_summary": job.verbose > 1,
             "num_sanity_val_steps": 0,
-            # Data modules are told their share.
+            # Data modules get their share as arguments.
             "use_distributed_sampler": False,
             "callbacks": callbacks,
         }
@@ -274,7 +274,7 @@ def _module(package: Any, job: LightningTraining, objective: Objective) -> Any:
 
 
 def _keeper(package: Any, owner: _Trainer, place: str) -> Any:
-    """A callback that tells of the end of each epoch; what it knows is in checkpoints."""
+    """A callback that reports the end of each epoch; what it knows is in checkpoints."""
 
     class Keeper(package.Callback):  # type: ignore[misc]
         state_key = "hvdlab.spark"

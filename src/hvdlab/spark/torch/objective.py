@@ -15,7 +15,7 @@ from hvdlab.spark.common.plan import TrainingPlan
 
 
 class Objective:
-    """What a module is given and what it is to give.
+    """The inputs that a module gets and the outputs that it should give.
 
     Args:
         plan: Columns, shapes of labels and weights of losses.
@@ -103,7 +103,7 @@ def dtype_of(model: Any) -> torch.dtype:
 
 
 def tensor_of(values: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Floating values in the model's type, whole numbers as int64, without a copy where they are that."""
+    """Floating values in the model's type, whole numbers as int64, without a copy where they have that type already."""
     if values.dtype.kind != "f":
         return torch.from_numpy(values.astype(np.int64))
     return torch.from_numpy(values if values.flags.writeable else values.copy()).to(dtype)

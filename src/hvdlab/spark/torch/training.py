@@ -17,7 +17,7 @@ from hvdlab.spark.torch.objective import Objective, name_of
 Logs = dict[str, Any]
 
 _TOGETHER = 1 << 20
-"""Bytes of all gradients up to which they are reduced by one operation: each costs more than it could overlap with the backward pass."""
+"""Up to so many bytes of gradients, one operation reduces all: several cost more than they could overlap with the backward pass."""
 _FOLDED = 256
 """Batches whose losses are kept before they are added up."""
 

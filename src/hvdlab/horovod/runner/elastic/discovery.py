@@ -74,7 +74,7 @@ class HostState:
         self._blacklisted, self._ends = False, None
 
     def is_blacklisted(self) -> bool:
-        """Whether it was put aside, and not taken back since."""
+        """Whether the host was put aside, and not taken back since."""
         return self._blacklisted
 
     def is_resurrected(self) -> bool:

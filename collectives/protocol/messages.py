@@ -408,13 +408,15 @@ class Subscribe(Message, frozen=True):
 class Recall(Message, frozen=True):
     """What a client that has lost its coordinator tells the successor, or the same one again, before anything else.
 
-    ``members`` lived and ``deaths`` had happened as far as it was told; ``cells`` run, each on these ranks.
+    ``members`` lived and ``deaths`` had happened as far as it was told; ``cells`` run, each on these ranks. ``released`` are
+    to be let go where elastic training lets the world change, as by :class:`Release`.
     """
 
     expected: tuple[int, ...]
     members: tuple[Member, ...] = ()
     deaths: tuple[Death, ...] = ()
     cells: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    released: tuple[int, ...] = ()
 
 
 class Expect(Message, frozen=True):
@@ -590,6 +592,7 @@ class Cancelled(Message, frozen=True):
     """A message of one rank to another ends alone, and the epoch goes on: the other won't come, or this one asked for it.
 
     It is the oldest that waits of each of ``locals`` (this rank's), or what this rank gave up by :class:`Cancel` with ``ticket``.
+    Likewise any collective of a rank that was told to leave, and submits when the others go on without it.
     """
 
     process_set: int
@@ -657,6 +660,8 @@ class World(Message, frozen=True):
     """Ranks that this epoch of the world is made of; empty until it has begun."""
     listed: tuple[int, ...] = ()
     """As that of :class:`Configure`."""
+    training: bool = False
+    """Whether ranks are in elastic training: the world is not waited for to be complete, but others are let in later."""
 
 
 class Regrouped(Message, frozen=True):

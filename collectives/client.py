@@ -51,6 +51,8 @@ class Client:
         self._changed = threading.Condition()
         self._membership = Membership()
         self._expected: tuple[int, ...] | None = None
+        #: Ranks that were released and are still expected, with their processes; a successor of the coordinator has to know.
+        self._released: dict[int, int] = {}
         self._world_seen = False
         self._again = False  # whether this client has reconnected
         self._lost = ""
@@ -116,10 +118,16 @@ class Client:
     def expect(self, ranks: Sequence[int]) -> None:
         """Say which ranks make up the world from now on. The coordinator tells living ranks that are not among them to leave."""
         self._expected = tuple(ranks)
+        self._released = {rank: pid for rank, pid in self._released.items() if rank in self._expected}
         self._send(m.Expect(self._expected))
 
     def release(self, ranks: Sequence[int]) -> None:
-        """Let ranks go where elastic training lets the world change, at the next commit; at once if no rank trains."""
+        """Let ranks go where elastic training lets the world change, at the next commit; at once if no rank trains.
+
+        While the coordinator is lost the client keeps them, for its successor.
+        """
+        pids = {member.rank: member.pid for member in self._membership.members}
+        self._released |= {rank: pids[rank] for rank in ranks if rank in pids}
         self._send(m.Release(tuple(ranks)))
 
     def membership(self) -> Membership:
@@ -400,7 +408,9 @@ class Client:
         known = self._membership
         expected = known.expected if self._expected is None else self._expected
         running = tuple((cell, tuple(ranks)) for cell, ranks in cells.items())
-        return (m.Recall(expected, known.members, () if same else known.deaths, running),)
+        members = {member.rank: member.pid for member in known.members}
+        released = tuple(rank for rank, pid in sorted(self._released.items()) if members.get(rank) == pid)
+        return (m.Recall(expected, known.members, () if same else known.deaths, running, released),)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvdlab.collectives import uncaught
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.errors import ForkedProcessError, NotInitializedError, StartError
+from hvdlab.collectives.errors import ForkedProcessError, NotInitializedError, ReleasedError, StartError
 from hvdlab.collectives.settings import TOKEN, Settings
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def init(settings: Settings | None = None) -> Engine:
     Raises:
         StartError: No coordinator answers, or some ranks are not there in time; the text names them. Or there is no secret
             to show.
+        SystemExit: With code 0, if this rank was let go before elastic training let it in, since its host leaves the job.
         InvalidRequestError: A variable of the environment can't be read.
     """
     with _context.lock:
@@ -122,12 +123,14 @@ def _join(settings: Settings) -> Engine:
             engine.start_timeline(settings.timeline, settings.mark_cycles)
         if _context.found is not None:
             _context.found.complete(engine)
-    except BaseException:
+    except BaseException as error:
         if engine is not None:
             engine.close()
         if coordinator is not None:
             coordinator.close()
         _release()
+        if isinstance(error, ReleasedError):
+            raise SystemExit(0) from None  # as in elastic training
         raise
     _context.coordinator = coordinator
     uncaught.watch()

@@ -140,7 +140,7 @@ class SimulatedRank:
         elif isinstance(message, m.Execute):
             self._execute(message)
         elif isinstance(message, m.Reject | m.RejectDuplicate | m.Decline | m.Cancelled):
-            for local in message.locals:
+            for local in message.locals if message.process_set in self.sets else ():
                 self._pop(message.process_set, message.epoch, local, message)
         elif isinstance(message, m.ProcessSetAdded):
             view = self.sets[0]

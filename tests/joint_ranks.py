@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,7 @@ class SimRank:
         aborted, broken: Epochs whose plane was ended, or has failed here.
         order: What was executed in each epoch.
         operations: How many of these met others on the plane.
+        hears: Called with each message of the coordinator's, once the state has it.
     """
 
     rank: int
@@ -90,6 +92,12 @@ class SimRank:
     done: set[Operation] = field(default_factory=set)
     order: dict[Scope, list[tuple[str, ...]]] = field(default_factory=dict)
     operations: Counter[Scope] = field(default_factory=Counter)
+    hears: Callable[[m.Message], None] | None = None
+
+    @classmethod
+    def nobody(cls, rank: int) -> SimRank:
+        """Stands for a number that no process has had yet."""
+        return cls(rank, 0, RankState(rank), alive=False, open=False, ending=True)
 
     @property
     def keeps_lane(self) -> bool:

@@ -17,8 +17,9 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,12 @@ from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry, SimRank
 from joint_simulation import Simulation, allreduce
 
+Play = Callable[[int], str]
+"""Runs the schedule of a seed; returns what went wrong, or an empty text."""
+
 _SIZES = (1, 2, 2, 3, 3, 4)
+GROWTH = 2
+"""Ranks beyond those of the start that a world may get."""
 ACTIONS = (
     *["submit"] * 6, *["everywhere"] * 5, *["steps"] * 6,
     *["directly"] * 4, "alone", "group", "gather", "exchange", "copy", "barrier", "join", "mismatch", "add_set", "remove_set",
@@ -52,6 +58,8 @@ class Schedule:
         self.tell = tell
         chance = self.chance
         self.size = chance.choice(_SIZES)
+        #: Ranks that there may be by now.
+        self.most = self.size
         self.tracked = chance.random() < 0.4
         options = CoordinatorOptions(
             size=None if self.tracked else self.size,
@@ -198,7 +206,7 @@ class Schedule:
             self.submit(me, Request(OpKind.ALLTOALL, "x", rows, dtype=DType.F32, splits=splits))
 
     def do_copy(self) -> None:
-        root = self.chance.randrange(self.size)
+        root = self.chance.randrange(self.most)
         for me in self.free():
             tensor = np.zeros(3, np.float32)
             self.submit(me, Request(OpKind.BROADCAST, "r", tensor, tensor, dtype=DType.F32, root=root))
@@ -214,7 +222,7 @@ class Schedule:
                 self.submit(me, Request(OpKind.JOIN, process_set=self.somewhere(me)))
 
     def do_add_set(self) -> None:
-        ranks = tuple(sorted(self.chance.sample(range(self.size), self.chance.randint(1, self.size))))
+        ranks = tuple(sorted(self.chance.sample(range(self.most), self.chance.randint(1, self.most))))
         for me in self.free():
             self.submit(me, Request(OpKind.ADD_PROCESS_SET, f"add {ranks}", ranks=ranks))
 
@@ -295,16 +303,25 @@ class Schedule:
             self.sim.leave(me.rank)
 
     def do_come(self) -> None:
-        gone = [me for me in self.sim.ranks if not me.alive]
+        """A rank that was lost, or was never there before."""
+        living = {me.rank for me in self.living()}
+        gone = [rank for rank in range(self.most) if rank not in living]
         if gone:
-            self.sim.connect(self.chance.choice(gone).rank)
+            self.sim.connect(self.chance.choice(gone))
 
     def do_resize(self) -> None:
+        """The world shrinks or grows, also beyond its size at the start, whose new ranks come sooner or later."""
         if self.script:
             return
         self.resized = True
-        size = self.chance.randint(1, max(2, self.size))
+        size = self.chance.randint(1, max(2, self.size + GROWTH))
+        self.most = max(self.most, size)
         self.sim.say(m.Expect(tuple(range(size))))
+        if self.chance.random() < 0.5:
+            living = {me.rank for me in self.living()}
+            for rank in self.chance.sample(range(size), size):
+                if rank not in living and self.chance.random() < 0.7:
+                    self.sim.connect(rank)
 
     def do_restart(self) -> None:
         """The coordinator dies; a pool's client tells the successor what it knows, scripts have none."""
@@ -491,19 +508,27 @@ def run_seed(seed: int) -> str:
     return ""
 
 
-def _run_range(start: int, stop: int) -> tuple[int, dict[int, str]]:
+def _run_range(play: Play, start: int, stop: int) -> tuple[int, dict[int, str]]:
     failed = {}
     for seed in range(start, stop):
-        told = run_seed(seed)
+        told = play(seed)
         if told:
             failed[seed] = told
     return stop - start, failed
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def command_line(text: str, play: Play, tell: Callable[[int], None]) -> int:
+    """Run what the command line asks for.
+
+    Args:
+        text: What is run.
+        play: Runs the schedule of a seed; returns what went wrong, or an empty text.
+        tell: Runs one, and tells what happens in it.
+
+    Returns:
+        The exit code.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="run this one, and tell what happens in it")
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--start", type=int, default=0, help="the first seed")
@@ -512,12 +537,14 @@ def main() -> int:
     parser.add_argument("--progress", type=Path, help="a file that says how many have been run")
     given = parser.parse_args()
     if given.seed is not None:
-        Schedule(given.seed, tell=True).run()
+        tell(given.seed)
         return 0
-    return soak(given.count, given.start, given.jobs, given.seconds, given.progress)
+    return soak(given.count, given.start, given.jobs, given.seconds, given.progress, play)
 
 
-def soak(count: int, start: int, jobs: int, seconds: float, progress: Path | None) -> int:
+def soak(
+    count: int, start: int, jobs: int, seconds: float, progress: Path | None, play: Play = run_seed
+) -> int:
     """Run many; the number that failed, at most 255."""
     done, failed, spent = 0, {}, 0.0
     if progress is not None and progress.exists():
@@ -529,7 +556,7 @@ def soak(count: int, start: int, jobs: int, seconds: float, progress: Path | Non
         while done < count and time.monotonic() - begin < seconds:
             starts = range(start + done, min(start + count, start + done + 4 * jobs * piece), piece)
             stops = [min(first + piece, start + count) for first in starts]
-            for number, wrong in pool.map(_run_range, starts, stops):
+            for number, wrong in pool.map(partial(_run_range, play), starts, stops):
                 done += number
                 failed |= {str(seed): told for seed, told in wrong.items()}
             elapsed = spent + time.monotonic() - begin
@@ -545,4 +572,4 @@ def soak(count: int, start: int, jobs: int, seconds: float, progress: Path | Non
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(__doc__ or "", run_seed, lambda seed: Schedule(seed, tell=True).run()))

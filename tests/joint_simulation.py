@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from joint_ranks import Scope, SimEntry, SimRank
 
 CLIENT = 1
 _FIRST_PEER = 100
+_NOBODY = SimRank.nobody(0)
 _PATIENCE = 5.0
 """Seconds ahead that the clock is put forward for what the coordinator has said it waits for."""
 
@@ -48,7 +50,7 @@ class Simulation:
     """Ranks, a coordinator and, if wanted, a client.
 
     Args:
-        size: Number of ranks.
+        size: Number of ranks that are there at the start.
         seed: Of everything that is left to chance.
         local_limit: How many tensors a rank knows by number.
         tracked: Whether ranks' collectives belong to cells.
@@ -91,8 +93,11 @@ class Simulation:
         self._gone = False  # whether some of them may be over
         self._numbers = 0
         self._expected: tuple[int, ...] = ()  # what the client has asked for
+        self._released: dict[int, int] = {}  # whom it wants to be let go, and their processes
+        #: Called with each world that the client is told of.
+        self.client_hears: Callable[[m.World], None] = lambda world: None
         self._carry_out(PeerConnected(CLIENT, m.Hello(m.PROTOCOL_VERSION, "", "client")))
-        if self.options.size is None:
+        if self.options.size is None and size:
             self._carry_out(Received(CLIENT, m.Expect(tuple(range(size)))))
         for rank in range(size):
             self.connect(rank)
@@ -100,16 +105,25 @@ class Simulation:
 
     # -- processes ------------------------------------------------------------------------------------------------
 
-    def connect(self, rank: int) -> SimRank | None:
-        """A new process for ``rank``; ``None`` if the coordinator refuses it."""
-        me = SimRank(rank, _FIRST_PEER + len(self.by_pid), RankState(rank, self._local_limit))
+    def connect(
+        self, rank: int, *, pid: int = 0, hears: Callable[[m.Message], None] | None = None
+    ) -> SimRank | None:
+        """A new process for ``rank``; ``None`` if the coordinator refuses it.
+
+        Args:
+            rank: Its number; there need not be one for each lower number.
+            pid: Its process, which no other has; 0 for the next one.
+            hears: Called with each message of the coordinator's, once the rank's state has it.
+        """
+        pid = pid or _FIRST_PEER + len(self.by_pid)
+        me = SimRank(rank, pid, RankState(rank, self._local_limit), hears=hears)
         self.by_pid[me.pid] = me
         self._moving.append(me)
-        if rank == len(self.ranks):
-            self.ranks.append(me)
-        else:
+        while len(self.ranks) <= rank:  # numbers that no process has had yet
+            self.ranks.append(SimRank.nobody(len(self.ranks)))
+        if self.ranks[rank].pid:
             self.former.append(self.ranks[rank])
-            self.ranks[rank] = me
+        self.ranks[rank] = me
         self._introduce(me)
         me.alive, me.ending = me.open, not me.open
         return me if me.open else None
@@ -210,10 +224,15 @@ class Simulation:
                 told.members,
                 told.deaths,
                 tuple((c, r) for c, r in cells.items() if r),
+                tuple(
+                    r
+                    for r, pid in self._released.items()
+                    if any((r, pid) == (x.rank, x.pid) for x in told.members)
+                ),
             )
         )
         for me in self.ranks:
-            if not me.alive:
+            if not me.alive and me.pid:
                 self.say(m.RankLost(me.rank, me.pid, "its process has ended"))
         for cell, ranks in cells.items():
             if ranks:
@@ -296,6 +315,10 @@ class Simulation:
         for message in messages:
             if isinstance(message, m.Expect):
                 self._expected = message.ranks
+                self._released = {r: pid for r, pid in self._released.items() if r in message.ranks}
+            elif isinstance(message, m.Release) and self._told is not None:
+                pids = {member.rank: member.pid for member in self._told.members}
+                self._released |= {rank: pids[rank] for rank in message.ranks if rank in pids}
 
     def start_cell(self, cell: str, ranks: tuple[int, ...]) -> None:
         """The client sends a cell to ranks."""
@@ -312,8 +335,13 @@ class Simulation:
 
     # -- the world's steps ----------------------------------------------------------------------------------------
 
-    def step(self, *, work: bool = True) -> bool:
-        """One random thing that can happen; false if nothing can. Without ``work`` nothing is executed."""
+    def step(self, *, work: bool = True, clock: bool = True) -> bool:
+        """One random thing that can happen; false if nothing can.
+
+        Args:
+            work: Whether operations are executed.
+            clock: Whether the clock is put forward if nothing else can happen.
+        """
         choices = []
         if self._gone:
             self._moving = [me for me in self._moving if me.alive or me.open]
@@ -338,17 +366,23 @@ class Simulation:
                     elif self.planes.meets_nobody(me):
                         choices.append((self.planes.break_one, me))
         if self.client and not (isinstance(self.client[0], m.Post) and self.coordinator.restoring.active):
-            choices.append((self._from_client, self.ranks[0]))
+            choices.append((self._from_client, _NOBODY))
         if choices:
             action, me = self.random.choice(choices)
             action(me)
             return True
+        if not clock:
+            return False
         deadline = self.coordinator.next_deadline()
         if deadline is not None and deadline < self.now + _PATIENCE and not self._repeats_itself(deadline):
-            self.now = max(self.now, deadline)
-            self._carry_out(Tick())
+            self.pass_time(deadline)
             return True
         return False
+
+    def pass_time(self, until: float) -> None:
+        """It is that late, or later."""
+        self.now = max(self.now, until)
+        self._carry_out(Tick())
 
     def _repeats_itself(self, deadline: float) -> bool:
         """Whether all that is due is to report once more what waits for long."""
@@ -390,8 +424,12 @@ class Simulation:
         self._carry_out(*events)
 
     def _from_client(self, _: SimRank) -> None:
-        events = [Received(CLIENT, self.client.popleft())]  # type: ignore[arg-type]  # clients say FromClient
-        self._carry_out(*events)
+        message = self.client.popleft()
+        if isinstance(message, m.RankLost):  # what the process had written before it ended is read first
+            me = self.by_pid.get(message.pid)
+            while me is not None and me.open and me.to_coordinator:
+                self._to_coordinator(me)
+        self._carry_out(Received(CLIENT, message))  # type: ignore[arg-type]  # clients say FromClient
 
     def _carry_out(self, *events: Event) -> None:
         effects = self.coordinator.handle_all(events, self.now)
@@ -414,6 +452,7 @@ class Simulation:
                     and not effect.message.restoring
                 ):
                     self._told = effect.message
+                    self.client_hears(effect.message)
             elif isinstance(effect, CloseConnection):
                 closed = self._by_peer[effect.peer]
                 if closed.peer == effect.peer:
@@ -462,6 +501,8 @@ class Simulation:
             me.cells[message.topic] = None
             me.state.begin_cell(message.topic)
         self._perform(me, me.state.handle(message, 0))
+        if me.hears is not None:
+            me.hears(message)
         if self._validate >= 1.0 or self.random.random() < self._validate:
             me.state.validate()
 

@@ -121,9 +121,12 @@ def resize(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
 
 def release(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
     """Let ranks go where elastic training lets the world change; at once if no rank trains, or if they are not in the world."""
+    if state.restoring.active:  # which ranks train, and are in the world, is known once the ranks have resumed
+        state.restoring.released.update(ranks)
+        return
     expected = set(state.membership.expected or ())
     going = expected & set(ranks)
-    later = going & set(state.sets.world.members) & state.membership.ranks.keys()
+    later = going & set(state.sets.world.current) & state.membership.ranks.keys()
     if not state.elastic.active:
         later = set()
     if going - later:
@@ -142,6 +145,23 @@ def _let_go(state: CoordinatorState, going: set[int]) -> None:
     for ps in list(state.sets):
         if going & (set(ps.members) - ps.gone):
             state.sets.switch(ps, tuple(rank for rank in ps.members if rank not in going))
+
+
+def refuse_left_out(state: CoordinatorState, rank: RankPeer, message: m.Announce) -> None:
+    """Fail what a rank has submitted that was told to leave: the others go on without it, and no epoch of its own will end.
+
+    What it executes with them goes on, so that the epoch is not aborted.
+    """
+    text = f"rank {rank.rank} was let go, and the others go on without it"
+    for local in message.locals:
+        defined = rank.definitions.get(local)
+        if defined is not None:
+            info, site = defined.info, defined.site
+            pending = m.AbortedCollective(int(info.kind), info.name, (rank.rank,), (), (site,))
+            scope = message.process_set, message.epoch
+            kind = CauseKind.MEMBERSHIP.value
+            told = m.Cancelled(*scope, (local,), kind, (rank.rank,), text, "", pending)
+            state.outbox.send((rank.peer,), told)
 
 
 def depart(state: CoordinatorState, rank: RankPeer, now: float) -> None:
@@ -172,7 +192,7 @@ def admit(state: CoordinatorState) -> None:
     if state.restoring.active:
         return
     there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
-    current = world.members if world.next_members is None else world.next_members
+    current = world.current
     gone = world.gone | membership.returning
     stay = [rank for rank in there if rank in current and rank not in gone]
     new = [rank for rank in there if rank not in stay]

@@ -102,6 +102,8 @@ def end_waits(state: CoordinatorState) -> None:
 
 def on_elastic(state: CoordinatorState, rank: RankPeer, message: m.Elastic, now: float) -> None:
     state.check_admission = True
+    if message.on and not state.elastic.active:
+        state.membership.changed = True  # those that wait for the world to be complete need not any more
     state.elastic.drop(rank.rank)
     if message.on:
         state.elastic.training.add(rank.rank)

@@ -219,11 +219,23 @@ class Membership:
         self.awaited -= self.deaths.keys()  # some may have died since
         self.changed = True
 
-    def world(self, epoch: int, formed: tuple[int, ...], *, restoring: bool = False) -> World:
+    def world(
+        self, epoch: int, formed: tuple[int, ...], *, restoring: bool = False, training: bool = False
+    ) -> World:
         members = tuple(self.ranks[rank].member for rank in sorted(self.ranks))
         deaths = tuple(self.deaths[rank] for rank in sorted(self.deaths))
         leaving = tuple(sorted(self.leaving))
-        return World(self.expected or (), members, deaths, epoch, self.waiting, restoring, leaving, formed)
+        return World(
+            self.expected or (),
+            members,
+            deaths,
+            epoch,
+            self.waiting,
+            restoring,
+            leaving,
+            formed,
+            training=training,
+        )
 
     def wait(self, ranks: tuple[int, ...]) -> None:
         """These ranks, and no others, wait to be let in."""

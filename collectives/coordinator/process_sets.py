@@ -65,6 +65,11 @@ class ProcessSet:
         self.store = Store()
         self.past_stores: dict[int, Store] = {}
 
+    @property
+    def current(self) -> tuple[int, ...]:
+        """The members, or those that the epoch that is due is for."""
+        return self.members if self.next_members is None else self.next_members
+
     def plane_failed_before(self, due: float, epoch: int, rank: int, text: str) -> None:
         """The plane of a former epoch failed on a rank; ``due`` is when to end what is still executed of that epoch.
 

@@ -35,6 +35,7 @@ class Restoring:
         active: Whether the world is still being restored. Until it is, no process set has an epoch.
         due: When waiting is over at the latest; ``None`` until the first event.
         recalled: Whether a client has told what it knew.
+        released: Ranks that are to be let go where elastic training lets the world change, once it is there.
     """
 
     def __init__(self, generation: int, seconds: float) -> None:
@@ -42,6 +43,7 @@ class Restoring:
         self.active = generation > 0
         self.due: float | None = None
         self.recalled = False
+        self.released: set[int] = set()
         self.seconds = seconds
         self.resumed: dict[int, m.Resume] = {}
         self.alive: dict[int, int] = {}  # pid, or 0, of ranks that lived, as ranks and the client say
@@ -123,6 +125,7 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
             restoring.alive[member.rank] = member.pid
     else:
         _begin_cells(state)
+    arrivals.release(state, message.released)
     state.check_admission = True
 
 
@@ -143,6 +146,8 @@ def end_wait(state: CoordinatorState, now: float) -> None:
         membership.record_death(rank, restoring.alive[rank], reason, now, explained=False, admitted=True)
     _restore_sets(state)
     _begin_cells(state)
+    # A rank that has not resumed is dead, or another process than the one that was to be let go.
+    arrivals.release(state, tuple(restoring.resumed.keys() & restoring.released))
     membership.changed = membership.urgent = state.check_admission = True
     count = len(restoring.resumed)
     state.outbox.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks")

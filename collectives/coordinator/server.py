@@ -37,7 +37,15 @@ from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
-from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello, Message, Pong, RankEvents, Refused
+from hvdlab.collectives.protocol.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    Pong,
+    RankEvents,
+    RankLost,
+    Refused,
+)
 from hvdlab.collectives.protocol.rosters import ROSTERS, SentMembers
 from hvdlab.collectives.visible import visible
 
@@ -274,7 +282,10 @@ class Server:
             return
         try:
             for payload in connection.endpoint.receive():
-                events.append(Received(peer, connection.decode(payload)))
+                message = connection.decode(payload)
+                if type(message) is RankLost and connection.client:
+                    self._read_last_words(message, events)
+                events.append(Received(peer, message))
             connection.heard = now
         except ConnectionLost as error:
             detail = f" ({error})" if connection.tls else ""
@@ -282,6 +293,20 @@ class Server:
         except ProtocolError as error:
             self._log(f"{connection.name} is closed: {error}")
             self.connections.lose(connection, f"it sent {error}", events)
+
+    def _read_last_words(self, lost: RankLost, events: list[Event]) -> None:
+        """Take in what a rank had written before its process ended: one that said goodbye has not died.
+
+        That was written before the launcher could see the end, but may lie unread where clients are read first.
+        """
+        rank = self.state.membership.ranks.get(lost.rank)
+        connection = self.connections.open.get(rank.peer) if rank is not None else None
+        if rank is None or connection is None or rank.pid != lost.pid:
+            return
+        # How the connection ended matters no more: the launcher knows better how the process did.
+        with contextlib.suppress(ConnectionLost, ProtocolError):
+            while payloads := connection.endpoint.receive():
+                events += [Received(rank.peer, connection.decode(payload)) for payload in payloads]
 
     # -- effects --------------------------------------------------------------------------------------------------
 

@@ -164,7 +164,10 @@ class CoordinatorState:
             self.signatures.define(definitions, definition)
         ps = self.sets.by_id.get(message.process_set)
         if ps is None or ps.phase != OPEN or ps.epoch != message.epoch or rank.rank not in ps.matcher.members:
-            return  # the announcement is of an ended epoch; the abort or the new configuration is on its way
+            # The announcement is of an ended epoch: the abort or the new configuration is on its way, unless the rank was left out.
+            if rank.leaving and (ps is None or ps.former.get(rank.rank) == (rank.peer, message.epoch)):
+                arrivals.refuse_left_out(self, rank, message)
+            return
         self.touched[ps] = None
         submit = ps.matcher.submit
         extra = message.extra
@@ -296,7 +299,8 @@ class CoordinatorState:
         """The message that tells peers the membership."""
         world = self.sets.world
         formed = tuple(sorted(world.members)) if world.phase == OPEN else ()
-        return self.membership.world(world.epoch, formed, restoring=self.restoring.active)
+        training = bool(self.elastic.training or self.elastic.ready)
+        return self.membership.world(world.epoch, formed, restoring=self.restoring.active, training=training)
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

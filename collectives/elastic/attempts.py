@@ -50,6 +50,8 @@ class Attempts:
         self._engine: Engine | None = None
         self._disagreement: tuple[str, object] | None = None
         self._resets = 0
+        #: The processes of the world in which this rank trained last.
+        self._together: frozenset[object] = frozenset()
         self.again = False
 
     def begin(self) -> None:
@@ -98,8 +100,12 @@ class Attempts:
         self._count(interrupt)
         self._stop("")
 
-    def rejoin(self) -> None:
-        """Wait until all ranks have stopped, and begin again with those that are there."""
+    def rejoin(self) -> bool:
+        """Wait until all ranks have stopped, and begin again with those that are there.
+
+        Returns:
+            Whether there are ranks now that were not there before.
+        """
         engine = context.engine() if context.is_initialized() else None
         if engine is not self._engine:  # shut down and initialized again: the ranks have met in init()
             self.end()
@@ -112,13 +118,16 @@ class Attempts:
                 logger.info("leaving: %s", released)
                 context.shutdown()
                 raise SystemExit(0) from None
-        if engine is not None:
-            logger.info("beginning again with %d ranks", engine.size)
+        if engine is None:
+            return False
+        logger.info("beginning again with %d ranks", engine.size)
+        return not self._together.issuperset(engine.processes()[1])
 
     def _stop(self, reason: str) -> None:
         self.again = True
         if self._engine is not None and not self._engine.closed:
             self._engine.failed_cells += 1
+            self._together = frozenset(self._engine.processes()[1])
             self._engine.elastic.stop(reason, self._engine.settings.min_np)
 
     def _count(self, error: CollectiveError | HostsUpdatedInterrupt) -> None:

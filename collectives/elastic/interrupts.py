@@ -18,7 +18,7 @@ class HostsUpdatedInterrupt(RuntimeError):
     """The world is about to change; raised by ``state.commit()`` and ``state.check_host_updates()`` on all ranks at once.
 
     Attributes:
-        skip_sync: Whether the ranks that stay can go on without synchronizing their states, since no rank has come.
+        skip_sync: Whether the ranks that stay can go on without synchronizing their states, unless a rank comes meanwhile.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

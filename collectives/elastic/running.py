@@ -53,7 +53,8 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], Any]) -> Ca
             while True:
                 try:
                     if attempts.again:
-                        attempts.rejoin()
+                        # One that came while the others agreed to let some go has to be given their state.
+                        skip_sync = not attempts.rejoin() and skip_sync
                         state.on_reset()
                         notification_manager.remind(state)
                     if not skip_sync:

@@ -117,7 +117,8 @@ class WorldView:
         return [death for death in self.last.deaths if death.rank in missing]
 
     def wait_complete(self, timeout: float, rank: int, door: float = 0.0, size: int = 0) -> None:
-        """Wait until every expected rank is a member. Raises ``StartError`` that names the missing or the dead.
+        """Wait until every expected rank is a member. Raises ``StartError`` that names the missing or the dead, and
+        ``ReleasedError`` if this rank was let go before.
 
         Args:
             timeout: Seconds to wait.
@@ -129,11 +130,13 @@ class WorldView:
 
         def complete() -> bool:
             told = self.last is not None or len(self._members) >= max(size, 1)
-            # Elastic training goes on without those that are missing.
-            return told and bool(self._members) and (rank in self._let_in or not self._missing())
+            # Elastic training goes on without those that are missing, and lets them in later.
+            training = self.last is not None and self.last.training and rank in self._members
+            return told and bool(self._members) and (rank in self._let_in or training or not self._missing())
 
         def settled() -> bool:
-            return complete() or self._lost is not None or (rank not in self.waiting and bool(self._dead()))
+            ended = self._lost is not None or self._released is not None
+            return complete() or ended or (rank not in self.waiting and bool(self._dead()))
 
         with self._changed:
             self._changed.wait_for(settled, timeout)
@@ -147,6 +150,8 @@ class WorldView:
             raise StartError(self._lost)
         if came:
             return
+        if self._released is not None:
+            raise ReleasedError(self._released)
         if dead and not at_door:
             told = "; ".join(
                 f"rank {death.rank} ended before the world was complete: {death.reason}" for death in dead

@@ -409,13 +409,15 @@ class Subscribe(Message, frozen=True):
 class Recall(Message, frozen=True):
     """What a client that has lost its coordinator tells the successor, or the same one again, before anything else.
 
-    ``members`` lived and ``deaths`` had happened as far as the client knows; ``cells`` run, each on these ranks.
+    ``members`` lived and ``deaths`` had happened as far as the client knows; ``cells`` run, each on these ranks. ``released``
+    are ranks to be let go where elastic training lets the world change, as by :class:`Release`.
     """
 
     expected: tuple[int, ...]
     members: tuple[Member, ...] = ()
     deaths: tuple[Death, ...] = ()
     cells: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    released: tuple[int, ...] = ()
 
 
 class Expect(Message, frozen=True):
@@ -594,6 +596,7 @@ class Cancelled(Message, frozen=True):
 
     It is the oldest that waits of each of ``locals`` (this rank's ids), or the one that this rank gave up by :class:`Cancel` with
     ``ticket``.
+    The same answers any collective of a rank that was told to leave, and submits it while the other ranks go on without it.
     """
 
     process_set: int
@@ -661,6 +664,8 @@ class World(Message, frozen=True):
     """Ranks that this epoch of the world is made of; empty until it has begun."""
     listed: tuple[int, ...] = ()
     """As ``listed`` of :class:`Configure`."""
+    training: bool = False
+    """Whether ranks are in elastic training: a rank then does not wait for the world to be complete; others are let in later."""
 
 
 class Regrouped(Message, frozen=True):

@@ -147,7 +147,34 @@ def test_one_that_has_not_joined_is_ended_when_its_host_is_gone() -> None:
     job = Job()
     job.hosts(a=1, b=1)
     job.come(0)
-    assert e.Signal((1,), signal.SIGTERM) in job.hosts(a=1)
+    done = job.hosts(a=1)
+    assert e.Release((1,)) in done
+    assert not [effect for effect in done if isinstance(effect, e.Signal)]  # it may be let in just now
+    assert job(e.Tick(), 5.0) == [e.Signal((1,), signal.SIGTERM)]
+
+
+def test_one_that_is_let_in_when_its_host_is_gone_leaves_as_all_others_do() -> None:
+    job = Job()
+    job.hosts(a=1, b=1)
+    job.come(0)
+    job.hosts(a=1)
+    job.come(1)
+    assert job.effects[-1] == e.Release((1,))  # again: it was not in the world when that was said
+    assert not [effect for effect in job(e.Tick(), 5.0) if isinstance(effect, e.Signal)]
+
+
+def test_a_lost_host_after_the_limit_of_resets_ends_what_has_too_few_ranks() -> None:
+    job = Job(least=2, resets=0)
+    job.hosts(a=1, b=1, c=1)
+    job.come(0, 1, 2)
+    job.end(1, Outcome(9))
+    assert job.code is None
+    del job.running[2]
+    job(e.Unstartable((2,), "the connection to c is lost"))
+    job(e.Tick(), 2.0)
+    assert job.machine.phase is Phase.ENDING
+    job.end(0, Outcome(0, signal.SIGTERM))
+    assert job.code == 1
 
 
 def test_a_lost_host_is_put_aside_and_what_was_there_goes_elsewhere() -> None:
@@ -187,6 +214,22 @@ def test_a_host_where_nothing_starts_is_given_up() -> None:
     assert job.code == 0
 
 
+def test_a_host_where_others_run_is_not_given_up() -> None:
+    """To end what hangs there would end them, too."""
+    job = Job()
+    job.hosts(a=1, b=1)
+    job.come(0, 1)
+    job.hosts(a=1, b=2)
+    assert job.running[2] == "b"
+    for seconds in (30.0, 30.0):
+        (failed,) = [effect for effect in job(e.Tick(), seconds) if isinstance(effect, e.HostFailed)]
+        assert (failed.host, failed.hangs) == ("b", False)
+        assert failed.reason == "rank 2 did not start there within 30 s"
+    job.end(1, Outcome(0, signal.SIGKILL))
+    failures = [effect for effect in job(e.Tick(), 30.0) if isinstance(effect, e.HostFailed)]
+    assert [(failed.host, failed.hangs) for failed in failures] == [("b", True)]
+
+
 def test_the_limit_of_resets() -> None:
     job = Job(resets=1)
     job.hosts(a=2)
@@ -198,6 +241,17 @@ def test_the_limit_of_resets() -> None:
     job.end(0, Outcome(9))
     job(e.Tick(), 100.0)
     assert job.code not in (None, 0)
+
+
+def test_those_that_wait_for_the_world_do_without_one_that_can_not_be_started() -> None:
+    """They would fail if they were told of its death before it is expected no more."""
+    job = Job(start=3)
+    job.hosts(a=1, b=1, c=1)
+    del job.running[1]
+    done = [x for x in job(e.Unstartable((1,), "no route to b")) if isinstance(x, e.Tell | e.Expect)]
+    assert done == [e.Expect((0, 2))]
+    done = [x for x in job.end(2, Outcome(1)) if isinstance(x, e.Tell | e.Expect)]
+    assert done[:2] == [e.Expect((0,)), e.Tell(2, "exit code 1")]
 
 
 def test_too_few_hosts() -> None:

@@ -232,6 +232,19 @@ def test_elastic_replaces_up_to_the_limit() -> None:
     assert e.Signal((0,), signal.SIGTERM) in script.done
 
 
+def test_elastic_goes_on_without_a_failed_rank_that_does_not_end() -> None:
+    script = Script(3, min_ranks=1, reset_limit=0)
+    script.tell(e.Connected(0), e.Connected(1), e.Connected(2), e.Reported(1, "OSError: no space"))
+    assert script.wait() == [
+        e.Say("rank 1 has failed (OSError: no space) and did not end within 30 s; killing it"),
+        e.Signal((1,), signal.SIGKILL),
+    ]
+    script.tell(e.Exited(1, KILLED))
+    assert script.supervisor.phase is Phase.RUNNING
+    script.tell(e.Exited(0, OK), e.Exited(2, OK))
+    assert script.done[-1] == e.Finish(0)
+
+
 def test_elastic_goes_on_with_fewer() -> None:
     script = Script(3, min_ranks=2, reset_limit=0)
     script.tell(*(e.Connected(rank) for rank in range(3)))

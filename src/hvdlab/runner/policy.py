@@ -19,7 +19,7 @@ class Policy:
         join_timeout: Time from the first rank's ``hvd.init()`` to the last one's; ``None`` leaves that to the ranks.
         settle: How long the launcher waits for the culprit's end.
         hang: How long a rank may take to end after an exception ended its program.
-        grace: Time between SIGTERM and SIGKILL.
+        grace: Time between SIGTERM and SIGKILL, and until a rank gets the former that was let go and has not joined.
         interrupt_grace: Time between SIGINT and SIGKILL.
         min_ranks: With how many ranks an elastic job goes on; ``None`` for a job that is not elastic.
         reset_limit: How many ranks are started anew in all.
@@ -82,5 +82,7 @@ class RankState:
     """When its process must run, if its host was found while the job ran."""
     released: bool = False
     """Whether it leaves with its host."""
+    leave_by: float | None = None
+    """When it is ended if it leaves and has not joined by then."""
     deadline: float | None = None
     """When it must have ended after its report."""

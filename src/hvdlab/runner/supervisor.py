@@ -67,7 +67,7 @@ class Supervisor:
         if self.phase is Phase.SETTLING:
             return self._settle_by
         alive = [state for state in self.ranks if state.outcome is None]
-        own = [when for state in alive for when in (state.deadline, state.start_by)]
+        own = [when for state in alive for when in (state.deadline, state.start_by, state.leave_by)]
         times = [when for when in (self._start_by, self._join_by, self._enough_by, *own) if when is not None]
         return min(times, default=None)
 
@@ -111,6 +111,8 @@ class Supervisor:
     def _connected(self, rank: int, now: float) -> None:
         self.ranks[rank].connected = self.ranks[rank].joined = True
         self.ranks[rank].lost = ""
+        if self.ranks[rank].released:  # before it had joined, which the coordinator knows no more
+            self._effects.append(e.Release((rank,)))
         self._grow(now)  # there may be ranks to spare now
         if self.policy.join_timeout is None or self.phase is not Phase.RUNNING:
             return
@@ -134,6 +136,10 @@ class Supervisor:
             return
         if self._start_by is not None and all(state.pid or state.outcome for state in self.ranks):
             self._start_by = None
+        if self.policy.growth is not None and not (state.joined or outcome.ok):
+            self._effects.append(
+                e.Expect(self.living)
+            )  # else those that wait for it would fail, told of its end
         self._effects.append(e.Tell(rank, str(outcome) if not outcome.ok else "its program has ended"))
         if state.released and self.phase is Phase.RUNNING:
             self._effects += [e.Say(f"rank {rank} has left {state.host}"), e.Expect(self.living)]
@@ -177,10 +183,11 @@ class Supervisor:
             ]
             for host in dict.fromkeys(self.ranks[rank].host for rank in failed):
                 self._put_aside(host, text)
-            if failed and not self._is_over:
+            if failed and not (self._is_over or self._settled):
                 for rank in failed:
                     self.ranks[rank].outcome = Outcome(1, text=text)
-                    self._effects.append(e.Tell(rank, text))
+                # Those that have never joined are no members that have died: others need not fail who wait for them.
+                self._effects += [e.Tell(rank, text) for rank in failed if self.ranks[rank].joined]
                 self._effects.append(e.Expect(self.living))
                 self._grow(now)
                 return
@@ -239,6 +246,8 @@ class Supervisor:
         if plan.release:
             for rank in plan.release:
                 self.ranks[rank].released = True
+                # One that has not joined has nothing to finish, but it may be let in at this very moment.
+                self.ranks[rank].leave_by = None if self.ranks[rank].joined else now + self.policy.grace
             for host in dict.fromkeys(self.ranks[rank].host for rank in plan.release):
                 its = [rank for rank in plan.release if self.ranks[rank].host == host]
                 why = "has fewer slots now" if host in self._hosts.usable else "is not found any more"
@@ -246,10 +255,6 @@ class Supervisor:
                 text = f"{host} {why}: {format_ranks(its)} {verb} at the next commit"
                 self._effects.append(e.Say(text))
             self._effects.append(e.Release(plan.release))
-            if new := tuple(rank for rank in plan.release if not self.ranks[rank].joined):
-                self._effects.append(
-                    e.Signal(new, signal.SIGTERM)
-                )  # they have not joined, so they have nothing to finish
         self._count_on(least, growth, now)
 
     def _may_begin(self, growth: Growth, least: int, now: float) -> bool:
@@ -282,9 +287,21 @@ class Supervisor:
     def _give_up_starts(self, now: float) -> None:
         late = [r for r in self.living if (by := self.ranks[r].start_by) is not None and now >= by]
         for host in dict.fromkeys(self.ranks[rank].host for rank in late):
-            self._put_aside(host, f"no rank ran there within {self.policy.start_timeout:g} s", hangs=True)
-        for rank in late:
-            self.ranks[rank].start_by = None  # HostFailed makes the launcher report its end
+            its = [rank for rank in late if self.ranks[rank].host == host]
+            others = any(self.ranks[rank].pid and self.ranks[rank].host == host for rank in self.living)
+            text = f"{format_ranks(its)} did not start there within {self.policy.start_timeout:g} s"
+            self._put_aside(host, text, hangs=not others)
+            for rank in its:
+                # To give the host up would end those that run there, so it is waited for; else its end will be reported.
+                self.ranks[rank].start_by = now + self.policy.start_timeout if others else None
+
+    def _end_released(self, now: float) -> None:
+        """End ranks that were let go and have not joined by then, so that the coordinator could not tell them."""
+        due = [rank for rank in self.living if (by := self.ranks[rank].leave_by) is not None and now >= by]
+        for rank in due:
+            self.ranks[rank].leave_by = None
+        if new := tuple(rank for rank in due if not self.ranks[rank].joined):
+            self._effects.append(e.Signal(new, signal.SIGTERM))
 
     def _is_late(self, rank: int) -> bool:
         """Whether a rank was started anew and has not taken part yet."""
@@ -327,6 +344,7 @@ class Supervisor:
 
     def _check_times(self, now: float) -> None:
         self._give_up_starts(now)
+        self._end_released(now)
         if not self._begun and self._start_by is not None and now >= self._start_by:
             self._grow(now)
             self._start_by = None if self._begun else now + 1.0
@@ -348,8 +366,18 @@ class Supervisor:
                 self._abandon(text, 1, now)
         else:
             late = [r for r in self.living if self.ranks[r].deadline and now >= (self.ranks[r].deadline or 0)]
-            if late:
+            if late and self.policy.min_ranks is None:
                 self._fail(late[0], now)
+            for rank in late if self.policy.min_ranks is not None else ():
+                self._kill_failed(rank)
+
+    def _kill_failed(self, rank: int) -> None:
+        """Have the process of a rank end whose program has failed: an elastic job goes on without it."""
+        state = self.ranks[rank]
+        state.deadline = None
+        error = state.report.error if state.report is not None else ""
+        text = f"rank {rank} has failed ({error}) and did not end within {self.policy.hang:g} s; killing it"
+        self._effects += [e.Say(text), e.Signal((rank,), signal.SIGKILL)]
 
     # -- the end --------------------------------------------------------------------------------------------------
 

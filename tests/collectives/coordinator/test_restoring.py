@@ -146,6 +146,36 @@ def test_the_launcher_knows_who_died_meanwhile() -> None:
     assert successor.last(CLIENT, m.World).deaths[0].reason == "killed by SIGKILL"
 
 
+@pytest.mark.parametrize("said", ["recalled", "on the way", "afterwards"])
+def test_who_was_to_be_let_go_still_leaves_at_the_next_commit(said: str) -> None:
+    successor = Successor(None)
+    released = (2,) if said == "recalled" else ()
+    successor.client(m.Recall((0, 1, 2), members(0, 1, 2), released=released))
+    successor.comes(0, elastic=True)
+    if said == "on the way":
+        successor(Received(CLIENT, m.Release((2,))))
+    successor.comes(1, elastic=True)
+    successor.comes(2, elastic=True)
+    if said == "afterwards":
+        successor(Received(CLIENT, m.Release((2,))))
+    assert successor.configured() == (0, 1, 2)
+    assert successor.last(10, m.World).leaving == (2,)
+    assert successor.count(12, m.Leave) == 0
+    for rank in range(3):
+        successor.says(rank, m.Regroup(1, 1, ""))
+    assert successor.configured() == (0, 1)
+    assert successor.count(12, m.Leave) == 1
+
+
+def test_one_in_the_place_of_a_rank_that_was_to_be_let_go_stays() -> None:
+    successor = Successor(None)
+    successor.client(m.Recall((0, 1), members(0, 1), released=(1,)))
+    successor.comes(0, alive=[0, 1])
+    successor.connect(1, generation=-1, pid=4711)
+    assert successor.configured() == (0, 1)
+    assert successor.count(11, m.Leave) == 0
+
+
 def test_one_that_dies_on_the_way_is_not_waited_for() -> None:
     successor = Successor()
     successor.comes(0)

@@ -462,6 +462,37 @@ def test_what_was_sent_before_a_goodbye_counts(start: Start) -> None:
     peers[1].endpoint.close()
 
 
+def test_a_goodbye_that_lies_unread_counts_before_what_the_launcher_says(start: Start) -> None:
+    """A rank that has ended well is not taken for dead, though clients are read first."""
+    running = start()
+    peers = [join(running, rank) for rank in (0, 1)]
+    hello = m.Hello(m.PROTOCOL_VERSION, CLIENT_TOKEN, "client")
+    launcher = Peer(connect(running.address, hello, deadline=Deadline(PATIENCE))[0])
+    for peer in peers:
+        peer.wait_for(m.Configure)
+    read, write = os.pipe()
+    busy, both_are_there = threading.Event(), threading.Event()
+
+    def be_busy() -> None:
+        os.read(read, 1)
+        busy.set()
+        both_are_there.wait(PATIENCE)
+
+    running.server.watch(read, be_busy)
+    os.write(write, b"x")
+    assert busy.wait(PATIENCE)
+    peers[0].endpoint.send(m.Bye("shutdown"))
+    peers[0].endpoint.close()
+    launcher.endpoint.send(m.RankLost(0, os.getpid(), "its program has ended"))
+    both_are_there.set()
+    peers[1].endpoint.send(m.Announce(0, 1, (0,), (m.Definition(0, m.Signature(0, "x", 8, 1, (1,)), ""),)))
+    assert peers[1].wait_for(m.Abort).kind == "rank_left"
+    for endpoint in (peers[1].endpoint, launcher.endpoint):
+        endpoint.close()
+    for descriptor in (read, write):
+        os.close(descriptor)
+
+
 def test_tls_carries_the_same_protocol_but_no_memory(start: Start) -> None:
     running = start(tls=True)
     peers = [join(running, 0), join(running, 1, tls=True)]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from coordinator_simulation import SimulatedRank, Simulation, signature
 from effort import examples
+from hvdlab.collectives.coordinator.events import Tick
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
@@ -141,6 +142,17 @@ def test_too_few_wait_for_more() -> None:
     sim.drain()
     assert world_of(sim, 1) == (0, 1, 2)
     assert all_of(sim.ranks[2], m.Regrouped)
+
+
+def test_all_hear_that_training_has_begun() -> None:
+    sim = Simulation(CoordinatorOptions(size=2))
+    sim.world(0, 1)
+    sim.drain()
+    say(sim, m.Elastic(True), 0)
+    sim.now += 1.0
+    sim.handle(Tick())
+    sim.drain()
+    assert all_of(sim.ranks[1], m.World)[-1].training
 
 
 def test_a_rank_that_ends_its_training_is_not_waited_for() -> None:
@@ -320,6 +332,32 @@ def test_one_that_waits_to_enter_is_let_go_at_once() -> None:
     sim.drain()
     assert all_of(new, m.Leave)
     assert world_of(sim, 0) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_a_rank_submits_that_was_let_go_fails(before: bool) -> None:
+    """It waits for nobody: the others have gone on without it, and their epochs are not its own."""
+    sim = Simulation(CoordinatorOptions(size=3))
+    sim.connect_client()
+    sim.world(*range(3))
+    for rank in range(3):
+        sim.ranks[rank].submit(signature("new", OpKind.ADD_PROCESS_SET, ranks=(1, 2)))
+    sim.drain()
+    (pair,) = [id for id in sim.ranks[1].sets if id]
+    if before:  # it is on its way when the rank is let go
+        submitted = [sim.ranks[1].submit(signature("x"), where) for where in (0, pair)]
+    sim.client_says(m.Release((1, 2)))
+    if not before:
+        sim.drain()
+        submitted = [sim.ranks[1].submit(signature("x"), where) for where in (0, pair)]
+    alone = sim.ranks[0].submit(signature("x"))
+    sim.drain()
+    for each in submitted:
+        assert isinstance(each.outcome, m.Cancelled)
+        assert each.outcome.text == "rank 1 was let go, and the others go on without it"
+        assert each.outcome.pending.sites == ("line 1",)
+    assert isinstance(alone.outcome, m.Execute)
+    assert world_of(sim, 0) == (0,)
 
 
 def test_one_that_dies_before_it_is_let_go_is_lost_like_any_other() -> None:

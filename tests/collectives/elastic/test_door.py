@@ -9,7 +9,7 @@ import pytest
 
 from hvdlab.collectives.elastic.notification import NotificationManager
 from hvdlab.collectives.engine.world import WorldView
-from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.errors import ReleasedError, StartError
 from hvdlab.collectives.protocol import messages as m
 
 MEMBERS = tuple(m.Member(rank, "host", rank) for rank in range(3))
@@ -34,6 +34,24 @@ def test_at_the_door_others_may_die_and_the_time_is_another() -> None:
         view(waiting=(1,)).wait_complete(0, 1, 0.01)
     with pytest.raises(StartError, match="rank 2 ended before the world was complete"):
         view(waiting=()).wait_complete(0, 1, 0.01)
+
+
+def test_a_member_does_not_wait_for_others_while_some_train() -> None:
+    """Those come in later: rank 0 trains, and would wait for rank 1."""
+    world = WorldView()
+    world.configured([0, 1], 1)
+    world.update(m.World((0, 1, 2), MEMBERS[:2], (), 1))
+    with pytest.raises(StartError, match="rank 2 did not come"):
+        world.wait_complete(0, 1, 0)
+    world.update(m.World((0, 1, 2), MEMBERS[:2], (), 1, training=True))
+    world.wait_complete(0, 1, 0)
+
+
+def test_who_was_let_go_waits_no_more() -> None:
+    world = view(waiting=(1,))
+    world.released("its host is not part of the job any more")
+    with pytest.raises(ReleasedError, match="its host is not part of the job any more"):
+        world.wait_complete(0, 1, 10)
 
 
 def test_news_of_the_world_and_answers_are_told_apart() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt, HostUpdateResult, notification_manager, run_fn
+from hvdlab.collectives.elastic.attempts import Attempts
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, CollectiveError, MismatchError, Pending
 
 
@@ -69,10 +70,14 @@ def test_a_failed_collective_restores_resets_and_synchronizes(failure: Collectiv
     assert (result, calls) == (3, ["sync", "train(1,)", *again, *again])
 
 
-@pytest.mark.parametrize("skip_sync", [False, True])
-def test_news_of_the_world_reset_without_restoring(skip_sync: bool) -> None:
+@pytest.mark.parametrize(("skip_sync", "came"), [(False, False), (True, False), (True, True)])
+def test_news_of_the_world_reset_without_restoring(
+    monkeypatch: pytest.MonkeyPatch, skip_sync: bool, came: bool
+) -> None:
+    """A newcomer that was let in while the others agreed that some leave has to be given the state."""
+    monkeypatch.setattr(Attempts, "rejoin", lambda self: came)
     _, calls = trained(HostsUpdatedInterrupt(skip_sync), 3)
-    sync = [] if skip_sync else ["sync"]
+    sync = [] if skip_sync and not came else ["sync"]
     assert calls == ["sync", "train(1,)", "reset", "on_reset", *sync, "train(1,)"]
 
 

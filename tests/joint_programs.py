@@ -1,0 +1,339 @@
+"""What ranks of a simulated elastic job run: the real loop around elastic training, on a thread that waits its turn.
+
+Each rank's program has a thread of its own, but only one thread runs at a time: the schedule lets one go on, and waits until
+it waits again. So everything happens in the order that the schedule's seed gives. Below the loop is an engine without
+sockets: what is submitted goes to the simulated rank, and what comes out is calculated from those that met there.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlab.bindings.elastic import state as bindings_state
+from hvdlab.bindings.elastic.handlers import HandlerRegistry
+from hvdlab.bindings.elastic.state import HandledState
+from hvdlab.collectives import context
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.elastic import attempts, running
+from hvdlab.collectives.elastic.notification import NotificationManager
+from hvdlab.collectives.elastic.state import News
+from hvdlab.collectives.engine.regrouping import Regrouping
+from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.world import WorldView
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.numbering import core_rank
+from hvdlab.collectives.protocol import messages as m
+from joint_ranks import SimEntry, SimRank
+from joint_simulation import Simulation
+
+_FOLDS = {ReduceOp.SUM: np.sum, ReduceOp.MIN: np.min, ReduceOp.MAX: np.max}
+
+Values = npt.NDArray[Any]
+
+_here = threading.local()
+
+
+class Killed(BaseException):
+    """The process of this program has ended."""
+
+
+class Turns:
+    """A thread that runs only when it is let, and lets go on only when it waits or has ended.
+
+    Args:
+        main: What it runs.
+
+    Attributes:
+        ended: Whether it has ended.
+    """
+
+    def __init__(self, main: Callable[[], None]) -> None:
+        self.ended = False
+        self._error: BaseException | None = None
+        self._main = main
+        self._until: Callable[[], bool] = lambda: True
+        self._killed = False
+        self._go_on, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name="hvdlab-simulated-rank", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._go_on.acquire()
+        try:
+            if not self._killed:
+                self._main()
+        except Killed:
+            pass
+        except BaseException as error:  # noqa: BLE001  (raised by go_on)
+            self._error = error
+        finally:
+            self.ended = True
+            self._waits.release()
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether what it waits for has happened."""
+        return not self.ended and self._until()
+
+    def go_on(self) -> None:
+        """Let it run until it waits again, or has ended. Raises what has ended it."""
+        self._go_on.release()
+        self._waits.acquire()
+        if self.ended:
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait until this is so. On this thread."""
+        if self._killed:
+            raise Killed
+        self._until = until
+        self._waits.release()
+        self._go_on.acquire()
+        if self._killed:
+            raise Killed
+
+    def kill(self) -> None:
+        """End it wherever it is."""
+        self._killed = True
+        while not self.ended:
+            self.go_on()
+
+
+class _Condition:
+    """What a :class:`WorldView` waits on: its turn. No wait comes to the end of its time, since none may be in vain."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        pass
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float) -> bool:
+        if timeout > 0 and not predicate():
+            self._turns.wait(predicate)
+        return predicate()
+
+
+class SimEngine:
+    """What the elastic loop asks of an engine, on a simulated rank.
+
+    Args:
+        job: Values and objects of all that is submitted.
+        numbers: As ``HVDLAB_RANK_NUMBERS``.
+        least: Ranks that are needed to go on.
+    """
+
+    closed = False
+    waits_for_successor = True
+    failed_cells = 0
+
+    def __init__(self, job: Submitted, numbers: str, least: int) -> None:
+        self.job = job
+        self.world = WorldView()
+        self.settings = SimpleNamespace(
+            rank_numbers=numbers, min_np=least, reset_limit=0, elastic_timeout=600.0
+        )
+        self.manager = NotificationManager()
+        #: Epoch of the last collective that ended well.
+        self.epoch = 0
+
+    def attach(self, me: SimRank, turns: Turns) -> None:
+        """This is the rank, and the thread that uses the engine."""
+        self.me, self.turns, self.rank = me, turns, me.rank
+        self.world._changed = _Condition(turns)  # type: ignore[assignment]  # stands in for a Condition
+        self.elastic = Regrouping(me.rank, self, self.world)  # type: ignore[arg-type]  # stands in for a GuardedState
+
+    def hears(self, message: m.Message) -> None:
+        """As the dispatcher does it, once the state has the message."""
+        match message:
+            case m.World():
+                self.world.update(message)
+            case m.Leave():
+                self.world.released(message.reason)
+            case m.Regrouped():
+                self.world.regrouped(message.ticket)
+            case m.Configure() if message.process_set == 0:
+                self.world.configured([member.rank for member in message.members], message.epoch)
+
+    def tell(self, change: Callable[[RankState], None]) -> None:
+        """Change the state, and send what comes of it."""
+        change(self.me.state)
+        self.job.simulation._flush(self.me)
+
+    def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:
+        group = self.me.state.sets[0]
+        return group.epoch, tuple((member.rank, member.host, member.pid) for member in group.members)
+
+    def ranks(self) -> tuple[int, ...]:
+        group = self.me.state.sets.get(0)
+        return group.ranks if group is not None else ()
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks())
+
+    def run(self, request: Request, *, given: object = None, directly: bool = False) -> Result:
+        """Submit a request and wait for its end; ``given`` is what a broadcast brings along."""
+        real = None if request.input is None else request.input.copy()  # type: ignore[union-attr]  # all are arrays
+        entry = self.job.simulation.submit(self.rank, request, directly=directly)
+        if isinstance(entry, HvdlabError):
+            raise entry
+        self.job.values[entry.number], self.job.objects[entry.number] = real, given
+        self.me.blocked = entry
+        self.turns.wait(lambda: entry.outcome is not None)
+        outcome = entry.outcome
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert isinstance(outcome, tuple)
+        if outcome[0] == "set":
+            return Result(process_set=outcome[1])
+        self.epoch = outcome[2] if request.process_set == 0 else self.epoch
+        if real is None:
+            return Result()
+        met = _met(entry, outcome)
+        if request.kind is OpKind.BROADCAST:
+            root = self.job.members(request.process_set, outcome[2]).index(request.root)
+            return Result(copy.deepcopy(self.job.objects[met[root]]))  # type: ignore[arg-type]  # any object
+        return Result(_FOLDS[request.op]([self.job.values[number] for number in met], axis=0))
+
+    def allreduce(
+        self, name: str, value: float, op: ReduceOp = ReduceOp.SUM, process_set: int = 0, *, directly: bool
+    ) -> float:
+        """The sum, say, of what all members have."""
+        request = Request(
+            OpKind.ALLREDUCE,
+            name,
+            np.array([value], np.float32),
+            dtype=DType.F32,
+            op=op,
+            process_set=process_set,
+        )
+        result = self.run(request, directly=directly).output
+        assert isinstance(result, np.ndarray)
+        return float(result[0])
+
+    def broadcast_object(self, obj: object, root: int) -> object:
+        """The object of the rank that scripts know by the number ``root``."""
+        if self.size == 1:
+            return obj
+        tensor = np.zeros(3, np.float32)
+        request = Request(
+            OpKind.BROADCAST, "state", tensor, tensor, dtype=DType.F32, root=core_rank(root, "state")
+        )
+        return self.run(request, given=copy.deepcopy(obj)).output
+
+    def shutdown(self) -> None:
+        """Leave the job, once what is executed here has ended."""
+        if not self.closed:
+            self.turns.wait(lambda: not self.me.jobs)
+            self.closed = True
+            if self.me.alive:
+                self.job.simulation.leave(self.rank)
+
+
+class Submitted:
+    """What was submitted in a job, by the number of its submission."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.values: dict[int, Values | None] = {}
+        self.objects: dict[int, object] = {}
+
+    def members(self, process_set: int, epoch: int) -> tuple[int, ...]:
+        """Ranks of an epoch, by position."""
+        pids = self.simulation.epochs[process_set, epoch]
+        return tuple(self.simulation.by_pid[pid].rank for pid in pids)
+
+
+def _met(entry: SimEntry, outcome: tuple[Any, ...]) -> tuple[int, ...]:
+    """Which submissions met in what an entry took part in, by the members' positions."""
+    if outcome[0] == "agreed":
+        return tuple(int(number) for number in outcome[4][1])
+    names, result = outcome[5], outcome[6]
+    if len(result) == 3 and result[2] and isinstance(result[2][0], bytes):
+        storage = storage_type(entry.request.dtype)
+        return tuple(int(np.frombuffer(payload, storage)[0]) for payload in result[2])
+    place = names.index(f"{entry.request.kind.label} {entry.name}")
+    numbers: tuple[int, ...] = result[2][place]
+    return numbers
+
+
+class TrainingState(HandledState):
+    """The state of a simulated training, whose changes are watched."""
+
+    def __init__(self, watcher: StateWatcher, **values: object) -> None:
+        super().__init__(HandlerRegistry([]), **values)
+        self.watcher = watcher
+
+    def sync(self) -> None:
+        super().sync()
+        self.watcher.synced(self)
+
+    def restore(self) -> None:
+        super().restore()
+        self.watcher.restored(self)
+
+    def _agree(self, news: News) -> News:
+        agreed = super()._agree(news)
+        self.watcher.agreed(self)
+        return agreed
+
+
+class StateWatcher(Protocol):
+    """Looks at what becomes of a :class:`TrainingState`."""
+
+    def synced(self, state: TrainingState) -> None:
+        """It is the same on all ranks now."""
+
+    def restored(self, state: TrainingState) -> None:
+        """It has gone back."""
+
+    def agreed(self, state: TrainingState) -> None:
+        """All ranks have come to where the world may change."""
+
+
+class _OwnManager:
+    """The notification manager of the rank whose thread asks."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(_here.engine.manager, name)
+
+
+@contextmanager
+def own_engines() -> Iterator[None]:
+    """The elastic loop on each thread uses the engine of :func:`use`."""
+    with ExitStack() as stack:
+        for where, name, stand_in in (
+            (context, "is_initialized", lambda: not _here.engine.closed),
+            (context, "engine", lambda what="": _here.engine),
+            (context, "shutdown", lambda: _here.engine.shutdown()),
+            (running, "notification_manager", _OwnManager()),
+            (attempts, "notification_manager", _OwnManager()),
+            (bindings_state, "broadcast_object", lambda obj, root: _here.engine.broadcast_object(obj, root)),
+        ):
+            stack.enter_context(mock.patch.object(where, name, stand_in))
+        yield
+
+
+def use(engine: SimEngine) -> None:
+    """This thread is a rank that has this engine."""
+    _here.engine = engine

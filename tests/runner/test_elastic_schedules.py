@@ -1,0 +1,46 @@
+"""Elastic jobs in random schedules of hosts, ranks and coordinators that come and go: hundreds each time, many more in the soak.
+
+See ``joint_elastic.py`` for what may happen and what must hold, and for how to have one again that failed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from effort import examples
+from hvdlab.collectives.numbering import CONSECUTIVE
+from joint_elastic import ACTIONS, ElasticSchedule, run_elastic_seed
+from joint_schedules import soak
+
+HUNDRED_THOUSAND = 100_000
+
+
+@pytest.mark.timeout(1800)
+def test_hundreds_of_elastic_jobs() -> None:
+    for seed in range(examples(120)):
+        told = run_elastic_seed(seed)
+        assert not told, f"seed {seed}: {told}"
+
+
+def test_schedules_are_drawn_from_all_kinds() -> None:
+    """Else the others would prove less than they say."""
+    drawn = [ElasticSchedule(seed) for seed in range(60)]
+    for schedule in drawn:
+        schedule.close()
+    for attribute in ("numbers", "calm", "pairs", "least", "every"):
+        assert len({getattr(schedule, attribute) for schedule in drawn}) > 1, attribute
+    assert {schedule.numbers for schedule in drawn} == {CONSECUTIVE, "stable"}
+    assert all(hasattr(ElasticSchedule, "do_" + action) for action in ACTIONS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(6 * 3600)
+def test_a_hundred_thousand_elastic_jobs() -> None:
+    """Goes on where it was interrupted: remove the file to begin anew."""
+    progress = Path(os.environ.get("HVDLAB_ELASTIC_SCHEDULES", "out/elastic-schedules.json"))
+    progress.parent.mkdir(parents=True, exist_ok=True)
+    jobs = os.cpu_count() or 1
+    assert soak(HUNDRED_THOUSAND, HUNDRED_THOUSAND, jobs, float("inf"), progress, run_elastic_seed) == 0

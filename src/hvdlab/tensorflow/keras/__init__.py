@@ -48,6 +48,7 @@ from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
 from hvdlab.tensorflow.keras.optimizers import distributed
 from hvdlab.tensorflow.keras.recording import record
 from hvdlab.tensorflow.keras.values import allgather, allreduce, broadcast, reducescatter
+from hvdlab.tensorflow.keras.watch import watch
 from hvdlab.tensorflow.reduction import Groups
 from hvdlab.tensorflow.tape import chosen_groups, local_variables
 
@@ -94,6 +95,7 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "watch",
     "watch_divergence",
 ]
 

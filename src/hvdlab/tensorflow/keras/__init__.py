@@ -193,7 +193,8 @@ def load_model(
     Args:
         filepath: What ``tf.keras.models.load_model`` takes.
         custom_optimizers: Further classes of optimizers that may be in the file.
-        custom_objects: Further classes and functions that may be in the file, by name.
+        custom_objects: Further classes and functions that may be in the file, by name. For an optimizer in a ``.keras`` or ``.h5`` file it may be a
+            function that makes it of its settings, distributed or not.
         compression: Of the distributed optimizer.
         legacy_opts: Changes nothing: optimizers of every kind are found.
 

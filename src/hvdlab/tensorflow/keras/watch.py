@@ -51,8 +51,9 @@ class Watch:
             self._norm = tf.Variable(_NOTHING, trainable=False, name="hvdlab_watch_norm")
         #: The loss scale before the step that comes; ``None`` without one.
         self._scale: float | None = None
-        self._plain_class: Any = type(self._inner)
-        self._inner.__class__ = _watched_class(self._plain_class)
+        kind: Any = type(self._inner)
+        self._plain_class = kind
+        self._inner.__class__ = _watched_class(kind)
         for name, value in (("hvdlab_watch", self), ("hvdlab_meter", self._meter)):
             object.__setattr__(self._inner, name, value)  # Keras would track them
         if hasattr(model, "train_function"):

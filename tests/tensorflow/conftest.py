@@ -1,4 +1,4 @@
-"""Two resident ranks for all tests of hvdlab.tensorflow; TensorFlow is imported in their processes only."""
+"""Two resident ranks for all tests of hvdlab.tensorflow, and for some one rank and four; TensorFlow is imported in their processes only."""
 
 from __future__ import annotations
 
@@ -17,4 +17,12 @@ if find_spec("tensorflow") is None:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     folder = str(tmp_path_factory.mktemp("tensorflow"))
     with Ranks(2, imports=["hvdlab.tensorflow"], env={"HVDLAB_TEST_FOLDER": folder}) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="package", params=[1, 4])
+def others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Worlds of other sizes."""
+    folder = str(tmp_path_factory.mktemp("tensorflow"))
+    with Ranks(request.param, imports=["hvdlab.tensorflow"], env={"HVDLAB_TEST_FOLDER": folder}) as ranks:
         yield ranks

@@ -69,6 +69,57 @@ def _cases() -> list[tuple[Callable[[], Any], type[Exception], str]]:
     return cases
 
 
+def _making() -> list[tuple[Callable[..., Any], str]]:
+    """Whatever takes an operator for gradients, and what is said of those that it does not take."""
+    import keras
+    import tensorflow as tf
+    import tf_keras
+
+    import hvdlab.keras
+    import hvdlab.tensorflow as hvd
+    import hvdlab.tensorflow.keras as hvd_keras
+
+    either = "Gradients are reduced with hvd.Average, hvd.Sum or hvd.Adasum, not with "
+    of_keras = "Optimizers of Keras reduce gradients with hvd.Average or hvd.Sum, not with "
+    tape, first = tf.GradientTape(), tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    makers: list[tuple[Callable[..., Any], str]] = [
+        (lambda op: hvd.DistributedGradientTape(tape, op=op), either),
+        (lambda op: hvd.PartialDistributedGradientTape(tape, op=op), either),
+        (lambda op: hvd.DistributedOptimizer(first, op=op), either),
+        (lambda op: hvd.DistributedOptimizer(first, op=op, backward_passes_per_step=2), either),
+    ]
+    for plain in (keras.optimizers.SGD(), tf_keras.optimizers.SGD(), tf_keras.optimizers.legacy.SGD()):
+        for module in (hvd, hvd_keras, hvdlab.keras):
+            makers.append((lambda op, o=plain, m=module: m.DistributedOptimizer(o, op=op), of_keras))
+        makers.append((lambda op, o=plain: hvd_keras.PartialDistributedOptimizer(o, op=op), of_keras))
+    return makers
+
+
+def refused_operators() -> None:
+    """When it is made, not in the middle of the first step."""
+    import tensorflow as tf
+
+    import hvdlab.tensorflow as hvd
+
+    for make, text in _making():
+        for op in (hvd.Min, hvd.Max, hvd.Product):
+            with pytest.raises(InvalidRequestError, match=f"^{re.escape(text)}{op.name.lower()}\\.$"):
+                make(op)
+        with pytest.raises(InvalidRequestError, match=r"^op=99 is no reduction operator; give hvd\.Average"):
+            make(99)
+        assert make(hvd.Average) is not None
+        assert make(int(hvd.Sum)) is not None
+    first = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    for op, option, text in (
+        (hvd.Adasum, {"gradient_predivide_factor": 2.0}, "is for op=hvd.Average only"),
+        (hvd.Average, {"gradient_predivide_factor": 0.0}, "must be positive, not 0.0"),
+        (hvd.Adasum, {"backward_passes_per_step": 0}, "is at least 1, not 0"),
+        (hvd.Average, {"backward_passes_per_step": 0}, "is at least 1, not 0"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            hvd.DistributedOptimizer(first, op=op, **option)
+
+
 def refused() -> None:
     import tensorflow as tf
 
@@ -122,6 +173,10 @@ def reduced_twice() -> None:
 
 def test_gradients_that_are_reduced_twice_are_named_once(two: Ranks) -> None:
     two.run(reduced_twice, timeout=60)
+
+
+def test_operators_that_are_not_for_gradients_are_refused(two: Ranks) -> None:
+    two.run(refused_operators, timeout=60)
 
 
 def test_what_cannot_work_is_refused(two: Ranks) -> None:

@@ -58,7 +58,6 @@ def _compiled() -> Any:
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
-    optimizer.build(model.trainable_variables)
     model.compile(optimizer, loss="mse", run_eagerly=False)
     return model
 

@@ -328,6 +328,11 @@ def test_operations(two: Ranks, function: Callable[[], None]) -> None:
     two.run(function, timeout=60)
 
 
+@pytest.mark.parametrize("function", [every_operation, any_order], ids=lambda function: function.__name__)
+def test_operations_in_other_worlds(others: Ranks, function: Callable[[], None]) -> None:
+    others.run(function, timeout=60)
+
+
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 

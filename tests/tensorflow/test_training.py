@@ -139,6 +139,11 @@ def first_optimizers() -> None:
     np.testing.assert_allclose(averaged, [1, step], rtol=1e-6)
     # Two parallel steps a and 2 a: Adasum gives 1.5 a.
     np.testing.assert_allclose(trained(1, op=hvd.Adasum), [1 - 0.2 * 1.5], rtol=1e-5)
+    alone = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    own = trained(1, op=hvd.Adasum, process_set=alone[hvd.rank()])
+    np.testing.assert_allclose(own, [1 - 0.2 * factor], rtol=1e-5)
+    for each in alone:
+        hvd.remove_process_set(each)
     with pytest.raises(ValueError, match="takes an optimizer"):
         hvd.DistributedOptimizer(object())
     with pytest.raises(InvalidRequestError, match="distributed already"):
@@ -195,6 +200,50 @@ def fits(version: int) -> None:
         hvd_keras.DistributedOptimizer(hvd_keras.DistributedOptimizer(optimizers.SGD()))
     with pytest.raises(NotImplementedError, match="can't use Adasum"):
         hvd_keras.DistributedOptimizer(optimizers.SGD(), op=hvd.Adasum)
+
+
+def _slopes(tf: Any, weights: list[Any], x: Any, y: Any) -> list[Any]:
+    """The gradients of the mean squared error of two dense layers."""
+    variables = [tf.Variable(each) for each in weights]
+    first, shift, second, end = variables
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(((x @ first + shift) @ second + end - y) ** 2)
+    return [np.array(each) for each in tape.gradient(loss, variables)]
+
+
+def partial_optimizers(version: int) -> None:
+    """The first layer's gradients stay on their rank, divided by the number of ranks or not; in ``fit`` and in steps of a loop."""
+    keras, (tf, hvd, hvd_keras) = _keras(version), _modules()
+    import hvdlab.keras as plain
+
+    rank, size = hvd.rank(), hvd.size()
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    y = x[:, :2]
+    layers = keras.layers
+    model = keras.Sequential([layers.Input((3,)), layers.Dense(2), layers.Dense(2)])
+    start = hvd.broadcast_object([np.array(each) for each in model.get_weights()], 0)
+    slopes = [_slopes(tf, start, x * (r + 1), y) for r in range(size)]
+    cases: list[tuple[dict[str, Any], float, float]] = [
+        ({}, 1 / size, 1 / size),
+        ({"scale_local_gradients": False}, 1, 1 / size),
+        ({"op": hvd.Sum}, 1 / size, 1),
+        ({"groups": 2}, 1 / size, 1 / size),
+        ({"backward_passes_per_step": 2}, 2 / size, 2 / size),
+        ({"backward_passes_per_step": 2, "average_aggregated_gradients": True}, 1 / size, 1 / size),
+    ]
+    for options, local, shared in cases:
+        module = plain if "groups" in options else hvd_keras
+        model.set_weights(start)
+        optimizer = module.PartialDistributedOptimizer(
+            keras.optimizers.SGD(0.1), local_layers=model.layers[0], **options
+        )
+        model.compile(optimizer, loss="mse")
+        for _ in range(options.get("backward_passes_per_step", 1)):
+            model.train_on_batch(x * (rank + 1), y)
+        for i, after in enumerate(model.get_weights()):
+            slope = slopes[rank][i] * local if i < 2 else sum(each[i] for each in slopes) * shared
+            expected = start[i] - 0.1 * slope
+            np.testing.assert_allclose(after, expected, atol=1e-5, err_msg=f"{options} {i}")
 
 
 def passes(version: int) -> None:
@@ -557,6 +606,40 @@ def states() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def late_variables(version: int) -> None:
+    """Of a rank that has not trained yet, or alone has: afterwards all train on alike, with the first one's momentum."""
+    keras, (_, hvd, hvd_keras) = _keras(version), _modules()
+    x, y = (np.ones((4, 3), np.float32), np.ones((4, 1), np.float32))
+    makers = [lambda: keras.optimizers.SGD(0.1, momentum=0.9)]
+    makers.append(lambda: keras.mixed_precision.LossScaleOptimizer(makers[0]()))
+    if version == 2:
+        makers.append(lambda: keras.optimizers.legacy.SGD(0.1, momentum=0.9))
+    for make in makers:
+        for trained in (0, 1):
+            model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+            model.compile(make(), loss="mse")
+            if hvd.rank() == trained:
+                model.fit(x, y, verbose=0)
+            state = hvd_keras.elastic.KerasState(model, epoch=hvd.rank())
+            state.sync()
+            assert state.epoch == 0
+            momentum = [
+                np.abs(np.array(each)).max() for each in _variables(model.optimizer) if len(each.shape)
+            ]
+            assert len(momentum) == 2  # of the kernel and of the bias
+            assert all(each > 0 for each in momentum) == (trained == 0)
+            model.fit(x, y, verbose=0)
+            every = hvd.allgather_object(
+                [np.array(each).tolist() for each in [*model.get_weights(), *_variables(model.optimizer)]]
+            )
+            assert every == [every[0]] * hvd.size()
+
+
+def _variables(optimizer: Any) -> list[Any]:
+    variables = optimizer.variables
+    return list(variables() if callable(variables) else variables)
+
+
 def variables_differ() -> None:
     tf, hvd, _ = _modules()
     with pytest.raises(MismatchError, match="the ranks disagree"):
@@ -596,10 +679,20 @@ def test_training(two: Ranks, function: Callable[[], None]) -> None:
     two.run(function, timeout=100)
 
 
+@pytest.mark.parametrize("function", [tapes, partial_tapes], ids=lambda function: function.__name__)
+def test_tapes_in_other_worlds(others: Ranks, function: Callable[[], None]) -> None:
+    others.run(function, timeout=100)
+
+
+@pytest.mark.parametrize("version", [3, 2])
+def test_partial_optimizers_in_other_worlds(others: Ranks, version: int) -> None:
+    others.run(partial_optimizers, version, timeout=100)
+
+
 @pytest.mark.parametrize("version", [3, 2])
 @pytest.mark.parametrize(
     "function",
-    [fits, passes, clones, pickled, fits_are_recorded, saves, rates],
+    [fits, passes, partial_optimizers, clones, pickled, fits_are_recorded, saves, rates, late_variables],
     ids=lambda function: function.__name__,
 )
 def test_keras(two: Ranks, function: Callable[[int], None], version: int) -> None:

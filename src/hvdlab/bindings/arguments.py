@@ -57,6 +57,20 @@ def checked_operator(op: ReduceOp | int) -> ReduceOp:
         ) from None
 
 
+def gradient_operator(op: ReduceOp | int) -> ReduceOp:
+    """``op`` as an operator with which optimizers and tapes can reduce gradients.
+
+    Raises:
+        InvalidRequestError: It is none: ``Average``, ``Sum`` and ``Adasum`` are.
+    """
+    chosen = checked_operator(op)
+    if chosen not in (Average, Sum, Adasum):
+        raise InvalidRequestError(
+            f"Gradients are reduced with hvd.Average, hvd.Sum or hvd.Adasum, not with {chosen.name.lower()}."
+        )
+    return chosen
+
+
 # -- operations -------------------------------------------------------------------------------------------------------
 # Process sets come as ids here: see hvdlab.collectives.process_sets.set_id.
 

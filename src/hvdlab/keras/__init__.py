@@ -43,6 +43,7 @@ from hvdlab.tensorflow.keras import PartialDistributedOptimizer, models, values
 from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
 from hvdlab.tensorflow.keras.recording import record
 from hvdlab.tensorflow.keras.values import allgather, broadcast, reducescatter
+from hvdlab.tensorflow.keras.watch import watch
 from hvdlab.tensorflow.reduction import Groups
 
 __all__ = [
@@ -86,6 +87,7 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "watch",
     "watch_divergence",
 ]
 

@@ -69,6 +69,7 @@ from hvdlab.tensorflow.functions import (
 )
 from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
 from hvdlab.tensorflow.keras.recording import record
+from hvdlab.tensorflow.keras.watch import watch
 from hvdlab.tensorflow.ops import (
     allgather,
     allreduce,
@@ -167,5 +168,6 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "vars_to_refs",
+    "watch",
     "watch_divergence",
 ]

@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from functools import cache
 from typing import Any
 
 from hvdlab.tensorflow.installed import tf
@@ -97,6 +98,12 @@ _FUNCTION_BYTES, _MANAGER, _INVOKER, _DESTROY = 32, 16, 24, 3
 _clone_or_destroy = CFUNCTYPE(c_bool, c_void_p, c_void_p, c_int)
 
 
+@cache
+def _manager(address: int) -> Any:
+    """A manager as a function; TensorFlow's executor has a few, for all kernels."""
+    return _clone_or_destroy(address)
+
+
 class Done:
     """What is to be called when an asynchronous kernel has finished; owns a ``std::function<void()>``.
 
@@ -119,7 +126,7 @@ class Done:
         address = ctypes.addressof(self._buffer)
         manager = ctypes.c_size_t.from_buffer(self._buffer, _MANAGER).value
         self._api.run_done(address)
-        _clone_or_destroy(manager)(address, address, _DESTROY)
+        _manager(manager)(address, address, _DESTROY)
 
 
 def is_function(pointer: int) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from hvdlab.bindings.elastic.handlers import HandlerRegistry, SamplerStateHandler, StateHandler
 from hvdlab.bindings.elastic.sampler import ElasticSampler
 from hvdlab.bindings.elastic.state import HandledState
+from hvdlab.bindings.objects import allgather_object
 from hvdlab.bindings.objects import broadcast_object as _broadcast
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt, ObjectState, State, run_fn
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
@@ -29,6 +30,7 @@ from hvdlab.tensorflow.functions import (
     broadcast_object,
     broadcast_object_fn,
     broadcast_variables,
+    make_optimizer_variables,
     optimizer_variables,
     plain_variable,
 )
@@ -57,11 +59,23 @@ S = TypeVar("S", bound=State)
 
 
 class _Variables:
-    """A list of variables, and the session that has their values, if they are of TensorFlow 1."""
+    """A list of variables, and the session that has their values, if they are of TensorFlow 1.
 
-    def __init__(self, get: Callable[[], Sequence[Any]], session: Any = None) -> None:
+    Args:
+        get: The variables that there are by now.
+        session: The session.
+        make: Makes those that there are not yet.
+    """
+
+    def __init__(
+        self,
+        get: Callable[[], Sequence[Any]],
+        session: Any = None,
+        make: Callable[[], None] = lambda: None,
+    ) -> None:
         self.get = get
         self.session = session
+        self.make = make
 
     def read(self) -> list[Any]:
         variables = [plain_variable(each) for each in self.get()]
@@ -92,13 +106,11 @@ class _VariablesHandler(StateHandler[_Variables]):
         self.value.write(self._saved)
 
     def sync(self) -> None:
-        """Variables that a rank has not made yet (an optimizer's, before its first step) are left to the first step."""
+        """A rank that has not made variables which others have (an optimizer's, before its first step) makes them now."""
         if self.value.session is None:
-            counts = _broadcast(len(self.value.get()), self.root_rank)
-            if counts == len(self.value.get()):
-                broadcast_variables(self.value.get(), self.root_rank)
-            else:
-                self.value.write(_broadcast(self.value.read(), self.root_rank))
+            if len(set(allgather_object(len(self.value.get())))) > 1:
+                self.value.make()
+            broadcast_variables(self.value.get(), self.root_rank)
         else:
             self.value.write(_broadcast(self.value.read(), self.root_rank))
         self.save()
@@ -143,7 +155,10 @@ class TensorFlowKerasState(HandledState):
         super().__init__(
             _registry,
             model_=_Variables(lambda: model.variables),
-            optimizer_=_Variables(lambda: optimizer_variables(chosen)),
+            optimizer_=_Variables(
+                lambda: optimizer_variables(chosen),
+                make=lambda: make_optimizer_variables(chosen, model.trainable_variables),
+            ),
             **kwargs,
         )
         object.__setattr__(self, "model", model)

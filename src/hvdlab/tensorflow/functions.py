@@ -59,6 +59,14 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     return [variable for variable in listed if hasattr(plain_variable(variable), "assign")]
 
 
+def make_optimizer_variables(optimizer: Any, variables: Iterable[Any]) -> None:
+    """Have an optimizer of Keras make the variables for these ones that it else makes in its first step, if it has not."""
+    make = getattr(optimizer, "build", None) or getattr(optimizer, "_create_all_weights", None)
+    given = list(variables)
+    if make is not None and given and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
+        make(given)
+
+
 def broadcast_global_variables(root_rank: int) -> Any:
     """An operation that gives every rank the values that all global variables have on one of them, for TensorFlow 1.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import itertools
+import math
 import sys
 import threading
 from collections.abc import Sequence
@@ -43,7 +44,8 @@ from hvdlab.tensorflow.installed import internal, tf
 TYPES = {dtype: tf.dtypes.as_dtype(dtype.label) for dtype in DType}
 """TensorFlow's type for each of the core's."""
 
-_DTYPES = {kind.as_datatype_enum: dtype for dtype, kind in TYPES.items()}
+_NUMBERS = {dtype: int(kind.as_datatype_enum) for dtype, kind in TYPES.items()}
+_DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
 _LIST = (
     "T: list({"
     + ", ".join(
@@ -182,11 +184,16 @@ class Execution:
     def allocate(self, place: int, dtype: DType, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """Memory for an output. Any thread."""
         api, kind = self._api, storage_type(dtype)
-        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-        number = TYPES[dtype].as_datatype_enum
+        size = math.prod(shape) * kind.itemsize
         with self._lock:  # of a group, several may be executed at the same time
             tensor = api.allocate_output(
-                self._context, place, number, (c_int64 * len(shape))(*shape), len(shape), size, self._status
+                self._context,
+                place,
+                _NUMBERS[dtype],
+                (c_int64 * len(shape))(*shape),
+                len(shape),
+                size,
+                self._status,
             )
             api.check(self._status)
             self._tensors.append(tensor)
@@ -197,7 +204,7 @@ class Execution:
         if not size:
             return np.empty(shape, kind)
         memory = (ctypes.c_char * size).from_address(self._api.data(tensor))
-        return np.frombuffer(memory, kind).reshape(shape)
+        return np.ndarray(shape, kind, memory)
 
     def end(self, error: BaseException | None = None) -> None:
         """Finish; once. Any thread."""
@@ -225,10 +232,13 @@ def _run(execution: Execution, call: Call) -> None:
         operation = operation._replace(splits=row_counts(splits) if splits.size else None)
     if kind in (OpKind.ALLTOALL, OpKind.REDUCESCATTER) and any(not each.array.shape for each in tensors):
         raise InvalidRequestError(f"{kind.label} splits dimension 0, which a 0-d tensor does not have.")
+    # One that is alone is announced from here, which costs less than to wake the control thread. That thread announces together what
+    # comes while another one is under way.
+    alone, engine = waiting.idle(), core.engine(kind.label)
     if call.grouped:
-        handle = _BINDING.submit_group(operation, tensors, call.name, site=call.site)
+        handle = _BINDING.submit_group(operation, tensors, call.name, announce=not alone, site=call.site)
     else:
-        handle = _BINDING.submit(operation, tensors[0], call.name, site=call.site)
+        handle = _BINDING.submit(operation, tensors[0], call.name, announce=not alone, site=call.site)
     count = len(tensors)
 
     def finished(handle: Handle) -> None:
@@ -246,6 +256,8 @@ def _run(execution: Execution, call: Call) -> None:
 
     waiting.started(handle, operation.process_set)
     handle.add_done_callback(finished)
+    if alone:
+        engine.flush()
 
 
 def _give(execution: Execution, place: int, dtype: DType, values: Any) -> None:
@@ -301,6 +313,8 @@ class _Kernels:
         #: end, so nothing is ever removed; equal ones share a number.
         self._calls: dict[int, bytes] = {}
         self._numbers_of: dict[bytes, int] = {}
+        #: Those that have been executed, decoded.
+        self._decoded: dict[int, Call] = {}
         #: Whether the self-test found the function that is to be called at the end where it is expected.
         self.tested: bool | None = None
         self.create = CFUNCTYPE(c_void_p, c_void_p)(self._create)
@@ -325,6 +339,10 @@ class _Kernels:
         return number
 
     def _compute(self, kernel: int, context: int, done: int) -> None:
+        known = self._decoded.get(kernel)
+        if known is not None:
+            self._start(known, context, done)
+            return
         call = self._calls[kernel]
         if call == SELF_TEST and not is_function(done):
             self.tested = False
@@ -339,7 +357,15 @@ class _Kernels:
                 _give(execution, 0, DType.I32, asked(what, int(process_set)))
                 execution.end()
             else:
-                _run(execution, decoded(call))
+                known = self._decoded[kernel] = decoded(call)
+                _run(execution, known)
+        except BaseException as error:  # noqa: BLE001  # must not leave a callback of C
+            execution.end(error)
+
+    def _start(self, call: Call, context: int, done: int) -> None:
+        execution = Execution(self._api, context, Done(self._api, done))
+        try:
+            _run(execution, call)
         except BaseException as error:  # noqa: BLE001  # must not leave a callback of C
             execution.end(error)
 

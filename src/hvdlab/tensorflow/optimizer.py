@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdlab.bindings.arguments import Adasum, Average, checked_operator
+from hvdlab.bindings.arguments import Adasum, Average, gradient_operator
 from hvdlab.collectives import basics
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
@@ -92,9 +92,15 @@ class _DistributedAdasumOptimizer(_Wrapping):
         use_locking: bool,
         compression: type[Compressor],
         backward_passes_per_step: int,
+        process_set: ProcessSet,
     ) -> None:
         super().__init__(optimizer, name, use_locking)
+        if backward_passes_per_step < 1:
+            raise InvalidRequestError(
+                f"backward_passes_per_step= is at least 1, not {backward_passes_per_step}."
+            )
         self._compression = compression
+        self._process_set = process_set
         self._passes = backward_passes_per_step
         self._starts: list[Any] = []
         self._counter: Any = None
@@ -143,7 +149,11 @@ class _DistributedAdasumOptimizer(_Wrapping):
         for number, (variable, start) in enumerate(zip(variables, self._starts, strict=True)):
             step = variable.read_value() - start.read_value()
             combined = allreduce(
-                step, op=Adasum, compression=self._compression, name=f"DistributedAdasum.{number}"
+                step,
+                op=Adasum,
+                compression=self._compression,
+                name=f"DistributedAdasum.{number}",
+                process_set=self._process_set,
             )
             done.append(variable.assign(start + combined))
         done.append(self._counter.assign(0))
@@ -166,7 +176,9 @@ def DistributedAdasumOptimizer(
     backward_passes_per_step: int = 1,
 ) -> Any:
     """An optimizer that combines the ranks' steps by Adasum; what ``DistributedOptimizer(op=hvd.Adasum)`` makes."""
-    return _DistributedAdasumOptimizer(optimizer, name, use_locking, compression, backward_passes_per_step)
+    return _DistributedAdasumOptimizer(
+        optimizer, name, use_locking, compression, backward_passes_per_step, global_process_set
+    )
 
 
 def DistributedOptimizer(
@@ -214,7 +226,6 @@ def DistributedOptimizer(
     Raises:
         ValueError: It is no optimizer, or distributed already, or an argument is wrong.
     """
-    chosen = checked_operator(op)
     if is_keras_optimizer(optimizer):
         return distributed(
             optimizer,
@@ -224,7 +235,7 @@ def DistributedOptimizer(
             compression=compression,
             sparse_as_dense=sparse_as_dense,
             gradient_predivide_factor=gradient_predivide_factor,
-            op=chosen,
+            op=op,
             backward_passes_per_step=backward_passes_per_step,
             average_aggregated_gradients=average_aggregated_gradients,
             groups=chosen_groups(num_groups, groups),
@@ -240,10 +251,7 @@ def DistributedOptimizer(
         raise InvalidRequestError(
             "This optimizer is distributed already: its gradients would be reduced twice."
         )
-    if chosen is Adasum:
-        return DistributedAdasumOptimizer(
-            optimizer, name, use_locking, device_dense, device_sparse, compression, backward_passes_per_step
-        )
+    chosen = gradient_operator(op)
     reducer = GradientReducer(
         name or f"Distributed{type(optimizer).__name__}",
         device_dense,
@@ -256,8 +264,12 @@ def DistributedOptimizer(
         process_set,
         scale_local_gradients,
     )
+    if chosen is Adasum:
+        return _DistributedAdasumOptimizer(
+            optimizer, name, use_locking, compression, backward_passes_per_step, process_set
+        )
     helper = None
-    if backward_passes_per_step > 1:
+    if backward_passes_per_step != 1:
         reduce: Callable[..., Any] = reducer
         helper = LocalGradientAggregationHelper(
             backward_passes_per_step,

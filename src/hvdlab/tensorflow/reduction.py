@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdlab.bindings.arguments import Average, checked_operator
+from hvdlab.bindings.arguments import Average, gradient_operator
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
@@ -43,7 +43,8 @@ class GradientReducer:
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
 
     Raises:
-        ValueError: ``gradient_predivide_factor`` is given with another operator, or ``groups`` makes no sense.
+        InvalidRequestError: ``op`` is none of these, ``gradient_predivide_factor`` is given with another one than ``Average``, or
+            is not positive, or ``groups`` makes no sense.
     """
 
     def __init__(
@@ -59,9 +60,13 @@ class GradientReducer:
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
     ) -> None:
-        self._op = checked_operator(op)
+        self._op = gradient_operator(op)
         if gradient_predivide_factor != 1.0 and self._op is not Average:
             raise InvalidRequestError("gradient_predivide_factor= is for op=hvd.Average only.")
+        if gradient_predivide_factor <= 0:
+            raise InvalidRequestError(
+                f"gradient_predivide_factor= must be positive, not {gradient_predivide_factor}."
+            )
         if isinstance(groups, int):
             if groups < 0:
                 raise InvalidRequestError(f"groups= takes no negative number of groups: {groups}.")

@@ -68,6 +68,10 @@ class _Watch:
         with self._lock:
             self._pending.pop(handle, None)
 
+    def idle(self) -> bool:
+        """Whether no kernel waits now; another one may a moment later."""
+        return not self._pending
+
     def _look(self) -> None:
         """Tell of the oldest handle for as long as this process waits and does nothing else."""
         told: Handle | None = None
@@ -154,5 +158,5 @@ def _place() -> tuple[int, int] | None:
 
 
 _watch = _Watch()
-begin, started, ended = _watch.begin, _watch.started, _watch.ended
+begin, idle, started, ended = _watch.begin, _watch.idle, _watch.started, _watch.ended
 os.register_at_fork(after_in_child=_watch.after_fork)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hvdlab.bindings.arguments import Adasum, Average, Sum, checked_operator
+from hvdlab.bindings.arguments import Adasum, Average, gradient_operator
 from hvdlab.bindings.buckets import Groups
 from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
 from hvdlab.bindings.hooks import GradientWatcher
@@ -123,11 +123,7 @@ def _checked_settings(
     sparse_as_dense: bool,
     process_set: ProcessSet,
 ) -> ReductionSettings:
-    chosen = checked_operator(op)
-    if chosen not in (Average, Sum, Adasum):
-        raise InvalidRequestError(
-            f"Gradients are reduced with hvd.Average, hvd.Sum or hvd.Adasum, not with {chosen.name.lower()}."
-        )
+    chosen = gradient_operator(op)
     if predivide != 1.0 and chosen is not Average:
         raise InvalidRequestError("gradient_predivide_factor= splits a division, so it needs op=hvd.Average.")
     if predivide <= 0:

@@ -48,6 +48,7 @@ from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
 from hvdlab.tensorflow.keras.optimizers import distributed
 from hvdlab.tensorflow.keras.recording import record
 from hvdlab.tensorflow.keras.values import allgather, allreduce, broadcast, reducescatter
+from hvdlab.tensorflow.keras.watch import watch
 from hvdlab.tensorflow.reduction import Groups
 from hvdlab.tensorflow.tape import chosen_groups, local_variables
 
@@ -94,6 +95,7 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "watch",
     "watch_divergence",
 ]
 
@@ -191,7 +193,8 @@ def load_model(
     Args:
         filepath: What ``tf.keras.models.load_model`` takes.
         custom_optimizers: Further classes of optimizers that may be in the file.
-        custom_objects: Further classes and functions that may be in the file, by name.
+        custom_objects: Further classes and functions that may be in the file, by name. For an optimizer in a ``.keras`` or ``.h5`` file it may be a
+            function that makes it of its settings, distributed or not.
         compression: Of the distributed optimizer.
         legacy_opts: Changes nothing: optimizers of every kind are found.
 

@@ -14,6 +14,7 @@ from hvdlab.tensorflow.keras.callbacks import learning_rate
 
 if TYPE_CHECKING:
     from hvdlab.collectives.metrics.steps import StepMeter
+    from hvdlab.tensorflow.keras.watch import Watch
 
 ATTRIBUTE_OF_WATCH = "_hvdlab_divergence"
 """Where a model has what :func:`hvdlab.tensorflow.watch_divergence` returned for it."""
@@ -44,12 +45,15 @@ class RecordFit(Callback):
         known = (self.params or {}).get("steps")
         if known:
             ended = min(ended, known)
-        self._meter.step(max(1, ended - self._batches))
-        self._batches = ended
+        steps, self._batches = max(1, ended - self._batches), ended
+        self._meter.step(steps)
         self._record(logs)
         rate = plain_variable(getattr(self._optimizer, "_learning_rate", None))
         if hasattr(rate, "assign") and context.is_initialized():
             context.engine().metric(names.LEARNING_RATE, float(rate.numpy()), self._meter.count)
+        watch = _watch_of(self.model)
+        if watch is not None:
+            watch.counted(steps)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._record({name: value for name, value in (logs or {}).items() if name.startswith(_OF_VALIDATION)})
@@ -88,7 +92,7 @@ class CompareModels(Callback):
 
 
 def record_fits(package: Any) -> None:
-    """Have every ``fit`` of a model with a distributed optimizer recorded; ``package`` is Keras 3 or Keras 2.
+    """Have every ``fit`` of a model recorded whose optimizer is distributed or watched; ``package`` is Keras 3 or Keras 2.
 
     Models that are watched are compared.
 
@@ -126,8 +130,8 @@ def _measuring_samples(original: Any) -> Any:
     def fit(
         self: Any, x: Any = None, y: Any = None, batch_size: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        meter = _meter_of(self)
-        if meter is not None:
+        meter, watch = _meter_of(self), _watch_of(self)
+        if meter is not None and not (watch is not None and watch.knows_batch_size):
             meter.batch_size = batch_size or _batch_size(x)
         return original(self, x, y, batch_size, *args, **kwargs)
 
@@ -152,6 +156,11 @@ def _meter_of(model: Any) -> StepMeter | None:
         _without_scaling(getattr(model, "optimizer", None)), "hvdlab_meter", None
     )
     return meter
+
+
+def _watch_of(model: Any) -> Watch | None:
+    found: Watch | None = getattr(_without_scaling(getattr(model, "optimizer", None)), "hvdlab_watch", None)
+    return found
 
 
 def _without_scaling(optimizer: Any) -> Any:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from hvdlab.tensorflow.compression import Compressor
-from hvdlab.tensorflow.keras.optimizers import distributed, is_keras_optimizer
+from hvdlab.tensorflow.keras.optimizers import (
+    Distributed,
+    distributed,
+    is_keras_optimizer,
+    without_scaling,
+)
 
 _PACKAGES = ("keras", "tf_keras")
 
@@ -20,11 +31,49 @@ def load_model(
     keras: Any, filepath: Any, custom_optimizers: Any, custom_objects: Any, compression: type[Compressor]
 ) -> Any:
     """See :func:`hvdlab.tensorflow.keras.load_model`; ``keras`` is the package whose models these are."""
-    known = {kind.__name__: kind for kind in custom_optimizers or ()}
-    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and is_keras_optimizer(optimizer):
-        inner = getattr(optimizer, "inner_optimizer", None)
+    objects = {kind.__name__: kind for kind in custom_optimizers or ()}
+    objects.update(custom_objects or {})
+    name = _saved_optimizer(filepath)
+    if isinstance(objects.get(name), FunctionType):
+        objects[name] = _class_of(objects[name])
+    model = keras.models.load_model(filepath, custom_objects=objects)
+    optimizer = without_scaling(getattr(model, "optimizer", None))
+    _build(optimizer, model.trainable_variables)
+    if is_keras_optimizer(optimizer) and not isinstance(optimizer, Distributed):
         # This very one: the model's functions and the loss scaling around it refer to it.
-        distributed(optimizer if inner is None else inner, compression=compression, in_place=True)
+        distributed(optimizer, compression=compression, in_place=True)
     return model
+
+
+def _build(optimizer: Any, variables: Any) -> None:
+    """Build an optimizer that Keras 3 has built for no variables, as it does with an ``.h5`` file: it would refuse to train the model."""
+    if (
+        getattr(optimizer, "built", False)
+        and variables
+        and not getattr(optimizer, "_trainable_variables", variables)
+    ):
+        optimizer.built = False
+        optimizer.build(variables)
+
+
+def _saved_optimizer(filepath: Any) -> str | None:
+    """The name of the optimizer's class in a file of Keras; ``None`` in those that do not say so."""
+    path = os.fspath(filepath) if isinstance(filepath, str | os.PathLike) else ""
+    found: Any = None
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            found = json.loads(file.read("config.json")).get("compile_config") or {}
+        found = found.get("optimizer")
+    elif os.path.isfile(path):
+        h5py: Any = importlib.import_module("h5py")
+        if h5py.is_hdf5(path):
+            with h5py.File(path) as file:
+                found = json.loads(file.attrs.get("training_config", "{}")).get("optimizer_config")
+    while isinstance(found, dict) and "inner_optimizer" in (found.get("config") or {}):
+        found = found["config"]["inner_optimizer"]
+    return found.get("class_name") if isinstance(found, dict) else None
+
+
+def _class_of(make: Callable[..., Any]) -> type:
+    """What stands for an optimizer's class: Keras does not take a function of its settings there."""
+    return type(make.__name__, (), {"from_config": staticmethod(lambda config: make(**config))})

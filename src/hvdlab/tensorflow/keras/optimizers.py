@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from hvdlab.bindings.arguments import Adasum, Average
+from hvdlab.bindings.arguments import Adasum, Average, Sum, checked_operator
 from hvdlab.collectives import basics
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
@@ -167,7 +167,7 @@ def is_keras_optimizer(value: Any) -> bool:
 
 def reducer_of(optimizer: Any) -> GradientReducer | None:
     """What reduces an optimizer's gradients, also within loss scaling; ``None`` if it is not distributed."""
-    found = _inner(optimizer) or optimizer
+    found = without_scaling(optimizer)
     return found.hvdlab_reducer if isinstance(found, Distributed) else None
 
 
@@ -204,8 +204,13 @@ def distributed(
         raise InvalidRequestError(
             "This optimizer is distributed already: its gradients would be reduced twice."
         )
-    if op == Adasum:
+    chosen = checked_operator(op)
+    if chosen is Adasum:
         raise UnsupportedError("Optimizers of Keras can't use Adasum; use one of tf.compat.v1.train with it.")
+    if chosen not in (Average, Sum):
+        raise InvalidRequestError(
+            f"Optimizers of Keras reduce gradients with hvd.Average or hvd.Sum, not with {chosen.name.lower()}."
+        )
     _refuse_other_backends(optimizer)
     label = name or f"Distributed{type(optimizer).__name__}"
     reducer = GradientReducer(
@@ -214,7 +219,7 @@ def distributed(
         device_sparse,
         compression,
         sparse_as_dense,
-        op,
+        chosen,
         gradient_predivide_factor,
         groups,
         process_set,
@@ -247,7 +252,7 @@ def distributed(
         "compression": compression,
         "sparse_as_dense": sparse_as_dense,
         "gradient_predivide_factor": gradient_predivide_factor,
-        "op": op,
+        "op": chosen,
         "backward_passes_per_step": backward_passes_per_step,
         "average_aggregated_gradients": average_aggregated_gradients,
         "groups": groups,
@@ -257,7 +262,7 @@ def distributed(
     made._hvdlab_set(
         reducer=reducer, helper=helper, reduced=False, computed=False, meter=StepMeter(), settings=settings
     )
-    package = sys.modules[_package(original)]
+    package = sys.modules[package_of_optimizer(optimizer)]
     _pickle_distributed(package)
     _reduce_before_scaling(package)
     _compile_without_xla(package)
@@ -265,13 +270,28 @@ def distributed(
     return made
 
 
-def _package(kind: type) -> str:
-    """The one of :data:`_PACKAGES` that an optimizer's class, which may be a user's, comes from."""
-    return next(name for each in kind.__mro__ if (name := each.__module__.partition(".")[0]) in _PACKAGES)
+def package_of_optimizer(optimizer: Any) -> str:
+    """The package that an optimizer, whose class may be a user's, comes from: Keras 3 or Keras 2."""
+    return next(
+        name for each in type(optimizer).__mro__ if (name := each.__module__.partition(".")[0]) in _PACKAGES
+    )
 
 
 def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", None)
+
+
+def without_scaling(optimizer: Any) -> Any:
+    """The optimizer within loss scaling; itself where there is none."""
+    return _inner(optimizer) or optimizer
+
+
+def loss_scale(optimizer: Any) -> Any:
+    """What mixed precision multiplies the loss by, and with it the gradients; ``None`` where it does not."""
+    if _inner(optimizer) is None:
+        return None
+    scaled = getattr(optimizer, "scale_loss", None) or optimizer.get_scaled_loss
+    return scaled(tf.constant(1.0))
 
 
 def _refuse_other_backends(optimizer: Any) -> None:

@@ -23,7 +23,7 @@ from hvdlab.tensorflow.functions import plain_variable
 from hvdlab.tensorflow.graph import refuse_compilation
 from hvdlab.tensorflow.installed import internal, tf
 from hvdlab.tensorflow.keras.models import package_of
-from hvdlab.tensorflow.keras.optimizers import reducer_of
+from hvdlab.tensorflow.keras.optimizers import loss_scale, reducer_of
 from hvdlab.tensorflow.reduction import GradientReducer
 
 _ATTRIBUTE = "_hvdlab_record"
@@ -196,7 +196,7 @@ class KerasRecord(StepRecord):
         """Have the norm of this rank's own gradients recorded where they are reduced."""
 
         def observe(gradients: Sequence[Any]) -> None:
-            self.gradients(gradients, _loss_scale(optimizer))
+            self.gradients(gradients, loss_scale(optimizer))
 
         return _observing(reducer_of(optimizer), observe)
 
@@ -277,14 +277,6 @@ def _observing(reducer: GradientReducer | None, observer: Callable[[Sequence[Any
         yield
     finally:
         reducer.observer = before
-
-
-def _loss_scale(optimizer: Any) -> Any:
-    """What mixed precision multiplies the loss by, and with it the gradients; ``None`` where it does not."""
-    if not hasattr(optimizer, "inner_optimizer"):
-        return None
-    scaled = getattr(optimizer, "scale_loss", None) or optimizer.get_scaled_loss
-    return scaled(tf.constant(1.0))
 
 
 def _parts(data: Any) -> tuple[Any, ...]:

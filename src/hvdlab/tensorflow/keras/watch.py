@@ -1,0 +1,235 @@
+"""``hvd.watch()`` of optimizers of Keras: how a training goes, as metrics.
+
+The norm of the gradients is computed where the optimizer gets them, within the function that Keras has made of a step, and stays in
+a variable there. Another variable says whether the step that comes is one of those in which it is computed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Self
+
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.metrics import names
+from hvdlab.collectives.metrics.steps import StepMeter
+from hvdlab.tensorflow.functions import plain_variable
+from hvdlab.tensorflow.installed import tf
+from hvdlab.tensorflow.keras.callbacks import learning_rate
+from hvdlab.tensorflow.keras.fits import record_fits
+from hvdlab.tensorflow.keras.models import package_of
+from hvdlab.tensorflow.keras.optimizers import (
+    Distributed,
+    is_keras_optimizer,
+    loss_scale,
+    package_of_optimizer,
+    without_scaling,
+)
+
+_NOTHING = -1.0
+"""What is in the place of a norm until one has been computed."""
+
+
+class Watch:
+    """What :func:`watch` returns. It ends with :meth:`close`, or when the optimizer is watched anew."""
+
+    def __init__(self, model: Any, optimizer: Any, batch_size: float | None, every: int) -> None:
+        self._model, self._optimizer, self._every = model, optimizer, every
+        self._inner = without_scaling(optimizer)
+        #: Whether the batch size is the user's, which ``fit`` then leaves as it is.
+        self.knows_batch_size = batch_size is not None
+        self._meter: StepMeter = getattr(self._inner, "hvdlab_meter", None) or StepMeter()
+        if batch_size is not None:
+            self._meter.batch_size = batch_size
+        #: Whether the norm is computed in the step that comes; functions that have been traced read the variable.
+        self._measuring = False
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._due = tf.Variable(False, trainable=False, name="hvdlab_watch_due")
+            self._norm = tf.Variable(_NOTHING, trainable=False, name="hvdlab_watch_norm")
+        #: The loss scale before the step that comes; ``None`` without one.
+        self._scale: float | None = None
+        kind: Any = type(self._inner)
+        self._plain_class = kind
+        self._inner.__class__ = _watched_class(kind)
+        for name, value in (("hvdlab_watch", self), ("hvdlab_meter", self._meter)):
+            object.__setattr__(self._inner, name, value)  # Keras would track them
+        if hasattr(model, "train_function"):
+            model.train_function = None  # it is to be traced anew
+        self._prepare(1)
+
+    @property
+    def batch_size(self) -> float | None:
+        """Samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time."""
+        return self._meter.batch_size
+
+    @batch_size.setter
+    def batch_size(self, samples: float | None) -> None:
+        self._meter.batch_size = samples
+        self.knows_batch_size = samples is not None
+
+    @property
+    def step(self) -> int:
+        """Steps that were seen. Set it to go on where an earlier training ended."""
+        return self._meter.count
+
+    @step.setter
+    def step(self, count: int) -> None:
+        self._meter.count = count
+        self._prepare(1)
+
+    def step_ended(self, steps: int = 1) -> None:
+        """A step of a loop of your own has ended, or several; ``fit`` says so itself."""
+        self._meter.step(steps)
+        rate = plain_variable(getattr(self._inner, "_learning_rate", None))
+        if hasattr(rate, "assign") or self._measuring:  # a schedule's is computed each time
+            _record(names.LEARNING_RATE, learning_rate(self._inner), self.step, time.monotonic_ns())
+        self.counted(steps)
+
+    def counted(self, steps: int) -> None:
+        """So many steps have ended together and have been counted; the last one's norm is recorded."""
+        now = time.monotonic_ns()
+        if self._measuring:
+            norm = float(self._norm.numpy())
+            if norm != _NOTHING:  # loss scaling skips steps
+                _record(names.GRADIENT_NORM, norm, self.step, now)
+            if self._scale is not None:
+                _record(names.LOSS_SCALE, self._scale, self.step, now)
+        self._prepare(steps)
+
+    def _prepare(self, steps: int) -> None:
+        """Have the norm computed in the steps that come, which are so many, if one of them is due."""
+        self._measure(self._every > 0 and (self.step + steps) // self._every > self.step // self._every)
+
+    def _measure(self, due: bool) -> None:
+        if due != self._measuring:
+            self._due.assign(due)
+            self._measuring = due
+        if due:
+            self._norm.assign(_NOTHING)
+            scale = loss_scale(self._optimizer)
+            self._scale = None if scale is None else float(scale)
+
+    def observe(self, gradients: Sequence[Any]) -> None:
+        """The optimizer gets these gradients; at once, or in the graph of a step."""
+        dense = [
+            each.values if isinstance(each, tf.IndexedSlices) else each
+            for each in gradients
+            if each is not None
+        ]
+        if not dense:
+            return
+
+        def measured() -> Any:
+            return tf.identity(
+                self._norm.assign(tf.linalg.global_norm([tf.cast(each, tf.float32) for each in dense]))
+            )
+
+        if tf.executing_eagerly():
+            if self._measuring:
+                measured()
+        else:
+            tf.cond(self._due, measured, lambda: tf.identity(self._norm))
+
+    def close(self) -> None:
+        """End it. Idempotent. Step times go on if the optimizer is a distributed one."""
+        if getattr(self._inner, "hvdlab_watch", None) is not self:
+            return
+        self._measure(False)
+        self._inner.__class__ = self._plain_class
+        object.__delattr__(self._inner, "hvdlab_watch")
+        if not isinstance(self._inner, Distributed):
+            object.__delattr__(self._inner, "hvdlab_meter")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Watch of {type(self._model).__name__}, {self.step} steps>"
+
+
+class _Watched:
+    """What a watched optimizer has besides its own class, beneath what reduces gradients."""
+
+    hvdlab_watch: Watch | None = None
+
+    def _hvdlab_observe(self, gradients: Sequence[Any]) -> None:
+        if self.hvdlab_watch is not None:  # there is none in a clone
+            self.hvdlab_watch.observe(gradients)
+
+
+class _WatchedApply(_Watched):
+    """Of Keras 3."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        plain: Any = super()
+        self._hvdlab_observe(grads)
+        return plain.apply(grads, trainable_variables)
+
+
+class _WatchedApplyGradients(_Watched):
+    """Of Keras 2."""
+
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        plain: Any = super()
+        pairs = list(grads_and_vars)
+        self._hvdlab_observe([gradient for gradient, _ in pairs])
+        return plain.apply_gradients(pairs, *args, **kwargs)
+
+
+@cache
+def _watched_class(kind: Any) -> Any:
+    if issubclass(kind, _Watched):
+        return kind  # of a clone
+    *distributing, plain = kind.__bases__ if issubclass(kind, Distributed) else (kind,)
+    mixin = _WatchedApply if hasattr(plain, "apply") else _WatchedApplyGradients
+    members = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (*distributing, mixin, plain), members)
+
+
+def watch(model: Any, optimizer: Any = None, *, batch_size: float | None = None, every: int = 10) -> Watch:
+    """Record how the training goes on this rank: step time, learning rate, norm of the gradients, loss scale.
+
+    ``docs/reference/metrics.md`` has the names and what each costs. Of a distributed optimizer ``fit`` records the first two by itself.
+    Calling it again for the same optimizer replaces what was there, so a cell may be run twice. ``fit`` counts its steps; a loop
+    of your own calls ``step_ended()`` of what is returned after each step. A ``tf.function`` of your own must be traced after this call.
+
+    Args:
+        model: A model of Keras 3 or of Keras 2.
+        optimizer: The optimizer whose steps count, distributed or not; by default the one that the model was compiled with.
+        batch_size: Samples that this rank trains with in a step, for samples per second; by default what ``fit`` knows.
+        every: After how many steps the norm of the gradients and the loss scale are recorded; 0 for never.
+
+    Returns:
+        The watch, whose ``batch_size`` and ``step`` may be set later, and which ``close()`` ends.
+
+    Raises:
+        InvalidRequestError: An argument is none of these.
+    """
+    if package_of(model) is None:
+        raise InvalidRequestError(f"hvd.watch() takes a model of Keras, not a {type(model).__name__}.")
+    chosen = getattr(model, "optimizer", None) if optimizer is None else optimizer
+    if chosen is None:
+        raise InvalidRequestError(
+            "hvd.watch() finds no optimizer: compile the model before, or give optimizer=."
+        )
+    if not is_keras_optimizer(chosen):
+        raise InvalidRequestError(f"hvd.watch() takes an optimizer of Keras, not a {type(chosen).__name__}.")
+    if every < 0:
+        raise InvalidRequestError(f"every= is a number of steps, not {every}.")
+    StepMeter().batch_size = batch_size  # it is checked before anything is changed
+    record_fits(sys.modules[package_of_optimizer(chosen)])
+    before: Watch | None = getattr(without_scaling(chosen), "hvdlab_watch", None)
+    if before is not None:
+        before.close()
+    return Watch(model, chosen, batch_size, every)
+
+
+def _record(name: str, value: float, step: int, time_ns: int) -> None:
+    if context.is_initialized():
+        context.engine().metric(name, value, step, time_ns)

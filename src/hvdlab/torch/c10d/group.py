@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import numpy.typing as npt
@@ -44,8 +46,9 @@ from hvdlab.torch.c10d.arguments import (
     single,
     split_rows,
 )
+from hvdlab.torch.c10d.buckets import Buckets
 from hvdlab.torch.c10d.history import Call
-from hvdlab.torch.c10d.naming import label_in_recordings, name_of_group, sharded_module
+from hvdlab.torch.c10d.naming import WHOLE, Part, label_in_recordings, name_of_group, sharded_module
 from hvdlab.torch.c10d.work import CoalescedWork, Deliver, HvdlabWork
 from hvdlab.torch.c10d.world import World
 
@@ -70,6 +73,8 @@ _MAY_BE_SHIFTED = (
 )  # fmt: skip
 """Why an operation may have ended if a rank had skipped an earlier one."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
+_WRAPPERS_BEGIN_WITH = ("broadcast", "all_gather")
+"""What ``DistributedDataParallel`` calls by itself, before it reduces gradients."""
 
 _T = TypeVar("_T")
 Copy = Callable[[Result], None]
@@ -144,6 +149,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         #: Operations whose futures C++ may wait for, without the GIL, so that Ctrl-C is not seen there.
         self._with_future: weakref.WeakSet[HvdlabWork] = weakref.WeakSet()
         world.with_futures.add(self)
+        #: The models that ``DistributedDataParallel`` reduces in this group.
+        self._buckets = Buckets()
         #: For each thread ``works``: what it has submitted since it began to coalesce, or ``None``.
         self._coalescing = threading.local()
 
@@ -239,20 +246,22 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         show, if that is not the outputs.
         """
         self._require_usable(operation)
-        module = sharded_module()
+        part = self._part(operation, outputs)
         work = HvdlabWork(
             self._engine,
             self._set,
-            self._label(operation, module),
+            self._label(operation, part),
             outputs,
             submission.deliver(),
             self._seconds,
             source,
             self._with_future.add,
         )
+        work.about = part.about
         at_once = not getattr(opts, "asyncOp", True)
+        label = self._labelled(operation, part)
         for request in submission.requests:
-            request.label = self._labelled(operation, module)
+            request.label, request.about = label, part.about
         work.record(f"hvdlab:{operation}", outputs if inputs is None else inputs)
         coalesced = getattr(self._coalescing, "works", None)
         if coalesced is not None:
@@ -262,7 +271,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._submit(work, submission, name or self._name_in_core, site, at_once=at_once)
         if name is None and work.handles:  # what all members call, in one order
             epoch = work.handles[0].epoch
-            self._world.histories.add(self._counted_as, epoch, Call(self._sequence, operation, site))
+            call = Call(self._sequence, operation, site + part.about, self._world.steps.taken)
+            self._world.histories.add(self._counted_as, epoch, call)
             work.explain = functools.partial(self._explain, epoch)
         return work
 
@@ -285,12 +295,23 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         works, self._coalescing.works = self._coalescing.works, None
         return CoalescedWork(works)
 
-    def _labelled(self, operation: str, module: str = "") -> str:
+    def _part(self, operation: str, tensors: Any) -> Part:
+        """The part of a model that an operation is for."""
+        if module := sharded_module():
+            return Part(module, f" for {module}")
+        caller = _caller()
+        if operation in _WRAPPERS_BEGIN_WITH:
+            self._buckets.see(tensors[0] if operation == "broadcast" else None, caller)
+        one = operation == "all_reduce" and len(tensors) == 1
+        bucket = self._buckets.text_of(tensors[0] if one else None, caller)
+        return Part(bucket, f", {bucket}") if bucket else WHOLE
+
+    def _labelled(self, operation: str, part: Part = WHOLE) -> str:
         """What recordings call an operation."""
-        label = self._labels.get((operation, module))
+        label = self._labels.get((operation, part.name))
         if label is None:
-            label = label_in_recordings(operation, self._name, self._description, self._members, module)
-            self._labels[operation, module] = label
+            label = label_in_recordings(operation, self._name, self._description, self._members, part.name)
+            self._labels[operation, part.name] = label
         return label
 
     def _require_usable(self, operation: str) -> None:
@@ -308,11 +329,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         require_member(operation, getattr(opts, "rootTensor", 0), 1, "root tensor")
         return require_member(operation, root, self.size(), "root rank")
 
-    def _label(self, operation: str, module: str = "") -> str:
+    def _label(self, operation: str, part: Part = WHOLE) -> str:
         """What errors call the next operation."""
         self._sequence += 1
         group = name_of_group(self._name, self._description, self._members)
-        return f"{operation} #{self._sequence} of {group}" + (f" for {module}" if module else "")
+        return f"{operation} #{self._sequence} of {group}{part.about}"
 
     def _submit(
         self,
@@ -813,6 +834,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     )
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _caller() -> FrameType | None:
+    """The frame that called the group; ``None`` on a thread of C++."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

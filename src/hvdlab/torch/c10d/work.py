@@ -71,6 +71,8 @@ class HvdlabWork(dist.Work):
         self._error: Exception | None = None
         #: Whether the outputs are delivered, or never will be.
         self._over = False
+        #: What errors say of the part of a model that it is for; ends the operation's name.
+        self.about = ""
         #: What is known beyond an error of the core, for its text; asks other ranks.
         self.explain: Callable[[HvdlabError], str] | None = None
         #: Called once if it failed, for one who counts operations.
@@ -123,7 +125,7 @@ class HvdlabWork(dist.Work):
                 except HvdlabError as error:
                     if self._error is None:
                         why = "" if self.explain is None else self.explain(error)
-                        self._error = renamed(error, self.operation, why)
+                        self._error = renamed(error, self.operation, why, self.about)
             with self._lock:
                 if not self._over and self._error is None and self._deliver is not None:
                     try:

@@ -182,21 +182,21 @@ def _buckets(model: Any) -> list[str]:
 @contextlib.contextmanager
 def _seen() -> Iterator[list[str]]:
     """The parts of models that the default group's all_reduces are for, in order."""
-    group: Any = dist.group.WORLD
+    calls: Any = dist.group.WORLD._calls  # type: ignore[union-attr]
     seen: list[str] = []
-    labelled = group._labelled
+    recorded_as = calls.recorded_as
 
     def watch(operation: str, part: Any) -> str:
         if operation == "all_reduce" and part.name:
             seen.append(part.name)
-        label: str = labelled(operation, part)
+        label: str = recorded_as(operation, part)
         return label
 
-    group._labelled = watch
+    calls.recorded_as = watch
     try:
         yield seen
     finally:
-        del group._labelled
+        del calls.recorded_as
 
 
 def _names(name: str) -> list[tuple[str, list[str], list[str]]]:

@@ -49,6 +49,7 @@ from hvdlab.torch.c10d.tensors import (
 )
 from hvdlab.torch.c10d.work import CoalescedWork, HvdlabWork
 from hvdlab.torch.c10d.world import World
+from hvdlab.torch.compiling import untraced_methods
 
 _Types: Any = dist.ReduceOp.RedOpType
 _OPERATORS = (
@@ -74,6 +75,7 @@ _T = TypeVar("_T")
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+@untraced_methods
 class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group on hvdlab's core. Made by ``dist.init_process_group("hvdlab")`` and ``dist.new_group``.
 

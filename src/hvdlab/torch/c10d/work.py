@@ -20,6 +20,7 @@ from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Limit, Result
 from hvdlab.collectives.errors import CollectiveError, HvdlabError
 from hvdlab.torch.c10d.naming import renamed
+from hvdlab.torch.compiling import untraced_methods
 
 _profilers: Any = torch.autograd
 
@@ -36,6 +37,7 @@ def futures_threads(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(32, "hvdlab-c10d-futures")
 
 
+@untraced_methods
 class HvdlabWork(dist.Work):
     """An operation in flight.
 
@@ -222,6 +224,7 @@ class HvdlabWork(dist.Work):
             root.set_result(None)
 
 
+@untraced_methods
 class CoalescedWork(dist.Work):
     """Several operations in flight as one: it has ended when all of them have.
 

@@ -289,7 +289,7 @@ class GuardedState:
                 PendingCollective(
                     entry.name,
                     entry.request.kind.label,
-                    entry.site,
+                    entry.site + entry.request.about,
                     (now - entry.submitted) / 1e9,
                     entry.phase == EXECUTING,
                     group.id,

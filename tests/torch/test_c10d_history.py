@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hvdlab.torch.c10d.history import KEPT, Call, Said, Shift, find_shift
+from hvdlab.torch.c10d.history import KEPT, Call, Drift, Said, Shift, find_drift, find_shift
 
 
 def said(lines: Sequence[str], first: int = 0) -> Said:
@@ -70,3 +70,44 @@ def test_it_is_told_by_both_sides_alike() -> None:
     )
     assert Shift(other, one, -1).told(0, 1) == told
     assert "skipped 3 calls" in Shift(one, other, 3).told(1, 0)
+
+
+def steps(of_calls: Sequence[int], first: int = 0) -> Said:
+    """Calls from one line, and how many steps there were before each."""
+    calls = tuple(Call(first + i + 1, "all_reduce", "line", step) for i, step in enumerate(of_calls))
+    return Said("group", 3, first, calls)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        ([0, 0, 1, 1, 2, 2], [0, 0, 2, 2, 3, 3], (3, 1)),
+        ([0, 1, 3, 4], [0, 1, 2, 3], (3, -1)),
+        ([7, 8, 9], [0, 1, 3], (3, 1)),  # one has trained before, without the other
+        ([0, 1, 2], [0, 2, 4], (2, 1)),
+        ([0, 1, 2], [0, 1, 2], None),
+        ([0, 1, 2], [5, 6], None),
+        ([0, 1, 2, 3], [0, 2, 2, 3], None),  # an optimizer that one rank has for itself steps now and then
+        ([0, 1, 2, 3], [0, 2, 1, 4], None),
+        ([], [1], None),
+    ],
+)
+def test_calls_of_one_line_are_told_apart_by_steps(
+    own: list[int], other: list[int], expected: tuple[int, int] | None
+) -> None:
+    drift = find_drift(steps(own), steps(other))
+    assert (None if drift is None else (drift.own.number, drift.ahead)) == expected
+    assert find_shift(steps(own), steps(other)) is None
+
+
+def test_who_is_ahead_is_told_by_both_sides_alike() -> None:
+    one, other = Call(4, "all_reduce", "a.py:3", 1), Call(4, "all_reduce", "a.py:3", 2)
+    for drift, rank, own in ((Drift(one, other, 1), 1, 0), (Drift(other, one, -1), 0, 1)):
+        assert "rank 1 has probably skipped" in drift.told(rank, own)
+    assert (
+        Drift(one, other, 1)
+        .told(1, 0)
+        .startswith(
+            "rank 0 made all_reduce #4 (a.py:3) after 1 step of its optimizers, and rank 1 made it after 2 steps"
+        )
+    )

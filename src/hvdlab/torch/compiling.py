@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 from torch._compile import _disable_dynamo
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C", bound=type)
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
@@ -31,3 +33,21 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         return guarded(*args, **kwargs)
 
     return outer
+
+
+def untraced_methods(cls: C) -> C:
+    """Keep ``torch.compile`` out of the methods of a class, and out of what they call.
+
+    For what C++ calls while compiled code runs, such as DDP's reducer the process group: the tracer would take such a call for the
+    beginning of code of the user's. Nothing is put around the methods. Before torch 2.7 it has no effect.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:
+        return cls
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for member in vars(cls).values():
+        function: Any = getattr(member, "fget", getattr(member, "__func__", member))
+        if isinstance(function, FunctionType):
+            set_code_exec_strategy(function.__code__, skip)
+    return cls

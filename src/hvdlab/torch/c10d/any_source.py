@@ -21,6 +21,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, HvdlabError, Pending
 from hvdlab.torch.c10d.work import Deliver, HvdlabWork, futures_threads
+from hvdlab.torch.compiling import untraced_methods
 
 _COUNT = "c10d.any_source"
 _AT_ONCE = 0.02
@@ -172,6 +173,7 @@ class AnySource:
             self.changed.notify_all()
 
 
+@untraced_methods
 class AnySourceWork(HvdlabWork):
     """A receive that gets its source later.
 

@@ -1,17 +1,14 @@
 """The process group: torch's collectives as requests of the core.
 
-All collectives of a group have *one* name in the core, the group's, and are anonymous: the coordinator compares the n-th
-call of each rank, and finds another operation, shape, dtype, root or operator at once. Tensors that the core can read and
-write where they are need no copy; all others, and dtypes that it does not know, go by a copy or as bytes.
+Tensors that the core can read and write where they are need no copy; all others, and dtypes that it does not know, go by a copy or
+as bytes.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,32 +19,37 @@ import torch.distributed as dist
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.errors import (
-    AbortedError,
-    CauseKind,
     Disagreement,
-    HvdlabError,
     InvalidRequestError,
     MismatchError,
     UnsupportedError,
 )
 from hvdlab.collectives.reduce.support import check_supported
-from hvdlab.collectives.sites import call_site
 from hvdlab.torch.adapter import ADAPTER, DTYPES
-from hvdlab.torch.c10d.any_source import AnySourceWork
 from hvdlab.torch.c10d.arguments import (
     listed,
     parts_of_root,
     require_dense,
     require_member,
     require_outputs,
-    require_tag,
     single,
     split_rows,
 )
-from hvdlab.torch.c10d.history import Call
-from hvdlab.torch.c10d.naming import label_in_recordings, name_of_group, sharded_module
-from hvdlab.torch.c10d.work import CoalescedWork, Deliver, HvdlabWork
+from hvdlab.torch.c10d.calls import Calls, Submission
+from hvdlab.torch.c10d.messages import Messages
+from hvdlab.torch.c10d.tensors import (
+    Copy,
+    array_of,
+    core_dtype,
+    plain_of,
+    real_parts,
+    resolved,
+    scatter_into,
+    writable_array,
+)
+from hvdlab.torch.c10d.work import CoalescedWork, HvdlabWork
 from hvdlab.torch.c10d.world import World
+from hvdlab.torch.compiling import untraced_methods
 
 _Types: Any = dist.ReduceOp.RedOpType
 _OPERATORS = (
@@ -65,47 +67,15 @@ _BITWISE: tuple[tuple[Any, str, Callable[[torch.Tensor, torch.Tensor], torch.Ten
 )
 _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 """Of truth values a sum is *any* and a product *all*, as NCCL has it."""
-_MAY_BE_SHIFTED = (
-    CauseKind.CELL_ENDED, CauseKind.CELL_FAILED, CauseKind.DEADLOCK, CauseKind.TIMEOUT, CauseKind.WITHDRAWN,
-)  # fmt: skip
-"""Why an operation may have ended if a rank had skipped an earlier one."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
-
 _T = TypeVar("_T")
-Copy = Callable[[Result], None]
-"""Takes the result of one request to the user's tensor."""
-
-
-class _Submission:
-    """Requests of one operation, and what is to be done with their results."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        #: For each request what takes its result to the user's tensors.
-        self.copies: list[Copy | None] = []
-
-    def add(self, request: Request, copy: Copy | None = None) -> None:
-        self.requests.append(request)
-        self.copies.append(copy)
-
-    def deliver(self) -> Deliver | None:
-        """What takes all results to their places; ``None`` if they are there."""
-        copies = self.copies
-        if not any(copies):
-            return None
-
-        def deliver(results: Sequence[Result]) -> None:
-            for copy, result in zip(copies, results, strict=True):
-                if copy is not None:
-                    copy(result)
-
-        return deliver
 
 
 # Torch declares each method with overloads for its C++ callers and its Python callers, which one override can't match.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+@untraced_methods
 class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group on hvdlab's core. Made by ``dist.init_process_group("hvdlab")`` and ``dist.new_group``.
 
@@ -125,27 +95,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, world: World, rank: int, size: int, name: str, members: Sequence[int], timeout: timedelta
     ) -> None:
         super().__init__(rank, size)
-        self._engine, self._members = world.engine, tuple(members)
-        self._world, self._name, self._description = world, name, ""
-        self._seconds = timeout.total_seconds()
-        self._sequence, self._closed = 0, False
-        #: What recordings call operations.
-        self._labels: dict[tuple[str, str], str] = {}
+        self._calls = Calls(world, name, members, timeout.total_seconds())
+        self._engine, self._members = world.engine, self._calls.members
         #: The members' numbers in the group, in the order of the core, which is that of the ranks; empty if they are the same.
         self._order = sorted(range(size), key=lambda member: members[member])
         if self._order == list(range(size)):
             self._order = []
-        self._set = world.process_set(members)
-        self._name_in_core = world.name_in_core(name, self._members)
-        self._epoch, self._processes = self._present()
-        # Ranks that were replaced have sent nothing yet, so a group that is made anew counts from the beginning.
-        space = world.store.space if world.store is not None else ""
-        self._counted_as = f"{space}.{self._name_in_core}"
-        #: Operations whose futures C++ may wait for, without the GIL, so that Ctrl-C is not seen there.
-        self._with_future: weakref.WeakSet[HvdlabWork] = weakref.WeakSet()
-        world.with_futures.add(self)
-        #: For each thread ``works``: what it has submitted since it began to coalesce, or ``None``.
-        self._coalescing = threading.local()
+        self._messages = Messages(self._calls, rank)
+        world.with_futures.add(self._calls)
 
     # -- what torch asks about it -------------------------------------------------------------------------------------
 
@@ -156,18 +113,16 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return "hvdlab"
 
     def getGroupName(self) -> str:
-        return self._name
+        return self._calls.name
 
     def setGroupName(self, name: str) -> None:
-        self._name = name
-        self._labels.clear()
+        self._calls.rename(name=name)
 
     def getGroupDesc(self) -> str:
-        return self._description
+        return self._calls.description
 
     def setGroupDesc(self, description: str) -> None:
-        self._description = description
-        self._labels.clear()
+        self._calls.rename(description=description)
 
     # Torch's Python layer calls these.
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
@@ -183,151 +138,38 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
+        self._calls.seconds = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._sequence
+        return self._calls.sequence
 
     def abort(self) -> None:
         """Give up what is in flight, on all ranks; the group goes on."""
-        self._engine.withdraw(f"rank {self._engine.rank} called abort()", self._set)
+        self._engine.withdraw(f"rank {self._engine.rank} called abort()", self._calls.process_set)
 
     def shutdown(self) -> None:
         """Take no more operations. The process set stays, for groups of the same ranks."""
-        self._closed = True
-        self._world.histories.forget(self._counted_as)
-
-    def interrupted(self) -> None:
-        """The user interrupts this rank: give up what C++ may be waiting for. On the control thread."""
-        if self._closed:
-            return
-        for chosen in {work.process_set for work in list(self._with_future) if not work.is_ended()}:
-            text = f"rank {self._engine.rank} was interrupted"
-            self._engine.withdraw(text, chosen, CauseKind.INTERRUPTED)
-
-    def _present(self) -> tuple[int, tuple[object, ...]]:
-        """The world's epoch, and the processes that are the group's ranks in it."""
-        epoch, processes = self._engine.processes()
-        return epoch, tuple(process for process in processes if process[0] in self._members)
+        self._calls.close()
 
     def has_its_ranks(self) -> bool:
         """Whether the processes that made the group are still its ranks: not if one was lost, or replaced."""
-        epoch, processes = self._present()
-        if processes == self._processes:
-            self._epoch = epoch
-            return True
-        return False
-
-    # -- submitting ---------------------------------------------------------------------------------------------------
-
-    def _go(
-        self,
-        operation: str,
-        outputs: Any,
-        submission: _Submission,
-        *,
-        name: str | None = None,
-        source: int = -1,
-        opts: Any = None,
-        inputs: Any = None,
-    ) -> HvdlabWork:
-        """Submit an operation.
-
-        If ``opts`` say that the caller waits at once, that wait announces it, which is quicker. ``inputs`` are what profilers
-        show, if that is not the outputs.
-        """
-        self._require_usable(operation)
-        module = sharded_module()
-        work = HvdlabWork(
-            self._engine,
-            self._set,
-            self._label(operation, module),
-            outputs,
-            submission.deliver(),
-            self._seconds,
-            source,
-            self._with_future.add,
-        )
-        at_once = not getattr(opts, "asyncOp", True)
-        for request in submission.requests:
-            request.label = self._labelled(operation, module)
-        work.record(f"hvdlab:{operation}", outputs if inputs is None else inputs)
-        coalesced = getattr(self._coalescing, "works", None)
-        if coalesced is not None:
-            coalesced.append(work)
-            at_once = False
-        site = call_site(2)
-        self._submit(work, submission, name or self._name_in_core, site, at_once=at_once)
-        if name is None and work.handles:  # what all members call, in one order
-            epoch = work.handles[0].epoch
-            self._world.histories.add(self._counted_as, epoch, Call(self._sequence, operation, site))
-            work.explain = functools.partial(self._explain, epoch)
-        return work
-
-    def _explain(self, epoch: int, error: HvdlabError) -> str:
-        """Whether a rank has skipped an earlier call, if that may be why an operation could not complete."""
-        if isinstance(error, AbortedError) and error.cause.kind in _MAY_BE_SHIFTED:
-            asked = error.pending.missing
-        elif isinstance(error, MismatchError):
-            asked = self._members
-        else:
-            return ""
-        return self._world.histories.explain(self._counted_as, epoch, asked)
+        return self._calls.has_its_ranks()
 
     def _start_coalescing(self, device: object = None) -> None:
         """From now on to :meth:`_end_coalescing` this thread's operations of the group make one work. Torch's manager calls both."""
-        self._coalescing.works = []
+        self._calls.start_coalescing()
 
     def _end_coalescing(self, device: object = None) -> CoalescedWork:
         """The operations since :meth:`_start_coalescing`, as one work."""
-        works, self._coalescing.works = self._coalescing.works, None
-        return CoalescedWork(works)
-
-    def _labelled(self, operation: str, module: str = "") -> str:
-        """What recordings call an operation."""
-        label = self._labels.get((operation, module))
-        if label is None:
-            label = label_in_recordings(operation, self._name, self._description, self._members, module)
-            self._labels[operation, module] = label
-        return label
-
-    def _require_usable(self, operation: str) -> None:
-        if self._closed:
-            raise InvalidRequestError(f"{operation}: process group {self._name} was destroyed.")
-        if self._engine.epoch() != self._epoch and not self.has_its_ranks():
-            raise InvalidRequestError(
-                f"{operation}: {name_of_group(self._name, self._description, self._members)} has lost ranks since it was made. "
-                'Call dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'
-            )
+        return self._calls.end_coalescing()
 
     def _root(self, operation: str, opts: Any) -> int:
         """The root's number in the group: torch gives it in an object of options, or as a number."""
         root = 0 if opts is None else int(getattr(opts, "rootRank", opts))
         require_member(operation, getattr(opts, "rootTensor", 0), 1, "root tensor")
         return require_member(operation, root, self.size(), "root rank")
-
-    def _label(self, operation: str, module: str = "") -> str:
-        """What errors call the next operation."""
-        self._sequence += 1
-        group = name_of_group(self._name, self._description, self._members)
-        return f"{operation} #{self._sequence} of {group}" + (f" for {module}" if module else "")
-
-    def _submit(
-        self,
-        work: HvdlabWork,
-        submission: _Submission,
-        name: str,
-        site: str,
-        *,
-        announce: bool = True,
-        at_once: bool = False,
-    ) -> None:
-        for request in submission.requests:
-            request.name, request.site, request.process_set = name, site, self._set
-            request.anonymous = True
-            work.handles.append(self._engine.submit(request, announce=announce, at_once=at_once))
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
@@ -337,33 +179,35 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> HvdlabWork:
         given = listed(tensors)
         operator = _operator(opts)
-        submission = _Submission()
+        submission = Submission()
         for tensor in given:
             if tensor.layout is torch.sparse_coo:
                 self._add_sparse(submission, tensor, operator)
             else:
                 self._add_allreduce(submission, tensor, operator)
-        return self._go("all_reduce", given, submission, opts=opts)
+        return self._calls.submit("all_reduce", given, submission, opts=opts)
 
     def reduce(self, tensors: Any, opts: Any) -> HvdlabWork:
-        tensor, submission, operator = single("reduce", tensors), _Submission(), _operator(opts)
+        tensor, submission, operator = single("reduce", tensors), Submission(), _operator(opts)
         is_root = self._root("reduce", opts) == self.rank()
         # Only the root's tensor changes.
         self._add_allreduce(submission, tensor if is_root else tensor.detach().clone(), operator)
-        return self._go("reduce", [tensor], submission, opts=opts)
+        return self._calls.submit("reduce", [tensor], submission, opts=opts)
 
-    def _add_allreduce(self, submission: _Submission, tensor: torch.Tensor, operator: Any) -> None:
+    def _add_allreduce(self, submission: Submission, tensor: torch.Tensor, operator: Any) -> None:
         require_dense(tensor, "all_reduce")
         for number, name, fold in _BITWISE:
             if operator == number:
                 self._add_folded(submission, tensor, name, fold)
                 return
-        array, copy = _writable(_real(tensor), reducing=True)
-        request = Request(OpKind.ALLREDUCE, input=array, output=array, dtype=ADAPTER.dtype(_real(tensor)))
+        array, copy = writable_array(real_parts(tensor), reducing=True)
+        request = Request(
+            OpKind.ALLREDUCE, input=array, output=array, dtype=ADAPTER.dtype(real_parts(tensor))
+        )
         _set_operator(request, operator, tensor)
         submission.add(request, copy)
 
-    def _add_sparse(self, submission: _Submission, tensor: torch.Tensor, operator: Any) -> None:
+    def _add_sparse(self, submission: Submission, tensor: torch.Tensor, operator: Any) -> None:
         """Gather all indices and values, and add up what has the same index. The result is coalesced."""
         if not any(operator == one for one in (_Types.SUM, _Types.AVG)):
             raise UnsupportedError("all_reduce of sparse tensors only works with ReduceOp.SUM and AVG.")
@@ -372,9 +216,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         parts = (own.indices().t().contiguous(), own.values().contiguous())
         gathered = torch.empty((self.size(), shape.numel()), dtype=shape.dtype)
         submission.add(
-            Request(OpKind.ALLGATHER, input=_array(shape), output=_array(gathered), dtype=_dtype(shape))
+            Request(
+                OpKind.ALLGATHER, input=array_of(shape), output=array_of(gathered), dtype=core_dtype(shape)
+            )
         )
-        landings = [self._add_rows(submission, _real(part)) for part in parts]
+        landings = [self._add_rows(submission, real_parts(part)) for part in parts]
 
         def copy(result: Result) -> None:
             if not bool((gathered == shape).all()):
@@ -390,7 +236,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission.copies[-1] = copy
 
     @staticmethod
-    def _add_rows(submission: _Submission, part: torch.Tensor) -> list[torch.Tensor]:
+    def _add_rows(submission: Submission, part: torch.Tensor) -> list[torch.Tensor]:
         """Gather tensors of which each rank has as many rows as it likes; the list has the result, once it is there."""
         landing: list[torch.Tensor] = []
 
@@ -398,14 +244,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             landing.append(torch.empty(shape, dtype=part.dtype))
             return ADAPTER.host_view(landing[0])
 
-        request = Request(OpKind.ALLGATHER, input=_array(part), dtype=ADAPTER.dtype(part))
+        request = Request(OpKind.ALLGATHER, input=array_of(part), dtype=ADAPTER.dtype(part))
         request.allocate = allocate
         submission.add(request)
         return landing
 
     def _add_folded(
         self,
-        submission: _Submission,
+        submission: Submission,
         tensor: torch.Tensor,
         name: str,
         fold: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
@@ -417,7 +263,9 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             )
         own = tensor.detach().contiguous().reshape(1, -1)
         gathered = torch.empty((self.size(), tensor.numel()), dtype=tensor.dtype)
-        request = Request(OpKind.ALLGATHER, input=_array(own), output=_array(gathered), dtype=_dtype(own))
+        request = Request(
+            OpKind.ALLGATHER, input=array_of(own), output=array_of(gathered), dtype=core_dtype(own)
+        )
 
         def copy(result: Result) -> None:
             tensor.detach().copy_(functools.reduce(fold, list(gathered)).view(tensor.shape))
@@ -426,13 +274,13 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
         operator = _operator(opts)
-        submission = _Submission()
+        submission = Submission()
         for output, given in zip(outputs, inputs, strict=True):
             self._add_reduce_scatter(submission, output, given, operator)
-        return self._go("reduce_scatter", list(outputs), submission, opts=opts, inputs=inputs)
+        return self._calls.submit("reduce_scatter", list(outputs), submission, opts=opts, inputs=inputs)
 
     def _add_reduce_scatter(
-        self, submission: _Submission, output: torch.Tensor, given: torch.Tensor, operator: Any
+        self, submission: Submission, output: torch.Tensor, given: torch.Tensor, operator: Any
     ) -> None:
         require_dense(given, "reduce_scatter")
         size = self.size()
@@ -447,14 +295,16 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._then_copy(submission, lambda: whole.reshape(size, -1)[self.rank()], output)
             return
         source = (
-            _plain(_real(given)).reshape(size, -1) if given.numel() else _plain(_real(given)).reshape(size, 0)
+            plain_of(real_parts(given)).reshape(size, -1)
+            if given.numel()
+            else plain_of(real_parts(given)).reshape(size, 0)
         )
         if self._order:
             source = source[self._order]
-        array, copy = _writable(_real(output), reducing=True)
+        array, copy = writable_array(real_parts(output), reducing=True)
         request = Request(
             OpKind.REDUCESCATTER,
-            input=_array(source),
+            input=array_of(source),
             output=array.reshape(1, -1),
             dtype=ADAPTER.dtype(source),
         )
@@ -462,7 +312,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission.add(request, copy)
 
     @staticmethod
-    def _then_copy(submission: _Submission, part: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
+    def _then_copy(submission: Submission, part: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
         """After the last request, and what it has to copy, copy a part of the result to ``output``."""
         before = submission.copies[-1]
 
@@ -478,7 +328,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter(self, outputs: Any, lists: Any, opts: Any = None) -> HvdlabWork:
         operator = _operator(opts)
-        submission = _Submission()
+        submission = Submission()
         for output, parts in zip(listed(outputs), lists, strict=True):
             counts = [part.numel() for part in parts]
             if len(counts) != self.size() or counts[self.rank()] != output.numel():
@@ -494,21 +344,21 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 self._add_allreduce(submission, flat, operator)
                 part = flat[start : start + output.numel()]
                 self._then_copy(submission, lambda part=part: part, output)  # type: ignore[misc]
-        return self._go("reduce_scatter", list(outputs), submission, opts=opts, inputs=lists)
+        return self._calls.submit("reduce_scatter", list(outputs), submission, opts=opts, inputs=lists)
 
     # -- what only moves data -----------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None) -> HvdlabWork:
-        tensor, submission = single("broadcast", tensors), _Submission()
+        tensor, submission = single("broadcast", tensors), Submission()
         root = self._members[self._root("broadcast", opts)]
         require_dense(tensor, "broadcast")
-        array, copy = _writable(tensor)
-        request = Request(OpKind.BROADCAST, input=array, output=array, dtype=_dtype(tensor), root=root)
+        array, copy = writable_array(tensor)
+        request = Request(OpKind.BROADCAST, input=array, output=array, dtype=core_dtype(tensor), root=root)
         submission.add(request, None if root == self._engine.rank else copy)
-        return self._go("broadcast", [tensor], submission, opts=opts)
+        return self._calls.submit("broadcast", [tensor], submission, opts=opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
-        submission = _Submission()
+        submission = Submission()
         for output, given in zip(outputs, inputs, strict=True):
             if output.numel() != given.numel() * self.size() or output.dtype != given.dtype:
                 raise InvalidRequestError(
@@ -518,11 +368,11 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if self._order and output.numel():
                 rows = torch.empty(self.size(), given.numel(), dtype=given.dtype)
                 copy: Copy | None = functools.partial(self._copy_rows, rows, output)
-                self._add_all_gather(submission, given, _array(rows), copy)
+                self._add_all_gather(submission, given, array_of(rows), copy)
                 continue
-            array, copy = _writable(output)
+            array, copy = writable_array(output)
             self._add_all_gather(submission, given, array, copy)
-        return self._go("all_gather", list(outputs), submission, opts=opts, inputs=inputs)
+        return self._calls.submit("all_gather", list(outputs), submission, opts=opts, inputs=inputs)
 
     def _copy_rows(self, rows: torch.Tensor, output: torch.Tensor, result: Result) -> None:
         """Rows that came in the order of the ranks, in the order of the group."""
@@ -540,14 +390,17 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @staticmethod
     def _add_all_gather(
-        submission: _Submission, given: torch.Tensor, into: npt.NDArray[Any], copy: Copy | None
+        submission: Submission, given: torch.Tensor, into: npt.NDArray[Any], copy: Copy | None
     ) -> None:
         require_dense(given, "all_gather")
         # As one row, so that ranks with tensors of other sizes disagree.
-        source = _array(_plain(given)).reshape(1, -1)
+        source = array_of(plain_of(given)).reshape(1, -1)
         submission.add(
             Request(
-                OpKind.ALLGATHER, input=source, output=into.reshape(-1, source.shape[1]), dtype=_dtype(given)
+                OpKind.ALLGATHER,
+                input=source,
+                output=into.reshape(-1, source.shape[1]),
+                dtype=core_dtype(given),
             )
             if source.size
             else Request(OpKind.BARRIER),
@@ -565,17 +418,17 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._gather_lists(lists, [given], opts)
 
     def _gather_lists(self, lists: Any, inputs: list[torch.Tensor], opts: Any) -> HvdlabWork:
-        submission = _Submission()
+        submission = Submission()
         for outputs, given in zip(lists, inputs, strict=True):
             require_outputs("all_gather", outputs, given, self.rank(), self.size())
             counts = [output.numel() for output in outputs]
             if len(set(counts)) == 1 and counts[0] == given.numel():
                 gathered = torch.empty(sum(counts), dtype=given.dtype)
-                copy = functools.partial(_scatter_into, self._ordered(outputs), gathered)
-                self._add_all_gather(submission, given, _array(gathered), copy)
+                copy = functools.partial(scatter_into, self._ordered(outputs), gathered)
+                self._add_all_gather(submission, given, array_of(gathered), copy)
             else:
                 self._add_exchange(submission, outputs, [given] * self.size(), [given.numel()] * self.size())
-        return self._go("all_gather", list(lists), submission, opts=opts, inputs=inputs)
+        return self._calls.submit("all_gather", list(lists), submission, opts=opts, inputs=inputs)
 
     def allgather_coalesced(self, lists: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
         given = listed(inputs)
@@ -587,7 +440,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _add_exchange(
         self,
-        submission: _Submission,
+        submission: Submission,
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         sends: Sequence[int],
@@ -607,9 +460,9 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         known = dtype in DTYPES
         width = 1 if known else tensors[0].element_size()
         flat = (
-            torch.cat([torch.empty(0, dtype=dtype), *(_resolved(t).reshape(-1) for t in inputs)])
+            torch.cat([torch.empty(0, dtype=dtype), *(resolved(t).reshape(-1) for t in inputs)])
             if known
-            else (torch.cat([torch.empty(0, dtype=torch.uint8), *(_plain(t) for t in inputs)]))
+            else (torch.cat([torch.empty(0, dtype=torch.uint8), *(plain_of(t) for t in inputs)]))
         )
         counts = [output.numel() for output in outputs] if receives is None else list(receives)
         expected = tuple(count * width for count in counts)
@@ -623,7 +476,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             received = tuple(count for count in result.received_splits or ())
             if tuple(filter(None, received)) != tuple(filter(None, expected)):
                 raise _unexpected(received, expected, width, self._engine.rank)
-            _scatter_into(outputs, landing[0] if known else landing[0].view(dtype), result)
+            scatter_into(outputs, landing[0] if known else landing[0].view(dtype), result)
 
         splits = tuple(count * width for count in sends)
         request = Request(
@@ -637,14 +490,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission.add(request, copy)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
-        submission = _Submission()
+        submission = Submission()
         self._add_exchange(submission, outputs, inputs, [tensor.numel() for tensor in inputs])
-        return self._go("all_to_all", list(outputs), submission, opts=opts, inputs=inputs)
+        return self._calls.submit("all_to_all", list(outputs), submission, opts=opts, inputs=inputs)
 
     def all_to_all_single(
         self, output: Any, given: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> HvdlabWork:
-        submission = _Submission()
+        submission = Submission()
         sends = self._elements(given, input_splits, "input")
         receives = self._elements(output, output_splits, "output")
         if self._order:
@@ -654,7 +507,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._then_copy(submission, lambda: landing, output)
         else:
             self._add_exchange(submission, [output], [given], sends, receives)
-        return self._go("all_to_all", [output], submission, opts=opts, inputs=given)
+        return self._calls.submit("all_to_all", [output], submission, opts=opts, inputs=given)
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
         """Elements for each member, from rows of dimension 0."""
@@ -666,24 +519,24 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         given, root = single("gather", inputs, "input"), self._root("gather", opts)
         is_root = root == self.rank()
         outputs = parts_of_root("gather", lists, given, self.size(), is_root=is_root, which="output")
-        submission = _Submission()
+        submission = Submission()
         sends = [given.numel() if member == root else 0 for member in range(self.size())]
         self._add_exchange(submission, outputs, [given], sends, root=self._members[root])
-        return self._go("gather", [outputs], submission, inputs=inputs)
+        return self._calls.submit("gather", [outputs], submission, inputs=inputs)
 
     def scatter(self, outputs: Any, lists: Any, opts: Any) -> HvdlabWork:
         output, root = single("scatter", outputs, "output"), self._root("scatter", opts)
         is_root = root == self.rank()
         inputs = parts_of_root("scatter", lists, output, self.size(), is_root=is_root, which="input")
-        submission = _Submission()
+        submission = Submission()
         sends = [tensor.numel() for tensor in inputs] or [0] * self.size()
         self._add_exchange(submission, [output], inputs, sends, root=self._members[root])
-        return self._go("scatter", [output], submission, inputs=inputs)
+        return self._calls.submit("scatter", [output], submission, inputs=inputs)
 
     def barrier(self, opts: Any = None) -> HvdlabWork:
-        submission = _Submission()
+        submission = Submission()
         submission.add(Request(OpKind.BARRIER))
-        return self._go("barrier", [], submission, opts=opts)
+        return self._calls.submit("barrier", [], submission, opts=opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that waits no longer than this, by default the group's timeout.
@@ -695,115 +548,20 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         Raises:
             AbortedError: A rank did not come in time; on all ranks that wait. The group goes on.
         """
-        submission = _Submission()
+        submission = Submission()
         submission.add(Request(OpKind.BARRIER))
-        self._go("monitored_barrier", [], submission).wait(timeout or timedelta(0))
+        self._calls.submit("monitored_barrier", [], submission).wait(timeout or timedelta(0))
 
     # -- point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> HvdlabWork:
-        self._require_other("send", target, tag)
-        work = self._message("send", [single("send", tensors)], self.rank(), target, tag)
-        self._count(self._world.any_source.sends, work, target, tag)
-        return work
+        return self._messages.send(tensors, target, tag)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> HvdlabWork:
-        self._require_other("recv", source, tag)
-        given = [single("recv", tensors)]
-        # Counted first: what is submitted from now on takes the message after this one.
-        self._world.any_source.receives(self._counted_as, self._members[source], tag)
-        work = self._message("recv", given, source, self.rank(), tag)
-        self._count(self._world.any_source.receives, work, source, tag, counted=True)
-        return work
+        return self._messages.receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> HvdlabWork:
-        """Receive the next message with this tag of any rank; ``source_rank`` says of which, once it is there."""
-        self._require_usable("recv")
-        require_tag("recv", tag)
-        given, site, counts = [single("recv", tensors)], call_site(1), self._world.any_source
-        require_dense(given[0], "recv")
-
-        def submit(work: AnySourceWork, rank: int) -> None:
-            source = self._members.index(rank)
-            submission = self._moved(given, source, self.rank())
-            for request in submission.requests:
-                request.label = self._labelled("recv")
-            work.set_source(submission.deliver(), source)
-            self._count(counts.receives, work, source, tag, counted=True)
-            self._submit(work, submission, self._message_name(source, self.rank(), tag), site, announce=False)
-            self._engine.flush()
-
-        label, members = self._label("recv from any rank"), self._members
-        work = AnySourceWork(
-            counts,
-            self._counted_as,
-            members,
-            tag,
-            submit,
-            site,
-            self._engine,
-            self._set,
-            label,
-            given,
-            None,
-            self._seconds,
-        )
-        work.record("hvdlab:recvAnySource", given)
-        counts.add(self._counted_as, members, tag, work)
-        return work
-
-    def _require_other(self, operation: str, other: int, tag: int) -> None:
-        require_member(operation, other, self.size())
-        require_tag(operation, tag)
-        if other == self.rank():
-            raise InvalidRequestError(f"{operation}: rank {other} can't send to itself.")
-
-    def _count(
-        self,
-        count: Callable[[str, int, int, int], None],
-        work: HvdlabWork,
-        other: int,
-        tag: int,
-        *,
-        counted: bool = False,
-    ) -> None:
-        """Let receives from any source know of a message; one that is given up does not count."""
-        group, rank = self._counted_as, self._members[other]
-        if not counted:
-            count(group, rank, tag, 1)
-        work.on_failure = functools.partial(count, group, rank, tag, -1)
-
-    def _message(
-        self, operation: str, tensors: list[torch.Tensor], source: int, target: int, tag: int
-    ) -> HvdlabWork:
-        return self._go(
-            operation,
-            tensors,
-            self._moved(tensors, source, target),
-            name=self._message_name(source, target, tag),
-            source=source,
-        )
-
-    def _moved(self, tensors: list[torch.Tensor], source: int, target: int) -> _Submission:
-        submission, ranks = _Submission(), (self._members[source], self._members[target])
-        sends = source == self.rank()
-        for tensor in tensors:
-            require_dense(tensor, "send" if sends else "recv")
-            array, copy = (_array(tensor), None) if sends else _writable(tensor)
-            request = Request(
-                OpKind.SENDRECV,
-                input=array,
-                output=None if sends else array,
-                dtype=_dtype(tensor),
-                root=ranks[0],
-                ranks=ranks,
-            )
-            submission.add(request, copy)
-        return submission
-
-    def _message_name(self, source: int, target: int, tag: int) -> str:
-        """Messages of one direction and tag come in the order in which they are sent."""
-        return f"{self._name_in_core}.{source}>{target}.{tag}"
+        return self._messages.receive_from_any(tensors, tag)
 
     # Names of torch before 2.13.
     _allgather_base, _reduce_scatter_base, alltoall_base = (
@@ -815,66 +573,10 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-# -- tensors ----------------------------------------------------------------------------------------------------------
-
-
 def _operator(opts: Any) -> Any:
     """The reduction operator, which comes in the same ways."""
     found = getattr(opts, "reduceOp", opts)
     return found if isinstance(found, (dist.ReduceOp, _Types)) else dist.ReduceOp.SUM
-
-
-def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous host memory: the tensor's own if possible."""
-    return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, as bytes if the core does not know the dtype."""
-    tensor = _resolved(tensor)
-    return tensor if tensor.dtype in DTYPES else tensor.reshape(-1).view(torch.uint8)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as its real and imaginary parts, which a sum or an average treats alike."""
-    return (
-        torch.view_as_real(_resolved(tensor) if tensor.is_conj() else tensor)
-        if tensor.is_complex()
-        else tensor
-    )
-
-
-def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    return ADAPTER.host_view(_plain(tensor))
-
-
-def _dtype(tensor: torch.Tensor) -> Any:
-    return DTYPES.get(tensor.dtype, DTYPES[torch.uint8])
-
-
-def _writable(tensor: torch.Tensor, *, reducing: bool = False) -> tuple[npt.NDArray[Any], Copy | None]:
-    """Memory with a tensor's values for a result: its own, or some that is copied back."""
-    if reducing:
-        ADAPTER.dtype(tensor)  # raises what there is to say
-    plain = _plain(tensor)
-    if plain.data_ptr() == tensor.data_ptr() and not (tensor.is_conj() or tensor.is_neg()):
-        ADAPTER.mark_written(tensor)
-        return ADAPTER.host_view(plain), None
-
-    def copy(result: Result) -> None:
-        values = plain if plain.dtype == tensor.dtype else plain.view(tensor.dtype)
-        tensor.detach().copy_(values.view(tensor.shape))
-
-    return ADAPTER.host_view(plain), copy
-
-
-def _scatter_into(outputs: Iterable[torch.Tensor], gathered: torch.Tensor, result: Result) -> None:
-    """Cut what was received to the outputs, in order."""
-    start = 0
-    for output in outputs:
-        stop = start + output.numel()
-        output.detach().copy_(gathered[start:stop].view(output.shape))
-        start = stop
 
 
 def _set_operator(request: Request, operator: Any, tensor: torch.Tensor) -> None:

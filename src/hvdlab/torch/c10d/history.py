@@ -1,7 +1,8 @@
 """The last calls of each group: when one can't complete, whether a rank has skipped a call that is like the next one.
 
 The coordinator compares what ranks ask for, and calls of one kind, shape and dtype are alike: a rank that skips one meets the
-others' calls with its later ones, and is found out only when it makes no more. So each rank remembers the lines of its last calls.
+others' calls with its later ones, and is found out only when it makes no more. So each rank remembers the lines of its last calls,
+and how many steps its optimizers had taken by then: all calls of DDP's backward pass come from one line.
 A rank whose call can't complete asks the ranks that are missing for theirs, and compares.
 """
 
@@ -30,11 +31,17 @@ _TOPIC = "c10d.history"
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """One call: its number in the rank's errors, its name and the user's line."""
+    """One call: its number in the rank's errors, its name and the user's line.
+
+    Attributes:
+        number, operation, site: As above; the site says for which part of a model it is, too.
+        step: Steps that the rank's optimizers had taken before it.
+    """
 
     number: int
     operation: str
     site: str
+    step: int = 0
 
     def __str__(self) -> str:
         return f"{self.operation} #{self.number} ({visible(self.site)})"
@@ -105,6 +112,46 @@ def find_shift(own: Said, other: Said) -> Shift | None:
     return Shift(ours[at], theirs[at], skipped) if skipped else None
 
 
+class Drift(msgspec.Struct, frozen=True):
+    """Since when two ranks make one call in different steps.
+
+    Attributes:
+        own, other: The first call that they made in different steps, on each side.
+        ahead: How many more steps the other rank had taken than this one by then, beside what it had before; never 0.
+    """
+
+    own: Call
+    other: Call
+    ahead: int
+
+    def told(self, rank: int, own: int) -> str:
+        """In words. ``rank`` is the other one, ``own`` the one that compares."""
+        who = rank if self.ahead > 0 else own
+        return (
+            f"rank {own} made {self.own} after {_steps(self.own.step)} of its optimizers, and rank {rank} made it after "
+            f"{_steps(self.other.step)}: rank {who} has probably skipped a backward pass or another call before"
+        )
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
+def find_drift(own: Said, other: Said) -> Drift | None:
+    """Whether two ranks' calls come from different steps since some call, as far as both remember.
+
+    Optimizers that only some ranks have make a difference, too, but one that comes and goes, or that was there before, is none.
+    """
+    first = max(own.first, other.first)
+    pairs = list(zip(own.calls[first - own.first :], other.calls[first - other.first :], strict=False))
+    before = pairs[0][1].step - pairs[0][0].step if pairs else 0
+    ahead = [other.step - own.step - before for own, other in pairs]
+    at = next((i for i, difference in enumerate(ahead) if difference), None)
+    if at is None or any(difference * ahead[at] <= 0 for difference in ahead[at:]):
+        return None
+    return Drift(*pairs[at], ahead[at])
+
+
 def _alike(some: Sequence[Call], others: Sequence[Call]) -> int:
     """How many calls are alike, if all are that there are on both sides."""
     pairs = list(zip(some, others, strict=False))
@@ -158,9 +205,9 @@ class Histories:
         if not own.calls or not others:
             return ""
         for rank, said in sorted(self._ask(group, epoch, others).items()):
-            shift = find_shift(own, said)
-            if shift is not None:
-                return shift.told(rank, self._engine.rank)
+            found = find_shift(own, said) or find_drift(own, said)
+            if found is not None:
+                return found.told(rank, self._engine.rank)
         return ""
 
     def _ask(self, group: str, epoch: int, others: Sequence[int]) -> dict[int, Said]:

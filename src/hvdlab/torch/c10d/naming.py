@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import NamedTuple
 
 from hvdlab.collectives.errors import AbortedError, MismatchError, compact_ranks
 
@@ -17,6 +18,22 @@ _PARAM_GROUP_FILE = os.path.join("_fully_shard", "_fsdp_param_group.py")
 _FRAMES = 20
 """So many frames lie between a collective of ``fully_shard`` and the object that knows the module, at most."""
 _HASH = re.compile("[0-9a-f]{40}")
+
+
+class Part(NamedTuple):
+    """The part of a model that an operation is for.
+
+    Attributes:
+        name: What recordings call it, such as ``layers.3``.
+        about: What errors and stall lines say behind the operation, such as `` for layers.3``.
+    """
+
+    name: str = ""
+    about: str = ""
+
+
+WHOLE = Part()
+"""What is for no part of a model that is known."""
 
 
 def is_local(name: str) -> bool:
@@ -41,17 +58,17 @@ def name_of_group(name: str, description: str, members: Sequence[int]) -> str:
 
 
 def label_in_recordings(
-    operation: str, name: str, description: str, members: Sequence[int], module: str = ""
+    operation: str, name: str, description: str, members: Sequence[int], part: str = ""
 ) -> str:
     """What timelines and traces call an operation: ``default_pg.all_reduce``, ``ranks 0-1.all_gather layers.3``.
 
     Args:
         operation: Its name in torch.
         name, description, members: Of the group, as for :func:`name_of_group`.
-        module: Whose shards it is about, if it is known.
+        part: The part of a model that it is for, if it is known.
     """
     group = name_of_group(name, description, members).removeprefix("group ").removeprefix("of ")
-    return f"{group}.{operation} {module}".rstrip()
+    return f"{group}.{operation} {part}".rstrip()
 
 
 def sharded_module() -> str:
@@ -73,17 +90,21 @@ def sharded_module() -> str:
     return ""
 
 
-def renamed(error: Exception, operation: str, why: str = "") -> Exception:
+def renamed(error: Exception, operation: str, why: str = "", about: str = "") -> Exception:
     """An error of the core, with c10d's name of the operation in place of the core's.
 
     Args:
         error: As a handle raised it. Errors that name no collective are returned as they are.
         operation: Such as ``all_reduce #17 of group dp``. The number is that of the rank that the error is raised on.
         why: What else is known of it, in a sentence.
+        about: The part of a model that the operation names already, so that the line of the call need not.
     """
     if type(error) is AbortedError:
         # A name of this form is not shown beside the kind.
-        pending = dataclasses.replace(error.pending, collective=operation, name=f"{operation}.noname")
+        sites = {rank: site.removesuffix(about) for rank, site in error.pending.sites.items()}
+        pending = dataclasses.replace(
+            error.pending, collective=operation, name=f"{operation}.noname", sites=sites
+        )
         cause = error.cause
         if why:
             cause = dataclasses.replace(cause, text=f"{cause.text}; {why}")

@@ -20,6 +20,7 @@ from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Limit, Result
 from hvdlab.collectives.errors import CollectiveError, HvdlabError
 from hvdlab.torch.c10d.naming import renamed
+from hvdlab.torch.compiling import untraced_methods
 
 _profilers: Any = torch.autograd
 
@@ -36,6 +37,7 @@ def futures_threads(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(32, "hvdlab-c10d-futures")
 
 
+@untraced_methods
 class HvdlabWork(dist.Work):
     """An operation in flight.
 
@@ -71,6 +73,8 @@ class HvdlabWork(dist.Work):
         self._error: Exception | None = None
         #: Whether the outputs are delivered, or never will be.
         self._over = False
+        #: What errors say of the part of a model that it is for; ends the operation's name.
+        self.about = ""
         #: What is known beyond an error of the core, for its text; asks other ranks.
         self.explain: Callable[[HvdlabError], str] | None = None
         #: Called once if it failed, for one who counts operations.
@@ -123,7 +127,7 @@ class HvdlabWork(dist.Work):
                 except HvdlabError as error:
                     if self._error is None:
                         why = "" if self.explain is None else self.explain(error)
-                        self._error = renamed(error, self.operation, why)
+                        self._error = renamed(error, self.operation, why, self.about)
             with self._lock:
                 if not self._over and self._error is None and self._deliver is not None:
                     try:
@@ -220,6 +224,7 @@ class HvdlabWork(dist.Work):
             root.set_result(None)
 
 
+@untraced_methods
 class CoalescedWork(dist.Work):
     """Several operations in flight as one: it has ended when all of them have.
 

@@ -24,6 +24,7 @@ from hvdlab.collectives.settings import Settings
 from hvdlab.torch.c10d.any_source import AnySource
 from hvdlab.torch.c10d.history import Histories
 from hvdlab.torch.c10d.naming import is_local
+from hvdlab.torch.c10d.steps import Steps
 from hvdlab.torch.c10d.store import HvdlabStore, StoreLink
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class World:
         store: The default group's, if that is not one of torch's. C++ does not keep it alive.
         any_source: Which messages there are for receives from any source.
         histories: The last calls of each group.
+        steps: How many steps this rank's optimizers have taken.
         with_futures: The groups that are told when the notebook interrupts this rank.
     """
 
@@ -77,6 +79,7 @@ class World:
         self.store: HvdlabStore | None = None
         self.any_source = AnySource(engine)
         self.histories = Histories(engine)
+        self.steps = Steps()
         self.with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
         engine.on_interrupt(self._on_interrupt)
         self._registering = threading.Lock()

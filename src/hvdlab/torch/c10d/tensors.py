@@ -1,0 +1,68 @@
+"""Torch's tensors as the core's memory: where they are if it can read and write them there, else by a copy, or as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from hvdlab.collectives.engine.request import Result
+from hvdlab.torch.adapter import ADAPTER, DTYPES
+
+Copy = Callable[[Result], None]
+"""Takes the result of one request to the user's tensor."""
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous host memory: the tensor's own if possible."""
+    return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+
+
+def plain_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, as bytes if the core does not know the dtype."""
+    tensor = resolved(tensor)
+    return tensor if tensor.dtype in DTYPES else tensor.reshape(-1).view(torch.uint8)
+
+
+def real_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as its real and imaginary parts, which a sum or an average treats alike."""
+    return (
+        torch.view_as_real(resolved(tensor) if tensor.is_conj() else tensor)
+        if tensor.is_complex()
+        else tensor
+    )
+
+
+def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    return ADAPTER.host_view(plain_of(tensor))
+
+
+def core_dtype(tensor: torch.Tensor) -> Any:
+    return DTYPES.get(tensor.dtype, DTYPES[torch.uint8])
+
+
+def writable_array(tensor: torch.Tensor, *, reducing: bool = False) -> tuple[npt.NDArray[Any], Copy | None]:
+    """Memory with a tensor's values for a result: its own, or some that is copied back."""
+    if reducing:
+        ADAPTER.dtype(tensor)  # raises what there is to say
+    plain = plain_of(tensor)
+    if plain.data_ptr() == tensor.data_ptr() and not (tensor.is_conj() or tensor.is_neg()):
+        ADAPTER.mark_written(tensor)
+        return ADAPTER.host_view(plain), None
+
+    def copy(result: Result) -> None:
+        values = plain if plain.dtype == tensor.dtype else plain.view(tensor.dtype)
+        tensor.detach().copy_(values.view(tensor.shape))
+
+    return ADAPTER.host_view(plain), copy
+
+
+def scatter_into(outputs: Iterable[torch.Tensor], gathered: torch.Tensor, result: Result) -> None:
+    """Cut what was received to the outputs, in order."""
+    start = 0
+    for output in outputs:
+        stop = start + output.numel()
+        output.detach().copy_(gathered[start:stop].view(output.shape))
+        start = stop

@@ -1,0 +1,28 @@
+"""What the coordinator is told of a call, and what recordings keep to themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.locals import Locals
+from hvdlab.collectives.engine.request import Request
+
+
+def entry(about: str) -> Entry:
+    x = np.ones(4, np.float32)
+    return Entry(Request(OpKind.ALLREDUCE, "x", x, x, DType.F32, ReduceOp.SUM, about=about), "train.py:3", 1)
+
+
+def test_what_a_call_is_about_stands_behind_its_line_for_all_ranks() -> None:
+    found = Locals()
+    layer, other, plain = (found.local_of(entry(about)) for about in (" for layers.3", " for layers.4", ""))
+    assert [each.site for each in (layer, other, plain)] == [
+        "train.py:3 for layers.3",
+        "train.py:3 for layers.4",
+        "train.py:3",
+    ]
+    assert len({layer.id, other.id, plain.id}) == 3
+    assert found.local_of(entry(" for layers.3")) is layer, "it is defined once"
+    assert layer.signature == plain.signature, "ranks need not be in the same part of a model"

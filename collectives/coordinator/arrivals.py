@@ -121,7 +121,9 @@ def resize(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
 
 def release(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
     """Let ranks go where elastic training lets the world change; at once if no rank trains, or if they are not in the world."""
-    if state.restoring.active:  # which ranks train, and are in the world, is known once the ranks have resumed
+    if (
+        state.restoring.active
+    ):  # which ranks train, and are in the world, is known once the ranks have resumed
         state.restoring.released.update(ranks)
         return
     expected = set(state.membership.expected or ())

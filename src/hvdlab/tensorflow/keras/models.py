@@ -62,8 +62,8 @@ def _saved_optimizer(filepath: Any) -> str | None:
     found: Any = None
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as file:
-            found = json.loads(file.read("config.json")).get("compile_config") or {}
-        found = found.get("optimizer")
+            if "config.json" in file.namelist():  # else Keras says what is wrong with it
+                found = (json.loads(file.read("config.json")).get("compile_config") or {}).get("optimizer")
     elif os.path.isfile(path):
         h5py: Any = importlib.import_module("h5py")
         if h5py.is_hdf5(path):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, MismatchError, UnsupportedError
+from metric_points import recorded_points
 from ranks import Ranks
 
 
@@ -336,40 +337,28 @@ def computed_gradients() -> None:
 
 def fits_are_recorded(version: int) -> None:
     keras, (tf, hvd, hvd_keras) = _keras(version), _modules()
-    from hvdlab.collectives import context
-    from hvdlab.collectives.timeline.events import Metric
-    from hvdlab.collectives.timeline.records import decode
-
-    engine: Any = context.engine()
     x, y = _data(hvd)
     model = _model(keras)
 
     def points(**options: Any) -> dict[str, list[tuple[Any, float]]]:
-        engine.recorder.drain()
         given = {} if "x" in options else {"x": x, "y": y, "batch_size": 16}
         model.fit(verbose=0, **given, **options)
-        found: dict[str, list[tuple[Any, float]]] = {}
-        for batch in engine.recorder.drain():
-            for event in decode(batch).events:
-                if isinstance(event, Metric):
-                    found.setdefault(event.name, []).append((event.step, event.value))
-        return found
+        return recorded()
 
-    schedule, engine._dispatcher.schedule_events = engine._dispatcher.schedule_events, lambda: None
-    try:
+    with recorded_points() as recorded:
         optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.01))
         model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
         averaged = [hvd_keras.callbacks.MetricAverageCallback()]
         found = points(epochs=2, validation_data=(x, y), callbacks=averaged)
-        assert [step for step, _ in found["hvdlab/step_time"]] == [2, 3, 4, 6, 7, 8]
-        assert all(0 < seconds < 60 for _, seconds in found["hvdlab/step_time"])
-        assert all(rate > 0 for _, rate in found["hvdlab/samples_per_second"])
-        pairs = zip(found["hvdlab/samples_per_second"], found["hvdlab/step_time"], strict=True)
+        assert [step for step, _ in found["step_time"]] == [2, 3, 4, 6, 7, 8]
+        assert all(0 < seconds < 60 for _, seconds in found["step_time"])
+        assert all(rate > 0 for _, rate in found["samples_per_second"])
+        pairs = zip(found["samples_per_second"], found["step_time"], strict=True)
         assert all(rate * seconds == pytest.approx(16) for (_, rate), (_, seconds) in pairs)
-        assert [step for step, _ in found["hvdlab/learning_rate"]] == list(range(1, 9))
-        assert [rate for _, rate in found["hvdlab/learning_rate"]] == pytest.approx([0.01] * 8)
-        names = {name for name in found if not name.startswith("hvdlab/")}
-        assert names == {"loss", "mae", "val_loss", "val_mae"}
+        assert [step for step, _ in found["learning_rate"]] == list(range(1, 9))
+        assert [rate for _, rate in found["learning_rate"]] == pytest.approx([0.01] * 8)
+        measured = {"step_time", "samples_per_second", "learning_rate"}
+        assert found.keys() - measured == {"loss", "mae", "val_loss", "val_mae"}
         assert [step for step, _ in found["loss"]] == list(range(1, 9))
         assert [step for step, _ in found["val_loss"]] == [4, 8]
         # Of this rank alone, whatever the callback behind it has averaged.
@@ -385,18 +374,16 @@ def fits_are_recorded(version: int) -> None:
         falling = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)
         model.compile(optimizer=hvd_keras.DistributedOptimizer(keras.optimizers.SGD(falling)), loss="mse")
         found = points(x=batches, epochs=2)
-        (_, rate), (_, seconds) = found["hvdlab/samples_per_second"][0], found["hvdlab/step_time"][0]
+        (_, rate), (_, seconds) = found["samples_per_second"][0], found["step_time"][0]
         assert rate * seconds == pytest.approx(32)
         behind = (
             0 if version == 3 else 0.5
         )  # Keras 3 has the next step's rate by then, Keras 2 the last one's
         expected = [0.01 * 0.5 ** (epoch - behind) for epoch in (1, 2)]
-        assert [rate for _, rate in found["hvdlab/learning_rate"]] == pytest.approx(expected)
+        assert [rate for _, rate in found["learning_rate"]] == pytest.approx(expected)
         # A model that is not distributed tells nothing.
         model.compile(optimizer="sgd", loss="mse")
         assert "loss" not in points(epochs=1)
-    finally:
-        engine._dispatcher.schedule_events = schedule
 
 
 def saves(version: int) -> None:

@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
+from metric_points import recorded_points
 from ranks import Ranks
 
 RATE = 0.25
-
-
-class Points:
-    """What this rank has recorded since the last look, by name: pairs of steps and values."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __call__(self) -> dict[str, list[tuple[int, float]]]:
-        from hvdlab.collectives.timeline.events import Metric
-        from hvdlab.collectives.timeline.records import decode
-
-        found: dict[str, list[tuple[int, float]]] = {}
-        for batch in self._engine.recorder.drain():
-            for event in decode(batch).events:
-                if isinstance(event, Metric):
-                    found.setdefault(event.name.removeprefix("hvdlab/"), []).append(
-                        (event.step or 0, event.value)
-                    )
-        return found
-
-
-@contextmanager
-def recorded() -> Iterator[Points]:
-    from hvdlab.collectives import context
-
-    engine: Any = context.engine()
-    schedule, engine._dispatcher.schedule_events = engine._dispatcher.schedule_events, lambda: None
-    try:
-        engine.recorder.drain()
-        yield Points(engine)
-    finally:
-        engine._dispatcher.schedule_events = schedule
 
 
 def _keras(version: int) -> Any:
@@ -94,7 +61,7 @@ def fits(version: int) -> None:
     model.fit(x, y, batch_size=4, verbose=0)  # which traces a step
     steps = 2
     changes, norms = _changes(keras)
-    with recorded() as points, hvd.watch(model, every=2) as watch:
+    with recorded_points() as points, hvd.watch(model, every=2) as watch:
         model.fit(x, y, batch_size=4, epochs=3, verbose=0, shuffle=False, callbacks=[changes])
         found = points()
         assert [step for step, _ in found["gradient_norm"]] == [4, 6, 8]
@@ -135,7 +102,7 @@ def plain_optimizers(version: int) -> None:
         model, kind = _model(keras), type(optimizer)
         model.compile(optimizer, loss="mse")
         changes, norms = _changes(keras)
-        with recorded() as points:
+        with recorded_points() as points:
             watch = hvdlab.keras.watch(model, optimizer, every=1)
             assert isinstance(optimizer, kind)
             model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=[changes])
@@ -171,7 +138,7 @@ def _looped(keras: Any, rate: Any, wrapped: Callable[[Any], Any]) -> dict[str, l
         optimizer.apply_gradients([(tape.gradient(loss, source), table)])
 
     run = wrapped(step)
-    with recorded() as points, hvd.watch(_model(keras), optimizer, batch_size=7, every=2) as watch:
+    with recorded_points() as points, hvd.watch(_model(keras), optimizer, batch_size=7, every=2) as watch:
         for _ in range(4):
             run()
             watch.step_ended()
@@ -209,7 +176,7 @@ def scaled_losses(version: int) -> None:
     finally:
         keras.mixed_precision.set_global_policy("float32")
     changes, norms = _changes(keras)
-    with recorded() as points, hvd.watch(model, every=1):
+    with recorded_points() as points, hvd.watch(model, every=1):
         model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=[changes])
         found = points()
         assert [value for _, value in found["gradient_norm"]] == pytest.approx(norms, rel=1e-2)
@@ -230,7 +197,7 @@ def several_at_a_time(version: int) -> None:
     model = _model(keras)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
     model.compile(optimizer, loss="mse", steps_per_execution=2)
-    with recorded() as points, hvd.watch(model, every=4):
+    with recorded_points() as points, hvd.watch(model, every=4):
         model.fit(x, y, batch_size=2, epochs=2, verbose=0)
         steps = [step for step, _ in points()["gradient_norm"]]
     assert steps == [4, 8]

@@ -137,7 +137,9 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
     ):
         errors = pool.run(wrong).errors
         assert errors.keys() == ranks, errors
-        assert told in errors[0].evalue
+        # Where other ranks fail at once, rank 0 may be stopped before it receives.
+        early = "failed" in told and errors[0].ename == "KeyboardInterrupt"
+        assert early or told in errors[0].evalue
     assert list(pool.run(GOOD)) == [True] * 3
     for absent in (2, 0):  # a rank that is no member need not call anything
         assert pool.run(MEMBERS.format(absent, absent)).errors == {}

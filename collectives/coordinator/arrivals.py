@@ -210,5 +210,6 @@ def admit(state: CoordinatorState) -> None:
     membership.wait(tuple(new) if change is Change.LATER else ())
     if change is Change.NOW or (change is Change.FREE and new and membership.complete):
         membership.returning.difference_update(new)
-        state.sets.switch(world, tuple(sorted({*stay, *new})))
+        # The members keep their order: a restored world has no other record of which rank came first.
+        state.sets.switch(world, (*(rank for rank in current if rank in stay), *sorted(new)))
         elastic.regroup(state)

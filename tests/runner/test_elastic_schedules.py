@@ -16,11 +16,13 @@ from joint_elastic import ACTIONS, ElasticSchedule, run_elastic_seed
 from joint_schedules import soak
 
 HUNDRED_THOUSAND = 100_000
+FAILED_ONCE = (1981, 2673)
+"""A coordinator died as the world grew, and its successor put the ranks in another order."""
 
 
 @pytest.mark.timeout(1800)
 def test_hundreds_of_elastic_jobs() -> None:
-    for seed in range(examples(120)):
+    for seed in (*range(examples(120)), *FAILED_ONCE):
         told = run_elastic_seed(seed)
         assert not told, f"seed {seed}: {told}"
 

@@ -230,7 +230,7 @@ def test_a_newcomer_that_refuses_keeps_no_other_from_joining(start_pool: StartPo
     said.wait(lambda: said.sizes(2)[-1:] == [2] and said.sizes(0)[-1:] == [2])
     assert pool.newcomers == (1,)
     refused = "rank 1 can't take part: OSError: not here; `%hvd_pool restart 1` tries again"
-    assert refused in said.notes
+    said.wait(lambda: refused in said.notes)
     os.kill(pids(pool)[0], signal.SIGUSR1)
     results = running.wait(PATIENCE)
     assert results[0] == results[2], (results.root_cause, said.notes)
@@ -248,7 +248,7 @@ def test_a_rank_whose_cell_ended_before_it_entered_is_a_newcomer(
     said.wait(lambda: bool(said.written))
     pool.resize(2)
     # It was brought all, and waits to be let in: there is nothing to do for its user.
-    assert "rank 1 joins at the others' next commit" in said.notes
+    said.wait(lambda: "rank 1 joins at the others' next commit" in said.notes)
     assert pool.newcomers == ()
     running.interrupt()
     said.wait(lambda: 1 in said.ended)

@@ -403,15 +403,35 @@ def test_gradients_are_as_before_when_torch_was_interrupted_while_it_switched_th
         torch.set_grad_enabled(True)
 
 
-def test_autocast_is_off_when_it_was_interrupted_while_it_was_switched_off(rank: Rank) -> None:
+STEPS = """
+def outcome():
+    weight, seen = torch.ones(2, 2, requires_grad=True), []
+    for _ in range(3):
+        with torch.autocast('cpu', torch.bfloat16):
+            seen.append((torch.ones(2, 2) @ weight).sum().item())
+        with torch.no_grad():
+            weight += 1
+    return seen
+outcome()
+"""
+
+
+@pytest.mark.parametrize("name", ["__enter__", "__exit__"])
+def test_autocast_is_as_before_when_it_was_interrupted_while_it_was_switched(rank: Rank, name: str) -> None:
     torch = pytest.importorskip("torch")
-    block = "with torch.autocast('cpu'): pass"
+    block = "with torch.autocast('cpu'): torch.ones(2, 2) @ torch.ones(2, 2, requires_grad=True)"
     try:
-        error = rank.run(TORN.format(name="__exit__", file="autocast_mode.py", call=1, block=block)).error
+        error = rank.run(TORN.format(name=name, file="autocast_mode.py", call=1, block=block)).error
         assert error.ename == "KeyboardInterrupt"
         assert rank.run("torch.is_autocast_enabled('cpu')").done.value_repr == "False"
+        # A context that has never ended would keep the weights of the first step for all others.
+        assert rank.run(STEPS).done.value_repr == "[8.0, 16.0, 24.0]"
+        assert torch.autocast_increment_nesting() == 1
     finally:
+        while torch.autocast_decrement_nesting() > 0:
+            pass
         torch.set_autocast_enabled("cpu", False)
+        torch.clear_autocast_cache()
 
 
 def test_what_an_interrupted_cell_has_switched_itself_stays(rank: Rank) -> None:

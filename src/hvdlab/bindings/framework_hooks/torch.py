@@ -179,7 +179,8 @@ class TorchHooks(FrameworkHooks):
     def modes(self) -> Any:
         torch: Any = sys.modules["torch"]
         try:
-            return torch.is_grad_enabled(), [torch.is_autocast_enabled(device) for device in _AUTOCAST]
+            enabled = [torch.is_autocast_enabled(device) for device in _AUTOCAST]
+            return torch.is_grad_enabled(), enabled, _autocast_depth(torch)
         except AttributeError:  # half imported
             return None
 
@@ -190,10 +191,21 @@ class TorchHooks(FrameworkHooks):
         ):
             return
         torch: Any = sys.modules["torch"]
-        gradients, autocast = modes or (True, [False] * len(_AUTOCAST))
+        gradients, autocast, depth = modes or (True, [False] * len(_AUTOCAST), 0)
         torch.set_grad_enabled(gradients)
         for device, enabled in zip(_AUTOCAST, autocast, strict=True):
             torch.set_autocast_enabled(device, enabled)
+        # Weights that autocast has cast stay in its cache until the outermost context ends: with one that never has, all later steps
+        # would compute with the weights of now.
+        while _autocast_depth(torch) > depth:
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+
+
+def _autocast_depth(torch: Any) -> int:
+    """In how many autocast contexts the calling thread is."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 def _of_tensor(tensor: Any) -> ArraySource | None:

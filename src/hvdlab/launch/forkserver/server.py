@@ -326,6 +326,10 @@ class ServerShell:
     def _reap(self) -> list[Event]:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wakeup, READ_SIZE)
+        if self._importing:
+            # Every child is one that a package has started while it is imported, on the main thread, which waits for it
+            # itself. What is left of them is reaped at the end of the imports: run() writes to this pipe then.
+            return []
         return self._child_table.reap()
 
     def _finish(self, exit_: Exit) -> None:

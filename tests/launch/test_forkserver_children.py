@@ -1,0 +1,58 @@
+"""Processes that packages start in a fork server, beside the ranks."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forked_ranks import ForkedRanks, loaded
+from hvdlab.kernel_ext.forked import PROGRAM, PROGRAM_NAME
+from hvdlab.launch.forkserver.child_table import ChildTable
+from hvdlab.launch.forkserver.client import ForkServer
+
+STARTS_PROCESSES = """
+import subprocess
+
+found = {subprocess.run(["false"]).returncode for _ in range(100)}
+if found != {1}:
+    raise ImportError(f"exit codes {found}")
+"""
+"""A package that runs programs while it is imported, as ``ctypes.util.find_library`` and ``platform`` do."""
+
+
+def test_a_package_may_run_programs_while_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "starts_processes.py").write_text(STARTS_PROCESSES)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, "HVDLAB_PRELOAD": "starts_processes"}
+    ranks = ForkedRanks(ForkServer.start(PROGRAM_NAME, environment))
+    try:
+        loaded(ranks.warm)
+        ranks.fork([0])
+        assert ranks.run(0, "import sys; 'starts_processes' in sys.modules") == "True"
+        assert ranks.losses == []
+    finally:
+        ranks.close()
+
+
+def test_a_thread_of_a_package_may_reap_its_own_process_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    with selectors.DefaultSelector() as selector, subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        waitid, wait4 = os.waitid, os.wait4
+
+        def waitid_of_this(idtype: int, number: int, options: int) -> Any:
+            """The process of the tests may have other children."""
+            return waitid(os.P_PID, process.pid, options)
+
+        def wait4_too_late(pid: int, options: int) -> Any:
+            assert process.wait() == 0
+            return wait4(pid, options)
+
+        monkeypatch.setattr(os, "waitid", waitid_of_this)
+        monkeypatch.setattr(os, "wait4", wait4_too_late)
+        assert ChildTable(selector, PROGRAM).reap() == []
+        assert process.returncode == 0

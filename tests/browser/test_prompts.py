@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
 
 pytest.importorskip("jupyterlab")
 pytest.importorskip("notebook")
@@ -36,10 +40,17 @@ CELLS = [
 ]
 
 
+def wait_for_box(lab: LabPage, prompt: str) -> Locator:
+    """Wait for an input box with this prompt. One that was answered is in the page for another half second."""
+    boxes = lab.page.locator(".jp-OutputArea-stdin-item:not(.jp-OutputArea-stdin-hiding)")
+    box = boxes.filter(has_text=prompt)
+    box.wait_for(timeout=WAIT_MS)
+    return box.locator(".jp-Stdin-input")
+
+
 def answer(lab: LabPage, prompt: str, line: str) -> None:
     """Wait for a prompt in the notebook's input box, and type a line."""
-    lab.page.locator(".jp-Stdin-prompt", has_text=prompt).last.wait_for(timeout=WAIT_MS)
-    box = lab.page.locator(".jp-Stdin-input").last
+    box = wait_for_box(lab, prompt)
     box.fill(line)
     box.press("Enter")
 
@@ -59,7 +70,7 @@ def test_ranks_ask_in_the_notebooks_own_input_box(tmp_path: Path, classic: bool)
         assert "[0,1] hello Ada" in lab.output(ASK)
 
         lab.run(STOP)
-        lab.page.locator(".jp-Stdin-prompt", has_text="[rank 1] ipdb>").last.wait_for(timeout=WAIT_MS)
+        wait_for_box(lab, "[rank 1] ipdb>")
         (tmp_path / "work" / "go").touch()
         lab.wait_for_text(STOP, "[0] meanwhile", running=True)  # while the box is open
         answer(lab, "[rank 1] ipdb>", "p a, 6 * 7")
@@ -71,7 +82,7 @@ def test_ranks_ask_in_the_notebooks_own_input_box(tmp_path: Path, classic: bool)
         assert "is at a prompt" not in lab.output(STOP)
 
         lab.run(AGAIN)
-        lab.page.locator(".jp-Stdin-prompt", has_text="[rank 0]").last.wait_for(timeout=WAIT_MS)
+        wait_for_box(lab, "[rank 0]")
         lab.stop()
         lab.wait_until_ended(AGAIN)
         assert "KeyboardInterrupt" in lab.output(AGAIN)
@@ -79,7 +90,7 @@ def test_ranks_ask_in_the_notebooks_own_input_box(tmp_path: Path, classic: bool)
         assert "[0] 0" in lab.finish(NEXT)
 
         lab.run(DIE)
-        lab.page.locator(".jp-Stdin-prompt", has_text="[rank 1] ipdb>").last.wait_for(timeout=WAIT_MS)
+        wait_for_box(lab, "[rank 1] ipdb>")
         (tmp_path / "work" / "die").touch()
         lab.wait_until_ended(DIE)
         assert "rank 1 died" in lab.output(DIE)

@@ -177,6 +177,7 @@ def lab_page(
             page = browser.new_context(
                 viewport={"width": width, "height": height}, device_scale_factor=scale
             ).new_page()
+            page.set_default_timeout(WAIT_MS)  # of what names none
             place = "notebooks" if classic else "lab/tree" if many else "doc/tree"
             page.goto(f"{address}/{place}/{path}?token={server.token}", timeout=WAIT_MS)
             page.wait_for_selector(".jp-Notebook-cell .cm-content", timeout=WAIT_MS)

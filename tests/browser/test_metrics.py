@@ -111,9 +111,9 @@ def check_lateness(lab: LabPage) -> None:
         rank: [one["value"] for one in api(lab, f"values('hvdlab/share/wait', {rank})")] for rank in range(4)
     }
     assert all(0 <= value <= 1 for values in shares.values() for value in values)
-    # Seconds in which nothing but the training ran.
+    # Seconds in which nothing but the training ran. In its first one a rank may wait for others that begin later.
     assert min(max(shares[rank]) for rank in (0, 1, 3)) > 0.5
-    assert max(shares[2]) < 0.4
+    assert statistics.median(shares[2]) < 0.4
 
 
 def check_charts(lab: LabPage) -> None:

@@ -60,19 +60,26 @@ def test_a_running_cell_has_a_strip_that_opens_the_timeline(lab: LabPage, tmp_pa
     for cell in (LOAD, INIT):
         lab.finish(cell)
     lab.run(TRAIN)
-    page.wait_for_selector(".hvd-strip .hvd-strip-slowest", timeout=WAIT_MS)
+    # On a busy machine any rank may be the slowest for a moment.
+    page.wait_for_function(
+        "document.querySelector('.hvd-strip .hvd-strip-slowest .hvd-strip-number')?.innerText.startsWith('2')",
+        timeout=WAIT_MS,
+    )
     strip = page.locator(".hvd-strip")
     assert strip.locator(".hvd-strip-rank").count() == 3
-    assert strip.locator(".hvd-strip-slowest .hvd-strip-number").inner_text().startswith("2")
     assert "3 ranks · running [3]" in strip.inner_text()
-    page.wait_for_function("document.querySelector('.hvd-strip-rate').textContent.endsWith('collectives/s')")
-    # What waits is seen to wait: the bars of ranks 0 and 1 are mostly waiting, that of rank 2 is computing.
-    waits = page.evaluate(
-        "[...document.querySelectorAll('.hvd-strip-wait')].map(e => e.getBoundingClientRect().width / e.parentElement.getBoundingClientRect().width)"
+    page.wait_for_function(
+        "document.querySelector('.hvd-strip-rate').textContent.endsWith('collectives/s')", timeout=WAIT_MS
     )
-    assert waits[0] > 0.5
-    assert waits[1] > 0.5
-    assert waits[2] < 0.3
+    # What waits is seen to wait: the bars of ranks 0 and 1 are mostly waiting, that of rank 2 is computing.
+    page.wait_for_function(
+        """() => {
+            const bars = [...document.querySelectorAll('.hvd-strip-wait')];
+            const waits = bars.map(e => e.getBoundingClientRect().width / e.parentElement.getBoundingClientRect().width);
+            return waits[0] > 0.5 && waits[1] > 0.5 && waits[2] < 0.3;
+        }""",
+        timeout=WAIT_MS,
+    )
     # The kernel is busy; still the click is heard, and what is opened shows what happens now.
     strip.click()
     page.wait_for_selector(".hvd-timeline canvas", timeout=WAIT_MS)

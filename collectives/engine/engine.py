@@ -63,6 +63,8 @@ class Engine(Groups):
         exports: The exports that hand this rank's metrics, or those of all ranks, to exporters.
         farewell: Why this rank leaves; the coordinator passes it to the other ranks when it does.
         hooks: Completion hooks that are due.
+        interrupt_held_in: The number, as ``cells_begun`` counts, of the cell in which an interrupt came that can't be raised, as
+            native code waits for the one that would raise it; that code's collectives are to be withdrawn. 0 for none.
         sent_through_native: The latest errors of collectives that bindings passed to a framework's native code, which keeps
             their text and not their type.
     """
@@ -71,7 +73,7 @@ class Engine(Groups):
         self.hooks = Hooks(rank, self._wake)
         guarded = GuardedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
         super().__init__(rank, settings, guarded)
-        self.failed_cells = self.cells_begun = 0
+        self.failed_cells = self.cells_begun = self.interrupt_held_in = 0
         self.farewell = "shutdown"
         self.sent_through_native: deque[CollectiveError] = deque(maxlen=8)
         self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
@@ -345,6 +347,22 @@ class Engine(Groups):
         self.recorder.cell_begin(cell)
         self._guarded.tell(lambda state: state.begin_cell(cell))
 
+    def hold_interrupt(self) -> None:
+        """The running cell is interrupted, and native code that must not be left by an exception is in the way.
+
+        Bindings withdraw what that code waits for from now on; :meth:`end_native_waits` has them withdraw what it waits for
+        already. Called by a signal's handler, so it takes no lock.
+        """
+        self.interrupt_held_in = self.cells_begun
+
+    def interrupt_is_held(self) -> bool:
+        """Whether :meth:`hold_interrupt` was called in the running cell. Any thread."""
+        return self.interrupt_held_in == self.cells_begun > 0
+
+    def end_native_waits(self) -> None:
+        """Have bindings withdraw the collectives that native code may be waiting for. Any thread; does not wait."""
+        self._control.call(self._dispatcher.mailbox.end_native_waits)
+
     def end_cell(self, cell: str, error: str | None = None) -> None:
         """A cell ended here; ``error`` is one line that says how it failed."""
         self.failed_cells += error is not None
@@ -389,6 +407,14 @@ class Engine(Groups):
     def on_interrupt(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when the notebook interrupts this rank."""
         self._dispatcher.mailbox.interrupts.append(callback)
+
+    def on_native_waits(self, callback: Callable[[], None]) -> None:
+        """Call this on the control thread to withdraw collectives that native code may be waiting for, without Python's lock.
+
+        That is when the notebook interrupts this rank, and again for an interrupt that is held (:meth:`hold_interrupt`).
+        """
+        self.on_interrupt(callback)
+        self._dispatcher.mailbox.native_waits.append(callback)
 
     def on_leave(self, callback: Callable[[str], None]) -> None:
         """Call ``callback(reason)`` on the control thread when this rank is to leave.

@@ -22,6 +22,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._topics: dict[str, list[Callable[[int, bytes], None]]] = {}
         self.interrupts: list[Callable[[], None]] = []
+        self.native_waits: list[Callable[[], None]] = []
         self.reconnections: list[Callable[[], None]] = []
         self.leaves: list[Callable[[str], None]] = []
         self.event_sinks: list[Callable[[int, bytes], None]] = []
@@ -38,6 +39,10 @@ class Mailbox:
 
     def interrupt(self, message: m.Message) -> None:
         for callback in tuple(self.interrupts):
+            _call(callback)
+
+    def end_native_waits(self) -> None:
+        for callback in tuple(self.native_waits):
             _call(callback)
 
     def reconnected(self) -> None:

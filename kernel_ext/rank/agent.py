@@ -97,7 +97,7 @@ class RankAgent:
         self._engine = engine
         self._leave = leave or loop.stop
         self._fds = fds
-        self._gate = InterruptGate(loop)
+        self._gate = InterruptGate(loop, engine)
         self._capture = Capture(engine.post, fds=fds, ranks=lambda: engine.size, unsent=unsent)
         self._last_words = LastWords(self._capture, engine)
         self._compiler = CellCompiler()

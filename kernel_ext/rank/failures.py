@@ -15,7 +15,7 @@ from IPython.core.error import StdinNotImplementedError, UsageError
 
 from hvdlab.bindings import step_record
 from hvdlab.bindings.framework_hooks import names
-from hvdlab.collectives.errors import AbortedError, CauseKind, HvdlabError, MismatchError, call_name
+from hvdlab.collectives.errors import AbortedError, CauseKind, CollectiveError, HvdlabError, MismatchError, call_name
 from hvdlab.collectives.uncaught import put_back_cause
 from hvdlab.kernel_ext.payloads import CellError
 from hvdlab.kernel_ext.rank.compiler import label_of
@@ -79,6 +79,19 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
         wrong=wrong,
     )
     return sendable(described)
+
+
+def held_interrupt(error: BaseException) -> BaseException:
+    """The KeyboardInterrupt in place of the error by which it has ended native code, where it could not be raised itself.
+
+    Args:
+        error: What has ended a cell whose interrupt was held. One that is not from a collective is returned as it is.
+    """
+    put_back_cause(error)
+    # Whatever it says: the other ranks are interrupted as well, and the first of them to end its cell may be the cause.
+    if _in_chain(error, CollectiveError) is None:
+        return error
+    return KeyboardInterrupt().with_traceback(error.__traceback__)
 
 
 def sendable(error: CellError) -> CellError:

@@ -17,6 +17,10 @@ raises, and those run in the middle of any code that the collector happens to st
 either: during a long collection the thread that sends the signal waits for the interpreter's lock, and gets it in the
 first finalizer. The interpreter passes such an exception to ``sys.unraisablehook``; if it is the one that the handler
 raised, our hook requests the interrupt again.
+
+Where a framework's native code has called the guarded code in the middle of its own work, such as DDP in a backward pass, an
+exception would leave that work half done for all later cells. The interrupt is held there: the engine withdraws what the
+native code waits for, so that it ends by itself, and the interrupt is requested again until it can be raised.
 """
 
 from __future__ import annotations
@@ -25,10 +29,13 @@ import asyncio
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from types import CodeType, FrameType, coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hvdlab.bindings.framework_hooks import must_return
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -37,18 +44,31 @@ SIGNAL = signal.SIGURG
 """By default it is ignored, so it can do no harm to code that does not expect it; SIGINT stays free for senders from outside."""
 FIRST_RETRY = 0.005
 LAST_RETRY = 1.0
+HELD_AT_MOST = 1.0
+"""Seconds after which an interrupt is raised wherever it is held."""
 
 Handler = Callable[[int, FrameType | None], Any] | int
+
+
+class HoldsInterrupts(Protocol):
+    """The part of the engine that the gate needs."""
+
+    def hold_interrupt(self) -> None: ...
+    def end_native_waits(self) -> None: ...
 
 
 class InterruptGate:
     """Turns interrupts of the pool into KeyboardInterrupt of the running cell.
 
     :meth:`request` is for any thread; everything else belongs to the main thread.
+
+    Args:
+        loop: The main thread's.
+        engine: Ends what native code waits for while an interrupt is held.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: HoldsInterrupts) -> None:
+        self._loop, self._engine = loop, engine
         self._main = threading.main_thread().ident or 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -71,6 +91,8 @@ class InterruptGate:
             0  # id() of the last KeyboardInterrupt; the exception itself would keep the user's frames alive
         )
         self._hook: partial[None] | None = None
+        #: When the interrupt of this cell was held first; 0 if it was not.
+        self._held_since = 0.0
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -97,17 +119,24 @@ class InterruptGate:
         return self._running and self._requested == self._run
 
     def _send_again(self) -> None:
-        with self._changed:
-            delay = FIRST_RETRY
-            while not self._closed:
+        delay = FIRST_RETRY
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
                 if not self._under_way():
                     delay = FIRST_RETRY
                     self._changed.wait()
                     continue
                 self._changed.wait(delay)
-                if self._under_way():
+                sent = self._under_way()
+                if sent:
                     signal.pthread_kill(self._main, SIGNAL)
-                    delay = min(2 * delay, LAST_RETRY)
+            if sent:
+                delay = min(2 * delay, LAST_RETRY)
+                # Without the lock, which the handler takes on the main thread, perhaps while that holds one of the engine's.
+                if self._held_since:
+                    self._engine.end_native_waits()
 
     # -- main thread --------------------------------------------------------------------------------------------------
 
@@ -149,6 +178,7 @@ class InterruptGate:
         with self._lock:
             self._run += 1
             self._raised = 0
+            self._held_since = 0.0
             self._cancelled = False
             self.pending = self._early > 0
             self._early = max(0, self._early - 1)
@@ -164,7 +194,12 @@ class InterruptGate:
     @property
     def interrupted(self) -> bool:
         """Whether the running cell has been interrupted."""
-        return bool(self._raised or self.pending)
+        return bool(self._raised or self.pending or self._held_since)
+
+    @property
+    def held(self) -> bool:
+        """Whether an interrupt of the running cell was held, and has not been raised since."""
+        return bool(self._held_since and not self._raised)
 
     def guard(self, code: CodeType) -> None:
         """Interrupts may raise wherever a frame of ``code`` is on the stack."""
@@ -225,6 +260,10 @@ class InterruptGate:
         if not self._running:
             return  # a rank without a cell has nothing to interrupt, and its loop must live
         if _is_on_stack(frame, self._guarded):
+            if frame is not None and self._is_to_be_held(frame):
+                self._engine.hold_interrupt()
+                self._repeat()
+                return
             interrupt = KeyboardInterrupt()
             self._raised = id(interrupt)
             raise interrupt
@@ -232,6 +271,13 @@ class InterruptGate:
             self._loop.call_soon_threadsafe(self._cancel, self._run)
         else:
             self.pending = True
+
+    def _is_to_be_held(self, frame: FrameType) -> bool:
+        now = time.monotonic()
+        if (self._held_since and now > self._held_since + HELD_AT_MOST) or not must_return(frame):
+            return False
+        self._held_since = self._held_since or now
+        return True
 
     def _on_unraisable(
         self, previous: Callable[[UnraisableHookArgs], object], lost: UnraisableHookArgs
@@ -244,7 +290,7 @@ class InterruptGate:
             previous(lost)  # without the lock, which this thread may hold already
 
     def _repeat(self) -> None:
-        """Request once more the interrupt that was dropped. It hit guarded code, so this thread does not hold the lock."""
+        """Request once more an interrupt that was dropped or held. It hit guarded code, so this thread does not hold the lock."""
         with self._changed:
             # The thread of _send_again() sends the signal, after a moment: sent from here, it would be raised in this hook.
             self._requested = self._run

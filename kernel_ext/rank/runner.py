@@ -19,7 +19,7 @@ from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, without_b
 from hvdlab.kernel_ext.rank.debugging import cut_debugger, forget_failure, looks_back, stop_tracing
 from hvdlab.kernel_ext.rank.debugserver import DebugServer
 from hvdlab.kernel_ext.rank.display import RankDisplayHook, wire_bundle
-from hvdlab.kernel_ext.rank.failures import describe, one_line, remember
+from hvdlab.kernel_ext.rank.failures import describe, held_interrupt, one_line, remember
 from hvdlab.kernel_ext.rank.fds import CStdout
 from hvdlab.kernel_ext.rank.gate import InterruptGate
 from hvdlab.kernel_ext.rank.prompting import Prompting
@@ -190,6 +190,8 @@ class CellRunner:
         assert run is not None
         if self._gate.interrupted:
             framework_hooks.restore_modes(error, self._modes)
+        if self._gate.held:
+            error = held_interrupt(error)
         if run.error is None:
             error = cut_debugger(error)
             run.error, run.when, run.ran = error, time.monotonic_ns(), self._inside

@@ -146,7 +146,6 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
     started = Recorder()
     # All but rank 0 wait in C++, without the interpreter's lock.
     run = pool.start_run("print('in', flush=True)\nwhile rank == 0: pass\nstep()", out=started)
-    # An interrupt in the middle of DDP's hooks would leave its reducer half done, which only `agree` puts right.
     started.wait_for_note("ranks 1,2 have waited", PATIENCE)
     run.interrupt()
     assert set(run.wait(PATIENCE).errors) == {0, 1, 2}
@@ -171,3 +170,57 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
         f"default_pg.{each}" for each in ("all_reduce", "all_gather", "broadcast", "send", "recv")
     } <= recorded
     assert not any(name.startswith("c10d.") for name in recorded)
+
+
+BUCKETS = """
+from hvdlab.collectives import context
+from hvdlab.torch.c10d.calls import Calls
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(
+    nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), bucket_cap_mb=1e-4
+)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+plain, engine = Calls.begin, context.engine()
+
+def stop_at(bucket):
+    "Be in the middle of the backward pass, where DDP calls for this bucket, until the interrupt comes."
+    count = 0
+    def begin(self, *args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == bucket:
+            print("there", flush=True)
+            while not engine.interrupt_is_held(): pass
+        plain(self, *args, **kwargs)
+    Calls.begin = begin
+    try:
+        step()
+    finally:
+        Calls.begin = plain
+"""
+
+
+def test_an_interrupt_within_ddps_backward_leaves_the_model_as_it_was(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("HVDLAB_PRELOAD", "hvdlab.torch.c10d")
+    pool = start_pool(2)
+    assert pool.run(SETUP + BUCKETS).errors == {}
+    assert list(pool.run(GOOD)) == [True] * 2
+    assert list(pool.run(GOOD)) == [True] * 2  # with the buckets that DDP has ordered anew
+    cases = (
+        ("stop_at(1)", "stop_at(1)"),
+        ("stop_at(1)", "stop_at(2)"),
+        ("stop_at(2)", "print('there', flush=True)\n    while True: pass"),
+    )
+    for first, second in cases:
+        said = Recorder()
+        run = pool.start_run(f"if rank == 0:\n    {first}\nelse:\n    {second}", out=said)
+        said.wait_for("there", range(2), PATIENCE)
+        run.interrupt()
+        results = run.wait(PATIENCE)
+        assert {rank: error.ename for rank, error in results.errors.items()} == dict.fromkeys(
+            (0, 1), "KeyboardInterrupt"
+        )
+        assert list(pool.run(GOOD)) == [True] * 2, (first, second)

@@ -20,6 +20,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from hvdlab.bindings.array_source import ArraySource
 
 Part = tuple[str, Any]
@@ -131,6 +133,17 @@ class FrameworkHooks:
         """The modes of the calling thread that this framework's context managers switch. Cheap: called before each cell."""
         return None
 
+    def must_return(self, frame: FrameType) -> bool:
+        """Whether native code of this framework has called the code of this frame, and is of no use after an exception of it.
+
+        An interrupt is not raised there: it ends the collectives that the native code waits for next
+        (``Engine.hold_interrupt``), and what these raise ends the native code as their failure would.
+
+        Args:
+            frame: The innermost frame of the main thread.
+        """
+        return False
+
     def restore_modes(self, interrupt: BaseException, modes: Any) -> None:
         """Switch a mode back where a context manager of this framework was interrupted before it could.
 
@@ -183,6 +196,11 @@ def restore_modes(interrupt: BaseException, before: Mapping[str, Any]) -> None:
     for name in names():
         if sys.modules.get(name) is not None:
             hooks_of(name).restore_modes(interrupt, before.get(name))
+
+
+def must_return(frame: FrameType) -> bool:
+    """Whether :meth:`FrameworkHooks.must_return` of any imported framework says so of this frame."""
+    return any(hooks.must_return(frame) for hooks in loaded())
 
 
 def devices_in_use() -> list[tuple[int, str]] | None:

@@ -14,6 +14,8 @@ from hvdlab.bindings.array_source import ArraySource
 from hvdlab.bindings.framework_hooks import FrameworkHooks, NotOurs, Part, is_instance_type
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from hvdlab.bindings.array_source import Bytes
 
 _PLAIN = frozenset({"device", "dtype", "layout", "memory_format", "qscheme", "Size"})
@@ -37,6 +39,12 @@ _SWITCHES = tuple(
         ("amp", "autocast_mode.py"),
     )
 )
+
+
+# What torch's C++ calls in the middle of a backward pass, and the function of torch from which that pass is started.
+_GROUPS = (os.path.join("hvdlab", "torch", "c10d", ""), os.path.join("hvdlab", "torch", "compiling.py"))
+_BACKWARD = "_engine_run_backward"
+_GRAPH = os.path.join("torch", "autograd", "graph.py")
 
 
 class TorchHooks(FrameworkHooks):
@@ -183,6 +191,24 @@ class TorchHooks(FrameworkHooks):
             return torch.is_grad_enabled(), enabled, _autocast_depth(torch)
         except AttributeError:  # half imported
             return None
+
+    def must_return(self, frame: FrameType) -> bool:
+        # DDP's reducer counts the gradients that are ready, and calls the process group as soon as a bucket is full. An exception of
+        # the group would leave its counts as they are in the middle of the pass, and DDP refuses the next one. The reducer bears
+        # an exception at the end alone, where it waits for the buckets' futures.
+        at: FrameType | None = frame
+        in_group = False
+        while at is not None:
+            code = at.f_code
+            if any(part in code.co_filename for part in _GROUPS):
+                if code.co_name == "wait":  # of FSDP's hooks, in Python
+                    return False
+                in_group = True
+            elif code.co_name == _BACKWARD and code.co_filename.endswith(_GRAPH):
+                # Without a frame within, C++ may be between two calls of the group: it looks for signals, too.
+                return in_group or at is frame
+            at = at.f_back
+        return False
 
     def restore_modes(self, interrupt: BaseException, modes: Any) -> None:
         if not any(

@@ -180,7 +180,7 @@ class Calls:
             submission.deliver(),
             self.seconds,
             source,
-            self._with_future.add,
+            self._has_future,
         )
         work.about = part.about
         at_once = not getattr(opts, "asyncOp", True)
@@ -231,8 +231,17 @@ class Calls:
         if self.closed:
             return
         for chosen in {work.process_set for work in list(self._with_future) if not work.is_ended()}:
-            text = f"rank {self.engine.rank} was interrupted"
-            self.engine.withdraw(text, chosen, CauseKind.INTERRUPTED)
+            self._withdraw(chosen)
+
+    def _has_future(self, work: HvdlabWork) -> None:
+        """C++ may wait for this operation from now on."""
+        self._with_future.add(work)
+        # After the addition: either the control thread finds it and withdraws it, or the interrupt is seen to be held here.
+        if self.engine.interrupt_is_held():
+            self._withdraw(work.process_set)
+
+    def _withdraw(self, process_set: int) -> None:
+        self.engine.withdraw(f"rank {self.engine.rank} was interrupted", process_set, CauseKind.INTERRUPTED)
 
     # -- what operations are called -----------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class World:
         self.histories = Histories(engine)
         self.steps = Steps()
         self.with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
-        engine.on_interrupt(self._on_interrupt)
+        engine.on_native_waits(self._on_interrupt)
         self._registering = threading.Lock()
         #: The process sets that were asked for, by their ranks.
         self._sets: dict[tuple[int, ...], _AddedSet] = {}

@@ -1,6 +1,6 @@
-"""CUDA tensors in torch's binding, on a simulated GPU: torch's own are not to be had here, so memory of that GPU stands in for theirs.
+"""CUDA tensors in torch's binding, on a simulated GPU: tensors in its memory stand for CUDA tensors, which need a real GPU.
 
-What torch itself does (its streams and allocator) is for ``tests/gpu``.
+``tests/gpu`` tests torch's own part, its streams and allocator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT_STREAM = SimpleNamespace(cuda_stream=0)
 
 
 class Simulated(CudaTensors):
-    """Takes tensors in the simulated GPU's memory, which torch counts as the host's, for CUDA tensors."""
+    """Treats tensors in the simulated GPU's memory, which are host tensors for torch, as CUDA tensors."""
 
     def __init__(self, gpu: fake_cuda.FakeCuda) -> None:
         self.gpu = gpu
@@ -45,7 +45,7 @@ class Simulated(CudaTensors):
 
 
 class Located:
-    """A tensor that says that it is on the first GPU."""
+    """A tensor that claims to be on the first GPU."""
 
     device = torch.device("cuda", 0)
 
@@ -54,7 +54,7 @@ class Located:
 
 
 class NothingOnTheHost(TorchAdapter):
-    """Has all tensors looked at by :class:`Simulated`."""
+    """Declares no tensor direct, so that the binding asks :class:`Simulated` about all of them."""
 
     def is_direct(self, tensor: torch.Tensor) -> bool:
         return False

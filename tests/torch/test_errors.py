@@ -1,4 +1,4 @@
-"""What is refused at once, what fails on all ranks, and that the group works afterwards."""
+"""Calls that are refused at once, calls that fail on all ranks, and that the group works afterwards."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _one_is_missing() -> tuple[str, float]:
         with pytest.raises(AbortedError) as error:
             hvd.synchronize(handle)
         with pytest.raises(AbortedError):
-            hvd.synchronize(handle)  # the same answer as before
+            hvd.synchronize(handle)  # the same error again
         assert hvd.poll(handle)
         text = str(error.value)
     else:
@@ -220,7 +220,7 @@ def test_in_a_process_that_a_rank_forked(world_of_one: None) -> None:
         list(loader)
     except NotInitializedError as error:
         said = str(error)
-    gc.collect()  # the worker's pipes, in what the traceback held
+    gc.collect()  # close the worker's pipes, which the traceback has kept
     assert "a process that rank 0 has forked" in said
     assert "call collectives in the rank itself" in said
     assert "hvd.init() first" not in said

@@ -283,7 +283,7 @@ def _differences() -> list[str]:
         for group in (_GROUPS["gloo"], dist.group.WORLD):
             try:
                 outcomes.append(case(group, rank, size))
-            except Exception as error:  # noqa: BLE001  (the test shows it, and which case it is)
+            except Exception as error:  # noqa: BLE001  (the test shows it with the case's name)
                 found.append(f"{name} of {group.name()}: {type(error).__name__}: {error}")
         if len(outcomes) < 2:
             continue
@@ -330,7 +330,7 @@ def _other_errors() -> list[str]:
             try:
                 _wrong_calls(group, rank, size)[name]()
                 kinds.append(None)
-            except Exception as error:  # noqa: BLE001  (its type is what is compared)
+            except Exception as error:  # noqa: BLE001  (the test compares its type)
                 kinds.append(type(error))
         if kinds and kinds[0] is not None and not (kinds[1] is not None and issubclass(kinds[1], kinds[0])):
             found.append(f"{name}: {kinds[1]} in place of {kinds[0]}")

@@ -93,7 +93,7 @@ OPTIMIZERS: dict[str, Optimizer] = {"Adam": _adam, "momentum": _momentum}
 
 
 def _brought(wrap: str, update: str, without: tuple[int, ...], taken: int) -> tuple[str, bool, Agreement]:
-    """What ``agree`` says after some ranks missed a step, and whether all is then as if none had, also after a further step."""
+    """The text of ``agree`` after some ranks missed a step, and whether all is then as if none had, also after a further step."""
     make, optimizer = MODELS[wrap], OPTIMIZERS[update]
     model = make()
     updating = optimizer(model)

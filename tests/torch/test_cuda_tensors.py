@@ -34,7 +34,7 @@ class Simulated(CudaTensors):
         return gpus.CUDA if self.gpu.allocation_of(tensor.data_ptr()) is not None else "cpu"
 
     def view(self, tensor: torch.Tensor) -> Any:
-        return super().view(Located(tensor))  # type: ignore[arg-type]  # what the method reads of it
+        return super().view(Located(tensor))  # type: ignore[arg-type]  # has what the method reads
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         return on_gpu(self.gpu, torch.zeros(shape, dtype=like.dtype))
@@ -79,7 +79,7 @@ def begin() -> None:
     gpu = fake_cuda.install()
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_stream = lambda device=None: DEFAULT_STREAM  # type: ignore[assignment,return-value]
-    BINDING.__init__(NothingOnTheHost(), Simulated(gpu))  # type: ignore[misc]  # what all public functions go through
+    BINDING.__init__(NothingOnTheHost(), Simulated(gpu))  # type: ignore[misc]  # all public functions use it
     hvd.init()
 
 

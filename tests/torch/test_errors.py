@@ -253,7 +253,7 @@ def test_names_may_be_of_a_subclass_of_str(two_ranks: Ranks) -> None:
 
 def test_a_name_that_is_none_is_refused(world_of_one: None) -> None:
     with pytest.raises(InvalidRequestError, match=r"name= takes a text, not 5 \(int\)"):
-        hvd.allreduce(torch.ones(1), name=5)  # type: ignore[arg-type]  # it is what is tested
+        hvd.allreduce(torch.ones(1), name=5)  # type: ignore[arg-type]  # the test needs a wrong type
 
 
 def _not_a_number(count: int, dtype: torch.dtype) -> list[float]:

@@ -155,7 +155,7 @@ def from_text(text: str) -> BaseException | None:
     return None
 
 
-# -- where it comes out -----------------------------------------------------------------------------------------------
+# -- where errors come back to Python --------------------------------------------------------------------------------
 
 
 def install() -> None:

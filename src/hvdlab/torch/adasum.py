@@ -103,7 +103,7 @@ class ChangeReducer(GradientWatcher[torch.Tensor]):
 class AdasumMixin(DistributedBase):
     """Takes the given optimizer's step on each rank, and combines the steps by Adasum."""
 
-    _watcher: ChangeReducer  # pyright: ignore[reportIncompatibleVariableOverride]  # is set once
+    _watcher: ChangeReducer  # pyright: ignore[reportIncompatibleVariableOverride]  # assigned once
 
     def synchronize(self) -> None:
         """Does nothing: there is nothing to reduce before :meth:`step`."""

@@ -63,7 +63,7 @@ def broadcast_optimizer_state(
     made of tensors and picklable values. No step is taken. A rank overwrites its own tensors where shape, dtype and device
     fit, allocates the others, and drops state that the root does not have.
 
-    If the root has no state yet, every rank gives its parameters without a gradient one of zeros, since programs written
+    If the root has no state yet, every rank gives a gradient of zeros to its parameters without one, since programs written
     for Horovod count on that. (Gradients that are there stay as they are.)
 
     Args:

@@ -72,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @untraced
     def _forward_together(self, input: torch.Tensor) -> torch.Tensor:
-        output, mean, variance, count = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]  # torch's
+        output, mean, variance, count = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]  # torch has no type for it
             input, self.weight, self.bias, self.eps, set_id(self.process_set)
         )
         self._note(mean, variance, int(count))

@@ -115,8 +115,8 @@ class LearningRateScheduleCallback(Callback):
         steps_per_epoch: Batches of an epoch; by default as many as ``fit`` reports.
 
     Raises:
-        InvalidRequestError: ``initial_lr`` is ``None``. When training begins: ``steps_per_epoch`` is needed and not known, or the
-            optimizer's rate follows a schedule of its own.
+        InvalidRequestError: ``initial_lr`` is ``None``; when training begins, ``steps_per_epoch`` is needed and not known; or, at
+            the first batch, the optimizer's rate follows a schedule of its own.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # The rate of a batch is that of the batch's end, so that an epoch's last batch has the rate of the next epoch's start.
+            # A batch gets the rate for its end, so that the last batch of an epoch gets the rate for the start of the next one.
             reached = epoch + 1.0 / (self.steps_per_epoch or 1)
             return 1.0 / basics.size() * (reached * (basics.size() - 1) / warmup_epochs + 1)
 

@@ -158,7 +158,7 @@ class Watch:
 
 
 class _Watched:
-    """What a watched optimizer has in front of its own class, and behind the methods that reduce gradients: it sees reduced ones."""
+    """Methods in front of a watched optimizer's own class, but behind those of :class:`Distributed`: they see reduced gradients."""
 
     hvdlab_watch: Watch | None = None
 

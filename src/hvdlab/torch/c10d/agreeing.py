@@ -90,7 +90,7 @@ def agree(
     """Make the ranks' copies of a model, and of its optimizer's state, equal again, bit by bit.
 
     Call it on all ranks of the group after a step has failed: some ranks may have taken the step and others not. The ranks
-    compare fingerprints. Where these differ, ranks get the values of one that has taken the most steps, as the optimizer counts
+    compare fingerprints. Where these differ, ranks get the values of a rank that has taken the most steps, as the optimizer counts
     them (``state["step"]`` of Adam and most others). Among several such ranks, and among all ranks if the optimizer does not
     count, the values that most of them have are chosen, and between equally frequent values those of the lowest rank. Gradients
     are dropped on all ranks, since those of a failed step are partly reduced.
@@ -110,7 +110,7 @@ def agree(
 
     Raises:
         InvalidRequestError: The models have different parameters, or a rank that is behind has shards that no rank ahead has.
-            Then parameters and state are unchanged, and the last checkpoint has to be loaded.
+            Then parameters and state are unchanged: load the last checkpoint on all ranks.
         CollectiveError: Not all ranks called it, or one failed meanwhile. Ranks that were behind may have got a part of the
             values: call it again.
     """
@@ -137,7 +137,7 @@ def decide(accounts: Sequence[_Account]) -> Agreement:
 
     Raises:
         InvalidRequestError: The ranks can't be made to agree: they have different parameters, or no rank that is ahead has the
-            shards of one that is behind.
+            shards of a rank that is behind.
     """
     for rank, account in enumerate(accounts):
         if odd := set(account.parameters) ^ set(accounts[0].parameters):

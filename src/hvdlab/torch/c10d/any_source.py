@@ -214,7 +214,7 @@ class AnySourceWork(HvdlabWork):
         self._begun = False
 
     def set_source(self, deliver: Deliver | None, source: int) -> None:
-        """Set the sender's rank in the group, and what takes the result to the user's tensor. Before the receive is submitted."""
+        """Set the sender's rank in the group, and the function that copies the result to the user's tensor; before submitting."""
         self._deliver, self._source = deliver, source
 
     def begin(self, source: int) -> None:

@@ -111,7 +111,7 @@ class Layout:
 
 
 class _Wrapper:
-    """What is known of one ``DistributedDataParallel``.
+    """The buckets and parameter names of one ``DistributedDataParallel``.
 
     Args:
         wrapper: The wrapped model. This object lives as long as the wrapper does, and does not keep it alive.
@@ -164,7 +164,7 @@ class _Wrapper:
 
     @staticmethod
     def _first(wrapper: Any) -> list[list[int]]:
-        """The buckets before the first pass, as lists of parameters' indices: what torch computes when the model is wrapped."""
+        """The buckets before the first pass, as lists of parameters' indices: those that torch computes when it wraps the model."""
         parameters, sparse = wrapper._build_params_for_reducer()
         settings = getattr(wrapper, "_bucket_config", None)
         if settings is not None:

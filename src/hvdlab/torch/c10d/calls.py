@@ -248,7 +248,7 @@ class Calls:
             text = f"rank {self.engine.rank} was interrupted"
             self.engine.withdraw(text, chosen, CauseKind.INTERRUPTED)
 
-    # -- what operations are called -----------------------------------------------------------------------------------
+    # -- the names of operations --------------------------------------------------------------------------------------
 
     def label(self, operation: str, part: Part = WHOLE) -> str:
         """Give the next operation its number, and return its name for errors, such as ``all_reduce #17 of group dp``."""

@@ -451,7 +451,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         Args:
             submission: Gets the request.
-            outputs: The tensors that what is received fills, one behind the other.
+            outputs: The tensors for the received elements, which fill one after the other.
             inputs: The tensors that are sent, one behind the other.
             sends: How many elements go to each member.
             receives: How many elements come from each member; by default an output for each.

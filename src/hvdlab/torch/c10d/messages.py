@@ -24,7 +24,7 @@ from hvdlab.torch.c10d.work import HvdlabWork
 
 
 class Messages:
-    """What one rank sends to the others of a group, and receives from them. Ranks are numbers in the group.
+    """Sends and receives one rank's messages in a group. Ranks are numbers in the group.
 
     Args:
         calls: The group's operations.

@@ -1,4 +1,4 @@
-"""Two resident ranks for all tests of hvdlab.tensorflow, and for some one rank and four; TensorFlow is imported in their processes only."""
+"""Worlds of 2 resident ranks, and for some tests of 1 and 4, for hvdlab.tensorflow. Only their processes import TensorFlow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="package", params=[1, 4])
 def others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Worlds of other sizes."""
+    """A world of 1 or 4 ranks."""
     folder = str(tmp_path_factory.mktemp("tensorflow"))
     with Ranks(request.param, imports=["hvdlab.tensorflow"], env={"HVDLAB_TEST_FOLDER": folder}) as ranks:
         yield ranks

@@ -1,6 +1,6 @@
 """Prompts and debuggers in cells of TensorFlow and Keras, in a real kernel: in Python, and in functions that TensorFlow calls back.
 
-TensorFlow runs those on threads of its own, while the main thread waits in C++ where no signal reaches it.
+TensorFlow calls such functions on threads of its own, while the main thread waits in C++, where no signal reaches it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ model_of(Failing{eagerly}).fit(x, y, verbose=0)"""
 
 @pytest.fixture(autouse=True)
 def leak_check() -> None:
-    """Ranks come and go in the kernel that all these tests share."""
+    """No check for leaks: ranks come and go in the kernel that all these tests share."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def both_go_on(kernel: PromptingKernel) -> bool:
 
 
 def lines_of(cell: Cell) -> set[str]:
-    """What the ranks have written, however it was merged."""
+    """The lines that the ranks have written, without the ranks' numbers, which depend on how lines were merged."""
     return {line.partition("] ")[2] for line in plain(cell.text()).splitlines()}
 
 

@@ -1,4 +1,4 @@
-"""``hvd.watch_divergence()`` of models of Keras, by ``fit`` and by a loop."""
+"""``hvd.watch_divergence()`` for models of Keras, in ``fit`` and in a loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ranks import Ranks
 def _model(version: int, hvd: Any) -> tuple[Any, Any]:
     keras: Any = importlib.import_module("keras" if version == 3 else "tf_keras")
     if hvd.rank() == 1:
-        # As one has that was tried out on a single rank: names are numbered in each process.
+        # A model that only this rank has made: Keras numbers names within each process, so the ranks' names differ.
         keras.Sequential([keras.layers.Dense(3)]).build((1, 2))
     model = keras.Sequential(
         [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)]

@@ -1,4 +1,4 @@
-"""Elastic training whose rank is killed, with each of the states: the other goes on, and with it again when it is back."""
+"""Elastic training with each of the states: a rank is killed, the other goes on, and both train when the rank is back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHES, EPOCHS = 6, 2
 
 
 class Disturbed:
-    """Does something after some of the steps that this process has made."""
+    """Dies, or waits for a newcomer, after a given number of this process's steps."""
 
     def __init__(self, dies_after: int, waits_after: int, door: str) -> None:
         self._dies_after, self._waits_after, self._door = dies_after, waits_after, door
@@ -36,7 +36,7 @@ class Disturbed:
             self._wait_for_newcomer()
 
     def _wait_for_newcomer(self) -> None:
-        """Say at the door that somebody may come, and go on once it waits to be let in, so that the next commit lets it."""
+        """Write to the door's file that a rank may come, and return once it waits to be let in: the next commit lets it in."""
         assert first_rank() == context.engine().rank
         Path(self._door).write_text("come")
         arrived = threading.Event()
@@ -76,7 +76,7 @@ def _loop(state: Any, step: Callable[[Any, Any], None], disturbed: Disturbed) ->
 
 
 def plain_variables(disturbed: Disturbed, state_of: Callable[..., Any]) -> tuple[Any, Any]:
-    """TensorFlowState: variables that a function of the user's own changes."""
+    """TensorFlowState: variables that the user's own function changes."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd
@@ -176,7 +176,7 @@ def test_a_killed_rank_comes_back_and_takes_part_again(kind: str, tmp_path: Path
     assert first["epoch"] == second["epoch"] == EPOCHS
     assert first["log"] == second["log"]
     assert len(first["log"]) >= BATCHES * EPOCHS
-    if kind != "keras_fit":  # `fit` begins its data again
+    if kind != "keras_fit":  # fit() begins its data anew
         assert first["log"] == [(e, b + 1) for e in range(EPOCHS) for b in range(BATCHES)]
     for mine, theirs in zip(first["values"], second["values"], strict=True):
         np.testing.assert_array_equal(mine, theirs)

@@ -1,4 +1,4 @@
-"""Failures and interrupts of operations: hvdlab's own errors come out of functions and sessions, and the next one works."""
+"""Failures and interrupts of operations: functions and sessions raise hvdlab's own errors, and the next operation works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdlab.collectives.errors import AbortedError, MismatchError, UnsupportedEr
 from ranks import Ranks
 
 PATIENCE = 60.0
-"""Seconds for what takes none, on a machine that has other work."""
+"""Limit in seconds of waits that take next to no time on an idle machine."""
 
 
 def _modules() -> tuple[Any, Any]:
@@ -99,7 +99,7 @@ def test_what_fails_on_all_ranks(two: Ranks, function: Callable[[], None]) -> No
 
 
 def waits(how: str, press: bool) -> str:
-    """Wait in C++ for a collective that the other rank does not call; this one may be interrupted."""
+    """Wait in C++ for a collective that the other rank does not call; with ``press``, interrupt this rank meanwhile."""
     tf, hvd = _modules()
     from hvdlab.tensorflow import waiting
 
@@ -146,7 +146,7 @@ def test_ranks_that_wait_for_different_operations_are_found(two: Ranks) -> None:
 
 
 def left_alone(called: Path) -> str:
-    """Die as rank 1, once the other one waits in the collective: afterwards it would go on without this rank."""
+    """Rank 1 dies once rank 0 waits in the collective: if it died earlier, rank 0 would run it alone."""
     tf, hvd = _modules()
     if hvd.rank() == 1:
         while not called.exists():

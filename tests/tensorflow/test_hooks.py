@@ -1,4 +1,4 @@
-"""What the notebook side is told of TensorFlow's and Keras' values."""
+"""How hvdlab describes TensorFlow's and Keras' values to the notebook."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def _keras(version: int) -> Any:
 
 
 def _load(version: int) -> Callable[..., Any]:
-    """``load_model`` of the public module for Keras 3, and what it calls for Keras 2, which is not ``tf.keras`` here."""
+    """The public ``load_model`` for Keras 3; for Keras 2, which is not ``tf.keras`` here, the function that it calls."""
     import hvdlab.tensorflow.keras as hvd_keras
     from hvdlab.tensorflow.compression import Compression
     from hvdlab.tensorflow.keras.models import load_model
@@ -35,7 +35,7 @@ def _load(version: int) -> Callable[..., Any]:
 
 
 def _own(keras: Any) -> Any:
-    """An optimizer of the user's: SGD that goes further by a factor, which is in its settings."""
+    """A user's own class of optimizer: SGD with a factor, a further setting, that makes its steps longer."""
 
     class Further(keras.optimizers.SGD):  # type: ignore[misc]
         def __init__(self, learning_rate: Any = 0.1, factor: float = 1.0, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ def _trained(keras: Any, optimizer: Any) -> Any:
 
 def _save(model: Any, path: str, **options: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that these formats are old
+        warnings.simplefilter("ignore")  # Keras warns that these formats are old
         model.save(path, **options)
 
 
@@ -86,7 +86,7 @@ def _state(model: Any) -> list[Any]:
 
 
 def _goes_on(model: Any, again: Any, whole: bool = True) -> None:
-    """The model from the file is the one that was saved, with its optimizer's state if that is ``whole``, and trains with the other ranks."""
+    """Check that the loaded model equals the saved one, with the optimizer's state if ``whole``, and trains with the other ranks."""
     import hvdlab.tensorflow as hvd
     from hvdlab.tensorflow.keras.optimizers import Distributed
 
@@ -118,7 +118,7 @@ def own_optimizers(version: int) -> None:
     for number, ending in enumerate(FORMATS[version]):
         path = _path(f"own-{version}-{number}{ending}")
         _save(model, path)
-        # In a directory Keras has not written which optimizer it is where that could be found before.
+        # hvdlab can read the class of the optimizer before Keras loads the model in these files only, not in a directory.
         made_by = {".keras": [Further, plain_one, distributed_one], ".h5": [distributed_one]}.get(ending, [])
         for options in (
             {"custom_optimizers": [Further]},
@@ -135,7 +135,7 @@ def own_optimizers(version: int) -> None:
 
 
 def without_optimizers(version: int) -> None:
-    """A file without one gives a model without; what Keras loaded without compiling it can be compiled with a distributed one."""
+    """A file without optimizer gives a model without; a model that Keras did not compile can be compiled with a distributed one."""
     import hvdlab.tensorflow.keras as hvd_keras
 
     keras, load = _keras(version), _load(version)
@@ -151,7 +151,7 @@ def without_optimizers(version: int) -> None:
 
 
 def scaled_losses(version: int) -> None:
-    """The optimizer within loss scaling is distributed, once."""
+    """The optimizer within loss scaling is distributed, and only once."""
     import hvdlab.tensorflow.keras as hvd_keras
 
     keras, load = _keras(version), _load(version)

@@ -14,7 +14,7 @@ from ranks import Ranks
 
 NAMES = Path(__file__).parents[2] / "docs" / "reference" / "horovod" / "tensorflow.toml"
 FREE = ("*args", "**kwargs")
-"""Parameters that stand for any."""
+"""Parameters that stand for any others."""
 
 
 def differences(known: dict[str, dict[str, str]]) -> list[str]:
@@ -41,7 +41,7 @@ def test_names_and_parameters(two: Ranks) -> None:
 
 
 def submodules() -> None:
-    """Modules of Horovod's that scripts import from, besides those of its documentation."""
+    """Further modules of Horovod from which scripts import, besides those in its documentation."""
     import hvdlab
 
     hvdlab.install_as_horovod()
@@ -57,7 +57,7 @@ def submodules() -> None:
 
 
 def refused() -> None:
-    """Without TensorFlow, or with one that is too old: a sentence that says what to install."""
+    """If TensorFlow is missing or too old, the import's error says what to install."""
     import sys
     from types import SimpleNamespace
     from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""Collectives as operations: in functions, graphs of TensorFlow 1 and tf.data; what the eager forms do, the conformance suite tests."""
+"""Collectives as operations: in functions, graphs of TensorFlow 1 and tf.data. The conformance suite tests the eager forms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdlab.collectives.dtypes import DType
 from ranks import Ranks
 
 MANY = 40
-"""Operations that wait at once: more than TensorFlow has threads for."""
+"""Operations that wait at the same time: more than TensorFlow has threads."""
 
 
 def _modules() -> tuple[Any, Any]:
@@ -27,7 +27,7 @@ def _modules() -> tuple[Any, Any]:
 
 
 def _total(hvd: Any) -> float:
-    """Of the ranks' numbers from 1."""
+    """The sum of the ranks' numbers, counted from 1."""
     return hvd.size() * (hvd.size() + 1) / 2
 
 
@@ -56,7 +56,7 @@ def every_dtype() -> None:
 
 
 def unsigned_shorts() -> None:
-    """The core has none, so what only moves them carries them as other 16 bits."""
+    """The core has no uint16, so collectives that only move data carry them as int16."""
     tf, hvd = _modules()
     x = tf.cast(tf.fill([hvd.size(), 1], 60_000 + hvd.rank()), tf.uint16)
     last = 60_000 + hvd.size() - 1
@@ -76,7 +76,7 @@ def unsigned_shorts() -> None:
 
 
 def in_process_sets() -> None:
-    """Every operation and its gradient among some ranks, while the others do something else."""
+    """Every operation and its gradient in a process set, while ranks outside run another operation."""
     tf, hvd = _modules()
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
     mine, other = sets[hvd.rank()], sets[hvd.rank() - 1]
@@ -90,7 +90,7 @@ def in_process_sets() -> None:
         lambda x: hvd.grouped_reducescatter([x], process_set=mine)[0],
         lambda x: hvd.alltoall(x, process_set=mine),
     ):
-        if hvd.rank():  # so that the ranks are at different ones
+        if hvd.rank():  # one time more than rank 0, so that the ranks run different ones
             call(x)
 
         def derivative(call: Any = call) -> Any:
@@ -202,7 +202,7 @@ def executions() -> None:
     assert len(set(names)) == 2
     for _ in range(3):
         assert [float(each) for each in run()] == [hvd.size()] * 2
-    if hvd.rank() == 0:  # each execution waits for the other rank's
+    if hvd.rank() == 0:  # each execution waits for one of rank 1's
         run()
         run()
     else:
@@ -337,7 +337,7 @@ def test_operations_in_other_worlds(others: Ranks, function: Callable[[], None])
 
 
 def gradients() -> None:
-    """The same outside of functions and inside, and those of Horovod's conventions."""
+    """Gradients are the same outside of functions and inside, and follow Horovod's conventions."""
     tf, hvd = _modules()
     rank, size = hvd.rank(), hvd.size()
     x = tf.constant((np.arange(2.0 * size).reshape(size, 2) + 1) * (rank + 1))
@@ -393,7 +393,7 @@ def gradients() -> None:
 
 
 def twice() -> None:
-    """A gradient's gradient."""
+    """The gradient of a gradient."""
     tf, hvd = _modules()
 
     def second(x: Any) -> Any:
@@ -420,7 +420,7 @@ def test_gradients(two: Ranks, function: Callable[[], None]) -> None:
 
 
 def fallback() -> None:
-    """Where no operations can be registered, collectives in graphs run through numpy_function, and a warning says so."""
+    """If operations can't be registered, collectives in graphs run through numpy_function, and a warning says so."""
     import warnings
 
     tf, _ = _modules()
@@ -448,7 +448,7 @@ def test_without_operations(two: Ranks) -> None:
 
 
 def not_found() -> None:
-    """A function that TensorFlow's library lacks is a reason, and no crash."""
+    """If TensorFlow's library lacks a function, the error names it; nothing crashes."""
     from hvdlab.tensorflow import c_api
 
     found = c_api.CApi()
@@ -475,7 +475,7 @@ def saved(folder: Path) -> None:
 
 
 def loaded(folder: Path, rank: int) -> None:
-    """In a process that has made no collective, and is no rank yet."""
+    """Load a graph with operations into a process that has made none, and is no rank yet."""
     tf, hvd = _modules()
     model = tf.saved_model.load(str(folder / str(rank)))
     with pytest.raises(ValueError, match=r"before hvd\.init\(\)"):

@@ -1,4 +1,4 @@
-"""``hvd.record()`` of models of Keras, by ``fit`` and by a loop: the last steps, and the batch that went wrong."""
+"""``hvd.record()`` for models of Keras, in ``fit`` and in a loop: the last steps, and the batch that made the training fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _keras(version: int) -> Any:
 
 
 def _data(bad: int) -> tuple[Any, Any]:
-    """In batches of :data:`BATCH` rows, of which one has a number that is none."""
+    """Data for batches of :data:`BATCH` rows; if ``bad``, a row of that batch has a NaN."""
     x = np.random.default_rng(5).normal(size=(BATCH * BATCHES, 3)).astype(np.float32)
     if bad:
         x[BATCH * (bad - 1) + 2, 1] = np.nan
@@ -55,7 +55,7 @@ def fits(version: int) -> None:
             assert "[1] float32[4, 1] #" in str(third)
             wrong = recorded.first_wrong
             assert wrong is not None
-            # The gradients that are recorded are a rank's own: the other one sees only that its model is lost.
+            # Rank 1 has the bad batch. Recorded gradients are a rank's own, so rank 0 first sees the next step's loss.
             assert (wrong.number, wrong.wrong) == ((4, "inputs") if hvd.rank() else (5, "loss"))
             assert "NOT FINITE" in str(wrong) or not hvd.rank()
             assert step_record.suspects() == (wrong.number, 0 if hvd.rank() else 1, str(wrong))
@@ -67,9 +67,9 @@ def fits(version: int) -> None:
             if version == 3:
                 fresh = keras.models.clone_model(model)
                 states = [each.numpy() for each in fresh.variables]
-                np.testing.assert_array_equal(found.run(fresh), found.run(fresh))  # also what is dropped out
+                np.testing.assert_array_equal(found.run(fresh), found.run(fresh))  # dropout as well
                 np.testing.assert_array_equal(states[-1], fresh.variables[-1].numpy())
-            # A model that is given anew begins anew, and one that is not recorded any more trains on.
+            # Recording a model anew begins anew, and a model that is not recorded any more still trains.
             again = hvd.record(model)
             assert not recorded.steps
             model.train_on_batch(x[:BATCH], y[:BATCH])
@@ -82,7 +82,7 @@ def fits(version: int) -> None:
 
 
 def the_model_went_wrong(version: int) -> None:
-    """The loss, and in half precision the norm, are those that Keras would tell without scaling."""
+    """The recorded loss, and in half precision the norm, are those that Keras would have without loss scaling."""
     import hvdlab.tensorflow as hvd
 
     keras = _keras(version)
@@ -113,7 +113,7 @@ def the_model_went_wrong(version: int) -> None:
 
 
 def steps_of_ones_own(version: int) -> None:
-    """A step that the user wrote, with conditions that AutoGraph rewrites for Keras 2, over several passes."""
+    """The user's own train_step, with conditions that AutoGraph rewrites for Keras 2, and several passes per step."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd

@@ -1,4 +1,4 @@
-"""Tapes, optimizers, layers, callbacks and states: what they compute on two ranks, against the same arithmetic in numpy."""
+"""Tapes, optimizers, layers, callbacks and states on two ranks, against the same arithmetic in numpy."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def partial_tapes() -> None:
 
 
 def rewritten() -> list[str]:
-    """Functions whose source AutoGraph rewrote when it traced a step."""
+    """The functions whose source AutoGraph rewrote when it traced a step."""
     tf, hvd, _ = _modules()
     v = tf.Variable([1.0, 2.0])
     optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1))
@@ -138,7 +138,7 @@ def first_optimizers() -> None:
     np.testing.assert_allclose(accumulated, [1, 1 - 2 * (1 - step), 1 - 2 * (1 - step)], rtol=1e-6)
     averaged = trained(2, backward_passes_per_step=2, average_aggregated_gradients=True)
     np.testing.assert_allclose(averaged, [1, step], rtol=1e-6)
-    # Two parallel steps a and 2 a: Adasum gives 1.5 a.
+    # The Adasum of two parallel steps a and 2 a is 1.5 a.
     np.testing.assert_allclose(trained(1, op=hvd.Adasum), [1 - 0.2 * 1.5], rtol=1e-5)
     alone = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
     own = trained(1, op=hvd.Adasum, process_set=alone[hvd.rank()])
@@ -165,7 +165,7 @@ def _model(keras: Any) -> Any:
 
 
 def _fit(keras: Any, optimizer: Any, epochs: int = 3, **options: Any) -> Any:
-    """Train; the ranks begin with different weights and end with the same ones."""
+    """Train; the ranks begin with different weights and must end with the same."""
     _, hvd, hvd_keras = _modules()
     model = _model(keras)
     model.compile(optimizer=optimizer, loss="mse", **options)
@@ -213,7 +213,7 @@ def _slopes(tf: Any, weights: list[Any], x: Any, y: Any) -> list[Any]:
 
 
 def partial_optimizers(version: int) -> None:
-    """The first layer's gradients stay on their rank, divided by the number of ranks or not; in ``fit`` and in steps of a loop."""
+    """The first layer's gradients stay on their rank, divided by the number of ranks or not; in ``fit`` and in a loop."""
     keras, (tf, hvd, hvd_keras) = _keras(version), _modules()
     import hvdlab.keras as plain
 
@@ -248,7 +248,7 @@ def partial_optimizers(version: int) -> None:
 
 
 def passes(version: int) -> None:
-    """Two passes of a step: only in the second one are gradients reduced and applied."""
+    """With two passes in a step, gradients are reduced and applied only in the second."""
     keras, (tf, hvd, hvd_keras) = _keras(version), _modules()
     variable = keras.Variable(1.0) if version == 3 else tf.Variable(1.0)
     optimizer = hvd_keras.DistributedOptimizer(
@@ -266,7 +266,7 @@ def passes(version: int) -> None:
 
 
 def clones(version: int) -> None:
-    """What is made by a distributed optimizer's class and settings is distributed, too."""
+    """An optimizer that is made from a distributed one's class and settings is distributed, too."""
     keras, (tf, hvd, hvd_keras) = _keras(version), _modules()
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
     clone = type(optimizer).from_config(optimizer.get_config())
@@ -277,7 +277,7 @@ def clones(version: int) -> None:
 
 
 def pickled(version: int) -> None:
-    """A model that is sent to another rank trains with the others there, as it would have where it came from."""
+    """A model that is sent to another rank trains with the other ranks there, as it would have on its own rank."""
     keras, (_, hvd, hvd_keras) = _keras(version), _modules()
     random = np.random.default_rng(hvd.rank())
     x, y = random.normal(size=(32, 4)).astype(np.float32), random.normal(size=(32, 1)).astype(np.float32)
@@ -298,18 +298,18 @@ def pickled(version: int) -> None:
         model.fit(x, y, batch_size=8, verbose=0, callbacks=[broadcast])
         received = hvd.broadcast_object(model, 0)
         if hvd.rank() == 0:
-            received = model  # and the others train with theirs
+            received = model  # the other ranks train with the copies that they got
         before = [np.array(each) for each in received.get_weights()]
         received.fit(x, y, batch_size=8, verbose=0, shuffle=False)
         every = hvd.allgather_object(received.get_weights())
         for mine, theirs in zip(every[0][:3], every[1][:3], strict=True):
             np.testing.assert_array_equal(mine, theirs, err_msg=policy)
-        assert (every[0][3] != every[1][3]).all()  # this one is local
+        assert (every[0][3] != every[1][3]).all()  # the gradients of this variable are local
         assert all((mine != each).any() for mine, each in zip(before, received.get_weights(), strict=True))
 
 
 def computed_gradients() -> None:
-    """Keras 2: gradients are reduced when they are computed, and once only."""
+    """Keras 2: gradients are reduced when they are computed, and only once."""
     keras, (tf, hvd, _) = _keras(2), _modules()
     start, slope = np.array([1.0, 2.0]), np.array([2.0, 4.0]) * (hvd.size() + 1) / 2
     variable = tf.Variable(start)
@@ -361,15 +361,15 @@ def fits_are_recorded(version: int) -> None:
         assert found.keys() - measured == {"loss", "mae", "val_loss", "val_mae"}
         assert [step for step, _ in found["loss"]] == list(range(1, 9))
         assert [step for step, _ in found["val_loss"]] == [4, 8]
-        # Of this rank alone, whatever the callback behind it has averaged.
+        # This rank's own metrics, though a callback behind the recording one averages them.
         (_, last) = found["val_loss"][-1]
         assert last == pytest.approx(model.evaluate(x, y, verbose=0)[0], rel=1e-4)
         assert len(set(hvd.allgather_object(last))) == hvd.size()
-        # Several steps at a time, with the last of them incomplete.
+        # Several steps are executed together, the last time fewer.
         model.compile(optimizer=model.optimizer, loss="mse", steps_per_execution=3)
         steps = [step for step, _ in points(epochs=1)["loss"]]
         assert steps[-1] == 12
-        # A dataset that is batched already, and a schedule, which is told once in an epoch.
+        # A dataset that is batched already, and a schedule, whose rate is recorded once in an epoch.
         batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(32).prefetch(1)
         falling = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)
         model.compile(optimizer=hvd_keras.DistributedOptimizer(keras.optimizers.SGD(falling)), loss="mse")
@@ -381,7 +381,7 @@ def fits_are_recorded(version: int) -> None:
         )  # Keras 3 has the next step's rate by then, Keras 2 the last one's
         expected = [0.01 * 0.5 ** (epoch - behind) for epoch in (1, 2)]
         assert [rate for _, rate in found["learning_rate"]] == pytest.approx(expected)
-        # A model that is not distributed tells nothing.
+        # Nothing is recorded for a model that is not distributed.
         model.compile(optimizer="sgd", loss="mse")
         assert "loss" not in points(epochs=1)
 
@@ -395,9 +395,7 @@ def saves(version: int) -> None:
     model = _fit(keras, hvd_keras.DistributedOptimizer(keras.optimizers.Adam(0.05)))
     path = os.path.join(os.environ["HVDLAB_TEST_FOLDER"], f"{version}-{hvd.rank()}.keras")
     model.save(path)
-    assert (
-        type(keras.models.load_model(path).optimizer) is keras.optimizers.Adam
-    )  # as it is where hvdlab is not
+    assert type(keras.models.load_model(path).optimizer) is keras.optimizers.Adam  # as without hvdlab
     load = (
         hvd_keras.load_model
         if version == 3
@@ -416,7 +414,7 @@ def saves(version: int) -> None:
 
 
 def mixed_precision() -> None:
-    """A rank whose gradients overflow makes all of them skip the step: none waits for another."""
+    """If one rank's gradients overflow, all ranks skip the step: no rank waits for another."""
     keras, (_, hvd, hvd_keras) = _keras(3), _modules()
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -480,13 +478,13 @@ def values() -> None:
 
 
 def _plain_normalization(tf: Any) -> Any:
-    """Keras 2 corrects the moving variance only where it is fused."""
+    """Keras' own layer; for Keras 2 without its fused kernel, which alone corrects the moving variance."""
     kind = tf.keras.layers.BatchNormalization
     return kind(fused=False) if hasattr(kind, "_fused_can_be_used") else kind()
 
 
 def normalization() -> None:
-    """As of one batch of all ranks; also of pictures, for which Keras 2 has a fused kernel."""
+    """As one batch of all ranks is normalized; also for pictures, for which Keras 2 has a fused kernel."""
     tf, hvd, _ = _modules()
     rank, size = hvd.rank(), hvd.size()
     own = slice(8 * rank, 8 * rank + 8)
@@ -517,7 +515,7 @@ def normalization() -> None:
 
 
 def masked_normalization() -> None:
-    """Elements that a mask leaves out count on no rank; in half precision as well."""
+    """Elements that a mask leaves out do not count on any rank; also in half precision."""
     tf, hvd, _ = _modules()
     keras = tf.keras
     rank, size = hvd.rank(), hvd.size()
@@ -594,7 +592,7 @@ def states() -> None:
 
 
 def late_variables(version: int) -> None:
-    """Of a rank that has not trained yet, or alone has: afterwards all train on alike, with the first one's momentum."""
+    """A rank has not trained yet, and so has no momentum: after the synchronization all ranks have rank 0's, and train alike."""
     keras, (_, hvd, hvd_keras) = _keras(version), _modules()
     x, y = (np.ones((4, 3), np.float32), np.ones((4, 1), np.float32))
     makers = [lambda: keras.optimizers.SGD(0.1, momentum=0.9)]
@@ -637,7 +635,7 @@ def variables_differ() -> None:
 
 
 def compiled() -> None:
-    """XLA is refused with a sentence before anything is traced; by itself Keras does not choose it."""
+    """compile() refuses XLA before anything is traced, and Keras does not choose XLA by itself."""
     _, _, hvd_keras = _modules()
     for version in (3, 2):
         keras = _keras(version)
@@ -649,7 +647,7 @@ def compiled() -> None:
         model.compile(optimizer=optimizer, loss="mse")
         assert not model.jit_compile
         model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
-        model.compile(optimizer="sgd", loss="mse", jit_compile=True)  # not ours
+        model.compile(optimizer="sgd", loss="mse", jit_compile=True)  # not distributed
         assert model.jit_compile
 
 
@@ -687,7 +685,7 @@ def test_keras(two: Ranks, function: Callable[[int], None], version: int) -> Non
 
 
 def test_normalization_where_keras_2_is_chosen() -> None:
-    """``tf.keras`` is what it is from its first use on, so these ranks are not forked with TensorFlow."""
+    """The first use of ``tf.keras`` decides which Keras it is, so these ranks are forked without TensorFlow."""
     with Ranks(2, env={"TF_USE_LEGACY_KERAS": "1"}) as ranks:
         for function in (normalization, masked_normalization):
             ranks.run(function, timeout=100)

@@ -1,4 +1,4 @@
-"""``hvd.watch()``: the norm of the gradients, the loss scale, the learning rate and the steps of a training with Keras, as metrics."""
+"""``hvd.watch()`` for Keras: metrics of the norm of the gradients, the loss scale, the learning rate and the steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _model(keras: Any) -> Any:
 
 
 def _changes(keras: Any) -> tuple[Any, list[float]]:
-    """A callback, and the norms of what the steps of SGD have changed, as far as they go: those of the gradients."""
+    """A callback, and a list of the gradients' norms, which it computes from the changes that SGD's steps make."""
     norms: list[float] = []
 
     class Changes(keras.callbacks.Callback):  # type: ignore[misc]
@@ -51,14 +51,14 @@ def _changes(keras: Any) -> tuple[Any, list[float]]:
 
 
 def fits(version: int) -> None:
-    """Of the reduced gradients, every so many steps, whether the optimizer was watched before it was used or later."""
+    """The norm of the reduced gradients after every few steps, whether the optimizer was used before it was watched or not."""
     import hvdlab.tensorflow as hvd
     import hvdlab.tensorflow.keras as hvd_keras
 
     keras, (x, y) = _keras(version), _data()
     model = _model(keras)
     model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(RATE)), loss="mse")
-    model.fit(x, y, batch_size=4, verbose=0)  # which traces a step
+    model.fit(x, y, batch_size=4, verbose=0)  # traces a step
     steps = 2
     changes, norms = _changes(keras)
     with recorded_points() as points, hvd.watch(model, every=2) as watch:
@@ -71,7 +71,7 @@ def fits(version: int) -> None:
         assert "loss_scale" not in found
         assert watch.step == steps + 6
         assert watch.batch_size == 4
-        # Replaced by another one, with a batch size of its own; also while steps are executed one by one.
+        # Another watch, with its own batch size, replaces the first; now Keras runs the steps eagerly.
         model.compile(model.optimizer, loss="mse", run_eagerly=True)
         again = hvd_keras.watch(model, batch_size=100, every=1)
         assert not watch._measuring
@@ -87,11 +87,11 @@ def fits(version: int) -> None:
         model.fit(x, y, batch_size=4, verbose=0)
         found = points()
         assert "gradient_norm" not in found
-        assert "step_time" in found  # as ever with a distributed optimizer
+        assert "step_time" in found  # since the optimizer is distributed
 
 
 def plain_optimizers(version: int) -> None:
-    """One that is not distributed is measured as well, and no more once the watch is closed."""
+    """An optimizer that is not distributed is measured, too, until the watch is closed."""
     import hvdlab.keras
 
     keras, (x, y) = _keras(version), _data()
@@ -116,7 +116,7 @@ def plain_optimizers(version: int) -> None:
 
 
 def _looped(keras: Any, rate: Any, wrapped: Callable[[Any], Any]) -> dict[str, list[tuple[int, float]]]:
-    """What four steps of a loop of your own record, of two passes each, with sparse gradients."""
+    """The metrics of four steps of the user's own loop, of two passes each, with sparse gradients."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd
@@ -146,7 +146,7 @@ def _looped(keras: Any, rate: Any, wrapped: Callable[[Any], Any]) -> dict[str, l
 
 
 def loops(version: int) -> None:
-    """Steps of a loop of your own, in functions and without."""
+    """Steps of the user's own loop, in functions and outside."""
     import tensorflow as tf
 
     import hvdlab.tensorflow as hvd
@@ -155,7 +155,7 @@ def loops(version: int) -> None:
     schedule = keras.optimizers.schedules.ExponentialDecay(RATE, 1, 0.5)
     for wrapped, rate, told in ((tf.function, RATE, [1, 2, 3, 4]), (lambda step: step, schedule, [2, 4])):
         found = _looped(keras, rate, wrapped)
-        # The passes of a step add up. Four elements have a gradient, the mean over the ranks.
+        # The passes of a step add up. Four elements have a gradient, which is the mean over the ranks.
         norm = 2 * 2 * (hvd.size() + 1) / 2
         assert found["gradient_norm"] == [(2, pytest.approx(norm)), (4, pytest.approx(norm))]
         assert [step for step, _ in found["step_time"]] == [2, 3, 4]
@@ -164,7 +164,7 @@ def loops(version: int) -> None:
 
 
 def scaled_losses(version: int) -> None:
-    """The loss scale before the step, the norm without it; a step that is skipped has none."""
+    """The loss scale before the step, and the norm divided by it; a skipped step has no norm."""
     import hvdlab.tensorflow as hvd
     import hvdlab.tensorflow.keras as hvd_keras
 
@@ -190,7 +190,7 @@ def scaled_losses(version: int) -> None:
 
 
 def several_at_a_time(version: int) -> None:
-    """Steps that are executed together: the norm of the last of them."""
+    """Of steps that are executed together, the norm of the last is recorded."""
     import hvdlab.tensorflow as hvd
 
     keras, (x, y) = _keras(version), _data()

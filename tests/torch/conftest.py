@@ -18,7 +18,7 @@ def _world(size: int) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session", params=[1, 2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Ranks that live as long as tests use their number."""
+    """A world of 1, 2 or 4 ranks, which ends when no further test uses a world of that size."""
     yield from _world(request.param)
 
 

@@ -54,7 +54,7 @@ def test_view_of_a_leaf_that_requires_gradients() -> None:
 
 def test_view_keeps_the_memory_alive() -> None:
     view = ADAPTER.host_view(torch.full((1000,), 7.0))
-    torch.full((1000,), 3.0)  # takes the place of freed memory, if there is any
+    torch.full((1000,), 3.0)  # would reuse the memory if it were freed
     assert np.all(view == 7.0)
 
 

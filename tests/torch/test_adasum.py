@@ -132,7 +132,7 @@ def _train(kind: str, option: str, members: list[int] | None) -> Tensors:
 
 
 def reference(kind: str, option: str, members: list[int]) -> Tensors:
-    """Each rank's model steps by itself; then all go to the start plus the Adasum of the changes."""
+    """Each rank's model takes its own step; then all get the values from before plus the Adasum of the changes."""
     nets = [model() for _ in members]
     optimizers = [OPTIMIZERS[kind](net.parameters()) for net in nets]
     for step in range(STEPS):

@@ -21,7 +21,7 @@ def three() -> Iterator[Ranks]:
 
 
 def with_sets(times: int) -> list[tuple[int | None, float]]:
-    """Each time the same set, given to init(), and one that is added later."""
+    """In each world: the same process set, given to init(), and one that is added later."""
     given = hvd.ProcessSet([0, 1])
     results = []
     for _ in range(times):

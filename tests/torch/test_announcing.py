@@ -1,4 +1,4 @@
-"""Gradients are announced in turns: few messages, and none left behind when the backward pass ends."""
+"""Ranks announce several gradients together: few messages, and no gradient unannounced when the backward pass ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def announcements(
 ) -> tuple[list[int], int, int]:
     """Collectives in each announcement of a backward pass, how many are not announced after it, and the step's sum.
 
-    The coordinator is held meanwhile: what it says lets a rank announce all that waits.
+    The coordinator is stopped meanwhile: each of its messages would make a rank announce all that waits.
     """
     with (
         mock.patch.object(announcing, "LONGEST_SECONDS", seconds),
@@ -65,7 +65,7 @@ def announcements(
 
 @contextmanager
 def held(process: int) -> Iterator[None]:
-    """Stop a process within."""
+    """Stop a process with SIGSTOP within this context."""
     os.kill(process, signal.SIGSTOP)
     try:
         yield

@@ -36,7 +36,7 @@ def inputs(rank: int, size: int, case: str) -> Tensors:
 
 
 def weights(rank: int, outputs: Tensors) -> Tensors:
-    """The loss of a rank is the sum of its outputs, squared and weighted by these: no gradient is the same twice."""
+    """The loss of a rank is the sum of its outputs, squared and weighted by these, so that no two gradients are the same."""
     generator = torch.Generator().manual_seed(50 + rank)
     return [torch.randn(output.shape, generator=generator, dtype=torch.float64) for output in outputs]
 
@@ -79,7 +79,7 @@ def transposed(lists: list[Tensors]) -> list[Tensors]:
 
 
 def in_one_process(case: str, given: list[Tensors]) -> tuple[list[Tensors], float]:
-    """Outputs of every rank, and the factor from the sum of losses to what a rank's gradient is the gradient of."""
+    """Outputs of every rank, and the factor by which Horovod's gradient differs from that of the sum of losses."""
     size = len(given)
     firsts = [ts[0] for ts in given]
     match case:

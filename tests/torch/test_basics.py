@@ -68,7 +68,7 @@ DEFAULTS = {
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_horovod_s(name: str) -> None:
     parameters = inspect.signature(getattr(hvd, name)).parameters
-    given = [p for p in parameters if (name, p) != ("allgather_object", "process_set")]  # ours has one more
+    given = [p for p in parameters if (name, p) != ("allgather_object", "process_set")]  # hvdlab has one more
     assert ", ".join(given) == SIGNATURES[name]
     for parameter in parameters.values():
         if parameter.name in DEFAULTS and parameter.default is not inspect.Parameter.empty:
@@ -104,7 +104,7 @@ def test_init_shutdown_and_init_again(world_of_one: None) -> None:
         hvd.shutdown()
         assert not hvd.is_initialized()
         hvd.init()
-    hvd.init()  # nothing happens
+    hvd.init()  # has no effect
 
 
 def test_init_takes_the_ranks_there_are(world_of_one: None) -> None:

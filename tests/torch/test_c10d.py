@@ -32,7 +32,7 @@ Group = Any
 
 
 def _begin() -> None:
-    """The default group of hvdlab's, and one of Gloo's beside it."""
+    """Make hvdlab's default group, and beside it a group of Gloo's."""
     dist.init_process_group("hvdlab")
     _GROUPS["gloo"] = dist.new_group(backend="gloo")
 
@@ -160,7 +160,7 @@ def _objects(group: Group, rank: int, size: int) -> Tensors:
 def _point_to_point(group: Group, rank: int, size: int) -> Tensors:
     after, before = (rank + 1) % size, (rank - 1) % size
     first, second, ring = torch.zeros(3), torch.zeros(2, dtype=torch.int16), torch.zeros(4)
-    # Tags are received in the other order.
+    # Each rank receives the tags in the other order.
     works = [
         dist.isend(values(rank, 3), after, group=group, tag=1),
         dist.isend(values(rank, 2, dtype=torch.int16), after, group=group, tag=2),
@@ -183,7 +183,7 @@ def _point_to_point(group: Group, rank: int, size: int) -> Tensors:
 
 
 def _any_source(group: Group, rank: int, size: int) -> Tensors:
-    """Rank 0 receives from all others, in any order, with two tags; the sum of what came is the same with any."""
+    """Rank 0 receives from all others, in any order, with two tags; the sum of what came does not depend on the order."""
     found: Tensors = []
     for tag in (5, 6):
         if rank:
@@ -201,11 +201,11 @@ def _any_source(group: Group, rank: int, size: int) -> Tensors:
             assert sorted(sources) == sorted(2 * list(range(1, size)))
             seen: dict[int, int] = {}
             for source, output in zip(sources, outputs, strict=True):
-                # Messages of one rank come in the order in which they were sent.
+                # Messages of one rank arrive in the order in which it sent them.
                 assert torch.equal(output, values(source + seen.get(source, 0), 3))
                 seen[source] = seen.get(source, 0) + 1
             found.append(torch.stack(outputs).sum(0))
-    # A receive that names its source takes the message before one that does not.
+    # A receive that names its source gets a message before an older receive that names none.
     if rank == 1:
         dist.send(torch.tensor([1.0]), 0, group=group, tag=5)
         dist.send(torch.tensor([2.0]), 0, group=group, tag=5)
@@ -218,7 +218,7 @@ def _any_source(group: Group, rank: int, size: int) -> Tensors:
 
 
 def _sparse(group: Group, rank: int, size: int) -> Tensors:
-    """Each rank has other indices, one of them none at all; with dense dimensions, and values that are not coalesced."""
+    """Each rank has other indices, the last rank none at all; with dense dimensions, and values that are not coalesced."""
     found = []
     for dense in ((), (2,)):
         count = 0 if rank == size - 1 else 3
@@ -275,7 +275,7 @@ MATRIX: dict[str, Callable[[Group, int, int], Tensors]] = {
 
 
 def _differences() -> list[str]:
-    """Which cases of the matrix are not as with Gloo."""
+    """The cases of the matrix whose results differ from Gloo's."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for name, case in MATRIX.items():
@@ -283,7 +283,7 @@ def _differences() -> list[str]:
         for group in (_GROUPS["gloo"], dist.group.WORLD):
             try:
                 outcomes.append(case(group, rank, size))
-            except Exception as error:  # noqa: BLE001  (the test shows it, and which case it is)
+            except Exception as error:  # noqa: BLE001  (the test shows it with the case's name)
                 found.append(f"{name} of {group.name()}: {type(error).__name__}: {error}")
         if len(outcomes) < 2:
             continue
@@ -294,7 +294,7 @@ def _differences() -> list[str]:
 
 
 def _wrong_calls(group: Group, rank: int, size: int) -> dict[str, Callable[[], object]]:
-    """Calls that each rank sees to be wrong by itself."""
+    """Calls that each rank can find wrong by itself."""
     ones, other = torch.ones(3), torch.ones(3, dtype=torch.int64)
     outputs = [torch.zeros(3) for _ in range(size)]
     return {
@@ -319,18 +319,18 @@ def _wrong_calls(group: Group, rank: int, size: int) -> dict[str, Callable[[], o
 
 
 def _other_errors() -> list[str]:
-    """Which wrong calls raise an error that code written for Gloo's would not catch."""
+    """The wrong calls that raise an error that code written for Gloo would not catch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for name in _wrong_calls(None, rank, size):
         kinds: list[type[Exception] | None] = []
         for group in (_GROUPS["gloo"], dist.group.WORLD):
-            if name == "gather" and rank:  # the root alone can see it
+            if name == "gather" and rank:  # only the root can find it wrong
                 continue
             try:
                 _wrong_calls(group, rank, size)[name]()
                 kinds.append(None)
-            except Exception as error:  # noqa: BLE001  (its type is what is compared)
+            except Exception as error:  # noqa: BLE001  (the test compares its type)
                 kinds.append(type(error))
         if kinds and kinds[0] is not None and not (kinds[1] is not None and issubclass(kinds[1], kinds[0])):
             found.append(f"{name}: {kinds[1]} in place of {kinds[0]}")
@@ -380,7 +380,7 @@ def test_profilers_show_operations_as_they_show_gloos(world: Ranks) -> None:
 
 
 def _unsorted() -> list[str]:
-    """The matrix on groups whose ranks are in another order."""
+    """The differences from Gloo in the matrix, on groups whose ranks are not in ascending order."""
     found = []
     ranks = list(range(dist.get_world_size()))
     for order in {tuple(ranks[::-1]), (*ranks[1:], ranks[0])}:
@@ -403,7 +403,7 @@ def _unsorted() -> list[str]:
 
 
 def _aborted() -> None:
-    """Rank 1 gives up what rank 0 waits for, in the group and between the two."""
+    """Rank 1 gives up operations that rank 0 waits for: one of the group, and a message between the two."""
     rank = dist.get_rank()
     tensor = torch.ones(2)
     if rank == 0:
@@ -429,7 +429,7 @@ def test_abort_gives_up_messages_as_well(world: Ranks) -> None:
 
 
 def _skips() -> str:
-    """Rank 1 skips a call that is like the one after it; the next ones go on, and meet the wrong ones."""
+    """Rank 1 skips a call that is like the one after it; its next calls are then matched with the wrong ones."""
     rank = dist.get_rank()
     _meet()
     works = []
@@ -462,7 +462,7 @@ def test_a_skipped_call_that_is_like_the_next_is_found(world: Ranks) -> None:
 
 
 def _late_message() -> None:
-    """A receive that takes too long is given up by itself: what else is in flight in the group goes on."""
+    """A receive that takes too long is given up alone: other operations that are in flight in the group go on."""
     rank, size = dist.get_rank(), dist.get_world_size()
     total, value = torch.ones(2), torch.zeros(3)
     if rank == 0:
@@ -500,10 +500,10 @@ def _group_roots(group: Group, rank: int, size: int) -> Tensors:
 
 
 def _uneven(group: Group, rank: int, size: int) -> Tensors:
-    """Lists whose tensors differ: to each member as many elements as its number."""
+    """Lists of tensors of different sizes: member m gets m + 1 elements from each rank."""
     outputs = [torch.zeros(rank + 1) for _ in range(size)]
     inputs = [torch.full((to + 1,), float(rank)) for to in range(size)]
-    if group.name() == "gloo":  # which has no all_to_all of lists: what comes is known
+    if group.name() == "gloo":  # Gloo has no all_to_all of lists, so this is the known result
         return [torch.full((rank + 1,), float(of)) for of in range(size)]
     dist.all_to_all(outputs, inputs, group=group)
     return outputs
@@ -514,7 +514,7 @@ def test_groups_in_any_order_of_ranks(world: Ranks) -> None:
 
 
 def _beyond_gloo() -> None:
-    """What Gloo does not have: averages, scaled sums, dtypes that only move, uneven lists, coalesced forms, truth values."""
+    """What Gloo lacks: averages, scaled sums, further dtypes for moving data, uneven lists, coalesced forms, truth values."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ranks = range(size)
     mean, scaled, truth = values(rank, 4), values(rank, 4), torch.tensor([rank == 0, False])
@@ -526,7 +526,7 @@ def _beyond_gloo() -> None:
     assert torch.equal(scaled, whole * 0.5)
     assert truth.tolist() == [True, False]
     strided = values(rank, 8)
-    dist.all_reduce(strided[::2])  # Gloo takes the elements between them instead
+    dist.all_reduce(strided[::2])  # Gloo takes elements in between instead
     expected = values(rank, 8)
     expected[::2] = sum(values(each, 8) for each in ranks)[::2]  # type: ignore[index]
     assert torch.equal(strided, expected)
@@ -563,7 +563,7 @@ def _beyond_gloo() -> None:
             dist.all_reduce(tensor)
     manager.wait()
     assert [t.tolist() for t in several] == [sum(values(e, n) for e in ranks).tolist() for n in (2, 3)]
-    # With a device the manager collects whatever is called, also messages.
+    # With a device the manager gathers all operations that are called, messages as well.
     ring, mixed = torch.zeros(3), values(rank, 2)
     with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
         dist.isend(values(rank, 3), (rank + 1) % size)
@@ -589,7 +589,7 @@ def _functional() -> None:
 
 
 WRONG_CALLS: dict[str, Callable[[Group, int, int], object]] = {
-    # What torch's own backends look for, in their words: called by those who hold a group, and by dist.* on the default one.
+    # Errors in the words of torch's own backends, by calls on a group itself and by dist.* on the default group.
     "invalid root rank: ": lambda group, rank, size: group.broadcast([torch.ones(1)], _root_options(size)),
     "invalid root tensor: ": lambda group, rank, size: group.broadcast([torch.ones(1)], _root_options(0, 1)),
     "requires a single-element tensor list": lambda group, rank, size: group.broadcast(
@@ -647,7 +647,7 @@ def _root_options(root: int, tensor: int = 0, of: Any = dist.BroadcastOptions) -
 
 
 def _told_otherwise() -> list[str]:
-    """The words that a wrong call does not raise. Nothing is sent, so the group goes on."""
+    """The words that are missing in the error of their wrong call. Nothing is sent, so the group goes on."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for words, call in WRONG_CALLS.items():
@@ -676,7 +676,7 @@ def test_what_gloo_has_not_and_functional_collectives(world: Ranks) -> None:
 
 def _groups(path: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Members alone come here, the last two ranks and then the first two, in any order; rank 1 of 3 is in both.
+    # Only members make these groups: the last two ranks and the first two, in any order; rank 1 of 3 is in both.
     last, first = [size - 2, size - 1], [1, 0]
     for ranks in (last, first) if rank == size - 1 else (first, last):
         if rank in ranks:
@@ -717,7 +717,7 @@ def test_groups_by_members_alone_and_once_more(world: Ranks, tmp_path: Path) -> 
 
 
 def _meet() -> None:
-    """Return where all have heard of what one of them has given up: the others may learn of it in their next operation."""
+    """Return once all ranks know what one of them has given up: the others may learn of it only in their next operation."""
     while True:
         with contextlib.suppress(AbortedError):
             dist.barrier()
@@ -740,7 +740,7 @@ def _failures() -> list[str]:
         good = torch.ones(2)
         dist.all_reduce(good)
         assert good[0] == size
-    if rank == 0:  # the others skip it
+    if rank == 0:  # the other ranks skip this call
         with pytest.raises(AbortedError, match="timeout of the process group") as late:
             dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=0.2))
         texts.append(str(late.value))
@@ -762,12 +762,12 @@ def _failures() -> list[str]:
     if rank == 0:
         with pytest.raises(AbortedError, match="no rank has sent anything with tag 9"):
             dist.irecv(torch.ones(2), tag=9).wait(timedelta(seconds=0.1))
-    dist.monitored_barrier(_GROUPS["gloo"])  # where the others wait, of which hvdlab knows nothing
+    dist.monitored_barrier(_GROUPS["gloo"])  # the others wait here, which hvdlab does not know
     with pytest.raises(
         AbortedError, match=r"all wait for each other: ranks 0.* in recv from any rank with tag 9"
     ):
         dist.recv(torch.ones(2), tag=9)
-    with pytest.raises(InvalidRequestError, match="times the elements"):  # by which Gloo ends the process
+    with pytest.raises(InvalidRequestError, match="times the elements"):  # Gloo would end the process
         dist.reduce_scatter_tensor(torch.zeros(4), torch.zeros(3 * size))
     with pytest.raises(InvalidRequestError, match="rows"):
         dist.all_to_all_single(torch.zeros(5 - size), torch.zeros(5 - size))
@@ -817,7 +817,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def with_entry_point(tmp_path: Path) -> dict[str, str]:
-    """An environment in which the entry point of this tree is installed, whatever the installed one has."""
+    """An environment with the entry point of this tree, whatever the installed package has."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,4 +1,4 @@
-"""``agree(model, optimizer)``: after a step that some ranks have taken and others have not."""
+"""``agree(model, optimizer)`` after a step that some ranks have taken and others have not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, *, without: tuple[int, ...] = ()) -> None:
-    """One step with equal gradients on all ranks; some ranks stop in front of the optimizer."""
+    """Take one step with equal gradients on all ranks; the ranks in ``without`` stop before the optimizer's step."""
     optimizer.zero_grad()
     torch.manual_seed(1)
     model(torch.randn(4, 8)).square().mean().backward()
@@ -93,7 +93,7 @@ OPTIMIZERS: dict[str, Optimizer] = {"Adam": _adam, "momentum": _momentum}
 
 
 def _brought(wrap: str, update: str, without: tuple[int, ...], taken: int) -> tuple[str, bool, Agreement]:
-    """What ``agree`` says after one of ``taken`` steps was missed, and whether all is as if none had been; then a step more."""
+    """The text of ``agree`` after some ranks missed a step, and whether all is then as if none had, also after a further step."""
     make, optimizer = MODELS[wrap], OPTIMIZERS[update]
     model = make()
     updating = optimizer(model)
@@ -194,7 +194,7 @@ def _made(wrap: str, backward: bool) -> tuple[nn.Module, _FailsOnce, torch.optim
     return model, failing, _adam(model)
 
 
-#: What the cells know.
+#: The definitions that the cells use.
 PRELUDE = "\n\n".join(
     [
         "import torch, torch.distributed as dist\nfrom torch import nn\nfrom hvdlab.torch.c10d import agree\n",
@@ -232,7 +232,7 @@ def pool() -> Iterator[Pool]:
 def test_the_same_wrapped_model_trains_on_after_a_cell_that_failed_within_it(
     pool: Pool, wrap: str, backward: bool
 ) -> None:
-    for _ in range(4):  # a rank may be stopped while DDP orders its buckets anew, and others have done so
+    for _ in range(4):  # among the passes is the one in which DDP orders its buckets anew, on some ranks only
         failed = pool.run(FAILS.format(wrap=wrap, backward=backward)).errors
         assert failed.keys() == set(range(SIZE))
         assert failed[1].evalue == "bad batch"

@@ -1,4 +1,4 @@
-"""Which of DDP's buckets an operation reduces, by what can be seen of it, and the names of its parameters in errors."""
+"""How hvdlab finds the bucket of DDP that an operation reduces, and the names of the bucket's parameters in errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ranks import Ranks
 Wrap = Callable[[], nn.parallel.DistributedDataParallel]
 SIZE = 2
 KIB = 1 / 1024
-"""A bucket of a KiB, in DDP's unit."""
+"""The size of a bucket of 1 KiB, in MiB, which is DDP's unit."""
 
 
 # -- how far a pass has come ------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def test_buckets_are_found_by_their_order_and_then_by_their_memory() -> None:
     assert _pass(layout, tensors[1:3], 8) == [
         1,
         2,
-    ]  # after a pass that has failed, or that nothing is known of
+    ]  # found by their memory, though the pass does not begin with bucket 0
     assert _pass(layout, tensors, 9) == [0, 1, 2, 3]
     assert layout.find(torch.zeros(5), 9) is None
 
@@ -168,7 +168,7 @@ WRAPPERS: dict[str, Wrap] = {
 
 
 def _buckets(model: Any) -> list[str]:
-    """As torch itself tells them, outside of a pass; it fails where gradients are sparse."""
+    """The buckets as torch itself reports them, outside of a pass; torch fails to do so if gradients are sparse."""
     if isinstance(model.module, _Embedded):
         first = "out.bias, out.weight" if model._has_rebuilt_buckets else "out.weight, out.bias"
         return [f"DDP bucket 0: {first}", "DDP bucket 1: words.weight"]
@@ -200,15 +200,15 @@ def _seen() -> Iterator[list[str]]:
 
 
 def _names(name: str) -> list[tuple[str, list[str], list[str]]]:
-    """What was named otherwise than torch names it: the pass, what was named, and what there was."""
+    """The passes whose buckets hvdlab names otherwise than torch: the pass, hvdlab's names, and torch's."""
     model, wrong = WRAPPERS[name](), []
     rank = dist.get_rank()
     for number in range(4):
         x = torch.full((2, 16), float(rank), requires_grad=True)
         with _seen() as seen, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # checkpoints of integers, and so on
+            warnings.simplefilter("ignore")  # such as those on checkpoints of integers
             output = model(x)
-            expected = _buckets(model)  # which the forward pass may have made anew
+            expected = _buckets(model)  # after the forward pass, which may have made them anew
             output.square().mean().backward()
         if name == "not synchronized" and number == 0:
             expected = []
@@ -226,7 +226,7 @@ def test_buckets_are_named_as_torch_knows_them(world: Ranks) -> None:
 
 
 def _two_in_one() -> list[list[str]]:
-    """Two models whose gradients come in one pass."""
+    """Two models whose gradients one backward pass computes."""
     first, second = WRAPPERS["views"](), WRAPPERS["sparse"]()
     found = []
     for _ in range(3):
@@ -239,7 +239,7 @@ def _two_in_one() -> list[list[str]]:
 
 
 def _made_anew() -> list[list[str]]:
-    """As after a pass that has failed."""
+    """The buckets of a model whose reducer ``agree`` has replaced, as after a pass that has failed."""
     from hvdlab.torch.c10d import agree
 
     model, found = WRAPPERS["as it is"](), []
@@ -262,7 +262,7 @@ def test_several_models_and_one_whose_reducer_is_made_anew(world: Ranks) -> None
 
 
 def _fails() -> str:
-    """Rank 1 broadcasts where rank 0 reduces its bucket. There is but one, so that nothing more is in flight afterwards."""
+    """Rank 1 broadcasts while rank 0 reduces its only bucket, so that nothing more is in flight afterwards."""
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 16)))
     for _ in range(2):
         model(torch.ones(2, 16)).square().mean().backward()
@@ -285,7 +285,7 @@ def test_errors_name_the_bucket_on_all_ranks(world: Ranks) -> None:
 
 
 def _skips_a_backward(rounds: int) -> str:
-    """Rank 1 forgets the gradients of step 2, and so ends before rank 0 does."""
+    """Rank 1 skips the backward pass of step 2, and so ends before rank 0 does."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     try:

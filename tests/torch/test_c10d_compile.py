@@ -1,4 +1,4 @@
-"""``torch.compile`` around DDP, inside of it, and around functional collectives: as one process with all batches."""
+"""``torch.compile`` around DDP, inside of it, and around functional collectives, against one process with all batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _model() -> nn.Module:
 
 
 def _around() -> Any:
-    # Dynamo cuts the graph where DDP's buckets end, so that they are reduced while the rest is computed.
+    # Dynamo cuts the graph where DDP's buckets end, so that DDP can reduce them while the rest is computed.
     return torch.compile(nn.parallel.DistributedDataParallel(_model()), backend="eager")
 
 
@@ -42,7 +42,7 @@ def _inside() -> Any:
 
 
 def _trained() -> list[str]:
-    """What differs from one process with the batches of all ranks."""
+    """The ways to compile whose results differ from one process with the batches of all ranks."""
     rank, wrong = dist.get_rank(), []
     generator = torch.Generator().manual_seed(1)
     xs, ys = (
@@ -57,7 +57,7 @@ def _trained() -> list[str]:
     for name, (make, rows) in {"": (lambda: alone, slice(None)), **makers}.items():
         model = make()
         optimizer = torch.optim.Adam(model.parameters(), 0.1)
-        # The hook that counts steps must not break a graph, nor have it compiled again for each step.
+        # The hook that counts steps must neither break the graph nor make torch compile it again for each step.
         step = torch.compile(optimizer.step, backend="eager") if name else optimizer.step
         for x, y in zip(xs, ys, strict=True):
             optimizer.zero_grad()

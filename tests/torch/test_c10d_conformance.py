@@ -1,4 +1,4 @@
-"""Each operation with each dtype and operator, beside Gloo's backend on the same ranks: what Gloo does, hvdlab does, to the last bit."""
+"""Each operation with each dtype and operator on hvdlab and on Gloo, on the same ranks: where Gloo works, all bits are equal."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _all_reduce(group: Group, rank: int, size: int, dtype: torch.dtype, op: Any)
 def _reduce(group: Group, rank: int, size: int, dtype: torch.dtype, op: Any) -> Tensors:
     tensor = values(rank, 3, dtype=dtype)
     dist.reduce(tensor, size - 1, op, group)
-    return [tensor] if rank == size - 1 else []  # what others have is not defined
+    return [tensor] if rank == size - 1 else []  # undefined on other ranks
 
 
 def _reduce_scatter(group: Group, rank: int, size: int, dtype: torch.dtype, op: Any) -> Tensors:
@@ -148,18 +148,18 @@ def _outcome(
 ) -> Tensors | Exception:
     try:
         return case(group, rank, size)
-    except Exception as error:  # noqa: BLE001  (whether there is one is what is compared)
+    except Exception as error:  # noqa: BLE001  (the test compares whether both raise)
         return error
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What is compared: NaN and the formats that torch can't compare, too. Gloo adds truth values up to 2 and more."""
+    """The bytes to compare, since NaN is not equal to itself and torch can't compare some formats. Gloo sums bools to 2 and more."""
     found = tensor.reshape(-1).view(torch.uint8)
     return found.ne(0) if tensor.dtype is torch.bool else found
 
 
 def _compared() -> tuple[int, list[str]]:
-    """How many cases Gloo can do, and those of them in which hvdlab does something else."""
+    """The number of cases in which Gloo works, and those of them in which hvdlab's result differs."""
     rank, size = dist.get_rank(), dist.get_world_size()
     count, wrong = 0, []
     for name, case in _cases():

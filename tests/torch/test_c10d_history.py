@@ -1,4 +1,4 @@
-"""Which rank has skipped a call, by the lines of the last calls of two ranks."""
+"""Finding the rank that has skipped a call, from the lines of two ranks' last calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def said(lines: Sequence[str], first: int = 0) -> Said:
 
 
 def found(own: str, other: str, *, first: int = 0) -> tuple[int, str, str] | None:
-    """How many calls were skipped, and the lines where the two differ first."""
+    """How many calls were skipped, and the first lines that differ."""
     shift = find_shift(said(own.split()), said(other.split()[first:], first))
     return None if shift is None else (shift.skipped, shift.own.site, shift.other.site)
 
@@ -39,11 +39,11 @@ def test_the_rank_that_skipped_calls_is_found(own: str, other: str, expected: tu
 @pytest.mark.parametrize(
     ("own", "other"),
     [
-        ("a b a b", "a b a"),  # it has only not come yet
+        ("a b a b", "a b a"),  # the other rank has not made this call yet
         ("a b a b", "a b a b"),
         ("r x r x r x", "o x o x o x"),  # a root and another rank, at lines of their own
         ("x r x r x r", "x o x o x o"),
-        ("a b a b", "a b b"),  # one call behind it proves nothing
+        ("a b a b", "a b b"),  # a single call behind the skipped one proves nothing
         ("", ""),
     ],
 )
@@ -73,7 +73,7 @@ def test_it_is_told_by_both_sides_alike() -> None:
 
 
 def steps(of_calls: Sequence[int], first: int = 0) -> Said:
-    """Calls from one line, and how many steps there were before each."""
+    """Calls from one line, each with the number of steps before it."""
     calls = tuple(Call(first + i + 1, "all_reduce", "line", step) for i, step in enumerate(of_calls))
     return Said("group", 3, first, calls)
 
@@ -83,11 +83,11 @@ def steps(of_calls: Sequence[int], first: int = 0) -> Said:
     [
         ([0, 0, 1, 1, 2, 2], [0, 0, 2, 2, 3, 3], (3, 1)),
         ([0, 1, 3, 4], [0, 1, 2, 3], (3, -1)),
-        ([7, 8, 9], [0, 1, 3], (3, 1)),  # one has trained before, without the other
+        ([7, 8, 9], [0, 1, 3], (3, 1)),  # one rank has trained before, without the other
         ([0, 1, 2], [0, 2, 4], (2, 1)),
         ([0, 1, 2], [0, 1, 2], None),
         ([0, 1, 2], [5, 6], None),
-        ([0, 1, 2, 3], [0, 2, 2, 3], None),  # an optimizer that one rank has for itself steps now and then
+        ([0, 1, 2, 3], [0, 2, 2, 3], None),  # one rank has a further optimizer, which steps now and then
         ([0, 1, 2, 3], [0, 2, 1, 4], None),
         ([], [1], None),
     ],

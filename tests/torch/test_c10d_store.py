@@ -1,4 +1,4 @@
-"""The store of process groups in a world: its values, through torch's C++ as well, and what ends waits for it."""
+"""The store of process groups in a world: its values, also through torch's C++, and what ends a wait for a value."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_is_asked_again_is_answered_as_it_was() -> None:
     state = StoreState()
     add = Ask(7, "s", "add", ("n",), amount=2)
     assert state.handle(1, add) == state.handle(1, add) == [(1, Answer(7, amount=2))]
-    assert state.handle(2, add) == [(2, Answer(7, amount=4))]  # another rank's number
+    assert state.handle(2, add) == [(2, Answer(7, amount=4))]  # the same number, by another rank
     wait = Ask(8, "s", "get", ("late",))
     assert state.handle(1, wait) == state.handle(1, wait) == []
     assert state.handle(2, Ask(9, "s", "set", ("late",), (b"x",))) == [
@@ -104,7 +104,7 @@ def _used() -> None:
                 store.wait(["nothing"], timedelta(seconds=0.1))
         dist.barrier()
         assert not store.check(["text"]), name
-    gloo = dist.new_group(backend="gloo")  # whose C++ uses it
+    gloo = dist.new_group(backend="gloo")  # Gloo's C++ uses the store
     tensor = torch.ones(2)
     dist.all_reduce(tensor, group=gloo)
     assert tensor[0] == size
@@ -112,7 +112,7 @@ def _used() -> None:
     with pytest.raises(InvalidRequestError, match="rank 5 of 9"):
         dist.init_process_group("hvdlab", rank=5, world_size=9)
     dist.init_process_group("hvdlab")
-    assert dist.distributed_c10d._get_default_store().num_keys() == 0  # nothing of the group before
+    assert dist.distributed_c10d._get_default_store().num_keys() == 0  # nothing of the former group
     with pytest.raises(ValueError, match="twice"):
         dist.init_process_group("hvdlab")
     assert "MASTER_ADDR" not in os.environ
@@ -127,7 +127,7 @@ def _listen() -> None:
 
 
 def _waits(how: str) -> str:
-    """What ended the wait of a rank for one that never comes."""
+    """The error that ended a rank's wait for a rank that never comes."""
     if how == "init":
         engine: Any = context.init()
         submit = engine.submit

@@ -1,4 +1,4 @@
-"""What is built on process groups: every way to train is one process with the batches of all ranks."""
+"""torch's ways to train on process groups, each against one process with the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _fsdp1() -> Made:
 
 
 def _parallel() -> Made:
-    """Layers over pairs of ranks, whose replicas are sharded over the pairs."""
+    """Layers that are divided among pairs of ranks, and whose replicas are sharded over the pairs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -90,7 +90,7 @@ def _parallel() -> Made:
     return model, _adam(model)
 
 
-#: Ways to train, and how many ranks have one batch in common.
+#: Ways to train, and how many ranks share one batch.
 WAYS: dict[str, tuple[Callable[[], Made], int]] = {
     "DDP": (_replicated, 1),
     "ZeroRedundancyOptimizer": (_zero, 1),
@@ -118,7 +118,7 @@ def _full(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _trained() -> list[str]:
-    """The ways that end with other parameters than one process."""
+    """The ways whose parameters in the end differ from those of one process."""
     rank, wrong = dist.get_rank(), []
     generator = torch.Generator().manual_seed(1)
     xs, ys = torch.randn(4 * SIZE, 8, generator=generator), torch.randn(4 * SIZE, 4, generator=generator)
@@ -143,10 +143,10 @@ def test_every_way_to_train_is_one_process_with_all_batches(world: Ranks) -> Non
 
 
 def _joined() -> None:
-    """Rank r has r + 1 batches; those that have no more take part with zeros."""
+    """Rank r has r + 1 batches; ranks without a further batch take part with zeros."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(2)
-    batches = torch.randn(SIZE, SIZE, 4, 8, generator=generator)  # of each step and rank
+    batches = torch.randn(SIZE, SIZE, 4, 8, generator=generator)  # for each step and rank
     alone, model = _model(), nn.parallel.DistributedDataParallel(_model())
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (alone, model)]
     with model.join():
@@ -169,7 +169,7 @@ def _tensors() -> None:
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     generator = torch.Generator().manual_seed(3)
-    left, right = torch.randn(6, 5, generator=generator), torch.randn(5, 7, generator=generator)  # not even
+    left, right = torch.randn(6, 5, generator=generator), torch.randn(5, 7, generator=generator)  # uneven
     for placements in (
         [Shard(0), Shard(1)],
         [Shard(1), Replicate()],
@@ -186,7 +186,7 @@ def _tensors() -> None:
 
 
 def _saved(path: str) -> None:
-    """A sharded model and its optimizer, saved, and loaded by others that are sharded in another way."""
+    """Save a sharded model and its optimizer, and load them into ones that are sharded in another way."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -209,14 +209,14 @@ def _saved(path: str) -> None:
             set_state_dict(
                 model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
-        step(model, optimizer, 3.0)  # which needs the optimizer's state, too
+        step(model, optimizer, 3.0)  # the result depends on the optimizer's state, too
         after.append(_full(model))
     for one, other in zip(*after, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def _piped() -> None:
-    """A layer per rank, whose micro-batches follow each other: the activations and gradients are messages."""
+    """A pipeline with a layer on each rank: ranks send the activations and gradients of micro-batches as messages."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     rank, device = dist.get_rank(), torch.device("cpu")
@@ -243,7 +243,7 @@ def _piped() -> None:
 
 
 def _skips_a_layer() -> list[str]:
-    """Rank 1 ends where the others gather the last layer: what they read. Then the root is gathered by all."""
+    """What ranks read when rank 1 broadcasts while the others gather the last layer."""
     from hvdlab.collectives.errors import MismatchError
 
     model, _ = _sharded(SIZE)()

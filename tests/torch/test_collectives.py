@@ -26,7 +26,7 @@ SHAPES = [(), (0,), (1,), (17,), (3, 0, 2), (5, 3)]
 
 
 def tensor_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a rank contributes: small whole numbers, so that every dtype holds sums and products exactly."""
+    """A rank's contribution: small whole numbers, so that every dtype holds sums and products exactly."""
     generator = torch.Generator().manual_seed(100 + rank)
     return torch.randint(0, 4, shape, generator=generator).to(dtype)
 
@@ -134,7 +134,7 @@ def test_tensors_that_are_not_contiguous(ranks: Ranks) -> None:
 
 
 def _large() -> tuple[bool, float]:
-    given = torch.full((40 << 20,), float(hvd.rank() + 1))  # 160 MiB, more than is fused or fits a slot
+    given = torch.full((40 << 20,), float(hvd.rank() + 1))  # 160 MiB: neither fused nor within a slot
     address = given.data_ptr()
     output = hvd.allreduce_(given, op=hvd.Sum)
     return output.data_ptr() == address and bool((output == output[0]).all()), output[-1].item()
@@ -186,7 +186,7 @@ def _forgotten_tensors() -> list[float]:
     handles = [hvd.allreduce_async_(torch.full((1000,), 1.0), op=hvd.Sum) for _ in range(20)]
     handles += [hvd.allreduce_async(torch.full((1000,), 1.0), op=hvd.Sum) for _ in range(20)]
     for _ in range(40):
-        torch.full((1000,), 7.0)  # takes the place of freed memory, if there is any
+        torch.full((1000,), 7.0)  # would reuse the tensors' memory if it were freed
     return [hvd.synchronize(handle).sum().item() for handle in handles]
 
 

@@ -1,6 +1,6 @@
-"""CUDA tensors in torch's binding, on a simulated GPU: torch's own are not to be had here, so memory of that GPU stands in for theirs.
+"""CUDA tensors in torch's binding, on a simulated GPU: tensors in its memory stand for CUDA tensors, which need a real GPU.
 
-What torch itself does (its streams and allocator) is for ``tests/gpu``.
+``tests/gpu`` tests torch's own part, its streams and allocator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT_STREAM = SimpleNamespace(cuda_stream=0)
 
 
 class Simulated(CudaTensors):
-    """Takes tensors in the simulated GPU's memory, which torch counts as the host's, for CUDA tensors."""
+    """Treats tensors in the simulated GPU's memory, which are host tensors for torch, as CUDA tensors."""
 
     def __init__(self, gpu: fake_cuda.FakeCuda) -> None:
         self.gpu = gpu
@@ -34,7 +34,7 @@ class Simulated(CudaTensors):
         return gpus.CUDA if self.gpu.allocation_of(tensor.data_ptr()) is not None else "cpu"
 
     def view(self, tensor: torch.Tensor) -> Any:
-        return super().view(Located(tensor))  # type: ignore[arg-type]  # what the method reads of it
+        return super().view(Located(tensor))  # type: ignore[arg-type]  # has what the method reads
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         return on_gpu(self.gpu, torch.zeros(shape, dtype=like.dtype))
@@ -45,7 +45,7 @@ class Simulated(CudaTensors):
 
 
 class Located:
-    """A tensor that says that it is on the first GPU."""
+    """A tensor that claims to be on the first GPU."""
 
     device = torch.device("cuda", 0)
 
@@ -54,7 +54,7 @@ class Located:
 
 
 class NothingOnTheHost(TorchAdapter):
-    """Has all tensors looked at by :class:`Simulated`."""
+    """Declares no tensor direct, so that the binding asks :class:`Simulated` about all of them."""
 
     def is_direct(self, tensor: torch.Tensor) -> bool:
         return False
@@ -79,7 +79,7 @@ def begin() -> None:
     gpu = fake_cuda.install()
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.current_stream = lambda device=None: DEFAULT_STREAM  # type: ignore[assignment,return-value]
-    BINDING.__init__(NothingOnTheHost(), Simulated(gpu))  # type: ignore[misc]  # what all public functions go through
+    BINDING.__init__(NothingOnTheHost(), Simulated(gpu))  # type: ignore[misc]  # all public functions use it
     hvd.init()
 
 

@@ -1,4 +1,4 @@
-"""``hvd.watch_divergence()``: models that part."""
+"""``hvd.watch_divergence()`` on models that begin to differ."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ranks import Ranks
 
 
 def train(steps: int, every: int, parts_at: int = 0, by_optimizer: bool = False, seed: int = 0) -> str:
-    """Train; the last rank's model gets something else after one step. Returns the error's text."""
+    """Train; after step ``parts_at`` the last rank's model is changed. Returns the error's text."""
     torch.manual_seed(seed)
-    if hvd.rank() == 0:  # one that others have not watched, as before they came
+    if hvd.rank() == 0:  # a model that other ranks have not watched
         hvd.watch_divergence(torch.nn.Linear(2, 1)).close()
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
@@ -47,7 +47,7 @@ def test_models_that_are_trained_alike_stay_alike(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("by_optimizer", [False, True])
 def test_the_step_at_which_they_part_is_named(four_ranks: Ranks, by_optimizer: bool) -> None:
     (text,) = set(four_ranks.run(train, 30, 10, 13, by_optimizer))
-    since = 14 if by_optimizer else 13  # the change came after that step's hook
+    since = 14 if by_optimizer else 13  # the change came after the hook of step 13
     assert text.startswith(
         f"the ranks' models differ in `2.bias`, since step {since}: ranks 0-2 agree and rank 3"
     )
@@ -76,7 +76,7 @@ def test_arguments(world_of_one: None) -> None:
         hvd.watch_divergence(model, 0)
     first, second = hvd.watch_divergence(model), hvd.watch_divergence(model)
     model(torch.ones(1, 1))
-    for change, step in ((False, 0), (True, 1), (False, 1)):  # a step may be tried again
+    for change, step in ((False, 0), (True, 1), (False, 1)):  # a call that changes nothing counts no step
         with torch.no_grad():
             if change:
                 model.weight += 1

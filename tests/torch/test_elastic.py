@@ -1,4 +1,4 @@
-"""Elastic training over real processes: failures, lost ranks, ranks that come back."""
+"""Elastic training with real processes: failures, lost ranks, ranks that come back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLES, BATCH, EPOCHS = 36, 2, 2
 
 @pytest.fixture
 def world() -> Iterator[Ranks]:
-    """Three ranks of its own for a test that loses some."""
+    """A world of three ranks for one test, which may lose some of them."""
     with Ranks(3, imports=["hvdlab.torch.elastic"], env={"HOROVOD_ELASTIC_TIMEOUT": "20"}) as ranks:
         yield ranks
 
@@ -35,7 +35,7 @@ def world() -> Iterator[Ranks]:
 
 
 class Training:
-    """A small training whose log tells what happened on a rank."""
+    """A small training with a log of what happened on a rank."""
 
     def __init__(self) -> None:
         hvd.init()
@@ -60,7 +60,7 @@ class Training:
         self.state.register_reset_callbacks([lambda: self.sizes.append(hvd.size())])
 
     def run(self, events: dict[int, str], epochs: int = EPOCHS) -> dict[str, Any]:
-        """Train; ``events`` has what to do on this rank after how many of its commits."""
+        """Train; ``events`` says what to do on this rank, by the number of its commits after which to do it."""
 
         @elastic.run
         def train(state: Any) -> str:
@@ -120,7 +120,7 @@ def divide(state: Any) -> None:
 
 
 def wait_for_newcomer(state: Any, door: str) -> None:
-    """Say at the door that somebody may come, and go on once it waits to be let in, so that the next commit lets it."""
+    """Write to ``door`` that a rank may come, and return once it waits to be let in: the next commit then lets it in."""
     if hvd.rank() == first_rank():
         Path(door).write_text("come")
         arrived = threading.Event()
@@ -175,7 +175,7 @@ def test_a_failure_that_all_ranks_see_goes_back_to_the_last_commit(four_ranks: R
     check_alike(disturbed)
     assert disturbed[0]["sizes"] == [4, 4]
     assert disturbed[0]["left"] == []
-    # What was processed since the commit is processed again, by others perhaps; no sample is lost or counted twice.
+    # Samples since the commit are processed again, perhaps by other ranks; no sample is lost or counted twice.
     counts = [sum(len(i) for when, i in disturbed[0]["log"] if when == e) for e in range(EPOCHS)]
     assert counts == [sum(len(i) for when, i in undisturbed[0]["log"] if when == e) for e in range(EPOCHS)]
 
@@ -188,7 +188,7 @@ def test_a_failure_on_one_rank_alone_takes_all_back(four_ranks: Ranks, event: st
 
 
 def failing_in_sync() -> Any:
-    """The first synchronization of two fails on one rank."""
+    """The first of two synchronizations fails on one rank."""
     training = Training()
     attempts = []
 
@@ -316,7 +316,7 @@ def test_one_after_the_other_may_be_lost(world: Ranks) -> None:
 
 
 def lost_while_beginning_again() -> dict[str, Any]:
-    """Rank 1 is lost in training, and rank 2 when it is to go on without."""
+    """Rank 1 is lost in training, and rank 2 when it begins again without rank 1."""
     training = Training()
     if hvd.rank() == 2:
         training.state.register_reset_callbacks([lambda: die(training.state)])
@@ -347,7 +347,7 @@ def test_a_rank_that_comes_back_takes_part_again(world: Ranks, lost: int, tmp_pa
     }
     assert isinstance(running[lost].outcomes()[0], RankGone)
     world.processes[lost].wait(PATIENCE)
-    # Not before the others go on without it: they would begin again with it at once.
+    # Respawn it only when the others go on without it; otherwise they would begin again with it at once.
     assert select.select([ready], [], [], 60)[0]
     os.close(ready)
     world.respawn(lost)

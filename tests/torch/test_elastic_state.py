@@ -1,4 +1,4 @@
-"""``TorchState``: what its handlers save, restore and synchronize."""
+"""``TorchState``: the state that its handlers save, restore and synchronize."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ranks import Ranks
 
 
 def trained(seed: int, steps: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer after some steps, which depend on the seed."""
+    """A model and its optimizer after some steps; all values depend on the seed."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
@@ -92,7 +92,7 @@ def test_assigning_replaces_what_is_taken_care_of() -> None:
     state.restore()
     assert state.model is model
     assert_same(contents(state), saved)
-    assert state.epoch == 0  # a value is saved by save() alone
+    assert state.epoch == 0  # only save() saves a value
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -243,7 +243,7 @@ def test_what_was_processed_in_another_epoch_does_not_count(four_ranks: Ranks) -
 
 
 def interrupted_by_one() -> Any:
-    """Only one rank has heard of the news, and it is the first in one round, another in the other."""
+    """Only one rank has received the news: the first rank in one round, another rank in the other."""
     hvd.init()
     raised = []
     state = elastic.TorchState(epoch=0)

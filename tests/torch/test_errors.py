@@ -1,4 +1,4 @@
-"""What is refused at once, what fails on all ranks, and that the group works afterwards."""
+"""Calls that are refused at once, calls that fail on all ranks, and that the group works afterwards."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _one_is_missing() -> tuple[str, float]:
         with pytest.raises(AbortedError) as error:
             hvd.synchronize(handle)
         with pytest.raises(AbortedError):
-            hvd.synchronize(handle)  # the same answer as before
+            hvd.synchronize(handle)  # the same error again
         assert hvd.poll(handle)
         text = str(error.value)
     else:
@@ -220,7 +220,7 @@ def test_in_a_process_that_a_rank_forked(world_of_one: None) -> None:
         list(loader)
     except NotInitializedError as error:
         said = str(error)
-    gc.collect()  # the worker's pipes, in what the traceback held
+    gc.collect()  # close the worker's pipes, which the traceback has kept
     assert "a process that rank 0 has forked" in said
     assert "call collectives in the rank itself" in said
     assert "hvd.init() first" not in said
@@ -253,7 +253,7 @@ def test_names_may_be_of_a_subclass_of_str(two_ranks: Ranks) -> None:
 
 def test_a_name_that_is_none_is_refused(world_of_one: None) -> None:
     with pytest.raises(InvalidRequestError, match=r"name= takes a text, not 5 \(int\)"):
-        hvd.allreduce(torch.ones(1), name=5)  # type: ignore[arg-type]  # it is what is tested
+        hvd.allreduce(torch.ones(1), name=5)  # type: ignore[arg-type]  # the test needs a wrong type
 
 
 def _not_a_number(count: int, dtype: torch.dtype) -> list[float]:

@@ -36,7 +36,7 @@ CASES = [*KINDS, *VARIANTS]
 
 
 class Net(nn.Module):
-    """Matrices only, which Muon wants; sparse gradients for who takes nothing else."""
+    """Matrices only, since Muon takes nothing else; with sparse gradients for optimizers that take no others."""
 
     def __init__(self, seed: int, sparse: bool) -> None:
         super().__init__()
@@ -132,6 +132,6 @@ def test_training_equals_one_process(two_ranks: Ranks, case: str) -> None:
     for outcome in outcomes:
         for ours, first, reference in zip(outcome, outcomes[0], expected, strict=True):
             assert torch.equal(ours, first), "ranks differ"
-            # Muon computes in bfloat16, and LBFGS decides by each rank's own loss how far it goes.
+            # Muon computes in bfloat16; LBFGS chooses the length of its step by each rank's own loss.
             tolerance = 2e-2 if case == "Muon" else 1e-8
             torch.testing.assert_close(ours, reference, rtol=tolerance, atol=tolerance)

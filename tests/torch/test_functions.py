@@ -1,4 +1,4 @@
-"""Parameters, optimizer state and objects from one rank to all, or from all to all."""
+"""Broadcasts of parameters, optimizer state and objects, and the allgather of objects."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_state_and_settings_are_the_root_s(two_ranks: Ranks, kind: str, steps: t
     (state, trained), (other_state, other_trained) = two_ranks.run(_broadcast_state, kind, list(steps), 0)
     assert same(state, other_state)
     assert float(state["param_groups"][0]["lr"]) == 0.25
-    if steps[0] == 0 and kind != "adagrad":  # Adagrad makes its state when it is made
+    if steps[0] == 0 and kind != "adagrad":  # Adagrad's constructor makes its state
         assert not state["state"]
     assert all(torch.equal(a, b) for a, b in zip(trained, other_trained, strict=True))
 
@@ -168,7 +168,7 @@ def _gradients_of_a_fresh_one(distributed: bool, with_steps: bool) -> list[float
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_fresh_optimizer_s_parameters_have_gradients(two_ranks: Ranks, distributed: bool) -> None:
     for gradients in two_ranks.run(_gradients_of_a_fresh_one, distributed, False):
-        # One that was there stays as it is; a frozen parameter, and one of another optimizer, get none.
+        # A gradient that was there stays; frozen parameters, and those of another optimizer, get none.
         assert gradients == [0, 3, 0, 0, None, None]
 
 

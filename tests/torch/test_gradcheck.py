@@ -1,7 +1,7 @@
 """Gradients of collectives against central differences, on real ranks: every element of every rank is nudged in turn.
 
-What is differentiated is the sum of the ranks' losses. Horovod's conventions make that their mean for allgather and
-broadcast, and multiply it by the number of ranks for the reducescatter of a sum or an average (see ``FACTORS``).
+The differences are those of the sum of the ranks' losses. By Horovod's conventions, gradients of allgather and broadcast are those
+of the losses' mean, and the reducescatter of a sum or an average multiplies them by the number of ranks (see ``factor``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def splits(kw: dict[str, Any]) -> list[int]:
 
 
 def factor(case: str, size: int) -> float:
-    """From the derivative of the sum of losses to what Horovod calls the gradient."""
+    """Horovod's gradient, divided by the derivative of the sum of losses."""
     if "allgather" in case or case == "broadcast":
         return 1 / size
     return size if "reducescatter" in case and case.rpartition(" ")[2] in ("sum", "average") else 1.0
@@ -100,7 +100,7 @@ def _check(case: str, ranks: list[int] | None) -> tuple[int, list[str]]:
 
 
 def _check_members(case: str, kw: dict[str, Any]) -> tuple[int, list[str]]:
-    """How many elements were checked, and what is wrong."""
+    """The number of elements that were checked, and texts on those that are wrong."""
     given = inputs(case, kw)
     value = loss(CALLS[case](given, kw), kw)
     value.backward()
@@ -111,7 +111,7 @@ def _check_members(case: str, kw: dict[str, Any]) -> tuple[int, list[str]]:
     for nudged, count in enumerate(counts):
         for number in range(count):
             totals = []
-            for step in (STEP, -2 * STEP, STEP):  # there, back and beyond, and home
+            for step in (STEP, -2 * STEP, STEP):  # to x + STEP, to x - STEP, and back to x
                 if nudged == position(kw):
                     tensor, i = places[number]
                     elements[tensor][i] += step
@@ -142,7 +142,7 @@ def test_gradients_in_a_process_set(four_ranks: Ranks, case: str) -> None:
 
 
 def _second(op: str) -> tuple[float, float]:
-    """d²/dx² of the sum over ranks of ``reduced ** 2``, along one direction, and by differences of the gradient."""
+    """The second derivative of the sum over ranks of ``reduced ** 2`` along a direction: by autograd, and by differences."""
     generator = torch.Generator().manual_seed(hvd.rank())
     x, direction = torch.randn(2, 4, generator=generator, dtype=torch.float64)
     x.requires_grad_()
@@ -152,7 +152,7 @@ def _second(op: str) -> tuple[float, float]:
         return torch.autograd.grad(value, at, create_graph=again)[0]
 
     (second,) = torch.autograd.grad((gradient(x, True) * direction).sum(), x)
-    # The Hessian is symmetric: its product with the direction is how the gradient changes along it.
+    # The Hessian is symmetric: its product with the direction is the gradient's change along the direction.
     up = gradient((x.detach() + STEP * direction).requires_grad_(), False)
     down = gradient((x.detach() - STEP * direction).requires_grad_(), False)
     return second.tolist(), ((up - down) / (2 * STEP)).tolist()

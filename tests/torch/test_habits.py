@@ -1,7 +1,7 @@
-"""What people do with torch's optimizers today, under ``DistributedOptimizer`` on two real ranks.
+"""Common ways of using torch's optimizers, under ``DistributedOptimizer`` on two real ranks.
 
-Each habit trains a model on some ranks' batches. On the ranks each has its own; the reference, in this process, has both
-together. All ranks must end with the same bits.
+Each habit is a function that trains a model on the batches of some ranks: on a rank with its own batch, and as the reference, in this
+process, with both ranks' batches together. All ranks must end with the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ranks import Ranks
 
 STEPS = 4
 Wrap = Callable[..., Any]
-"""Takes an optimizer and its model: makes it distributed, or leaves it alone."""
+"""Takes an optimizer and its model, and returns the optimizer: distributed, or as it is."""
 
 
 def distributed(optimizer: torch.optim.Optimizer, net: nn.Module, **options: Any) -> Any:
@@ -56,7 +56,7 @@ def values(net: nn.Module) -> list[torch.Tensor]:
 
 
 def mean_loss(loss: torch.Tensor, wrap: Wrap) -> float:
-    """The loss of both ranks together."""
+    """The mean of both ranks' losses."""
     return float(hvd.allreduce(loss.detach()) if wrap is distributed else loss.detach())
 
 
@@ -76,8 +76,8 @@ def compiled(ranks: list[int], wrap: Wrap, backend: str) -> Any:
     if backend == "inductor":
         from torch._inductor import config
 
-        config.compile_threads = 1  # in this process
-    # The reference is what the model computes, compiled or not.
+        config.compile_threads = 1  # compile in this process
+    # The reference is not compiled: compiling must not change the result.
     forward = net if wrap is alone else torch.compile(net, backend=backend)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -98,7 +98,7 @@ def zeroed(ranks: list[int], wrap: Wrap, set_to_none: bool) -> Any:
 
 
 def scaled(ranks: list[int], wrap: Wrap, how: str, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
-    """In the third step rank 1's loss overflows: nobody may take that step, and everybody's scale shrinks."""
+    """In the third step rank 1's loss overflows: no rank may take that step, and the scale shrinks on all ranks."""
     net = model(torch.float32)
     optimizer = wrap(make(net.parameters()), net)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -224,7 +224,7 @@ def tied(ranks: list[int], wrap: Wrap) -> Any:
 
 
 def thawed(ranks: list[int], wrap: Wrap, groups: int) -> Any:
-    """Layers freeze and thaw at different times; weight decay would move what is frozen but has a gradient."""
+    """Layers freeze and thaw at different times; weight decay would change a frozen parameter that has a gradient."""
     net = model()
     net[4].requires_grad_(False)
     sgd = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
@@ -247,7 +247,7 @@ def thawed(ranks: list[int], wrap: Wrap, groups: int) -> Any:
 
 
 def alternating(ranks: list[int], wrap: Wrap) -> Any:
-    """Two optimizers for two halves of a model in turn, as a GAN does, each with the other half frozen."""
+    """Two optimizers train two halves of a model in turn, as in a GAN, each with the other half frozen."""
     net = model()
     halves = [net[0], net[4]]
     optimizers = [wrap(torch.optim.Adam(half.parameters(), 0.05), half) for half in halves]
@@ -278,7 +278,7 @@ def on_gradients_of_one_s_own(ranks: list[int], wrap: Wrap) -> Any:
 
 
 def channels_last(ranks: list[int], wrap: Wrap, groups: int) -> Any:
-    """Gradients whose memory is in another order are reduced where they are."""
+    """Gradients whose memory is in another order than C's are reduced without a copy."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 4, (2, 1)), nn.Flatten(), nn.Linear(36, 2)
@@ -349,7 +349,7 @@ def _on_ranks(name: str) -> Any:
     return HABITS[name]([hvd.rank()], distributed)
 
 
-# A C++ compiler works for most of a minute.
+# The C++ compiler takes most of a minute.
 SLOW = {"compiled by inductor": [pytest.mark.soak]}
 
 
@@ -417,7 +417,7 @@ def test_collectives_in_compiled_code(two_ranks: Ranks) -> None:
 
 
 FROZEN_ON = {1: [0], 2: [0, 1], 3: [1]}
-"""In which steps which ranks have frozen the first layer."""
+"""By step, the ranks on which the first layer is frozen."""
 
 
 def _frozen_here_and_there() -> list[torch.Tensor]:

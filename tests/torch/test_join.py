@@ -1,4 +1,4 @@
-"""``hvd.join``: training on data of which the ranks have different amounts."""
+"""``hvd.join``: training when ranks have different amounts of data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model_of() -> torch.nn.Module:
 
 
 def train(epochs: int, groups: int | None) -> tuple[list[int], list[float]]:
-    """Rank r has r + 1 batches an epoch. Returns who joined last, and the model at the end (as sums)."""
+    """Rank r has r + 1 batches an epoch. Returns the rank that joined last in each epoch, and the sums of the final parameters."""
     model = model_of()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -56,14 +56,14 @@ def train(epochs: int, groups: int | None) -> tuple[list[int], list[float]]:
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
         last.append(hvd.join())
-        # Those that joined early have missed steps of the others; what all agree on is the last one's.
+        # Ranks that joined early have missed steps of the others, so all take the model of the rank that joined last.
         hvd.broadcast_parameters(model.state_dict(), root_rank=last[-1])
         hvd.broadcast_optimizer_state(optimizer, root_rank=last[-1])
     return last, [float(p.detach().double().sum()) for p in model.parameters()]
 
 
 def alone(size: int, epochs: int) -> list[float]:
-    """The same in one process: gradients of the ranks that have a batch, divided by the number of all."""
+    """The same training in one process: gradients of the ranks that have a batch, divided by the number of all ranks."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(epochs):
@@ -77,7 +77,7 @@ def alone(size: int, epochs: int) -> list[float]:
 
 
 def kinds() -> list[str]:
-    """Rank 0 joins, rank 1 tries everything."""
+    """Rank 0 joins, and rank 1 tries every kind of collective."""
     if hvd.rank() == 0:
         return [str(hvd.join())]
     told = []
@@ -121,7 +121,7 @@ def reduce() -> float:
 
 
 def with_gradient() -> list[float]:
-    """Backward passes are collectives, too."""
+    """The backward pass of a collective is a collective, too, while rank 0 has joined."""
     if hvd.rank() == 0:
         hvd.join()
         return []

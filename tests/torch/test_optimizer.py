@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` on real ranks, against one process that has all ranks' batches."""
+"""``DistributedOptimizer`` on real ranks, against one process with all ranks' batches."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_gradients_of_several_passes_are_added_up_before_they_are_sent(ranks: Ra
 
 
 class Branching(nn.Module):
-    """Each rank's forward pass uses a layer of its own, and one that all use."""
+    """Each rank's forward pass uses a layer of its own, and a layer that all ranks use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def _clipped() -> tuple[list[torch.Tensor], list[str]]:
         optimizer.synchronize()
         before = [p.grad.clone() for p in net.parameters() if p.grad is not None]
         sums = values(net)
-        optimizer.step()  # averages the averages: nothing changes but the time
+        optimizer.step()  # averages the averages, which changes nothing
         after = [p.grad for p in net.parameters() if p.grad is not None]
         assert all(torch.allclose(a, b) for a, b in zip(before, after, strict=True))
     assert quiet == 0
@@ -298,7 +298,7 @@ def test_synchronize_then_skip_it_in_step(two_ranks: Ranks) -> None:
 def _schedule_and_hooks() -> tuple[float, int, int, list[str]]:
     net = model()
     inner = torch.optim.SGD(net.parameters(), 1.0)
-    early = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)  # made before: it has wrapped inner.step
+    early = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)  # wraps inner.step, since it is made before
     optimizer = hvd.DistributedOptimizer(inner, net.named_parameters())
     late = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
     before, after = [], []
@@ -349,7 +349,7 @@ def _saved_and_loaded() -> list[torch.Tensor]:
 
     step(0)
     state, weights = optimizer.state_dict(), {k: v.clone() for k, v in net.state_dict().items()}
-    net(part(batch(9, size), rank, size)).sum().backward()  # a step that is given up by loading
+    net(part(batch(9, size), rank, size)).sum().backward()  # a step that loading a state drops
     optimizer.synchronize()
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"](net.parameters()), net.named_parameters())
     net.load_state_dict(weights)
@@ -474,7 +474,7 @@ def _two_without_names(named: bool) -> None:
         for optimizer in optimizers:
             optimizer.step()
     except (AbortedError, DuplicateNameError):
-        # The other one may have begun what this one never will, or do so when it has heard of the end of this.
+        # The other rank may have begun an operation that this one never calls, or do so when it learns of this error.
         context.engine().withdraw("this rank gave up")
         meet()
         raise
@@ -501,7 +501,7 @@ def _misuse(which: str) -> None:
         else:
             net(batch(0, 1)).sum().backward()
     finally:
-        optimizer.synchronize()  # the group goes on
+        optimizer.synchronize()  # works: the group goes on
         optimizer.zero_grad()
 
 
@@ -548,7 +548,7 @@ def _made_again(from_the_first: bool) -> tuple[list[torch.Tensor], str]:
     rank, size = hvd.rank(), hvd.size()
     net = model()
     first = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
-    net(part(batch(7, size), rank, size)).pow(2).mean().backward()  # in flight while the next one is made
+    net(part(batch(7, size), rank, size)).pow(2).mean().backward()  # in flight while the second is made
     inner = first if from_the_first else torch.optim.SGD(net.parameters(), 0.1)
     second = hvd.DistributedOptimizer(inner, net.named_parameters())
     second.zero_grad()
@@ -573,7 +573,7 @@ def _forgotten() -> int:
     net = model()
     hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), net.named_parameters())
     gc.collect()
-    if hvd.rank() == 0:  # nobody else would take part
+    if hvd.rank() == 0:  # no other rank would take part
         net(batch(0, 1)).sum().backward()
     return len(context.engine().pending())
 
@@ -583,7 +583,7 @@ def test_a_forgotten_optimizer_reduces_nothing(two_ranks: Ranks) -> None:
 
 
 def _interrupt_once_it_waits() -> threading.Thread:
-    """Press Ctrl-C on this rank when its main thread waits for a collective."""
+    """Start a thread that sends SIGINT to this rank when its main thread waits for a collective."""
     main = threading.main_thread().ident or 0
 
     def press() -> None:
@@ -599,7 +599,7 @@ def _interrupt_once_it_waits() -> threading.Thread:
 
 
 def _meet() -> None:
-    """A barrier that may begin before or after the interrupt of the other rank."""
+    """Meet in a barrier, which the interrupt of the other rank may abort once."""
     with contextlib.suppress(hvd.HorovodInternalError):
         return hvd.barrier()
     hvd.barrier()
@@ -685,7 +685,7 @@ def test_num_groups_is_deprecated(world_of_one: None) -> None:
     assert [len(bucket.parameters) for bucket in optimizer._watcher._buckets] == [3, 3]
 
 
-@pytest.mark.filterwarnings("ignore:Using backward")  # torch's, of the reference cycle that it makes
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch's warning of a reference cycle
 def test_gradients_that_require_gradients_are_refused(world_of_one: None) -> None:
     net = model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1))

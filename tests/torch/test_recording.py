@@ -1,4 +1,4 @@
-"""``hvd.record()``: the last steps, and the batch that went wrong."""
+"""``hvd.record()``: the last steps, and the batch that made the training fail."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_batch_that_went_wrong_is_found_and_replayed() -> None:
         assert torch.isnan(found.args[0]).nonzero().tolist() == [[2, 1]]
         good = recorded.replay(3)
         fresh = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout(0.5))
-        assert torch.equal(good.run(fresh), good.run(fresh))  # also what is dropped out
+        assert torch.equal(good.run(fresh), good.run(fresh))  # the same elements are dropped out
         with pytest.raises(LookupError, match="step 77 is not kept; steps 1 to 9 are"):
             recorded.replay(77)
 
@@ -96,7 +96,7 @@ def test_what_is_well_again_is_not_told() -> None:
         for loss in (1.0, torch.nan, 1.0, torch.inf, torch.nan):
             recorded.batch(torch.ones(1))
             recorded.loss(loss)
-        recorded.batch(torch.ones(1))  # and was stopped here
+        recorded.batch(torch.ones(1))  # a step that was stopped here
         assert recorded.first_wrong is recorded.steps[3]
         recorded.loss(1.0)
         assert recorded.first_wrong is None

@@ -1,4 +1,4 @@
-"""Sparse COO tensors: their allreduce, and as gradients in every arrangement."""
+"""Sparse COO tensors: their allreduce, and their use as gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranks import Ranks
 
 
 def sparse(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Entries twice at one place, one that only this rank has, and for rank 1 none."""
+    """Two entries at one place, and one at a place that only this rank has; rank 1 has no entries."""
     if rank == 1:
         return torch.sparse_coo_tensor(
             torch.empty(1, 0, dtype=torch.long), torch.empty(0, 2, dtype=dtype), (6, 2), check_invariants=True
@@ -53,7 +53,7 @@ def _many_halves(dtype: torch.dtype) -> torch.Tensor:
 
 def test_halves_are_rounded_once(four_ranks: Ranks) -> None:
     for outcome in four_ranks.run(_many_halves, torch.bfloat16):
-        assert outcome.tolist() == [258.0]  # one by one: 256 + 0.625 stays 256
+        assert outcome.tolist() == [258.0]  # rounded after each addition, 256 + 0.625 would stay 256
 
 
 def _large_integers(dtype: torch.dtype) -> list[int]:
@@ -96,7 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def train(net: Tables, optimizer: torch.optim.Optimizer, ranks: list[int]) -> list[torch.Tensor]:
-    """In the second step only rank 0 reaches the second table."""
+    """Train; in the second step only rank 0 uses the second table."""
     for step in range(3):
         optimizer.zero_grad()
         for rank in ranks:
@@ -131,7 +131,7 @@ def _train_sparse_adam(as_dense: bool) -> tuple[list[torch.Tensor], list[int]]:
     optimizer = hvd.DistributedOptimizer(adam, table.named_parameters(), sparse_as_dense=as_dense)
     entries = []
     for step in range(3):
-        if step != 1 or hvd.rank() == 0:  # without a gradient on rank 1
+        if step != 1 or hvd.rank() == 0:  # in step 1, rank 1 has no gradient
             table(torch.tensor([hvd.rank(), 4])).sum().backward()
         optimizer.step()
         assert table.weight.grad is not None

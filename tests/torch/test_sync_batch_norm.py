@@ -18,7 +18,7 @@ STEPS = 3
 REFERENCES = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 EXTENTS: dict[int, tuple[int, ...]] = {2: (), 3: (4,), 4: (3, 2), 5: (2, 1, 3)}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    # dimensions of the input, arguments of the layer, how it is used
+    # number of the input's dimensions, arguments of the layer, how the test uses it
     "2-D": (2, {}, {}),
     "3-D": (3, {}, {}),
     "4-D": (4, {}, {}),
@@ -41,7 +41,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torc
 
 
 def batch(case: str, step: int, rank: int) -> torch.Tensor:
-    """A rank's input; its size depends on the rank."""
+    """A rank's input; its number of rows depends on the rank."""
     dims, _, use = CASES[case]
     rows = use.get("rows", (3, 1, 4, 2))[rank]
     generator = torch.Generator().manual_seed(10 * step + rank)
@@ -72,7 +72,7 @@ def use_layer(case: str, made: nn.Module, batches: list[torch.Tensor], step: int
     assert output.dtype is whole.dtype
     if "format" in use:
         assert output.is_contiguous(memory_format=use["format"])
-    # Each value has a weight that depends on it alone, so that it does not matter who has it.
+    # Each value's weight depends only on the value, so that it does not matter which rank has it.
     output.backward(torch.sin(whole.detach() * 3 + step))
     assert whole.grad is not None
     return [output.detach(), whole.grad]

@@ -1,4 +1,4 @@
-"""HOROVOD_TIMELINE with the PyTorch binding, from the environment to a checked file."""
+"""HOROVOD_TIMELINE with the torch binding, from the environment variable to the file."""
 
 from __future__ import annotations
 

@@ -24,12 +24,12 @@ from ranks import Ranks
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, world_of_one: None) -> None:
-    """This process as the only rank, whose recorder nobody else empties."""
+    """This process as the only rank; only the test empties its recorder."""
     monkeypatch.setattr(context.engine()._dispatcher, "schedule_events", lambda: None)
 
 
 def taken() -> list[Metric]:
-    """What was recorded since the last time, without samples of the process."""
+    """The metrics recorded since the last call, without the samples of the process."""
     batches = context.engine().recorder.drain()
     events = [event for batch in batches for event in decode(batch).events if isinstance(event, Metric)]
     return [event for event in events if event.name not in ("hvdlab/cpu", "hvdlab/rss", "hvdlab/threads")]
@@ -61,7 +61,7 @@ def test_a_distributed_optimizer_tells_the_time_of_its_steps(alone: None) -> Non
     train(model, optimizer, 5)
     took = time.monotonic() - begin
     found = values("step_time", taken())
-    assert [step for step, _ in found] == [2, 3, 4, 5]  # the first has no step before it
+    assert [step for step, _ in found] == [2, 3, 4, 5]  # the first step has none before it
     assert 0 < sum(seconds for _, seconds in found) < took
 
 
@@ -178,7 +178,7 @@ def test_frozen_parameters_have_none(alone: None) -> None:
 def test_norms_of_every_element_type(dtype: torch.dtype) -> None:
     parameters = [torch.zeros(1000, dtype=dtype, requires_grad=True) for _ in range(2)]
     for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 200.0)  # whose squares are too large for float16
+        parameter.grad = torch.full_like(parameter, 200.0)  # its square is too large for float16
     norm = gradient_norm(parameters)
     assert norm is not None
     assert float(norm) == pytest.approx(200 * 2000**0.5, rel=1e-3)
@@ -319,7 +319,7 @@ def test_nonsense_is_refused(change: dict[str, Any], text: str) -> None:
 
 
 class Event:
-    """A device's event that comes when the test says so."""
+    """A device's event that comes when the test sets ``done``."""
 
     def __init__(self) -> None:
         self.done, self.waited = False, False

@@ -1,6 +1,6 @@
 """Horovod's API for Keras on hvdlab's collective core: ``import hvdlab.keras as hvd``. Keras runs on TensorFlow.
 
-Everything is that of :mod:`hvdlab.tensorflow.keras`, but for arguments that Horovod has there only.
+The names are those of :mod:`hvdlab.tensorflow.keras`; some functions take fewer arguments here, as in Horovod.
 """
 
 from __future__ import annotations
@@ -104,7 +104,33 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Groups = None,
 ) -> Any:
-    """An optimizer of Keras that reduces gradients over all ranks; see :func:`hvdlab.tensorflow.keras.DistributedOptimizer`."""
+    """Make an optimizer of Keras that reduces gradients over all ranks before it applies them.
+
+    The result has the name of ``optimizer``'s class, its settings, and its state if there is any, and can be given to
+    ``model.compile``. :func:`hvdlab.tensorflow.keras.DistributedOptimizer` takes further arguments.
+
+    Args:
+        optimizer: An optimizer of Keras 3 or of Keras 2 (``tf_keras``).
+        name: Beginning of the collectives' names; by default ``Distributed`` and the name of the optimizer's class.
+        device_dense: Device for dense gradients, such as ``/cpu:0``; by default where they are.
+        device_sparse: Device for ``tf.IndexedSlices``; by default where they are.
+        compression: Applied to gradients that are sent, and undone on what is received.
+        sparse_as_dense: Make sparse gradients dense before they are reduced.
+        gradient_predivide_factor: For ``Average``: gradients are divided by this number before the sum, and the sum by the number
+            of ranks over this number.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        num_groups: Deprecated form of ``groups``.
+        groups: Number of groups of gradients that are reduced together, or a list of lists of variables; a variable in no list
+            is reduced by itself. By default all gradients are reduced together, in a graph in buckets of up to 16 MiB.
+
+    Returns:
+        The new optimizer. Every rank must apply gradients alike. That raises ``MismatchError`` or ``AbortedError`` as
+        ``hvd.allreduce`` does; the variables are unchanged then.
+
+    Raises:
+        InvalidRequestError: ``optimizer`` is no optimizer of Keras, or distributed already, or another argument is wrong.
+        UnsupportedError: ``op`` is ``hvd.Adasum``, or Keras does not run on TensorFlow.
+    """
     return _DistributedOptimizer(
         optimizer,
         name=name,
@@ -128,9 +154,24 @@ def allreduce(
     op: ReduceOp | int | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> Any:
-    """Reduce a value over all ranks; see :func:`hvdlab.tensorflow.keras.allreduce`.
+    """Reduce a value over all ranks.
 
-    ``average`` is true by default, as in Horovod, and gives way to ``op``.
+    Args:
+        value: Anything that TensorFlow can convert to a tensor, of equal shape and dtype on every rank.
+        name: Equal on all ranks. Calls without a name are matched in order.
+        average: Whether to average (the default, as in Horovod) or to sum. Not used if ``op`` is given.
+        prescale_factor: Multiplies the inputs.
+        postscale_factor: Multiplies the result.
+        op: ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``; by default as ``average`` says.
+        compression: Applied to what is sent, and undone on what is received.
+
+    Returns:
+        An array (for a 0-d value a numpy number); in a function a tensor.
+
+    Raises:
+        InvalidRequestError: An argument is wrong. Nothing was sent.
+        NotInitializedError: ``init()`` was not called.
+        MismatchError, AbortedError: The ranks disagree, or the reduction can't complete. ``value`` is untouched.
     """
     chosen = op if op is not None else Average if average in (True, None) else Sum
     return values.allreduce(
@@ -150,6 +191,21 @@ def load_model(
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """Load a model whose optimizer is distributed; see :func:`hvdlab.tensorflow.keras.load_model`."""
+    """Load a model, whether saved with hvdlab or without, and make its optimizer distributed, with its saved state.
+
+    Args:
+        filepath: A file that ``keras.models.load_model`` can load.
+        custom_optimizers: Further classes of optimizers that may be in the file.
+        custom_objects: Further classes and functions that may be in the file, by name. For the optimizer in a ``.keras`` or ``.h5``
+            file this may be a function that makes the optimizer from its settings, distributed or not.
+        compression: The compressor that the distributed optimizer sends gradients through.
+        legacy_opts: Has no effect: optimizers of every kind are found.
+
+    Returns:
+        The model; without an optimizer if none was saved.
+
+    Raises:
+        ValueError: The file can't be read, or needs a class that is not known.
+    """
     keras = importlib.import_module("keras")
     return models.load_model(keras, filepath, custom_optimizers, custom_objects, compression)

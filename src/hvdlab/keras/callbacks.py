@@ -23,10 +23,13 @@ class BestModelCheckpoint(callbacks.BestModelCheckpoint):
     """A ``ModelCheckpoint`` that keeps the best model; ``filepath`` may be assigned after it was made.
 
     Args:
-        monitor: The metric that says what is best.
-        verbose: 0, or 1 to tell when a model is saved.
+        monitor: The metric by which models are compared.
+        verbose: 0, or 1 to print a line when a model is saved.
         mode: ``auto``, ``min`` or ``max``.
         save_freq: ``"epoch"``, or a number of batches.
+
+    Raises:
+        InvalidRequestError: At the end of an epoch, if ``filepath`` was not assigned.
     """
 
     def __init__(

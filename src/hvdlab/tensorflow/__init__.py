@@ -1,7 +1,7 @@
 """Horovod's TensorFlow API on hvdlab's collective core: ``import hvdlab.tensorflow as hvd``.
 
-Names and signatures are Horovod's; what the collectives do with shapes, dtypes, gradients and errors is described
-in :mod:`hvdlab.tensorflow.ops`. It needs no compiler, and works with the TensorFlow that is installed.
+Names and signatures are Horovod's; :mod:`hvdlab.tensorflow.ops` says what the collectives do with shapes, dtypes, gradients and
+errors. It needs no compiler, and works with the TensorFlow that is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdlab.collectives.process_sets import (
     remove_process_set,
 )
 
-# Not among the names that `import *` brings: it would take the built-in one's place.
+# Not in __all__: `from hvdlab.tensorflow import *` would hide Python's built-in breakpoint().
 from hvdlab.collectives.stopping import breakpoint as breakpoint
 from hvdlab.horovod.common.util import (
     check_extension,

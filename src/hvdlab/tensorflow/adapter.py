@@ -1,7 +1,7 @@
 """What hvdlab's bindings know of TensorFlow's eager tensors.
 
-A tensor on the CPU shares its memory with the core, without a copy. Collectives outside of functions do not go through TensorFlow at
-all: they wait in Python, so that Ctrl-C, call sites and errors are as in every other binding.
+A tensor on the CPU shares its memory with the core, without a copy. Outside of functions a collective does not go through
+TensorFlow's runtime: the calling thread waits in Python, so that Ctrl-C, call sites and errors are as in every other binding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BITS = np.dtype(np.uint16)
 
 
 class _Memory:
-    """Memory of a tensor as numpy sees it, which keeps the tensor alive."""
+    """Presents a tensor's memory to numpy as an array of no dimensions, and keeps the tensor alive."""
 
     def __init__(self, tensor: Any, address: int, kind: np.dtype[Any]) -> None:
         self._tensor = tensor
@@ -60,7 +60,7 @@ class TensorFlowAdapter:
         half = tensor.dtype == tf.bfloat16
         if type(array) is np.ndarray:
             return array.view(_BITS) if half else array
-        # A 0-d tensor gives a copy there, and bfloat16 no buffer.
+        # _numpy_internal() copies a 0-d tensor, and memoryview() does not know bfloat16: find the memory's address.
         plain = tf.bitcast(tensor, tf.uint16) if half else tensor
         address = np.asarray(memoryview(plain)).__array_interface__["data"][0]
         return np.asarray(_Memory(plain, address, storage_type(_DTYPES[tensor.dtype])))
@@ -75,7 +75,7 @@ class TensorFlowAdapter:
         return self.empty(tuple(tensor.shape), tensor)
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        if not _has_gpu():  # a device scope costs as much as all else here
+        if not _has_gpu():  # a device scope costs as much as the rest
             return tf.raw_ops.Empty(shape=_shape_tensor(shape), dtype=like.dtype)
         with tf.device("CPU:0"):
             return tf.raw_ops.Empty(shape=_shape_tensor(shape), dtype=like.dtype)
@@ -100,7 +100,7 @@ class TensorFlowAdapter:
 
 @lru_cache(maxsize=1024)
 def _shape_tensor(shape: tuple[int, ...]) -> Any:
-    """A shape as TensorFlow takes it quickly: of a tuple it makes such a tensor each time, which takes longer than the allocation."""
+    """A shape as a tensor. TensorFlow would make such a tensor of a tuple each time, which takes longer than the allocation."""
     return tf.constant(shape, tf.int32)
 
 
@@ -110,10 +110,10 @@ def _has_gpu() -> bool:
 
 
 def as_tensor(value: Any, kind: OpKind) -> Any:
-    """A tensor of what a user gave to a collective: a tensor, a variable, or anything that TensorFlow makes one of.
+    """Make a tensor of what a user gave to a collective: a tensor, a variable, or anything that TensorFlow can convert.
 
     Raises:
-        InvalidRequestError: It makes none of this.
+        InvalidRequestError: TensorFlow can't convert ``value``; ``kind`` is for its text.
     """
     if isinstance(value, tf.Tensor):
         return value
@@ -125,7 +125,7 @@ def as_tensor(value: Any, kind: OpKind) -> Any:
 
 
 def core_dtype(tensor: Any) -> DType:
-    """The core's element type; raises ``UnsupportedError`` if it has none (complex, strings, quantised, ...)."""
+    """The core's element type; raises ``UnsupportedError`` if there is none for this dtype (complex, strings, quantised, ...)."""
     try:
         return _DTYPES[tensor.dtype]
     except KeyError:

@@ -1,4 +1,4 @@
-"""Several backward passes for each step: gradients are added up on their rank before they are reduced."""
+"""Several backward passes for each step: each rank adds up its gradients before the ranks reduce them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from hvdlab.tensorflow.ops import size_op
 
 
 class LocalGradientAggregationHelper:
-    """Adds gradients up over some passes, and has them reduced in the last of these.
+    """Adds gradients up over the passes of a step, and reduces the sums in the last pass.
 
     Args:
         backward_passes_per_step: How many passes make a step.
-        allreduce_func: ``f(gradients, variables)``: the reduced gradients.
-        sparse_as_dense: Whether ``tf.IndexedSlices`` may be made dense; they are refused otherwise.
-        average_aggregated_gradients: Whether the sum is divided by the number of passes.
-        rank: This rank.
-        optimizer_type: Class of the optimizer.
-        process_set: The ranks that take part.
+        allreduce_func: ``f(gradients, variables)``: returns the reduced gradients.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` are made dense; with several passes they are refused otherwise.
+        average_aggregated_gradients: Whether the reduced sum is divided by the number of passes.
+        rank: Not used; Horovod has it.
+        optimizer_type: Not used; Horovod has it.
+        process_set: The ranks that take part; all by default.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
-        name: Beginning of the names of the variables that are made.
+        name: Beginning of the names of the variables that it makes.
 
     Attributes:
-        counter: Passes since the last step, once there is a variable for it.
+        counter: A variable with the number of passes since the last step; ``None`` before the first pass.
+
+    Raises:
+        ValueError: ``backward_passes_per_step`` is less than 1.
     """
 
     def __init__(
@@ -52,16 +55,16 @@ class LocalGradientAggregationHelper:
         self._name = name
         self._local: set[Any] = set()
         self._sums: list[Any] = []
-        #: In a graph of TensorFlow 1: what a pass has to do before its gradients can be applied.
+        #: In a graph: the operations that a pass has to run before apply_gradients() reads the counter.
         self._computed: list[Any] = []
         self.counter: Any = None
 
     def register_local_var(self, var: Any) -> None:
-        """Leave a variable's gradients on their rank."""
+        """Leave a variable's gradients on their rank: they are added up, but not reduced."""
         self._local.add(vars_to_refs(var))
 
     def build(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Make the variables that gradients are added up in. Does nothing if they are there."""
+        """Make the variables for the sums and the counter, if there are none yet."""
         if self.counter is not None:
             return
         prefix = f"{self._name}_" if self._name else ""
@@ -81,10 +84,14 @@ class LocalGradientAggregationHelper:
             ]
 
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
-        """Add these gradients, and return the sums: reduced in a step's last pass, as they are in the others.
+        """Add these gradients, and return the sums: reduced in a step's last pass, otherwise this rank's own.
+
+        Args:
+            grads: Tensors, ``tf.IndexedSlices`` or ``None``.
+            vars: Their variables, in the same order.
 
         Raises:
-            ValueError: One is sparse, and ``sparse_as_dense`` was not given.
+            ValueError: A gradient is sparse, a step has several passes, and ``sparse_as_dense`` is false.
         """
         dense = [self._dense(gradient) for gradient in grads]
         if self.backward_passes_per_step == 1:
@@ -127,11 +134,15 @@ class LocalGradientAggregationHelper:
     def apply_gradients(
         self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the closure in a step's last pass; in the others only count the iteration.
+        """Run the closure in a step's last pass; in the other passes only count the iteration.
 
         Args:
             apply_grads_closure: Applies the gradients that :meth:`compute_gradients` returned.
-            optimizer: Has ``iterations``, which counts passes.
+            optimizer: Its ``iterations``, if it has any, is increased in the other passes, so that it counts passes.
+            args, kwargs: Not used; Horovod has them.
+
+        Returns:
+            Whether gradients were applied, as a bool tensor; with one pass per step what the closure returns.
         """
         if self.backward_passes_per_step == 1:
             return apply_grads_closure()
@@ -141,7 +152,7 @@ class LocalGradientAggregationHelper:
                 applied = apply_grads_closure()
             with tf.control_dependencies(
                 _in_graph(applied)
-            ):  # a graph of TensorFlow 1 runs nothing by itself
+            ):  # in a graph of TensorFlow 1 it would not run otherwise
                 return tf.constant(True)
 
         def skip() -> Any:
@@ -182,5 +193,5 @@ class LocalGradientAggregationHelper:
 
 
 def _in_graph(operation: Any) -> list[Any]:
-    """An operation that another one is to wait for; none where operations run at once."""
+    """A list with the operation as a control dependency; empty in eager mode, where it has run already."""
     return [] if operation is None or tf.executing_eagerly() else [operation]

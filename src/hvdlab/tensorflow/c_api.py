@@ -1,6 +1,6 @@
-"""TensorFlow's C API for operations and kernels, through ctypes: the library of the wheel exports it.
+"""TensorFlow's C API for operations and kernels, which the wheel's library exports, through ctypes.
 
-Every function is called with the GIL held but :data:`run_done`, which may run whatever waits for the operation.
+ctypes keeps the GIL during each call but that of ``run_done``, in which TensorFlow may run the operations that wait for this one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def _library() -> str:
 
 
 class CApi:
-    """The functions that are used, with their types.
+    """The functions of the C API that hvdlab uses, with their types.
 
     Raises:
-        Unavailable: One of them is not there.
+        Unavailable: The library, or one of its functions, is missing.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class CApi:
         return function
 
     def check(self, status: int) -> None:
-        """Raise ``RuntimeError`` with what TensorFlow says, if a call failed."""
+        """Raise ``RuntimeError`` with TensorFlow's message if a status is not OK."""
         if self.code(status):
             raise RuntimeError(self.message(status).decode(errors="replace"))
 
@@ -93,26 +93,27 @@ class CApi:
 # -- std::function<void()> --------------------------------------------------------------------------------------------
 
 _FUNCTION_BYTES, _MANAGER, _INVOKER, _DESTROY = 32, 16, 24, 3
-"""libstdc++'s ``std::function``: 16 bytes for the functor, the manager, the invoker; and what a manager calls destroying."""
+"""libstdc++'s ``std::function`` has 32 bytes: 16 for the functor, then the manager and the invoker. The manager destroys the functor
+when it is called with the operation 3."""
 
 _clone_or_destroy = CFUNCTYPE(c_bool, c_void_p, c_void_p, c_int)
 
 
 @cache
 def _manager(address: int) -> Any:
-    """A manager as a function; TensorFlow's executor has a few, for all kernels."""
+    """A manager as a Python function. TensorFlow's executor has only a few, so all of them are kept."""
     return _clone_or_destroy(address)
 
 
 class Done:
-    """What is to be called when an asynchronous kernel has finished; owns a ``std::function<void()>``.
+    """The callback that an asynchronous kernel has to call when it has finished; owns a ``std::function<void()>``.
 
-    The kernel gets a pointer to a parameter that is gone once it has returned, so the function is moved out of it, as
-    libstdc++'s move constructor does: its bytes are copied, and the original is left empty.
+    TensorFlow gives the kernel a pointer to a function that is destroyed when the kernel returns. So this object moves the function
+    out of there, as libstdc++'s move constructor does: it copies the bytes, and leaves the original empty.
 
     Args:
-        api: The functions.
-        pointer: Where the function is.
+        api: TensorFlow's functions.
+        pointer: The address of the ``std::function``.
     """
 
     def __init__(self, api: CApi, pointer: int) -> None:
@@ -122,7 +123,7 @@ class Done:
         ctypes.memset(pointer + _MANAGER, 0, _FUNCTION_BYTES - _MANAGER)
 
     def __call__(self) -> None:
-        """Run it and destroy it; once."""
+        """Run the function and destroy it. Must be called exactly once."""
         address = ctypes.addressof(self._buffer)
         manager = ctypes.c_size_t.from_buffer(self._buffer, _MANAGER).value
         self._api.run_done(address)
@@ -130,7 +131,7 @@ class Done:
 
 
 def is_function(pointer: int) -> bool:
-    """Whether there are pointers to code where libstdc++'s ``std::function`` has them."""
+    """Whether there are pointers to code at this address where libstdc++'s ``std::function`` has them."""
     found = (ctypes.c_uint64 * (_FUNCTION_BYTES // 8)).from_address(pointer)
     addresses = [found[_MANAGER // 8], found[_INVOKER // 8]]
     with open("/proc/self/maps") as maps:

@@ -1,4 +1,4 @@
-"""What an operation in a graph knows of its collective: fixed when the graph is made, and kept in an attribute."""
+"""The collective that an operation in a graph runs: fixed when the graph is made, and kept in an attribute of the operation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Call(NamedTuple):
 
     Attributes:
         operation: The collective.
-        name: Its name; ``None`` to be matched in order.
+        name: Its name; ``None`` if the ranks' calls are matched in order.
         grouped: Whether the tensors are a group, however many they are.
-        site: The line of the user's that made it, for error texts and the timeline.
+        site: The user's line of code that made the operation, for error texts and the timeline.
     """
 
     operation: Operation
@@ -26,13 +26,13 @@ class Call(NamedTuple):
     site: str
 
     def encoded(self) -> bytes:
-        """As the value of an attribute."""
+        """The call as the value of the operation's attribute."""
         operation = [*self.operation[:-1]]  # splits are an input
         return msgspec.json.encode([operation, self.name, self.grouped, self.site])
 
 
 def decoded(value: bytes | str) -> Call:
-    """The call that :meth:`Call.encoded` made a value of."""
+    """The call in a value that :meth:`Call.encoded` made."""
     (kind, op, prescale, postscale, root, process_set), name, grouped, site = msgspec.json.decode(value)
     operation = Operation(OpKind(kind), ReduceOp(op), float(prescale), float(postscale), root, process_set)
     return Call(operation, name, grouped, site)

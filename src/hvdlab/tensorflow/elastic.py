@@ -1,4 +1,4 @@
-"""Elastic training: it goes on when ranks are lost, and when they come back.
+"""Elastic training: it goes on when ranks are lost, and when ranks come back.
 
 ::
 
@@ -59,12 +59,12 @@ S = TypeVar("S", bound=State)
 
 
 class _Variables:
-    """A list of variables, and the session that has their values, if they are of TensorFlow 1.
+    """A list of variables, and for TensorFlow 1 the session that has their values.
 
     Args:
-        get: The variables that there are by now.
-        session: The session.
-        make: Makes those that there are not yet.
+        get: Returns the variables that exist by now.
+        session: The session; ``None`` outside of TensorFlow 1.
+        make: Makes the variables that do not exist yet.
     """
 
     def __init__(
@@ -106,7 +106,10 @@ class _VariablesHandler(StateHandler[_Variables]):
         self.value.write(self._saved)
 
     def sync(self) -> None:
-        """A rank that has not made variables which others have (an optimizer's, before its first step) makes them now."""
+        """Broadcast the root's values. If ranks have different numbers of variables, each makes those that it lacks before.
+
+        An optimizer makes its variables only in its first step, so a rank that has just come has none.
+        """
         if self.value.session is None:
             if len(set(allgather_object(len(self.value.get())))) > 1:
                 self.value.make()
@@ -123,9 +126,9 @@ class TensorFlowState(HandledState):
     """The state of a training with plain variables; each further argument becomes an attribute.
 
     Args:
-        variables: The variables; by default TensorFlow 1's global ones.
-        session: The session that has their values, for TensorFlow 1; by default the default one.
-        kwargs: Values such as ``epoch=0``.
+        variables: The variables; by default TensorFlow 1's global variables.
+        session: For TensorFlow 1, the session that has their values; by default TensorFlow's default session.
+        kwargs: Values such as ``epoch=0``, which become attributes.
     """
 
     def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
@@ -140,10 +143,13 @@ class TensorFlowKerasState(HandledState):
     """The state of a training with Keras: the variables of a model and of its optimizer.
 
     Args:
-        model: A model of Keras 3 or of Keras 2; it must have its variables.
-        optimizer: Its optimizer, if it was not compiled into the model.
+        model: A model of Keras 3 or of Keras 2 that has been built.
+        optimizer: Its optimizer; by default the one that the model was compiled with.
         backend: Not used: values are read without a session.
         kwargs: Values such as ``batch=0`` and ``epoch=0``, which become attributes.
+
+    Raises:
+        ValueError: The model has no variables yet.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
@@ -167,15 +173,27 @@ class TensorFlowKerasState(HandledState):
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a training function elastic; its first argument is a state.
+    """Make a training function elastic; its first argument is a state, such as a :class:`TensorFlowKerasState`.
 
-    All ranks call it alike. No other collective may come before it in the program, since a rank that comes back would
-    run it alone. See :func:`hvdlab.collectives.elastic.run_fn` for what is called again when, and what is raised.
+    The function that is returned synchronizes the state over the ranks and calls ``func``. When a rank is lost, the others go
+    back to their last commit and call ``func`` again; when a rank comes back, they let it in at the next commit, give it their
+    state and call ``func`` again. :func:`hvdlab.collectives.elastic.run_fn` has the details.
+
+    All ranks call the returned function alike. The program may run no other collective before it, since a rank that comes back
+    would run that collective alone.
+
+    Args:
+        func: Trains, from wherever the state is. It may be called any number of times.
+
+    Returns:
+        The elastic function. It returns what ``func`` returns, and raises what ``func`` raises; also ``HorovodInternalError`` if
+        trying again makes no sense, ``StartError`` if too few ranks came together within ``HOROVOD_ELASTIC_TIMEOUT`` seconds,
+        and ``SystemExit(0)`` on a rank whose host leaves the job.
     """
     return run_fn(func, _reset)
 
 
 def _reset() -> Any:
-    """The ranks find each other again by themselves; only a world that the training itself has left is made anew."""
+    """Initialize again if the training function has called ``shutdown``; otherwise the engines rebuild the world by themselves."""
     if not is_initialized():
         init()

@@ -1,9 +1,9 @@
-"""Errors of collectives in TensorFlow: hvdlab's own classes, which are TensorFlow's as well.
+"""Errors of collectives in TensorFlow: instances both of hvdlab's own classes and of TensorFlow's.
 
-Code that was written for Horovod catches ``tf.errors.FailedPreconditionError`` where ranks disagree, and
-``HorovodInternalError`` in elastic training; here one error is both. What fails inside a function or a session passes
-TensorFlow's C++ as a status with a text. The error itself is kept meanwhile, and raised where that status comes out again,
-in place of TensorFlow's own error with its many lines.
+Code that was written for Horovod catches ``tf.errors.FailedPreconditionError`` if ranks disagree, and
+``HorovodInternalError`` in elastic training; here one error is both. An error inside a function or a session passes
+TensorFlow's C++ as a status with a text. This module keeps the error itself meanwhile, and raises it where the status comes
+back to Python, in place of TensorFlow's own error with its many lines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.tensorflow.installed import internal, tf
 
 _KEPT = 64
-"""Errors that are kept for statuses which may still come out; an operation fails rarely, and comes out soon."""
+"""Errors that are kept for statuses that may still come back to Python; errors are rare, and their statuses come back soon."""
 
 _MARK = re.compile(r"\s*\[hvdlab error (\d+)\]")
 _INTERRUPTED = "REPLACED BY KeyboardInterrupt"
@@ -39,7 +39,7 @@ JIT = (
     "hvdlab's collectives can't be compiled by XLA. Use tf.function without jit_compile=True, and in Keras "
     "model.compile(..., jit_compile=False)."
 )
-"""What is said of a collective in a function that is to be compiled."""
+"""The error's text for a collective in a function that XLA would compile."""
 
 
 # -- classes ----------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def _class_of_both(ours: Any, theirs: Any) -> Any:
 
 def _made_class(ours: Any, theirs: Any) -> Any:
     def init(self: Any, node_def: Any, op: Any, message: str, *args: Any) -> None:
-        # AutoGraph makes a new error of one that was raised while it traced, with the user's lines in its text.
+        # AutoGraph makes a new error from one that was raised during tracing, with the user's lines in its text.
         self.__dict__.update(theirs(node_def, op, message).__dict__)
         self.args = (message,)
 
@@ -95,7 +95,7 @@ def _rebuilt(original: type[HvdlabError], arguments: tuple[Any, ...], state: dic
 
 
 def as_tensorflow(error: HvdlabError) -> HvdlabError:
-    """The same error as one of TensorFlow's, too; itself if it is that already."""
+    """The error as an instance of a class of TensorFlow's, too; the error itself if it is one already."""
     if issubclass(type(error), tf.errors.OpError):
         return error
     theirs = _tensorflow_class(error)
@@ -103,7 +103,7 @@ def as_tensorflow(error: HvdlabError) -> HvdlabError:
     made = both.__new__(both, *error.args)
     made.args = error.args
     made.__dict__.update(error.__dict__)
-    template = theirs(None, None, str(error))  # what it sets besides the text differs between releases
+    template = theirs(None, None, str(error))  # the attributes that it sets differ between releases
     made.__dict__.update(template.__dict__)
     found: HvdlabError = made
     return found
@@ -113,7 +113,7 @@ def as_tensorflow(error: HvdlabError) -> HvdlabError:
 
 
 class _Kept:
-    """Errors on their way through TensorFlow's C++, by the number in the status's text."""
+    """Errors whose statuses are on their way through TensorFlow's C++, by the number in the status's text."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ _kept = _Kept()
 
 
 def to_status(error: BaseException) -> tuple[int, str]:
-    """TensorFlow's code and text for an error; the text leads back to it."""
+    """TensorFlow's code and text for an error. The text has a number by which :func:`from_text` finds the error again."""
     if isinstance(error, HvdlabError):
         error = as_tensorflow(error)
     code = getattr(error, "error_code", tf.errors.UNKNOWN)
@@ -146,7 +146,7 @@ def to_status(error: BaseException) -> tuple[int, str]:
 
 
 def from_text(text: str) -> BaseException | None:
-    """The error that TensorFlow's text stands for: the kept one, or what is to be said of XLA's; ``None`` for others."""
+    """The error that a text of TensorFlow's stands for: a kept one, or hvdlab's in place of XLA's; ``None`` for other texts."""
     error = _kept.find(text)
     if error is not None:
         return error.with_traceback(None)
@@ -155,11 +155,11 @@ def from_text(text: str) -> BaseException | None:
     return None
 
 
-# -- where it comes out -----------------------------------------------------------------------------------------------
+# -- where errors come back to Python --------------------------------------------------------------------------------
 
 
 def install() -> None:
-    """Have errors of collectives raised in place of those that TensorFlow makes of their statuses. Once is enough."""
+    """Patch TensorFlow so that it raises the errors of collectives, and not those that it makes from their statuses. Idempotent."""
     core, execute = internal("eager.core"), internal("eager.execute")
     session = internal("client.session").BaseSession
     if hasattr(core._status_to_exception, "__wrapped__"):
@@ -175,10 +175,11 @@ def install() -> None:
 
 
 def _called_back(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Of what calls the Python functions of a graph (``tf.py_function``), on threads that C++ has made.
+    """Wrap the method that calls the Python functions of a graph (``tf.py_function``), on threads that C++ has made.
 
-    Of their errors C++ keeps the text only. Collectives' errors and a debugger that was left come out as themselves; others
-    are TensorFlow's, as ever. What traces all threads that Python makes traces these functions, too.
+    C++ keeps only the text of their errors. With this, collectives' errors and the ``BdbQuit`` of a debugger that the user has left
+    come back as themselves; other errors become TensorFlow's, as without hvdlab. A trace function for all of Python's threads
+    (``threading.settrace``), such as a debugger's, traces these functions, too.
     """
 
     @functools.wraps(original)
@@ -209,7 +210,7 @@ def _translating(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a function whose errors were made in C++, or that was interrupted while one was made."""
+    """Wrap a function whose errors C++ makes from statuses, so that it raises the kept errors, or ``KeyboardInterrupt``."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -218,7 +219,7 @@ def _passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
         except (tf.errors.OpError, RuntimeError) as error:
             if _INTERRUPTED in str(
                 error
-            ):  # Ctrl-C while a status became an exception: pybind11 makes this of it
+            ):  # pybind11's text after Ctrl-C while it made an exception from a status
                 raise KeyboardInterrupt from None
             found = from_text(str(error))
             if found is None or found is error:
@@ -232,7 +233,7 @@ def _passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def translated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A public function whose errors are TensorFlow's, too, and which AutoGraph leaves alone."""
+    """Wrap a public function so that its errors are TensorFlow's, too, and that AutoGraph does not rewrite it."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

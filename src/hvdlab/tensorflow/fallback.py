@@ -1,7 +1,7 @@
-"""Collectives in graphs where no operations can be registered: one ``numpy_function`` for each group.
+"""Collectives in graphs of a TensorFlow in which operations can't be registered: one ``numpy_function`` for each group.
 
-TensorFlow runs these one after the other, in the order in which they are in the function. So all ranks must have them in the same order,
-and each blocks a thread while it waits.
+TensorFlow runs these one after the other, in the order in which they are in the function. So all ranks must have them in the same
+order, and each blocks one of TensorFlow's threads while it waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Gradients = Callable[[Call, Sequence[Any], Any, Sequence[Any]], list[Any]]
 
 
 class _Given(list[Any]):
-    """What :data:`Gradients` must know of the outputs."""
+    """The outputs, with the attributes of ``graph.Outputs``: that module imports this one, so its class can't be used here."""
 
     tensors: list[Any]
     received: Any = None
@@ -31,16 +31,17 @@ class _Given(list[Any]):
 def grouped_numpy_function(
     call: Call, tensors: list[Any], splits: Any, gradients_of: Gradients
 ) -> tuple[list[Any], Any, Any]:
-    """One ``numpy_function`` that runs a collective on all these tensors.
+    """Make one ``numpy_function`` that runs a collective on all these tensors.
 
     Args:
         call: The collective.
-        tensors: Of a graph.
-        splits: For an alltoall: the rows for each member, or none of them.
-        gradients_of: The gradients of ``tensors`` from those of the outputs.
+        tensors: Tensors of a graph.
+        splits: For an alltoall: a tensor with the rows for each member, empty to divide them evenly; ``None`` for other collectives.
+        gradients_of: Computes the gradients of ``tensors`` from those of the outputs.
 
     Returns:
-        The outputs; for an alltoall the received rows; for an allgather the places of this rank's rows.
+        The outputs; for an alltoall the number of rows received from each member, else ``None``; for an allgather the places of
+        this rank's rows, else ``None``.
     """
     kind, count = call.operation.kind, len(tensors)
     extra = {OpKind.ALLGATHER: tf.int64, OpKind.ALLTOALL: tf.int32}.get(kind)

@@ -1,4 +1,4 @@
-"""Variables and Python objects from one rank to all."""
+"""Broadcasts of variables and Python objects, and the allgather of objects."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Give every rank the values that variables have on one of them.
+    """Assign the values that variables have on ``root_rank`` to them on every rank.
 
     Args:
         variables: Variables of TensorFlow or of Keras, of equal shapes and dtypes on every rank, in the same order.
         root_rank: The rank whose values all get: a rank of the world, also within a process set.
         process_set: The ranks that take part; all by default.
-        inplace: Changes nothing: the variables are assigned to in either case.
+        inplace: Has no effect: the variables are assigned to in either case.
 
     Returns:
         In a graph of TensorFlow 1 an operation, which must be run; else ``None``.
@@ -37,6 +37,8 @@ def broadcast_variables(
         NotInitializedError: ``init()`` was not called.
         MismatchError: The ranks disagree about the variables (some were made on some ranks only, or in another order).
         AbortedError: It can't complete: a rank died, failed, left, was interrupted, ... The group can go on.
+
+    After a failed broadcast the variables have their former values.
     """
     given = [plain_variable(variable) for variable in variables]
     if not given:
@@ -46,13 +48,13 @@ def broadcast_variables(
 
 
 def plain_variable(variable: Any) -> Any:
-    """TensorFlow's variable behind one of Keras 3; another one as it is."""
+    """TensorFlow's variable behind one of Keras 3; any other variable itself."""
     inner = getattr(variable, "_value", None)
     return inner if hasattr(inner, "assign") else variable
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """The variables that an optimizer of Keras has made by now; none of ``None``."""
+    """The variables that an optimizer of Keras has made by now; an empty list for ``None``."""
     if not hasattr(optimizer, "variables"):
         return []
     listed: Any = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
@@ -60,7 +62,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
 
 def make_optimizer_variables(optimizer: Any, variables: Iterable[Any]) -> None:
-    """Have an optimizer of Keras make the variables for these ones that it else makes in its first step, if it has not."""
+    """Have an optimizer of Keras make its variables for these trainable ones now, if it has not: else its first step would."""
     make = getattr(optimizer, "build", None) or getattr(optimizer, "_create_all_weights", None)
     given = list(variables)
     if make is not None and given and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
@@ -68,13 +70,16 @@ def make_optimizer_variables(optimizer: Any, variables: Iterable[Any]) -> None:
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """An operation that gives every rank the values that all global variables have on one of them, for TensorFlow 1.
+    """For TensorFlow 1: make an operation that assigns ``root_rank``'s values to all global variables on every rank.
 
     Args:
         root_rank: The rank whose values all get.
 
+    Returns:
+        The operation, which every rank must run.
+
     Raises:
-        RuntimeError: There are no global variables, since operations run at once.
+        RuntimeError: Execution is eager, so that there are no global variables.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -85,7 +90,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(_v1.train.SessionRunHook):  # type: ignore[misc,name-defined,unused-ignore]
-    """Gives every rank the values that all global variables have on one of them, when a session has been made.
+    """When a session has been made, assigns ``root_rank``'s values to all global variables on every rank.
 
     For ``tf.compat.v1.train.MonitoredTrainingSession`` and estimators.
 
@@ -101,13 +106,13 @@ class BroadcastGlobalVariablesHook(_v1.train.SessionRunHook):  # type: ignore[mi
         self.device = device
 
     def begin(self) -> None:
-        """Make the operation, anew for each graph."""
+        """Make the broadcast's operation, anew for each graph."""
         if self.bcast_op is None or self.bcast_op.graph is not _v1.get_default_graph():
             with tf.device(self.device or None):
                 self.bcast_op = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Run it."""
+        """Run the broadcast."""
         session.run(self.bcast_op)
 
 
@@ -125,18 +130,18 @@ def broadcast_object(
     """Return ``root_rank``'s object on every rank.
 
     Args:
-        obj: Anything cloudpickle takes; only the root's matters.
-        root_rank: The rank it comes from: a rank of the world, also within a process set.
+        obj: Anything that cloudpickle can pickle; only the root's is used.
+        root_rank: The rank whose object all get: a rank of the world, also within a process set.
         session: Not used: objects do not go through TensorFlow.
-        name: Equal on all ranks.
-        process_set: Ranks that take part; all by default.
+        name: Equal on all ranks. Calls without a name are matched in order.
+        process_set: The ranks that take part; all by default.
 
     Returns:
-        At the root the very ``obj``, elsewhere a copy.
+        On the root ``obj`` itself, on other ranks a copy.
 
     Raises:
         InvalidRequestError: The process set is not registered, or has no such root. Nothing was sent.
-        MismatchError, AbortedError: The ranks disagree, or one failed before it got here; the group can go on.
+        MismatchError, AbortedError: The ranks disagree, or one failed before it called this; the group can go on.
     """
     return objects.broadcast_object(obj, root_rank, name, process_set)
 
@@ -147,7 +152,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function ``f(obj)`` that is :func:`broadcast_object` with these arguments."""
+    """Return a function ``f(obj)`` that calls :func:`broadcast_object` with these arguments."""
 
     def broadcast(obj: Any) -> Any:
         return broadcast_object(obj, root_rank, session, name, process_set)
@@ -165,14 +170,14 @@ def allgather_object(
     """Return the list of all ranks' objects, in the order of the ranks, on every rank.
 
     Args:
-        obj: Anything cloudpickle takes.
+        obj: Anything that cloudpickle can pickle.
         session: Not used: objects do not go through TensorFlow.
-        name: Equal on all ranks.
-        process_set: Ranks that take part; all by default.
+        name: Equal on all ranks. Calls without a name are matched in order.
+        process_set: The ranks that take part; all by default.
 
     Raises:
         InvalidRequestError: The process set is not registered. Nothing was sent.
-        MismatchError, AbortedError: The ranks disagree, or one failed before it got here; the group can go on.
+        MismatchError, AbortedError: The ranks disagree, or one failed before it called this; the group can go on.
     """
     return objects.allgather_object(obj, name, process_set)
 
@@ -181,21 +186,21 @@ def allgather_object(
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """What variables can be looked up by: ``variable.ref()`` of each; lists become tuples of them."""
+    """References to variables, which can be keys of a dictionary: ``variable.ref()`` of each; lists become tuples of these."""
     if isinstance(vars, list | tuple):
         return tuple(vars_to_refs(each) for each in vars)
     return vars.ref() if hasattr(vars, "ref") else _ById(vars)
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """The variables behind what :func:`vars_to_refs` gave; tuples become lists."""
+    """The variables behind the references that :func:`vars_to_refs` returned; tuples become lists."""
     if isinstance(refs, list | tuple):
         return [refs_to_vars(each) for each in refs]
     return refs.deref() if hasattr(refs, "deref") else refs
 
 
 class _ById:
-    """A reference to a variable that has none of its own, such as one of Keras 3."""
+    """A reference to a variable that has no ``ref()``, such as one of Keras 3."""
 
     __slots__ = ("_variable",)
 

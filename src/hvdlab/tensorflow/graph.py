@@ -1,8 +1,9 @@
-"""Collectives in TensorFlow, wherever they are called, and their gradients.
+"""Collectives in TensorFlow, in eager mode and in graphs, and their gradients.
 
-Outside of functions they run at once; in functions and graphs they become operations. :func:`collective` and its
-relatives decide which. Gradients follow the rules of :mod:`hvdlab.bindings.gradients` in either case: TensorFlow's tape records what
-runs at once, and asks for the gradient of an operation by its name.
+Outside of functions a collective runs at once; in functions and graphs it becomes an operation. :func:`collective`,
+:func:`collectives` and :func:`exchange` decide which. In both cases gradients follow the rules of
+:mod:`hvdlab.bindings.gradients`: TensorFlow's tape records a collective that runs at once, and finds the gradient function of an
+operation by the operation's name.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _SPLITTING = (OpKind.REDUCESCATTER, OpKind.ALLTOALL)
 
 
 class Outputs(NamedTuple):
-    """What an operation in a graph gives.
+    """The outputs of an operation in a graph.
 
     Attributes:
         tensors: The output for each tensor.
-        received: For an alltoall the rows received from each member.
-        places: For an allgather, for each tensor: where this rank's rows begin, and how many they are.
+        received: For an alltoall: the number of rows received from each member, an int32 tensor.
+        places: For an allgather: for each tensor the number of this rank's first row, and how many rows it has; an int64 tensor.
     """
 
     tensors: list[Any]
@@ -73,7 +74,7 @@ class _TensorFlowDifferentiation:
     def zeros_like(self, tensor: Any) -> Any:
         with tf.control_dependencies(
             [tensor]
-        ):  # in a graph its collective would not be run, but on other ranks
+        ):  # else TensorFlow would prune its collective on this rank, while others wait for it
             return tf.zeros_like(tensor)
 
     def scaled(self, tensor: Any, factor: float) -> Any:
@@ -83,7 +84,7 @@ class _TensorFlowDifferentiation:
         return tf.expand_dims(tensor, 0)
 
     def derivative(self, operation: Operation, stacked: Any, gradient: Any, mine: int, count: int) -> Any:
-        # An allgather averages gradients, while the losses of all ranks add up here.
+        # ``stacked`` came out of an allgather, whose gradient is an average over the ranks; here the ranks' losses add up.
         inputs = _scaled_backwards(stacked, count)
         with tf.GradientTape() as tape:
             tape.watch(inputs)
@@ -100,14 +101,14 @@ def _scaled_backwards(tensor: Any, factor: int) -> Any:
 
 
 class _Nowhere:
-    """An adapter as far as :class:`Differentiable` asks it: what records gradients is TensorFlow."""
+    """As much of an adapter as :class:`Differentiable` needs: no gradients to record, since TensorFlow records them itself."""
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
         return False
 
 
 class _Ended(NamedTuple):
-    """As much of a handle as the rules need."""
+    """As much of a handle as the gradient rules need: its collective has ended already."""
 
     outputs: list[Any]
 
@@ -116,7 +117,7 @@ class _Ended(NamedTuple):
 
 
 class _Anywhere:
-    """As much of a binding as the rules need: runs the collectives on gradients wherever these are."""
+    """As much of a binding as the gradient rules need: runs collectives on gradients in eager mode, or makes operations of them."""
 
     adapter = _Nowhere()
 
@@ -164,7 +165,7 @@ def _gradient(op: Any, *gradients: Any) -> list[Any]:
     return gradients_of(call, inputs, found, gradients)
 
 
-kernels.registered()  # now, since a graph that was saved with them may be loaded before any is made here
+kernels.registered()  # at import: the program may load a saved graph that has these operations before it makes one itself
 for _kind, _name in kernels.OPS.items():
     if _kind is not OpKind.JOIN:
         tf.RegisterGradient(_name)(_gradient)
@@ -176,19 +177,19 @@ for _name in (kernels.OPS[OpKind.JOIN], kernels.QUERY):
 
 
 def in_graph(tensors: Sequence[Any]) -> bool:
-    """Whether a collective of these becomes an operation in a graph."""
+    """Whether a collective of these tensors becomes an operation in a graph."""
     return not tf.executing_eagerly() or any(is_symbolic(tensor) for tensor in tensors)
 
 
 def is_symbolic(tensor: Any) -> bool:
-    """Whether this stands for a tensor of a graph, and has no values yet."""
+    """Whether this is a tensor of a graph, which has no values yet."""
     return isinstance(tensor, tf.Tensor) and not hasattr(tensor, "_numpy_internal")
 
 
 def collective(
     operation: Operation, tensor: Any, name: str | None, *, ignore_name_scope: bool = False
 ) -> Any:
-    """Run a collective on one tensor, or make an operation of it."""
+    """Run a collective on one tensor, or in a graph make an operation for it; returns the output."""
     graph = in_graph((tensor,))
     sent, received = _carried(operation.kind, [tensor])
     if graph:
@@ -199,7 +200,7 @@ def collective(
 def collectives(
     operation: Operation, tensors: list[Any], name: str | None, *, ignore_name_scope: bool = False
 ) -> list[Any]:
-    """Run a collective on a group, or make one operation of it."""
+    """Run a collective on a group of tensors, or in a graph make one operation for it; returns the outputs."""
     if not tensors:
         return []
     graph = in_graph(tensors)
@@ -212,7 +213,11 @@ def collectives(
 def exchange(
     operation: Operation, tensor: Any, splits: Any, name: str | None, *, ignore_name_scope: bool = False
 ) -> tuple[Any, Any]:
-    """Run an alltoall, or make an operation of it: the output, and the rows that came from each member."""
+    """Run an alltoall, or in a graph make an operation for it.
+
+    Returns:
+        The output, and the number of rows that came from each member.
+    """
     graph = in_graph((tensor, splits))
     sent, received = _carried(operation.kind, [tensor])
     if graph:
@@ -224,9 +229,9 @@ def exchange(
 
 
 def _carried(kind: OpKind, given: Sequence[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-    """The tensors that are sent, and what makes the outputs of what was received.
+    """The tensors to send, and a function that makes the outputs of the tensors that were received.
 
-    The core has no uint16. Collectives that only move data carry it as int16, so they do not see that another rank gave that.
+    The core has no uint16. Collectives that only move data carry it as int16; so they do not notice if another rank gives int16.
     """
     tensors = [as_tensor(tensor, kind) for tensor in given]
     if kind not in _MOVING or tf.uint16 not in (dtypes := [tensor.dtype for tensor in tensors]):
@@ -280,7 +285,7 @@ def _emitted(
 
 
 def users_line() -> str:
-    """The line of the user's that is being traced; of what AutoGraph made, the line that it was made of."""
+    """The user's line of code that is being traced; in code that AutoGraph has rewritten, the original line."""
     frames = _stack.extract_stack()
     return site_of_lines((frame.filename, frame.lineno) for frame in reversed(list(frames)))
 
@@ -312,7 +317,7 @@ def _as_operation(call: Call, tensors: list[Any], splits: Any) -> Outputs:
 
 
 def _node(call: Call) -> str:
-    """Of the operation in the graph; the collective's name is in its attribute."""
+    """The name of the operation in the graph; the collective's own name is in the operation's attribute."""
     return f"{kernels.OPS[call.operation.kind]}/{call.name}"
 
 
@@ -337,7 +342,7 @@ def _keep_shapes(kind: OpKind, tensors: list[Any], outputs: list[Any]) -> None:
 
 
 def refuse_compilation(reason: str) -> None:
-    """Raise ``UnsupportedError`` if the function that is being traced is to be compiled by XLA, instead of failing when it runs."""
+    """Raise ``UnsupportedError`` if XLA is going to compile the function that is being traced: it would fail when it runs."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith("polymorphic_function.py"):

@@ -1,4 +1,4 @@
-"""The TensorFlow of this process, imported once, and refused with one sentence if it is missing or too old."""
+"""The TensorFlow of this process; importing this module raises ``ImportError`` if it is missing or too old."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 OLDEST = "2.15"
-"""The first release of TensorFlow that hvdlab works with."""
+"""The oldest release of TensorFlow that hvdlab works with."""
 
 
 def _imported() -> Any:
@@ -41,11 +41,11 @@ def internal(name: str) -> Any:
 
 
 def _trace_ours_as_it_is() -> None:
-    """Have AutoGraph leave hvdlab's functions as they are when ``tf.function`` traces what calls them.
+    """Keep AutoGraph from rewriting hvdlab's functions when ``tf.function`` traces code that calls them.
 
-    It would rewrite their source, which takes long, makes tracebacks harder to read, and leaves a file for each in the temporary
-    directory of a process that is killed. There is no public way to say so for a package; where the internal one
-    is gone, they are rewritten, and work.
+    Rewriting takes long, makes tracebacks harder to read, and leaves a file for each function in the temporary directory if the
+    process is killed. TensorFlow has no public setting for a whole package. In a release without the internal one, AutoGraph
+    rewrites the functions, and they still work.
     """
     with suppress(ImportError, AttributeError, TypeError):
         config = internal("autograph.core.config")

@@ -1,11 +1,11 @@
-"""Asynchronous operations of TensorFlow's, registered at run time: what collectives in a graph are.
+"""Collectives in a graph: asynchronous operations, registered with TensorFlow at run time.
 
-A kernel submits its tensors and returns; the handle's callback finishes it, on a thread of the engine. So any number of them
-can wait, in any order, while TensorFlow has few threads. The core reads TensorFlow's inputs and writes its outputs where they are.
+A kernel submits its tensors and returns; the handle's callback finishes it, on a thread of the engine. So any number of kernels
+can wait, in any order, though TensorFlow has few threads. The core reads TensorFlow's inputs and writes its outputs where they are.
 
-They are registered as *stateful* and then listed among TensorFlow's own asynchronous collectives: without the first, equal ones are
-merged and those of constants folded; without the second, a function runs them one after the other, so that ranks which
-have them in different orders wait for ever.
+The operations are registered as *stateful*, and then added to TensorFlow's list of its own asynchronous collectives. If they were
+not stateful, TensorFlow would merge equal ones and fold those of constants. If they were not in the list, a function would run them
+one after the other, so that ranks that have them in different orders would wait for ever.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hvdlab.tensorflow.failures import to_status
 from hvdlab.tensorflow.installed import internal, tf
 
 TYPES = {dtype: tf.dtypes.as_dtype(dtype.label) for dtype in DType}
-"""TensorFlow's type for each of the core's."""
+"""TensorFlow's type for each type of the core."""
 
 _NUMBERS = {dtype: int(kind.as_datatype_enum) for dtype, kind in TYPES.items()}
 _DTYPES = {number: dtype for dtype, number in _NUMBERS.items()}
@@ -65,7 +65,7 @@ OPS = {
 """Names of the operations. A group is one operation with several tensors."""
 
 QUERY = "HvdlabQuery"
-"""Name of the operation that gives a number such as the size of the world, when it is executed."""
+"""Name of the operation whose output is a number such as the size of the world at the time of its execution."""
 
 _KEEPS_SHAPE = (OpKind.ALLREDUCE, OpKind.BROADCAST)
 
@@ -79,7 +79,7 @@ class KernelTensor:
     Attributes:
         array: Its memory, in the core's storage type.
         dtype: Its element type.
-        place: Number of the output that belongs to it.
+        place: Index of the output that belongs to it.
         execution: The execution of the kernel.
     """
 
@@ -149,12 +149,12 @@ _BINDING: Binding[KernelTensor] = Binding(KernelAdapter())
 
 
 class Execution:
-    """One execution of a kernel, from its start until TensorFlow is told that it has finished.
+    """One execution of a kernel, from its start until :meth:`end` reports to TensorFlow that it has finished.
 
     Args:
         api: TensorFlow's functions.
         context: TensorFlow's ``TF_OpKernelContext``, valid until the end.
-        done: To be called at the end.
+        done: TensorFlow's callback, which :meth:`end` calls.
     """
 
     __slots__ = ("_api", "_context", "_done", "_lock", "_status", "_tensors")
@@ -162,12 +162,12 @@ class Execution:
     def __init__(self, api: CApi, context: int, done: Done) -> None:
         self._api, self._context, self._done = api, context, done
         self._status = api.new_status()
-        #: TensorFlow's tensors whose memory is in use: inputs and outputs.
+        #: The inputs and outputs whose memory the core may use; :meth:`end` releases them.
         self._tensors: list[int] = []
         self._lock = threading.Lock()
 
     def inputs(self) -> list[KernelTensor]:
-        """All inputs."""
+        """All inputs, as views of TensorFlow's memory."""
         api = self._api
         found = []
         for place in range(api.num_inputs(self._context)):
@@ -182,10 +182,10 @@ class Execution:
         return found
 
     def allocate(self, place: int, dtype: DType, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Memory for an output. Any thread."""
+        """Allocate an output, and return a view of its memory. Any thread."""
         api, kind = self._api, storage_type(dtype)
         size = math.prod(shape) * kind.itemsize
-        with self._lock:  # of a group, several may be executed at the same time
+        with self._lock:  # the tensors of a group may be executed at the same time
             tensor = api.allocate_output(
                 self._context,
                 place,
@@ -207,7 +207,10 @@ class Execution:
         return np.ndarray(shape, kind, memory)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Finish; once. Any thread."""
+        """Finish the execution, with an error if there is one. Must be called exactly once. Any thread.
+
+        The core must be done with the inputs and outputs: TensorFlow may free their memory from now on.
+        """
         api = self._api
         if error is not None:
             code, text = to_status(error)
@@ -221,7 +224,7 @@ class Execution:
 
 
 def _run(execution: Execution, call: Call) -> None:
-    """Start what a kernel is for; the execution ends by itself."""
+    """Submit the collective of a kernel, whose callback ends the execution. If this raises, the caller has to end it."""
     operation, kind = call.operation, call.operation.kind
     if kind is OpKind.JOIN:
         _join(execution, call)
@@ -232,8 +235,8 @@ def _run(execution: Execution, call: Call) -> None:
         operation = operation._replace(splits=row_counts(splits) if splits.size else None)
     if kind in (OpKind.ALLTOALL, OpKind.REDUCESCATTER) and any(not each.array.shape for each in tensors):
         raise InvalidRequestError(f"{kind.label} splits dimension 0, which a 0-d tensor does not have.")
-    # One that is alone is announced from here, which costs less than to wake the control thread. That thread announces together what
-    # comes while another one is under way.
+    # If no other kernel waits, this thread announces the collective itself, which costs less than to wake the control thread.
+    # Otherwise the control thread announces it, together with others that come meanwhile.
     alone, engine = waiting.idle(), core.engine(kind.label)
     if call.grouped:
         handle = _BINDING.submit_group(operation, tensors, call.name, announce=not alone, site=call.site)
@@ -299,23 +302,28 @@ def _members(process_set: int) -> tuple[int, ...]:
 
 
 def asked(what: str, process_set: int) -> int:
-    """A number about the world: ``size``, ``rank``, ``local_size``, ``local_rank``, ``included``."""
+    """A number about the world or a process set: ``size``, ``rank``, ``local_size``, ``local_rank`` or ``included`` (0 or 1).
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+        InvalidRequestError: There is no such process set.
+    """
     return _QUERIES[what](process_set)
 
 
 class _Kernels:
-    """The callbacks, and what they know of the kernels that TensorFlow has made."""
+    """The callbacks that TensorFlow calls, and the collectives of the kernels that it has made."""
 
     def __init__(self, api: CApi) -> None:
         self._api = api
         self._numbers = itertools.count(1)
-        #: What each kernel is for. TensorFlow keeps the numbers for as long as it likes, also beyond the interpreter's
-        #: end, so nothing is ever removed; equal ones share a number.
+        #: The attribute of each kernel, encoded, by the kernel's number. TensorFlow may use a number as long as the process lives,
+        #: even after the interpreter's end, so nothing is ever removed; kernels with equal attributes share a number.
         self._calls: dict[int, bytes] = {}
         self._numbers_of: dict[bytes, int] = {}
-        #: Those that have been executed, decoded.
+        #: The decoded collectives of the kernels that have been executed.
         self._decoded: dict[int, Call] = {}
-        #: Whether the self-test found the function that is to be called at the end where it is expected.
+        #: Whether the self-test found TensorFlow's callback to have the layout that :class:`Done` expects; ``None`` before it.
         self.tested: bool | None = None
         self.create = CFUNCTYPE(c_void_p, c_void_p)(self._create)
         self.compute = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(self._compute)
@@ -370,7 +378,7 @@ class _Kernels:
             execution.end(error)
 
     def _echo(self, execution: Execution) -> None:
-        """Copy the input to the output, and finish on another thread, after this callback has returned."""
+        """For the self-test: copy the input to the output, and end on another thread, after this callback has returned."""
         (tensor,) = execution.inputs()
 
         def finish() -> None:
@@ -407,10 +415,13 @@ _OUTPUTS = {
 
 
 class Registered:
-    """The operations as Python functions, such as ``hvdlab_allreduce``, of which TensorFlow makes operations in graphs.
+    """Registers the operations, and makes the Python functions, such as ``hvdlab_allreduce``, that put them into graphs.
+
+    Attributes:
+        functions: A module with these functions.
 
     Raises:
-        Unavailable: This TensorFlow does not have what it takes.
+        Unavailable: This TensorFlow lacks something that is needed; the text says what.
     """
 
     def __init__(self) -> None:
@@ -458,7 +469,7 @@ class Registered:
         api.register_definition(builder, status)
         self._check(status)
         create, compute = (ctypes.cast(f, c_void_p) for f in (kernels.create, kernels.compute))
-        for device in (b"CPU", b"GPU"):  # on a GPU TensorFlow copies to and from the host
+        for device in (b"CPU", b"GPU"):  # for a GPU, TensorFlow copies to and from the host
             builder = api.new_kernel(name.encode(), device, create, compute, None)
             if device == b"GPU":
                 for spec in (*inputs, *outputs):
@@ -474,7 +485,7 @@ class Registered:
             raise Unavailable(str(error)) from None
 
     def _functions(self, names: list[str]) -> Any:
-        """What ``tf.load_op_library`` does with the operations of a library."""
+        """Generate the functions, as ``tf.load_op_library`` does for the operations of a library."""
         messages: Any = importlib.import_module("tensorflow.core.framework.op_def_pb2")
         definitions = messages.OpList(op=[self._definitions.get(name) for name in names])
         module: Any = type(sys)("hvdlab.tensorflow.generated")
@@ -484,7 +495,7 @@ class Registered:
         return module
 
     def works(self) -> bool:
-        """Whether an operation runs and ends as it should; tried once, where TensorFlow is used anyway."""
+        """Whether an operation runs and ends as it should. The first call runs one, as a self-test."""
         if self._kernels.tested is None:
             try:
                 with tf.init_scope(), tf.Graph().as_default(), tf.device("CPU"):
@@ -500,7 +511,7 @@ class Registered:
 
 @cache
 def registered() -> Registered | str:
-    """The operations of this process, or why there are none."""
+    """The operations of this process, registered by the first call; or a text that says why there are none."""
     try:
         return Registered()
     except Unavailable as error:
@@ -508,7 +519,7 @@ def registered() -> Registered | str:
 
 
 def usable() -> Registered | str:
-    """The operations, tested; or why there are none."""
+    """The operations, after the self-test; or a text that says why they can't be used."""
     found = registered()
     if isinstance(found, str) or found.works():
         return found

@@ -1,7 +1,7 @@
-"""Reductions that are no sums, as functions of all ranks' tensors in one: their derivatives are TensorFlow's own.
+"""Reductions that are no sums, as functions of all ranks' tensors in one, so that TensorFlow differentiates them.
 
-The largest and the smallest get the gradient where they came from (ranks that tie share it evenly), a product the
-product of the others, Adasum the derivative of its formula.
+For Min and Max, the gradient goes to the rank whose element was the smallest or largest (ranks that tie share it evenly). For
+Product, each rank's is multiplied by the product of the other ranks' elements. For Adasum, it is the derivative of its formula.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdlab.tensorflow.installed import tf
 
 
 def reduced(op: ReduceOp, stacked: Any, count: int, prescale: float, postscale: float) -> Any:
-    """What a reduction gives of the tensors of ``count`` ranks, which are stacked along dimension 0; differentiable.
+    """The reduction of the tensors of ``count`` ranks, which are stacked along dimension 0; differentiable.
 
     ``op`` is MIN, MAX, PRODUCT or ADASUM. float16 and bfloat16 are computed in float32, as by the core.
     """
@@ -35,7 +35,7 @@ def reduced(op: ReduceOp, stacked: Any, count: int, prescale: float, postscale: 
 
 
 def _adasum(vectors: list[Any]) -> Any:
-    """See :mod:`hvdlab.collectives.reduce.adasum`."""
+    """The Adasum of the vectors, by the formula in :mod:`hvdlab.collectives.reduce.adasum`."""
     for pairs in levels(len(vectors)):
         for a, b in pairs:
             common = _dot(vectors[a], vectors[b])
@@ -45,7 +45,8 @@ def _adasum(vectors: list[Any]) -> Any:
 
 def _share(vector: Any, common: Any) -> Any:
     square = _dot(vector, vector)
-    # No division by zero in the branch that is not taken either: its NaN would get into the gradient.
+    # Divide by 1 where the square is 0: TensorFlow also differentiates the branch that tf.where does not choose, and a NaN there
+    # would get into the gradient.
     factor = 1 - common / (2 * tf.where(square > 0, square, tf.ones_like(square)))
     return vector * tf.cast(factor, vector.dtype)
 

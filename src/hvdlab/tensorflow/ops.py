@@ -1,11 +1,11 @@
 """The collectives on TensorFlow's tensors.
 
-Tensors are of any dtype of ``hvdlab.collectives.dtypes.DType``; variables, arrays and numbers are taken as well. Outside of functions a
+Tensors are of any dtype of ``hvdlab.collectives.dtypes.DType``; variables, arrays and numbers are converted. Outside of functions a
 collective runs at once. In a ``tf.function``, a graph of TensorFlow 1 or a ``tf.data`` pipeline it is an asynchronous
 operation: any number of them may wait, in any order on the ranks.
 
-All of them are differentiable; every rank must then run the backward pass. Each docstring is completed by
-:func:`hvdlab.bindings.documentation.documented` with what all forms have in common.
+All of them are differentiable; every rank must then run the backward pass.
+:func:`hvdlab.bindings.documentation.documented` completes each docstring with what all forms have in common.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor over all ranks into a new one of its shape and dtype.
 
-    The gradient of ``hvd.Average`` and ``hvd.Sum`` is the same reduction of the gradients, that of the other operators the
+    The gradient of ``hvd.Average`` and ``hvd.Sum`` is the same reduction of the gradients; that of the other operators is the
     derivative of the sum of the ranks' losses.
 
-    Of ``tf.IndexedSlices`` the values and indices of all ranks are gathered; that is the sum, or the average, of the
-    tensors they stand for.
+    ``tf.IndexedSlices`` can be summed and averaged: the ranks gather the values and indices of all, and the gathered slices stand
+    for the sum, or, with their values divided by the number of ranks, for the average.
     """
     operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
     if isinstance(tensor, tf.IndexedSlices):
@@ -85,7 +85,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """:func:`allreduce` of several tensors, executed together once each of them is there on every rank."""
+    """:func:`allreduce` of several tensors, executed together once every rank has submitted all of them."""
     operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
     given = arguments.tensor_list(ADAPTER, tensors)
     sparse = {i: each for i, each in enumerate(given) if isinstance(each, tf.IndexedSlices)}
@@ -139,7 +139,7 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Concatenate the tensors of all ranks, in the order of the ranks; every rank gets all of it.
+    """Concatenate the tensors of all ranks, in the order of the ranks; every rank gets the whole.
 
     A rank's gradient is its own rows of the *average* of the gradients over all ranks.
     """
@@ -171,9 +171,9 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give every rank the tensor of one of them.
+    """Return ``root_rank``'s tensor on every rank; elsewhere ``tensor`` gives the shape and dtype.
 
-    The gradient at the root is the *average* of the gradients over all ranks, elsewhere zero.
+    The gradient on the root is the *average* of the gradients over all ranks, on other ranks zero.
     """
     operation = arguments.broadcasting(root_rank, set_id(process_set))
     _check_root(operation)
@@ -187,7 +187,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Give every rank the values that the variables have on one of them.
+    """Assign the values that the variables have on ``root_rank`` to them on every rank.
 
     Args:
         variables: Resource variables of equal shapes and dtypes on every rank, in the same order.
@@ -196,7 +196,7 @@ def broadcast_(
         process_set: The ranks that take part; all by default.
 
     Returns:
-        The variables. In a graph of TensorFlow 1: tensors of their new values, which must be run.
+        The variables. In a graph of TensorFlow 1: tensors with their new values, which every rank must run.
 
     Raises:
         InvalidRequestError: An argument is wrong, or this rank is not in the process set. Nothing was sent.
@@ -204,7 +204,7 @@ def broadcast_(
         MismatchError: The ranks disagree about the variables; raised on all of them. The group can go on.
         AbortedError: It can't complete: a rank died, failed, left, was interrupted, ... The group can go on.
 
-    After a failed collective the variables are as they were.
+    After a failed collective the variables have their former values.
     """
     operation = arguments.broadcasting(root_rank, set_id(process_set))
     _check_root(operation)
@@ -240,9 +240,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce a tensor over all ranks, and give each rank some rows of the result.
+    """Reduce a tensor of at least one dimension over all ranks, and return this rank's rows of the result.
 
-    The gradient is that of :func:`allreduce` on the whole tensor, gathered from all ranks.
+    The gradient of ``hvd.Average`` and ``hvd.Sum`` is the allgather of the gradients, times the number of ranks for
+    ``hvd.Sum``, times the scale factors; that of the other operators is the derivative of the sum of the ranks' losses.
     """
     _refuse_sparse("reducescatter", tensor)
     operation = _scattering(op, prescale_factor, postscale_factor, process_set, [tensor])
@@ -294,13 +295,13 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send each rank some rows of a tensor, and get some rows of each rank's.
+    """Send rows to every rank, and return the rows received, in the order of the ranks they came from.
 
-    The gradient is sent back the way the rows came.
+    Gradients go back the way the rows came.
 
     Returns:
-        A new tensor with the rows that came, in the order of the ranks they came from. If ``splits`` were given, a pair of
-        that and an int32 tensor of the rows that came from each rank.
+        A new tensor with the rows received, in the order of the ranks they came from. If ``splits`` were given, a pair of this
+        tensor and an int32 tensor with the number of rows received from each rank.
     """
     operation = Operation(OpKind.ALLTOALL, process_set=set_id(process_set))
     output, received = exchange(operation, tensor, splits, name, ignore_name_scope=ignore_name_scope)
@@ -312,10 +313,14 @@ def alltoall(
 
 @translated
 def join() -> Any:
-    """Take part with zeros in what the other ranks do, until all have joined.
+    """Declare that this rank has no data left, and wait until all ranks have done so.
+
+    Meanwhile the other ranks need not wait for this one: it takes part with zeros in their allreduces with ``hvd.Sum`` or
+    ``hvd.Average`` (which divides by all ranks, those that have joined included). Any other collective, and any other operator,
+    raises ``HorovodInternalError`` on the ranks that submit it while some rank has joined.
 
     Returns:
-        The rank that joined last, the same on all: a number, or in a graph an int32 tensor.
+        The rank that joined last, the same on all ranks: a number, or in a graph an int32 tensor.
 
     Raises:
         NotInitializedError: ``init()`` was not called.
@@ -335,13 +340,13 @@ def join() -> Any:
 
 @translated
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """The number of ranks of a process set, as an int32 tensor that has it when it is executed.
+    """The number of ranks of a process set at the time of execution, as an int32 tensor.
 
-    In a graph it follows elastic training, while ``hvd.size()`` is the number at the time the graph was made.
+    In a graph it follows elastic training, while ``hvd.size()`` is the number at the time at which the graph was made.
 
     Args:
         process_set_id: ``process_set_id`` of a process set; all ranks by default.
-        name: Of the operation.
+        name: Name of the operation in the graph.
 
     Raises:
         NotInitializedError: ``init()`` was not called.
@@ -352,29 +357,41 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
 
 @translated
 def rank_op(name: str | None = None) -> Any:
-    """This rank's number, as an int32 tensor that has it when it is executed; see :func:`size_op`."""
+    """This rank's number at the time of execution, as an int32 tensor; ``name`` is the operation's.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     return _query("rank", 0, name)
 
 
 @translated
 def local_size_op(name: str | None = None) -> Any:
-    """The number of ranks on this host, as an int32 tensor that has it when it is executed; see :func:`size_op`."""
+    """The number of ranks on this host at the time of execution, as an int32 tensor; ``name`` is the operation's.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     return _query("local_size", 0, name)
 
 
 @translated
 def local_rank_op(name: str | None = None) -> Any:
-    """This rank's number on its host, as an int32 tensor that has it when it is executed; see :func:`size_op`."""
+    """This rank's number on its host at the time of execution, as an int32 tensor; ``name`` is the operation's.
+
+    Raises:
+        NotInitializedError: ``init()`` was not called.
+    """
     return _query("local_rank", 0, name)
 
 
 @translated
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 if this rank is in a process set, else 0, as an int32 tensor that has it when it is executed.
+    """1 if this rank is in a process set at the time of execution, else 0, as an int32 tensor.
 
     Args:
         process_set_id: ``process_set_id`` of a process set; all ranks by default.
-        name: Of the operation.
+        name: Name of the operation in the graph.
 
     Raises:
         NotInitializedError: ``init()`` was not called.
@@ -438,7 +455,7 @@ def _scattering(
 
 
 def _check_root(operation: Operation) -> None:
-    """In a graph, where it would fail only when it is run."""
+    """In a graph, raise ``InvalidRequestError`` for a wrong root already now, and not only when the graph runs."""
     if not tf.executing_eagerly() and basics.is_initialized():
         engine = context.engine()
         ranks = engine.ranks(operation.process_set)
@@ -449,7 +466,7 @@ def _check_root(operation: Operation) -> None:
 
 
 def _tensor(value: Any, kind: OpKind, compression: type[Compressor]) -> Any:
-    """A compressor takes tensors; without one what was given goes on as it is."""
+    """A tensor for the compressor; without compression the value as it is, which is converted later."""
     return value if compression is Compression.none else ADAPTER.check(value, kind, False)
 
 

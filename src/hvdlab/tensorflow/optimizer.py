@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: of TensorFlow 1's optimizers here, of Keras' in :mod:`hvdlab.tensorflow.keras`."""
+"""``DistributedOptimizer`` for TensorFlow 1's optimizers; those of Keras go to :mod:`hvdlab.tensorflow.keras.optimizers`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _V1Optimizer: Any = _v1.train.Optimizer
 
 
 class _Wrapping(_V1Optimizer):  # type: ignore[misc,unused-ignore]
-    """An optimizer of TensorFlow 1 that has another one do most of its work."""
+    """An optimizer of TensorFlow 1 that wraps another one, which does most of the work."""
 
     def __init__(self, optimizer: Any, name: str | None, use_locking: bool) -> None:
         super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
@@ -40,7 +40,7 @@ class _Wrapping(_V1Optimizer):  # type: ignore[misc,unused-ignore]
 
 
 class _DistributedOptimizer(_Wrapping):
-    """Reduces gradients when they are computed."""
+    """Reduces gradients over all ranks when they are computed."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class _DistributedOptimizer(_Wrapping):
         self._agg_helper = helper
 
     def register_local_var(self, var: Any) -> None:
-        """Leave a variable's gradients on their rank."""
+        """Leave a variable's gradients on their rank: they are not reduced."""
         self._reducer.register_local_var(var)
         if self._agg_helper is not None:
             self._agg_helper.register_local_var(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Pairs of reduced gradients and variables; see the wrapped optimizer's."""
+        """Pairs of reduced gradients and variables; the arguments are those of the wrapped optimizer's method."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         gradients, variables = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         if self._agg_helper is not None:
@@ -71,7 +71,7 @@ class _DistributedOptimizer(_Wrapping):
         return list(zip(reduced, variables, strict=True))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply what :meth:`compute_gradients` returned, in the last pass of a step."""
+        """Apply the gradients that :meth:`compute_gradients` returned; only in the last pass of a step."""
         if self._agg_helper is None:
             return self._optimizer.apply_gradients(*args, **kwargs)
         return self._agg_helper.apply_gradients(
@@ -80,9 +80,10 @@ class _DistributedOptimizer(_Wrapping):
 
 
 class _DistributedAdasumOptimizer(_Wrapping):
-    """Lets each rank make its own step, and combines the steps by Adasum.
+    """Lets each rank take its own step, and combines the steps by Adasum.
 
-    The variables are where they were at the step's beginning when it is combined: each rank's step is the difference to that.
+    Each rank keeps the variables' values from the beginning of a step. Its step is the difference that its passes have made; the
+    Adasum of all ranks' differences is added to the kept values.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class _DistributedAdasumOptimizer(_Wrapping):
         self._counter: Any = None
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's own gradients."""
+        """Pairs of this rank's own gradients and variables; the arguments are those of the wrapped optimizer's method."""
         return self._optimizer.compute_gradients(*args, **kwargs)
 
     def _prepare(self, variables: Sequence[Any]) -> None:
@@ -123,7 +124,11 @@ class _DistributedAdasumOptimizer(_Wrapping):
                 ]
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make this rank's step, and in the last pass combine the steps of all ranks."""
+        """Apply this rank's gradients, and in the last pass combine the steps of all ranks.
+
+        Returns:
+            Whether the steps were combined, as a bool tensor.
+        """
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
         variables = [variable for _, variable in pairs]
         self._prepare(variables)
@@ -162,7 +167,7 @@ class _DistributedAdasumOptimizer(_Wrapping):
 
 
 def _graph_only(operations: list[Any]) -> list[Any]:
-    """Control dependencies: there are none outside of graphs, where an assignment gives the variable."""
+    """The operations as control dependencies; none in eager mode, where they have run already."""
     return [] if tf.executing_eagerly() else [each for each in operations if each is not None]
 
 
@@ -175,7 +180,20 @@ def DistributedAdasumOptimizer(
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
 ) -> Any:
-    """An optimizer that combines the ranks' steps by Adasum; what ``DistributedOptimizer(op=hvd.Adasum)`` makes."""
+    """An optimizer that combines the ranks' steps by Adasum, as ``DistributedOptimizer(op=hvd.Adasum)`` makes one.
+
+    Args:
+        optimizer: An optimizer of ``tf.compat.v1.train``, which takes each rank's step.
+        name: Name of the new optimizer; by default ``Distributed`` and the name of the given one's class.
+        use_locking: Whether TensorFlow 1's optimizers lock variables while they update them.
+        device_dense: Not used; Horovod has it.
+        device_sparse: Not used; Horovod has it.
+        compression: Applied to the steps that are sent, and undone on what is received.
+        backward_passes_per_step: How many times gradients are applied on the rank before the ranks' steps are combined.
+
+    Raises:
+        InvalidRequestError: ``backward_passes_per_step`` is less than 1.
+    """
     return _DistributedAdasumOptimizer(
         optimizer, name, use_locking, compression, backward_passes_per_step, global_process_set
     )
@@ -202,29 +220,32 @@ def DistributedOptimizer(
 
     Args:
         optimizer: One of ``tf.compat.v1.train``, of Keras 3 or of Keras 2 (``tf_keras``).
-        name: Of the optimizer; by default ``Distributed`` and the class's.
+        name: Name of the new optimizer; by default ``Distributed`` and the name of the given one's class.
         use_locking: Whether TensorFlow 1's optimizers lock variables while they update them.
         device_dense: Device for dense gradients, such as ``/cpu:0``; by default where they are.
         device_sparse: Device for ``tf.IndexedSlices``; by default where they are.
         compression: Applied to what is sent, and undone on what is received.
         sparse_as_dense: Make sparse gradients dense before they are reduced.
         backward_passes_per_step: How often gradients are computed, and added up on the rank, before they are reduced and applied.
-        op: ``hvd.Average``, ``hvd.Sum`` or, with TensorFlow 1's optimizers, ``hvd.Adasum``.
-        gradient_predivide_factor: For ``Average``: gradients are divided by it before the sum, and by the rest of
-            the number of ranks after it.
+        op: ``hvd.Average``, ``hvd.Sum`` or, with TensorFlow 1's optimizers, ``hvd.Adasum``, which combines the ranks' steps.
+        gradient_predivide_factor: For ``Average``: gradients are divided by this number before the sum, and the sum by the number
+            of ranks over this number.
         average_aggregated_gradients: Whether the sum over the passes of a step is divided by their number.
         num_groups: Deprecated form of ``groups``.
-        groups: Number of groups of gradients that are reduced together, or a list of lists of variables; what is in no list
-            is reduced by itself. By default gradients are put together as they come.
+        groups: Number of groups of gradients that are reduced together, or a list of lists of variables; a variable in no list
+            is reduced by itself. By default all gradients are reduced together, in a graph in buckets of up to 16 MiB.
         process_set: The ranks that take part; all by default.
         scale_local_gradients: Whether gradients of local variables (see ``register_local_var``) are divided by the
             number of ranks, which makes them as large as averages.
 
     Returns:
-        An optimizer, which is called on every rank alike.
+        An optimizer, which every rank must call alike. Applying or computing gradients raises ``MismatchError`` or
+        ``AbortedError`` as ``allreduce`` does; the variables are unchanged then, except with ``hvd.Adasum``, where they are as
+        after this rank's own step.
 
     Raises:
-        ValueError: It is no optimizer, or distributed already, or an argument is wrong.
+        InvalidRequestError: ``optimizer`` is no optimizer, or distributed already, or another argument is wrong (a ``ValueError``).
+        UnsupportedError: ``op`` is ``hvd.Adasum`` and the optimizer is one of Keras.
     """
     if is_keras_optimizer(optimizer):
         return distributed(

@@ -1,4 +1,4 @@
-"""The reduction of a training step's gradients: what tapes and optimizers have in common."""
+"""The reduction of a training step's gradients, for tapes and optimizers."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.ops import allreduce, grouped_allreduce, size_op
 
 BUCKET = 16 << 20
-"""Bytes of gradients that one operation of a graph reduces, where the user names no groups: so many that an operation's own
-cost does not matter, and so few that the reduction begins while the backward pass goes on."""
+"""Bytes of gradients that one operation of a graph reduces if the user names no groups: enough for the operation's own cost not to
+matter, and few enough for the reduction to begin while the backward pass goes on."""
 
 _REDUCED = "_hvdlab_reduced"
-"""Where a reduced gradient has the id of the process set over which it was reduced."""
+"""The attribute of a reduced gradient that has the id of the process set over which it was reduced."""
 
 Groups = int | Sequence[Sequence[Any]] | None
 
 
 class GradientReducer:
-    """Reduces gradients over all ranks; called alike on every rank.
+    """Reduces gradients over all ranks, which must all call it alike.
 
     Args:
         name: Beginning of the collectives' names.
-        device_dense, device_sparse: Devices of the reduction.
-        compression: Applied to dense gradients on their way.
-        sparse_as_dense: Whether ``tf.IndexedSlices`` are made dense before.
+        device_dense, device_sparse: Devices for dense gradients and for ``tf.IndexedSlices``; by default where they are.
+        compression: The compressor that dense gradients are sent through.
+        sparse_as_dense: Whether ``tf.IndexedSlices`` are made dense before they are reduced.
         op: ``Average``, ``Sum`` or ``Adasum``.
-        gradient_predivide_factor: For ``Average``: what gradients are divided by before they are summed; the rest of
-            the division follows.
-        groups: Number of groups of gradients that are reduced together, or lists of the variables of each.
+        gradient_predivide_factor: For ``Average``: the number that gradients are divided by before the sum, as a part of the
+            division by the number of ranks.
+        groups: Number of groups of gradients that are reduced together, or for each group a list of its variables.
         process_set: The ranks that take part.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
 
     Raises:
-        InvalidRequestError: ``op`` is none of these, ``gradient_predivide_factor`` is given with another one than ``Average``, or
-            is not positive, or ``groups`` makes no sense.
+        InvalidRequestError: ``op`` is none of these, ``gradient_predivide_factor`` is not 1 with another operator than
+            ``Average`` or is not positive, or ``groups`` is a negative number or no list of lists.
     """
 
     def __init__(
@@ -80,23 +80,26 @@ class GradientReducer:
         self._groups = groups
         self.process_set = process_set
         self._scale_local = scale_local_gradients
-        #: Variables whose gradients stay on their rank, as :func:`vars_to_refs` names them.
+        #: The variables whose gradients stay on their rank, as references by :func:`vars_to_refs`.
         self.local: set[Any] = set()
-        #: Called with the gradients of this rank before they are reduced.
+        #: Called with this rank's own gradients before they are reduced.
         self.observer: Callable[[Sequence[Any]], None] | None = None
-        #: Whether the user was told that the gradients had been reduced before.
+        #: Whether it has warned that gradients had been reduced before.
         self._warned = False
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave a variable's gradients on their rank."""
+        """Leave a variable's gradients on their rank: they are not reduced."""
         self.local.add(vars_to_refs(variable))
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
-        """The reduced gradients, in the same order; what is ``None`` stays so.
+        """The reduced gradients, in the same order; ``None`` stays ``None``.
 
         Args:
             gradients: Tensors, ``tf.IndexedSlices`` or ``None``.
-            variables: What they are the gradients of; needed for groups of variables, and for local ones.
+            variables: The variables of the gradients; needed for groups of variables, and for local variables.
+
+        Raises:
+            MismatchError, AbortedError: As for ``allreduce``; the given gradients are untouched.
         """
         found = list(gradients)
         self._warn_of_reduced(found)
@@ -120,7 +123,7 @@ class GradientReducer:
         return found
 
     def _warn_of_reduced(self, gradients: Sequence[Any]) -> None:
-        """Say once if gradients come reduced, unchanged since, from a distributed tape or another optimizer."""
+        """Warn once if the gradients are those that a distributed tape or another optimizer has reduced already."""
         id = self.process_set.process_set_id
         if self._warned or id is None or all(getattr(each, _REDUCED, None) != id for each in gradients):
             return
@@ -133,7 +136,7 @@ class GradientReducer:
         )
 
     def _reduced(self, gradients: list[Any], number: int) -> list[Any]:
-        """A group's gradients, reduced by one collective; sparse ones each by its own."""
+        """A group's gradients, reduced by one collective; each sparse gradient by its own."""
         keywords: dict[str, Any] = {
             **self._devices,
             "compression": self._compression,
@@ -155,7 +158,7 @@ class GradientReducer:
         if self._groups and not isinstance(self._groups, int):
             return self._by_variables(places, references)
         if not in_graph([gradients[i] for i in places if not _is_sparse(gradients[i])]):
-            return [places]  # all of them are there
+            return [places]  # in eager mode all of them are computed already
         return _buckets(places, gradients)
 
     def _by_variables(self, places: list[int], references: list[Any]) -> list[list[int]]:
@@ -184,7 +187,7 @@ def _is_sparse(gradient: Any) -> bool:
 
 
 def _buckets(places: list[int], gradients: list[Any]) -> list[list[int]]:
-    """Gradients that a backward pass makes one after the other: those of the last variables first."""
+    """Buckets of gradients in the order in which a backward pass computes them: those of the last variables first."""
     buckets: list[list[int]] = []
     left = 0
     for i in reversed(places):

@@ -15,15 +15,15 @@ _Base: Any = tf.keras.layers.BatchNormalization
 class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
     """A ``BatchNormalization`` layer whose mean and variance in training are those of all ranks' batches together.
 
-    Every rank counts as much as it has examples, or elements that no mask leaves out. All ranks must call it alike, in the forward pass and in the backward
-    pass.
+    A rank's weight in these is its number of elements for each channel, without those that a mask leaves out. In training all ranks
+    must run the forward and the backward pass alike.
 
     Args:
-        fused: Not supported; only ``False``.
-        kwargs: What ``tf.keras.layers.BatchNormalization`` takes. Without a ``name`` the layer has a name of its class.
+        fused: Only ``False``; the fused kernel is not supported.
+        kwargs: The arguments of ``tf.keras.layers.BatchNormalization``. By default Keras names the layer by its class.
 
     Raises:
-        InvalidRequestError: ``fused=True``.
+        InvalidRequestError: ``fused`` is ``True`` or ``None``.
     """
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
@@ -31,12 +31,12 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
             raise InvalidRequestError("SyncBatchNormalization does not support fused=True.")
         if "name" not in kwargs:
             kwargs["name"] = None
-        if hasattr(_Base, "_fused_can_be_used"):  # Keras 2, whose fused kernel computes the moments itself
+        if hasattr(_Base, "_fused_can_be_used"):  # Keras 2: else it takes its own moments
             kwargs["fused"] = False
         super().__init__(**kwargs)
 
     def _over_all_ranks(self, inputs: Any, axes: list[int], keep: bool, mask: Any) -> tuple[Any, Any]:
-        """Mean and variance over all ranks, from one reduction of count, sums and sums of squares."""
+        """Mean and biased variance over all ranks, from one allreduce of the count, the sums and the sums of squares."""
         wide = tf.cast(inputs, tf.float32) if inputs.dtype in (tf.float16, tf.bfloat16) else inputs
         if mask is None:
             total, squares = tf.reduce_sum(wide, axes), tf.reduce_sum(wide * wide, axes)
@@ -56,7 +56,7 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
         return tf.reshape(mean, shape), tf.reshape(variance, shape)
 
     def _moments(self, inputs: Any, *arguments: Any, **keywords: Any) -> tuple[Any, Any]:
-        """What Keras asks for: Keras 3 by inputs and a mask; Keras 2 by inputs, axes, whether to keep these, and a mask."""
+        """The mean and variance. Keras 3 calls it with inputs and a mask, Keras 2 also with the axes and ``keep_dims``."""
         if hasattr(_Base, "_calculate_mean_and_var"):
             found: tuple[Any, Any] = super()._moments(inputs, *arguments, **keywords)
             return found
@@ -71,10 +71,10 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
     def _calculate_mean_and_var(
         self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None
     ) -> tuple[Any, Any]:
-        """What Keras 2 computes the moments by."""
+        """The mean and variance. Keras 2 calls it in ``_moments``."""
         return self._over_all_ranks(inputs, list(reduction_axes), keep_dims, mask)
 
     def get_config(self) -> dict[str, Any]:
         config: dict[str, Any] = super().get_config()
-        config.pop("synchronized", None)  # that is MultiWorkerMirroredStrategy's
+        config.pop("synchronized", None)  # an argument of Keras for its own distribution strategies
         return config

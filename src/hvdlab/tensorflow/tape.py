@@ -18,7 +18,7 @@ _WRAPPED_TWICE = "is distributed already: its gradients would be reduced twice. 
 
 
 class _Distributed:
-    """What a distributed tape has besides its own class; the reducer is an attribute."""
+    """The methods that a distributed tape has in front of those of its own class."""
 
     _hvdlab_reducer: GradientReducer
 
@@ -30,13 +30,23 @@ class _Distributed:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The gradients of a target, reduced over all ranks; in the structure of ``sources``, as the plain tape's."""
+        """The gradients of a target, reduced over all ranks, in the structure of ``sources``. All ranks must call it.
+
+        Args:
+            target: A tensor, or a nested structure of tensors, to differentiate.
+            sources: The tensors or variables to differentiate by, which may be nested.
+            output_gradients: The gradients of the targets; ones by default.
+            args, kwargs: Further arguments of the plain tape's method.
+
+        Raises:
+            MismatchError, AbortedError: As for ``allreduce``. The tape has been used up then, unless it is persistent.
+        """
         gradients = super().gradient(target, sources, output_gradients, *args, **kwargs)  # type: ignore[misc]
         flat, variables = tf.nest.flatten(gradients), tf.nest.flatten(sources)
         return tf.nest.pack_sequence_as(sources, self._hvdlab_reducer(flat, variables))
 
     def register_local_source(self, source: Any) -> None:
-        """Leave the gradients of a source on their rank: they are not reduced."""
+        """Leave the gradients of a source, a variable or tensor, on their rank: they are not reduced."""
         self._hvdlab_reducer.register_local_var(source)
 
 
@@ -74,11 +84,11 @@ def DistributedGradientTape(
         compression: Applied to what is sent, and undone on what is received.
         sparse_as_dense: Make sparse gradients dense before they are reduced.
         op: ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``.
-        gradient_predivide_factor: For ``Average``: gradients are divided by it before the sum, and by the rest of
-            the number of ranks after it.
+        gradient_predivide_factor: For ``Average``: gradients are divided by this number before the sum, and the sum by the number
+            of ranks over this number.
         num_groups: Deprecated form of ``groups``.
-        groups: Number of groups of gradients that are reduced together, or a list of lists of variables; what is in no list
-            is reduced by itself. By default gradients are put together as they come.
+        groups: Number of groups of gradients that are reduced together, or a list of lists of variables; a variable in no list
+            is reduced by itself. By default all gradients are reduced together, in a graph in buckets of up to 16 MiB.
         process_set: The ranks that take part; all by default.
         scale_local_gradients: Whether gradients of local sources (see ``register_local_source``) are divided by the
             number of ranks, which makes them as large as averages.
@@ -97,7 +107,7 @@ def DistributedGradientTape(
         )
     kind: Any = type(gradtape)
     tape = object.__new__(_distributed_class(kind))
-    tape.__dict__ = gradtape.__dict__  # one recording, whichever of the two goes on with it
+    tape.__dict__ = gradtape.__dict__  # both tapes have the same recording, whichever goes on with it
     tape._hvdlab_reducer = GradientReducer(
         "DistributedGradientTape",
         device_dense,
@@ -127,11 +137,17 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """:func:`DistributedGradientTape` that leaves the gradients of some layers on their rank.
+    """A :func:`DistributedGradientTape` that leaves the gradients of some layers on their rank.
 
     Args:
-        gradtape: See there, as for the other arguments.
-        local_layers: A Keras layer, or a list of them, whose trainable weights are local.
+        gradtape: A ``tf.GradientTape``, before or after it has recorded.
+        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups, process_set,
+            scale_local_gradients: As for :func:`DistributedGradientTape`.
+        local_layers: A Keras layer, or a list of them, whose trainable weights are local: their gradients are not reduced. They
+            must be built.
+
+    Raises:
+        InvalidRequestError: As by :func:`DistributedGradientTape`, or ``local_layers`` has something else than layers.
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -152,10 +168,10 @@ def PartialDistributedGradientTape(
 
 
 def local_variables(layers: Any) -> list[Any]:
-    """The trainable weights of a layer or of several; none of ``None``.
+    """The trainable weights of a layer or of several; an empty list for ``None``.
 
     Raises:
-        InvalidRequestError: One of them is no layer.
+        InvalidRequestError: ``layers`` has something else than layers.
     """
     if layers is None:
         return []

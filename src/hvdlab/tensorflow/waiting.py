@@ -1,12 +1,13 @@
-"""Collectives that are waited for in TensorFlow's C++: Ctrl-C meanwhile, and deadlocks.
+"""Deadlocks and Ctrl-C while the main thread waits for collectives in TensorFlow's C++.
 
-Nothing calls ``wait`` on the handle of a kernel, so the coordinator would not learn that this rank can't go on without another one
-that has ended its cell, or waits for something else. A thread that runs only while kernels are executed says so, once the process
-has computed nothing for a while: before that the next operation may be on its way.
+No thread calls ``wait`` on the handle of a kernel, so the coordinator would not learn that this rank can't go on without another
+rank that has ended its cell, or waits for something else. The thread ``hvdlab-tensorflow-waiting``, which runs only while kernels
+are executed, reports this once the process has computed nothing for a while: before that the next operation may be on its way.
 
-Python's own handler runs only once that thread is back in Python, which it is when the collectives end. So a thread of its own
-watches the descriptor to which Python's C handler writes each signal's number, and withdraws what is pending: it ends with
-an error on all ranks, the main thread comes back, and there Python raises ``KeyboardInterrupt``.
+Python's own signal handler runs only when the main thread is back in Python, that is, when the collectives have ended. So the
+thread ``hvdlab-tensorflow-interrupts`` reads the descriptor to which Python's C handler writes each signal's number. After Ctrl-C
+it withdraws what is pending: the collectives end with an error on all ranks, the main thread comes back to Python, and there Python
+raises ``KeyboardInterrupt``.
 """
 
 from __future__ import annotations
@@ -26,35 +27,36 @@ from hvdlab.collectives.errors import CauseKind, NotInitializedError
 from hvdlab.tensorflow.installed import tf
 
 _GRACE = 0.2
-"""Seconds in which a main thread that is in Python, or in a call which signals break, has handled the signal."""
+"""Seconds within which a main thread that is in Python, or in a call that signals interrupt, has handled the signal."""
 
 _LOOK = 0.02
-"""Seconds between two looks at the main thread: there is no event for an interpreter that goes on."""
+"""Seconds between two looks at the main thread. Polling, since no event says that the interpreter has gone on."""
 
 _BLOCKED_AFTER = 1.0
-"""Seconds between two looks at a process with pending kernels; one in which it computed next to nothing is a wait."""
+"""Seconds between two looks at a process with pending kernels. If it computed next to nothing in between, it waits."""
 
 _NOTHING = 0.1
-"""Seconds of CPU that a process takes by itself in such a time, at most."""
+"""The most seconds of CPU time that a waiting process takes between two looks."""
 
 _HOME = os.path.join(os.path.dirname(tf.__file__), "")
 
 
 class _Watch:
-    """Collectives that kernels have started, and the thread that withdraws them."""
+    """The collectives that kernels have started, and the two threads that report and withdraw them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         #: Process set of each handle that has not ended, the oldest first.
         self._pending: dict[Handle, int] = {}
+        #: The thread that withdraws collectives after Ctrl-C; ``None`` before :meth:`begin`.
         self._thread: threading.Thread | None = None
-        #: How many have been started.
+        #: How many collectives kernels have started.
         self._count = 0
-        #: The thread that looks whether this process computes. It ends once a whole look has found no new kernel.
+        #: The thread that looks whether this process computes. It ends when none is pending and none has started since its last look.
         self._looking: threading.Thread | None = None
 
     def started(self, handle: Handle, process_set: int) -> None:
-        """A kernel waits for this handle from now on."""
+        """Remember that a kernel waits for this handle."""
         with self._lock:
             self._pending[handle] = process_set
             self._count += 1
@@ -64,7 +66,7 @@ class _Watch:
             self._looking.start()
 
     def ended(self, handle: Handle) -> None:
-        """It has ended."""
+        """Forget a handle that has ended."""
         with self._lock:
             self._pending.pop(handle, None)
 
@@ -73,7 +75,7 @@ class _Watch:
         return not self._pending
 
     def _look(self) -> None:
-        """Tell of the oldest handle for as long as this process waits and does nothing else."""
+        """Report to the coordinator that this rank waits for its oldest handle, as long as the process does nothing else."""
         told: Handle | None = None
         untell: Callable[[], None] | None = None
         waited = 0.0
@@ -103,7 +105,7 @@ class _Watch:
             return set(self._pending.values())
 
     def begin(self) -> None:
-        """Watch from now on. Does nothing on another thread than the main one, which alone may ask for the signals."""
+        """Watch for Ctrl-C from now on. Does nothing if called on another thread than the main one: Python then refuses."""
         if self._thread is not None or threading.current_thread() is not threading.main_thread():
             return
         reader, writer = os.pipe()
@@ -117,7 +119,7 @@ class _Watch:
     def _watch(self, reader: int, before: int) -> None:
         while numbers := os.read(reader, 64):
             if before != -1:
-                with contextlib.suppress(OSError):  # closed, or full: whoever watches it has been woken
+                with contextlib.suppress(OSError):  # closed; or full, so its reader is awake
                     os.write(before, numbers)
             if signal.SIGINT in numbers and self.sets() and _main_thread_is_stuck(self):
                 self._withdraw()
@@ -126,19 +128,19 @@ class _Watch:
         try:
             engine = context.engine()
         except NotInitializedError:
-            return  # it was shut down, which ended them
+            return  # hvdlab was shut down, which has ended the collectives
         for process_set in self.sets():
             engine.withdraw(f"rank {engine.rank} was interrupted", process_set, CauseKind.INTERRUPTED)
 
     def after_fork(self) -> None:
-        """In a forked child: the thread and its pipe are the parent's."""
+        """Begin anew in a forked child: the threads and the pipe are the parent's."""
         if self._thread is not None:
             signal.set_wakeup_fd(-1)
         self.__init__()  # type: ignore[misc]
 
 
 def _main_thread_is_stuck(watch: _Watch) -> bool:
-    """Whether the main thread stays within a call of TensorFlow's while collectives are pending."""
+    """Whether the main thread stays at one place in TensorFlow for :data:`_GRACE` seconds while collectives are pending."""
     before = _place()
     deadline = time.monotonic() + _GRACE
     while time.monotonic() < deadline:
@@ -150,7 +152,7 @@ def _main_thread_is_stuck(watch: _Watch) -> bool:
 
 
 def _place() -> tuple[int, int] | None:
-    """Where the main thread is, if that is in a module of TensorFlow's."""
+    """The frame and instruction at which the main thread is; ``None`` if that is in no module of TensorFlow's."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or -1)
     if frame is None or not os.path.abspath(frame.f_code.co_filename).startswith(_HOME):
         return None

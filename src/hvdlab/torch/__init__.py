@@ -1,7 +1,7 @@
 """Horovod's torch API on hvdlab's collective core: ``import hvdlab.torch as hvd``.
 
-Names and signatures are Horovod's; what the collectives do with shapes, dtypes, gradients and errors is described
-in :mod:`hvdlab.torch.ops`.
+Names and signatures are Horovod's; :mod:`hvdlab.torch.ops` says what the collectives do with shapes, dtypes, gradients and
+errors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.collectives.metrics.export_from_rank import export
 from hvdlab.collectives.metrics.record import metric
 
-# Not among the names that `import *` brings: it would take the built-in one's place.
+# Not in __all__: `from hvdlab.torch import *` would hide Python's built-in breakpoint().
 from hvdlab.collectives.stopping import breakpoint as breakpoint
 from hvdlab.horovod.common.util import check_extension
 from hvdlab.torch import elastic, mpi_ops

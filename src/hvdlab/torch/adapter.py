@@ -1,8 +1,8 @@
 """What hvdlab's bindings know of torch tensors.
 
 A *direct* tensor (CPU, strided, contiguous) shares its memory with the core, without a copy. So does a contiguous CUDA tensor
-if the process set has a data plane for CUDA. Any other one is *staged*: the core works on a contiguous copy, on the
-tensor's device where it has a plane, else in host memory.
+if the process set has a data plane for CUDA. Any other tensor is *staged*: the core works on a contiguous copy, on the
+tensor's device if the process set has a plane for it, else in host memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TorchAdapter:
         return isinstance(value, torch.Tensor)
 
     def dtype(self, tensor: torch.Tensor) -> DType:
-        """The core's element type; raises ``UnsupportedError`` if it has none (complex, quantised, ...)."""
+        """The core's element type; raises ``UnsupportedError`` if the core has none for this dtype (complex, quantised, ...)."""
         try:
             return DTYPES[tensor.dtype]
         except KeyError:
@@ -103,7 +103,8 @@ class TorchAdapter:
 
     def mark_written(self, tensor: torch.Tensor) -> None:
         if not tensor.is_inference():
-            # With this a backward pass that saved the tensor complains.
+            # The core writes behind autograd's back: with a new version, a backward pass that has saved the tensor raises
+            # an error instead of computing with the overwritten values.
             torch.autograd.graph.increment_version(tensor)
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
@@ -118,8 +119,8 @@ class TorchAdapter:
 class CudaTensors:
     """See :class:`hvdlab.bindings.adapter.DeviceMemory`.
 
-    A collective is ordered behind what the submitting thread has put on the tensor's current stream. When its handle is done the
-    GPU has written the outputs, so that any stream may use them.
+    A collective begins after the work that the submitting thread has put on the current stream of the tensor's device. When its
+    handle is done the GPU has written the outputs, so that any stream may use them.
     """
 
     def device(self, tensor: torch.Tensor) -> str:
@@ -152,7 +153,8 @@ class CudaTensors:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def received(self, output: torch.Tensor) -> torch.Tensor:
-        # The engine's thread may have allocated it: torch's allocator is to know that it is used on this stream.
+        # The engine's executor thread may have allocated it, on another stream: torch's allocator must not reuse the memory
+        # before this stream is done with it.
         output.record_stream(torch.cuda.current_stream(output.device))
         return output
 
@@ -165,9 +167,9 @@ BINDING = Binding(ADAPTER, CudaTensors())
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous view of a tensor whose elements fill its memory in another order, such as ``channels_last``.
 
-    The view has an extent of 1 behind the others, so its shape is not that of any tensor of the same dimensions: ranks
-    whose memory is in different orders disagree, instead of mixing up elements. What can't be viewed so, or is
-    contiguous, is returned as it is.
+    The view has a further dimension of extent 1 at its end, so that its shape differs from that of every contiguous tensor of
+    the same number of dimensions: the coordinator then finds that ranks with different memory orders disagree, instead of the
+    core mixing up their elements. A tensor that is contiguous, or can't be viewed in this way, is returned as it is.
     """
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return tensor

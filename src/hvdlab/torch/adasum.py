@@ -1,7 +1,7 @@
-"""``DistributedOptimizer(op=hvd.Adasum)``: every rank takes a step of its own, and the steps are combined.
+"""``DistributedOptimizer(op=hvd.Adasum)``: each rank takes a step of its own, and Adasum combines the steps.
 
-Adasum combines what the ranks would change, not their gradients, so that an optimizer's own scaling (Adam's, say) has
-been applied before: parameters become where they were plus the Adasum of the ranks' changes, each parameter on its own.
+Adasum combines the changes that the ranks' optimizers make, not the gradients, so that an optimizer's own scaling (Adam's, say)
+has been applied before: each parameter becomes its value before the step plus the Adasum of the ranks' changes of it.
 See :mod:`hvdlab.collectives.reduce.adasum` for the formula.
 """
 
@@ -25,7 +25,13 @@ from hvdlab.torch.process_sets import ProcessSet, set_id
 
 
 class ChangeReducer(GradientWatcher[torch.Tensor]):
-    """Combines the ranks' changes of parameters."""
+    """Combines the changes that the ranks' steps make to the parameters.
+
+    Args:
+        compression: The compressor that changes are sent through.
+        process_set: The ranks whose changes are combined.
+        passes: How many backward passes make up a step.
+    """
 
     def __init__(self, compression: type[Compressor], process_set: ProcessSet, passes: int) -> None:
         super().__init__(TorchGradients(), passes)
@@ -39,16 +45,22 @@ class ChangeReducer(GradientWatcher[torch.Tensor]):
         self._buckets.append((name, bucket))
 
     def complete(self, parameter: torch.Tensor) -> None:
-        """Nothing can be reduced before the whole step has been taken."""
+        """Does nothing: changes can be combined only after the rank's optimizer has taken its step."""
 
     def drop(self) -> None:
         self.reset()
 
     @torch.no_grad()
     def around(self, step: Callable[[], Any]) -> Any:
-        """Take this rank's step, and make of it the step of all.
+        """Take this rank's step, and replace it by the Adasum of all ranks' steps.
 
-        After an error the parameters are where they were before.
+        Args:
+            step: Changes the parameters as this rank's optimizer does.
+
+        Returns:
+            What ``step`` returns.
+
+        After an error or Ctrl-C the parameters have the values that they had before.
         """
         self.check()
         watched = [parameter for _, bucket in self._buckets for parameter in bucket]
@@ -91,7 +103,7 @@ class ChangeReducer(GradientWatcher[torch.Tensor]):
 class AdasumMixin(DistributedBase):
     """Takes the given optimizer's step on each rank, and combines the steps by Adasum."""
 
-    _watcher: ChangeReducer  # pyright: ignore[reportIncompatibleVariableOverride]  # is set once
+    _watcher: ChangeReducer  # pyright: ignore[reportIncompatibleVariableOverride]  # assigned once
 
     def synchronize(self) -> None:
         """Does nothing: there is nothing to reduce before :meth:`step`."""
@@ -106,25 +118,25 @@ class AdasumMixin(DistributedBase):
         """Take a step with this rank's gradients, and replace it by the Adasum of all ranks' steps.
 
         Args:
-            closure: Recomputes the loss with its gradients, as often as this rank's optimizer likes.
+            closure: Recomputes the loss with its gradients. Each rank's optimizer may call it as often as it needs.
 
         Returns:
             What the given optimizer's ``step`` returns: the loss of this rank, if there is a closure.
 
         Raises:
-            MismatchError, AbortedError: As for ``allreduce``. Parameters are where they were; the optimizer's state
-                (momenta, …) is that of this rank's step.
+            MismatchError, AbortedError: As for ``allreduce``. Parameters have the values from before the step; the optimizer's
+                state (momenta, ...) has already changed by this rank's step.
         """
         if not self._included:
             return self._plain_step(closure)
         if closure is None:
             self._warn_of_a_step_without_backward()
-        self._watch(0)  # what has been unfrozen since
+        self._watch(0)  # parameters that were unfrozen since the last step
         own = None if closure is None else self._counted_anew(closure)
         return self._watcher.around(lambda: self._plain_step(own))
 
     def _counted_anew(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, after each call of which backward passes are counted from zero again."""
+        """The closure, with the count of backward passes set back to zero before and after each call."""
 
         def counted() -> Any:
             self._watcher.reset()

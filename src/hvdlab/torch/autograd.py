@@ -52,9 +52,9 @@ class _TorchDifferentiation:
     def derivative(
         self, operation: Operation, stacked: torch.Tensor, gradient: torch.Tensor, mine: int, count: int
     ) -> torch.Tensor:
-        again = torch.is_grad_enabled()  # whether this is to be differentiated itself
+        again = torch.is_grad_enabled()  # whether the user differentiates this gradient once more
         if stacked.requires_grad:
-            # An allgather averages gradients, while the losses of all ranks add up here.
+            # ``stacked`` came out of an allgather, whose gradient is an average over the ranks; here the ranks' losses add up.
             stacked.register_hook(lambda averaged: averaged * count)  # type: ignore[no-untyped-call]  # torch's
         else:
             stacked.requires_grad_()

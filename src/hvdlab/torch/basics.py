@@ -1,4 +1,4 @@
-"""Joining and leaving the world, one's place in it, and what this installation can do."""
+"""Joining and leaving the world, this rank's place in it, and the features that this installation has."""
 
 from __future__ import annotations
 

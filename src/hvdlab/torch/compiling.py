@@ -1,6 +1,6 @@
-"""Collectives inside of what ``torch.compile`` compiles: they run as they are, between two compiled graphs.
+"""Collectives inside of what ``torch.compile`` compiles: they run uncompiled, between two compiled graphs.
 
-torch's tracer follows Python calls. It must not follow these into the engine, whose locks and sockets can't be traced.
+torch's tracer follows Python calls. It must not follow a collective into the engine, whose locks and sockets can't be traced.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ C = TypeVar("C", bound=type)
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Keep ``torch.compile`` out of a function.
 
-    As long as nobody compiles anything torch's compiler is not imported, which takes a second.
+    torch's compiler, whose import takes a second, is not imported before the program itself compiles something.
     """
-    # torch.compiler.disable would import it here; this is what torch itself uses to put that off.
+    # torch.compiler.disable would import the compiler here; torch itself uses this function to put the import off.
     guarded = _disable_dynamo(function)
 
     @functools.wraps(function)
@@ -38,8 +38,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 def untraced_methods(cls: C) -> C:
     """Keep ``torch.compile`` out of the methods of a class, and out of what they call.
 
-    For what C++ calls while compiled code runs, such as DDP's reducer the process group: the tracer would take such a call for the
-    beginning of code of the user's. Nothing is put around the methods. Before torch 2.7 it has no effect.
+    For methods that C++ calls while compiled code runs, as DDP's reducer calls those of the process group: the tracer would take
+    such a call for the beginning of the user's code. The methods themselves are not wrapped. Has no effect before torch 2.7.
     """
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy

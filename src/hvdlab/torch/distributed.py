@@ -1,4 +1,4 @@
-"""What ``DistributedOptimizer`` puts in front of the class of the optimizer that it is given."""
+"""The classes that ``DistributedOptimizer`` puts in front of the given optimizer's class."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
 
 class DistributedBase(torch.optim.Optimizer):
-    """Common to all of them: the backward passes of a step are counted, whatever is reduced then."""
+    """What all distributed optimizers have in common: they count the backward passes of a step, whatever they reduce then."""
 
     _given: type[torch.optim.Optimizer]
     _watcher: GradientWatcher[torch.Tensor]
     _settings: ReductionSettings
-    _parameter_names: dict[torch.Tensor, str]  # programs written for Horovod read it
+    _parameter_names: dict[torch.Tensor, str]  # programs that were written for Horovod read this attribute
     _included: bool
     _groups: Groups[torch.Tensor] | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sent to another rank it reduces gradients there; the step that is in progress stays behind."""
+        """Pickle the optimizer without a step in progress: on the rank that gets it, it reduces gradients again."""
         from hvdlab.torch.optimizer import received
 
         plain = object.__new__(self._given)
@@ -58,7 +58,7 @@ class DistributedBase(torch.optim.Optimizer):
 
     @property
     def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before the sum, as part of the division of an average."""
+        """The number that gradients are divided by before the sum, as a part of an average's division; 1.0 by default."""
         return self._settings.predivide
 
     @property
@@ -74,9 +74,12 @@ class DistributedBase(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients.
 
+        Args:
+            set_to_none: Whether gradients become ``None``, instead of zeros.
+
         Raises:
-            AssertionError: Between a backward pass and ``step`` (or ``synchronize``), when an allreduce may be
-                working on them.
+            AssertionError: A backward pass was made since the last ``step`` (or ``synchronize``), so that an allreduce may be
+                working on the gradients.
         """
         if self._watcher.in_progress:
             raise AssertionError(
@@ -86,17 +89,24 @@ class DistributedBase(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change after how many backward passes gradients are reduced. Call it between steps."""
+        """Change after how many backward passes gradients are reduced. Call it between steps.
+
+        Raises:
+            InvalidRequestError: ``passes`` is less than 1.
+        """
         self._watcher.set_passes(checked_passes(passes))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; they are reduced like the others."""
+        """Add a group of parameters, as to any optimizer; their gradients are reduced like the others'."""
         super().add_param_group(param_group)
         self._parameter_names = parameter_names(self.param_groups, self._parameter_names)
         self._watch(0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an optimizer, distributed or not, and begin a new step."""
+        """Load the state of an optimizer, distributed or not, and begin a new step.
+
+        First waits for the allreduces that the last backward pass has started, and drops their results.
+        """
         self._watcher.drop()
         self._watcher.settled = False
         super().load_state_dict(state_dict)
@@ -118,7 +128,7 @@ class DistributedBase(torch.optim.Optimizer):
             )
 
     def _watch(self, groups: Groups[torch.Tensor]) -> None:
-        """Begin to reduce those parameters that require gradients and are not watched yet."""
+        """Begin to reduce the gradients of those parameters that require them and are not watched yet."""
         if not self._included:
             return
         new = [
@@ -134,7 +144,7 @@ class DistributedBase(torch.optim.Optimizer):
 
 
 class DistributedMixin(DistributedBase):
-    """Reduces gradients, then takes the given optimizer's step with them."""
+    """Reduces gradients over the ranks, then takes the given optimizer's step with them."""
 
     _watcher: GradientReducer[torch.Tensor, torch.Tensor]  # pyright: ignore[reportIncompatibleVariableOverride]  # is set once
     _synchronizing = True
@@ -149,7 +159,7 @@ class DistributedMixin(DistributedBase):
             MismatchError, AbortedError: As for ``allreduce``. Gradients are undefined then; parameters and optimizer
                 state are untouched, and the next backward pass starts a new step.
         """
-        self._watch(0)  # what has been unfrozen since
+        self._watch(0)  # parameters that were unfrozen since the last step
         if self._included:
             self._watcher.synchronize()
         self._watcher.settled = True
@@ -157,7 +167,7 @@ class DistributedMixin(DistributedBase):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within this context ``step`` uses the gradients as they are."""
+        """Within this context ``step`` uses the gradients as they are, without reducing them."""
         self._synchronizing = False
         try:
             yield
@@ -173,6 +183,9 @@ class DistributedMixin(DistributedBase):
 
         Returns:
             What the given optimizer's ``step`` returns: the loss of this rank, if there is a closure.
+
+        Raises:
+            MismatchError, AbortedError: As for :meth:`synchronize`. Without a closure no step is taken then.
         """
         settled = self._watcher.settled
         if not self._synchronizing or (settled and self._before_scaling):
@@ -191,7 +204,7 @@ class DistributedMixin(DistributedBase):
             self.synchronize()
         return self._plain_step(self._reducing(closure))
 
-    # Without this torch would wrap this method, too, and run hooks registered on the optimizer twice per step.
+    # Without this torch would wrap this method as well as the given class's, and run the optimizer's hooks twice in each step.
     step.hooked = True  # type: ignore[attr-defined]  # torch.optim.Optimizer looks for the attribute
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -207,8 +220,8 @@ class DistributedMixin(DistributedBase):
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups, as of any optimizer.
 
-        A gradient scaler comes here for the gradients that it divides and looks for infinities in. It does so before
-        ``step``, so they are reduced now; then all ranks find the same, and skip a step together.
+        A ``torch.amp.GradScaler`` reads them before ``step``, to divide the gradients and look for infinities in them. The
+        gradients are reduced at that moment, so that all ranks find the same infinities, and skip a step together.
         """
         if sys._getframe(1).f_code is _UNSCALE and self._watcher.in_progress:
             self.synchronize()
@@ -224,7 +237,7 @@ class DistributedMixin(DistributedBase):
 
 
 def checked_passes(passes: int) -> int:
-    """``backward_passes_per_step``, which is a positive number."""
+    """``backward_passes_per_step`` as given; raises ``InvalidRequestError`` if it is less than 1."""
     if passes < 1:
         raise InvalidRequestError(f"backward_passes_per_step must be at least 1, not {passes}.")
     return passes

@@ -1,4 +1,4 @@
-"""``hvd.watch_divergence()``: an error on the step at which the ranks' models are no longer the same."""
+"""``hvd.watch_divergence()``: raises an error when the ranks' models are no longer the same."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from hvdlab.torch.ops import allgather
 from hvdlab.torch.process_sets import ProcessSet, global_process_set
 
 MOST_SAMPLED = 32
-"""Tensors of which a few elements are remembered at every step."""
+"""Tensors of which a few elements are remembered at each step, at most."""
 
 ELEMENTS = 8
+"""Elements that are remembered of each of them."""
 _ATTRIBUTE = "_hvdlab_divergence"
 __all__ = ["DivergenceError", "DivergenceWatch", "watch_divergence"]
 
 
 class DivergenceWatch:
-    """What :func:`watch_divergence` returns. It ends with :meth:`close`, or when the model is watched anew.
+    """What :func:`watch_divergence` returns. The comparisons end with :meth:`close`, or when the model is watched anew.
 
     Attributes:
         step: Steps that were seen.
@@ -55,7 +56,7 @@ class DivergenceWatch:
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        # Calls do not count but changes: of a step that failed, ranks have not all made the same calls.
+        # Changes of the model are counted, not calls: after a step that failed, the ranks may not have made equally many calls.
         versions = [parameter._version for _, parameter in self._ends()]
         if versions == self._versions:
             return
@@ -64,7 +65,7 @@ class DivergenceWatch:
         self._seen()
 
     def _ends(self) -> list[tuple[str, torch.Tensor]]:
-        """The first and the last parameter."""
+        """The first and the last parameter, whose versions tell whether a step has changed the model."""
         found = list(self._model.named_parameters())
         return [found[0], found[-1]] if found else []
 
@@ -80,11 +81,11 @@ class DivergenceWatch:
             self.check()
 
     def check(self) -> None:
-        """Compare now. All ranks must call it.
+        """Compare the models now. All ranks must call it.
 
         Raises:
-            DivergenceError: The models differ.
-            CollectiveError: Not all ranks got here.
+            DivergenceError: The models differ; on all ranks. Nothing is changed.
+            CollectiveError: Not all ranks called it.
         """
         names, digests = self._digests()
         whole = fingerprint(*(name.encode() for name in names), *digests)
@@ -97,7 +98,7 @@ class DivergenceWatch:
         self._samples.clear()
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End the comparisons. Idempotent."""
         self._hook.remove()
         self._samples.clear()
         vars(self._model).pop(_ATTRIBUTE, None)
@@ -128,7 +129,7 @@ class DivergenceWatch:
 
     @torch.no_grad()
     def _sample(self) -> list[torch.Tensor]:
-        """A few elements of some tensors, where they are: nothing is waited for."""
+        """A few elements of some tensors, on the tensors' devices: the training does not wait for a GPU."""
         tensors = [t for _, t in self._tensors() if t.numel() and t.layout is torch.strided]
         step = max(1, -(-len(tensors) // MOST_SAMPLED))
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -153,20 +154,23 @@ def watch_divergence(
 ) -> DivergenceWatch:
     """Raise :class:`DivergenceError` on all ranks when their copies of a model are no longer the same, bit by bit.
 
-    The models are compared by fingerprints before the first step and after every ``every`` steps; in between a few
-    elements are remembered at each step, so that the error names the step at which the ranks parted, without a
-    comparison at each. Calling it again for a model replaces what was there, so a cell may be run twice.
+    The ranks compare fingerprints of their models after every ``every`` steps, and without ``optimizer`` also before the first
+    step. In between each rank remembers a few elements of its model at each step, so that the error can name the step after which
+    the models first differed. Calling it again for a model replaces the earlier watch, so a cell may be run twice.
 
     Args:
         model: Trained alike on all ranks.
         every: After how many steps the models are compared. A comparison reads all parameters once.
-        optimizer: Whose steps count. Without one, a step is what changes the model between two of its calls in training
-            mode, and the comparison is made at the beginning of the second.
-        buffers: Compare buffers, too. Running statistics of batch normalization differ from rank to rank by nature.
-        process_set: The ranks that train together.
+        optimizer: The optimizer whose steps are counted. Without it, a step is what changes the model between two of its calls
+            in training mode, and the comparison is made at the beginning of the second call.
+        buffers: Whether to compare buffers, too. Running statistics of batch normalization differ from rank to rank by nature.
+        process_set: The ranks that train together; all by default.
+
+    Returns:
+        The watch, which ``close()`` ends; it can be used as a context manager.
 
     Raises:
-        InvalidRequestError: An argument is none of these.
+        InvalidRequestError: ``model`` is no module, or ``every`` is less than 1.
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidRequestError(

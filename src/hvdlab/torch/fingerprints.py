@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: equal ones mean equal bits."""
+"""Fingerprints of tensors: equal fingerprints mean equal bits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hvdlab.collectives.fingerprint import fingerprint, of_blocks
 
 
 def of_tensor(tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> bytes:
-    """The fingerprint of the elements, dtype and shape; of the shape and dtype only if the elements have no bytes.
+    """The fingerprint of a tensor's elements, dtype and shape.
 
     Args:
-        tensor: Dense, on any device.
-        pool: Threads among which large ones are divided.
+        tensor: On any device. Of a sparse or empty tensor, and of one on the meta device, only dtype and shape count.
+        pool: Threads among which a large tensor is divided; ``None`` computes on the calling thread.
     """
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():

@@ -1,4 +1,4 @@
-"""Whole models, optimizers' parameters and Python objects, from one rank to all or from all to all."""
+"""Broadcasts of whole models' parameters and of Python objects, and the allgather of objects."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     Args:
         params: A ``state_dict()``, or a list of ``(name, tensor)`` pairs such as ``model.named_parameters()``, or a
             list of tensors (matched in order). Entries that are not tensors are left as they are.
-        root_rank: The rank they come from.
+        root_rank: The rank whose tensors all ranks get.
 
     Raises:
         InvalidRequestError: ``params`` is none of these.
-        MismatchError, AbortedError: As for ``broadcast``; some tensors may have been overwritten by then.
+        MismatchError, AbortedError: As for ``broadcast``. Some tensors may have been overwritten, and broadcasts that are still in
+            flight may overwrite others.
     """
     handles = [
         broadcast_async_(tensor, root_rank, None if name is None else f"parameter.{name}")
@@ -49,7 +50,8 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str | None, 
 
 
 def __getattr__(name: str) -> Any:
-    if name != "broadcast_optimizer_state":  # which Horovod has here
+    # Horovod has this function in this module. An import at the top would be circular.
+    if name != "broadcast_optimizer_state":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hvdlab.torch.optimizer_state import broadcast_optimizer_state
 

@@ -1,4 +1,4 @@
-"""How torch's parameters hold their gradients; see :class:`hvdlab.bindings.gradient_reducer.GradientAdapter`."""
+"""How torch's parameters hold their gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANOTHER_LOSS = (
     "it from making their gradients: call requires_grad_(False) on that module before that loss is computed, and "
     "requires_grad_(True) after its backward pass."
 )
-"""What may have happened where the gradients of parameters were made once more than expected, and what to do."""
+"""For errors: what may have happened if gradients were computed once more than expected, and what to do."""
 
 _NAMES_TWICE = (
     "it is a gradient, of which another DistributedOptimizer has one of this name. Give both named_parameters=, with "
@@ -40,7 +40,7 @@ class TorchGradients:
 
     def __init__(self, *, sparse_as_dense: bool = False) -> None:
         self._sparse_as_dense = sparse_as_dense
-        #: Of each parameter that has had sparse gradients: by how many dimensions its entries are found.
+        #: For each parameter that has had a sparse gradient: how many of the gradient's dimensions are sparse.
         self._sparse_dims: dict[torch.Tensor, int] = {}
 
     def register(self, parameter: torch.Tensor, hook: GradientHook) -> RemovableHandle:
@@ -85,9 +85,10 @@ class TorchGradients:
     def as_sent(
         self, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """What is sent, so that it need not be copied where it lies in memory in another order, as its parameter does.
+        """The tensors, as views that need no copy where their elements lie in memory in another order than C's.
 
-        Parameters lie in memory alike on all ranks; what else a user makes a gradient of may not.
+        Only a tensor with its parameter's strides is sent in its own order: parameters have the same order on all ranks, while
+        gradients in any other order may differ from rank to rank.
         """
         if all(tensor.is_contiguous() for tensor in tensors):
             return tensors
@@ -103,10 +104,11 @@ class TorchGradients:
         if reduced.is_sparse:
             parameter.grad = reduced
         elif parameter in self._sparse_dims and parameter.grad is not None:
-            # Reduced as a dense one: some optimizers take sparse gradients only, others what is zero for one.
+            # It was reduced as a dense one, as by sparse_as_dense. Make it sparse again: SparseAdam takes sparse gradients only, and
+            # other optimizers would apply a gradient of zero to the rows that no rank has used.
             parameter.grad = reduced.to(parameter.dtype).to_sparse(self._sparse_dims[parameter])
         elif parameter.grad is None:
-            # Frozen here: it keeps having no gradient, as without hvdlab, unless another rank has one.
+            # A parameter that is frozen on this rank goes on without a gradient, as without hvdlab, unless another rank has one.
             if reduced.any():
                 parameter.grad = reduced
         elif parameter.grad is not reduced:
@@ -114,7 +116,7 @@ class TorchGradients:
 
 
 def nothing_of(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
-    """A sparse gradient without entries."""
+    """A sparse gradient of this parameter without entries."""
     values = parameter.new_empty((0, *parameter.shape[sparse_dims:]), requires_grad=False)
     indices = torch.empty((sparse_dims, 0), dtype=torch.long, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)

@@ -35,11 +35,11 @@ def _bf16(bits: Buffer) -> torch.Tensor:
 
 
 def _tensor(array: Buffer) -> torch.Tensor:
-    # torch warns of arrays that it can't write to: those of small tensors, which came in a message.
+    # torch warns of arrays that it can't write to, as the core's are when a small tensor came in a message.
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def register_conversions() -> None:
-    """Let the core use torch for 16-bit floats from now on, in this process. Both round to nearest even."""
+    """Let the core convert 16-bit floats by torch from now on, in this process. Both conversions round to nearest even."""
     register_conversion(DType.F16, Conversion(_convert_f16, _convert_f16))
     register_conversion(DType.BF16, Conversion(_widen_bf16, _narrow_bf16))

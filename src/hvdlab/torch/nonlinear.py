@@ -1,7 +1,7 @@
-"""Reductions that are no sums, as functions of all ranks' tensors in one: their derivatives are autograd's own.
+"""Reductions that are no sums, as functions of all ranks' tensors in one, so that autograd differentiates them.
 
-The largest and the smallest get the gradient where they came from (ranks that tie share it evenly), a product the
-product of the others, Adasum the derivative of its formula.
+For Min and Max, the gradient goes to the rank whose element was the smallest or largest (ranks that tie share it evenly). For
+Product, each rank's is multiplied by the product of the other ranks' elements. For Adasum, it is the derivative of its formula.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def reduced(op: ReduceOp, stacked: torch.Tensor, prescale: float, postscale: float) -> torch.Tensor:
-    """What a reduction gives of the tensors of all ranks, which are stacked along dimension 0; differentiable.
+    """The reduction of the tensors of all ranks, which are stacked along dimension 0; differentiable.
 
     ``op`` is MIN, MAX, PRODUCT or ADASUM. float16 and bfloat16 are computed in float32, as by the core.
     """
@@ -36,7 +36,7 @@ def reduced(op: ReduceOp, stacked: torch.Tensor, prescale: float, postscale: flo
 
 
 def _adasum(stacked: torch.Tensor) -> torch.Tensor:
-    """See :mod:`hvdlab.collectives.reduce.adasum`."""
+    """The Adasum of the rows, by the formula in :mod:`hvdlab.collectives.reduce.adasum`."""
     vectors = list(stacked.unbind())
     for pairs in levels(len(vectors)):
         for a, b in pairs:
@@ -47,7 +47,8 @@ def _adasum(stacked: torch.Tensor) -> torch.Tensor:
 
 def _share(vector: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
     square = _dot(vector, vector)
-    # No division by zero in the branch that is not taken either: its NaN would get into the gradient.
+    # Divide by 1 where the square is 0: autograd also differentiates the branch that torch.where does not choose, and a NaN
+    # there would get into the gradient.
     factor = 1 - common / (2 * torch.where(square > 0, square, torch.ones_like(square)))
     return vector * factor.to(vector.dtype)
 

@@ -1,10 +1,10 @@
 """The collectives on torch tensors.
 
-Tensors are of any dtype of ``hvdlab.collectives.dtypes.DType`` and on any device. CPU tensors that are contiguous are
-read and written where they are; others are copied to host memory and back.
+Tensors are of any dtype of ``hvdlab.collectives.dtypes.DType`` and on any device. The core reads and writes contiguous CPU
+tensors where they are, and contiguous CUDA tensors if the process set has a data plane for CUDA; it works on copies of others.
 
-The forms that wait and return new tensors are differentiable; every rank must then run the backward pass. Each
-docstring is completed by :func:`hvdlab.bindings.documentation.documented` with what all forms have in common.
+The forms that wait and return new tensors are differentiable; every rank must then run the backward pass.
+:func:`hvdlab.bindings.documentation.documented` completes each docstring with what all forms have in common.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def allreduce(
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks into a new one of its shape, dtype and device.
 
-    Differentiable: the gradient of ``hvd.Average`` and ``hvd.Sum`` is the same reduction of the gradients, that of the
-    other operators the derivative of the sum of the ranks' losses. Every rank must run the backward pass.
+    Differentiable: the gradient of ``hvd.Average`` and ``hvd.Sum`` is the same reduction of the gradients; that of the
+    other operators is the derivative of the sum of the ranks' losses. Every rank must run the backward pass.
 
-    A sparse COO tensor is gathered and summed or averaged, and is not differentiable.
+    A sparse COO tensor can be summed and averaged, by an allgather of its entries; its result is not differentiable.
     """
     operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
     if isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo:
@@ -120,7 +120,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """:func:`allreduce` of several tensors, executed together once each of them is there on every rank."""
+    """:func:`allreduce` of several tensors, executed together once every rank has submitted all of them."""
     operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
     given = arguments.tensor_list(ADAPTER, tensors)
     return all_compressed(compression, given, lambda sent: collectives(operation, sent, name))
@@ -185,7 +185,7 @@ def grouped_allreduce_async_(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Concatenate the tensors of all ranks, in the order of the ranks; every rank gets all of it.
+    """Concatenate the tensors of all ranks, in the order of the ranks; every rank gets the whole.
 
     Differentiable: a rank's gradient is its own rows of the *average* of the gradients over all ranks.
     """
@@ -230,7 +230,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return a new tensor with the values of ``root_rank``'s on every rank; ``tensor`` gives the shape and dtype.
+    """Return, on every rank, a new tensor with the values of ``root_rank``'s; ``tensor`` gives the shape and dtype.
 
     Differentiable: the root's gradient is the *average* of the gradients over all ranks, the others' is zero.
     """
@@ -384,21 +384,21 @@ def alltoall_async(
 
 
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
-    """Say that this rank has no data left, and wait until no rank has.
+    """Declare that this rank has no data left, and wait until all ranks have done so.
 
-    Meanwhile the others need not wait for it: this rank takes part with zeros in their allreduces with ``hvd.Sum`` or
+    Meanwhile the other ranks need not wait for this one: it takes part with zeros in their allreduces with ``hvd.Sum`` or
     ``hvd.Average`` (which divides by all ranks, those that have joined included), single, grouped or by a
     ``DistributedOptimizer``; barriers count it as present. Any other collective, and any other operator, raises
     ``HorovodInternalError`` on the ranks that submit it while some rank has joined; nothing else is touched by that.
 
-    It can be used again and again, for example after each epoch of training.
+    Ranks can join any number of times, for example after each epoch of training.
 
     Args:
-        device: Horovod's device for the zeros; of no effect, since they live in host memory.
-        process_set: Ranks that join; all by default.
+        device: Horovod's device for the zeros; has no effect, since the zeros are in host memory.
+        process_set: The ranks that join; all by default.
 
     Returns:
-        The rank that joined last, the same on all ranks. It is the one that has seen most data.
+        The rank that joined last, the same on all ranks: its parameters have seen the most data.
 
     Raises:
         AbortedError: Another rank died, failed, left or was interrupted before all had joined.
@@ -413,8 +413,11 @@ def poll(handle: Handle) -> bool:
     Args:
         handle: What an ``*_async`` function returned.
 
+    Returns:
+        ``True`` once the collective has ended, with a result or an error.
+
     Raises:
-        InvalidRequestError: It is no handle.
+        InvalidRequestError: ``handle`` is no handle.
     """
     return handles.poll(handle)
 
@@ -428,13 +431,13 @@ def synchronize(handle: Handle) -> Any:
 
     Returns:
         The output tensor (the given one for in-place functions); for a grouped function the list of outputs; for
-        ``alltoall_async`` the pair of the output and the received splits. Asking again gives the same.
+        ``alltoall_async`` the pair of the output and the received splits. A second call returns the same objects.
 
     Raises:
-        InvalidRequestError: It is no handle.
+        InvalidRequestError: ``handle`` is no handle.
         MismatchError: The ranks disagree about the collective.
         AbortedError: It can't complete (a rank failed, left, was interrupted, ...); the group goes on.
-        DuplicateNameError: Another rank submitted its name twice.
+        DuplicateNameError: Another rank submitted the collective's name twice.
 
     After an error the outputs, and tensors given in place, are undefined.
     """

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: an optimizer whose ``step`` is that of all ranks."""
+"""``DistributedOptimizer``: an optimizer that takes the same step on all ranks, with the gradients of all."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ def DistributedOptimizer(
     """Make an optimizer whose gradients are reduced over all ranks during the backward pass.
 
     The result is an instance of the given optimizer's class, so learning-rate schedulers and gradient scalers take it.
-    It goes on with that one's state and parameter groups; use only the new one from here on.
+    It goes on with the given optimizer's state and parameter groups; use only the new optimizer from here on.
 
     Args:
         optimizer: Any ``torch.optim`` optimizer, made alike on all ranks. A distributed one is wrapped anew, not twice.
-        named_parameters: ``model.named_parameters()``: the names that errors and the timeline show. More than the
-            optimizer has is fine, fewer is not.
-        compression: What gradients are sent as, such as ``hvd.Compression.fp16``.
-        backward_passes_per_step: Gradients of so many backward passes are added up on each rank before they are
-            reduced. (They are not divided by it.)
+        named_parameters: ``model.named_parameters()``: the names that errors and the timeline show. It must name every
+            parameter of the optimizer, and may name others. By default a parameter is named by its place in the optimizer.
+        compression: The compressor that gradients are sent through, such as ``hvd.Compression.fp16``; by default none.
+        backward_passes_per_step: The gradients of this many backward passes are added up on each rank before they are
+            reduced. (They are not divided by this number.)
         op: ``hvd.Average`` or ``hvd.Sum`` of the gradients, or ``hvd.Adasum`` of the steps that the ranks' optimizers
             take, see :mod:`hvdlab.torch.adasum`.
-        gradient_predivide_factor: With ``hvd.Average``, divide by this before the sum and by the rest after it.
+        gradient_predivide_factor: With ``hvd.Average``: gradients are divided by this number before the sum, and the sum by
+            the number of ranks over this number.
         num_groups: Deprecated form of ``groups``.
-        groups: How many groups of gradients to form that are reduced together, or lists of parameters, each a group.
-            By default each gradient goes on its own, as soon as it is there.
-        sparse_as_dense: Reduce sparse gradients as dense ones, and make them sparse again: the entries that are not
-            zero. Otherwise their entries are gathered and added up.
+        groups: The number of groups of gradients that are reduced together, or lists of parameters, each a group.
+            By default each gradient is reduced on its own, as soon as it is there.
+        sparse_as_dense: Reduce sparse gradients as dense ones, then make them sparse again, with the entries that are not
+            zero. By default the ranks gather the entries of sparse gradients and add them up.
         process_set: The ranks that train together; a rank outside takes its steps alone.
 
     Returns:
@@ -65,7 +66,7 @@ def DistributedOptimizer(
         the name of each parameter from the dictionary ``_parameter_names``.
 
     Raises:
-        InvalidRequestError: An argument is wrong.
+        InvalidRequestError: An argument is wrong; the text says which.
         NotInitializedError: ``hvd.init()`` was not called.
     """
     settings = _checked_settings(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
@@ -83,7 +84,7 @@ def DistributedOptimizer(
     kind: type[DistributedMixin | AdasumMixin]
     kind = type(given.__name__, (mixin, given), {"_given": given})  # pyright: ignore[reportAssignmentType]
     distributed = object.__new__(kind)
-    # A scheduler made for the given optimizer has put a wrapper of its step into the instance.
+    # Not "step": a scheduler that was made for the given optimizer has put a wrapper of the old step into the instance.
     distributed.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     distributed.__dict__.update(_watcher=watcher, _settings=settings, _groups=groups)
     distributed._parameter_names = parameter_names(optimizer.param_groups, names)
@@ -100,7 +101,7 @@ def received(
     settings: ReductionSettings,
     groups: Groups[torch.Tensor] | None,
 ) -> torch.optim.Optimizer:
-    """A distributed optimizer that was pickled; the plain one where there are no ranks to reduce gradients with."""
+    """Unpickle a distributed optimizer; in a process without ranks, such as the notebook's, return the plain optimizer."""
     if not is_initialized():
         return plain
     return DistributedOptimizer(

@@ -1,4 +1,4 @@
-"""Making an optimizer's state and settings those of another rank."""
+"""Gives an optimizer the state and settings of another rank's."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from hvdlab.torch.ops import broadcast_async_, synchronize
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tensor in the plan that the root sends: what to make room for."""
+    """Stands for a tensor in the plan that the source sends, so that the other ranks can allocate one like it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
-    #: Whether it is a DTensor, which is divided among ranks as its parameter is.
+    #: Whether it is a DTensor, which is sharded among the ranks as its parameter is.
     divided: bool
 
 
 class StateTransfer(Protocol):
-    """Takes an optimizer's state from one rank to others."""
+    """Takes an optimizer's state from one rank, the source, to others."""
 
     def plan(self, plan: Any) -> Any:
-        """The source's object; elsewhere ``plan`` is ``None``."""
+        """Return the source's ``plan`` on all ranks; the other ranks pass ``None``."""
 
     def tensors(self, tensors: list[torch.Tensor]) -> None:
-        """Overwrite tensors with those of the source; of a ``DTensor`` what this rank has of it."""
+        """Overwrite tensors with the source's; of a ``DTensor``, overwrite this rank's shard."""
 
 
 class _FromRoot:
-    """To all ranks of the world."""
+    """Takes the state from the root to all ranks of the world, by broadcasts."""
 
     def __init__(self, root_rank: int) -> None:
         self._root = root_rank
@@ -59,19 +59,23 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the optimizer state (momenta, step counts, ...) and settings (lr, ...) of ``root_rank``.
 
-    Works also when the state of some ranks, or of the root, is still empty, and with any optimizer whose state is
-    made of tensors and picklable values. No step is taken. Tensors that fit are overwritten where they are; what the
-    root does not have is dropped.
+    Also works when the state of some ranks, or of the root, is still empty, and with any optimizer whose state is
+    made of tensors and picklable values. No step is taken. A rank overwrites its own tensors where shape, dtype and device
+    fit, allocates the others, and drops state that the root does not have.
 
-    If the root has no state yet, parameters without a gradient get one of zeros on every rank, since programs written
+    If the root has no state yet, every rank gives a gradient of zeros to its parameters without one, since programs written
     for Horovod count on that. (Gradients that are there stay as they are.)
 
     Args:
-        optimizer: The optimizer, or the one that ``DistributedOptimizer`` returned. Its parameter groups have the
-            same parameters, in the same order, on all ranks.
-        root_rank: The rank the state comes from.
-        model: Tells which of the parameters are embeddings with sparse gradients, which then get sparse zeros. Not
-            needed otherwise, and not for ``SparseAdam``.
+        optimizer: The optimizer, distributed or not. Its parameter groups have the same parameters, in the same order, on all
+            ranks.
+        root_rank: The rank whose state all ranks get.
+        model: Only for embeddings with sparse gradients: the model that has them, so that they get sparse zeros. Not needed
+            for ``SparseAdam``.
+
+    Raises:
+        InvalidRequestError: The optimizer has another number of groups or parameters than the root's.
+        MismatchError, AbortedError: As for ``broadcast``; some tensors of the state may have been overwritten.
     """
     root = own_number() == root_rank
     if not transfer_optimizer_state(optimizer, _FromRoot(root_rank), gives=root):
@@ -81,11 +85,11 @@ def broadcast_optimizer_state(
 def transfer_optimizer_state(
     optimizer: torch.optim.Optimizer, transfer: StateTransfer, *, gives: bool
 ) -> bool:
-    """Make state and settings those of another rank.
+    """Give an optimizer the state and settings that the source's has.
 
     Args:
-        optimizer: The rank's own.
-        transfer: The way there.
+        optimizer: This rank's optimizer.
+        transfer: The way from the source to this rank.
         gives: Whether this rank is the source.
 
     Returns:
@@ -110,7 +114,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _sparse_parameters(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module | None
 ) -> Container[torch.Tensor]:
-    """Those whose gradients are to be sparse."""
+    """The parameters whose gradients are sparse: all of ``SparseAdam``, and the sparse embeddings of the model."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         return {parameter for group in optimizer.param_groups for parameter in group["params"]}
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -131,7 +135,7 @@ def _make_gradients(parameters: list[torch.Tensor], sparse: Container[torch.Tens
 def _contents(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
 ) -> tuple[list[dict[str, Any]], dict[int, Any]]:
-    """Settings of each group, and state of each parameter by its position."""
+    """The settings of each group, and the state of each parameter that has any, by the parameter's position."""
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     states = {number: optimizer.state[p] for number, p in enumerate(parameters) if p in optimizer.state}
     return groups, states
@@ -175,7 +179,7 @@ def _prepared(
 
 
 def _filled(plan: Any, own: Any, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
-    """The plan with tensors for its slots: what this rank has in the same place, if it fits, else a new one."""
+    """The plan with a tensor for each slot: this rank's tensor in the same place if it fits, else a new one."""
     if isinstance(plan, _Slot):
         if not _fits(plan, own):
             own = (

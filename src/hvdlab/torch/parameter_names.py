@@ -14,10 +14,10 @@ from hvdlab.collectives.errors import InvalidRequestError
 def checked_names(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None, param_groups: Sequence[dict[str, Any]]
 ) -> dict[torch.Tensor, str]:
-    """The names a user gave to parameters; empty if none were given.
+    """The names that a user gave to parameters; empty if the user gave none.
 
     Raises:
-        InvalidRequestError: They are no (name, parameter) pairs, a name comes twice, or a parameter of the
+        InvalidRequestError: These are no (name, parameter) pairs, a name comes twice, or a parameter of the
             optimizer has no name.
     """
     if named_parameters is None:
@@ -46,7 +46,7 @@ def checked_names(
 def parameter_names(
     param_groups: Sequence[dict[str, Any]], names: dict[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """The names given, and for a parameter of the optimizer that got none its place in there."""
+    """The given names, and for a parameter of the optimizer without one its place there, such as ``group0.param3``."""
     places = {
         parameter: f"group{g}.param{i}"
         for g, group in enumerate(param_groups)
@@ -58,6 +58,6 @@ def parameter_names(
 def gradient_names(
     param_groups: Sequence[dict[str, Any]], names: dict[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """The tensor name of every parameter's gradient: by its own name, else by its place in the optimizer."""
+    """The name in the core of each parameter's gradient: ``grad.`` and the parameter's name or place."""
     every = parameter_names(param_groups, names)
     return {parameter: f"grad.{every[parameter]}" for group in param_groups for parameter in group["params"]}

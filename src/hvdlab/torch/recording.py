@@ -1,4 +1,4 @@
-"""``hvd.record()``: which step it was, and which batch: the last steps of a training, kept until they are needed."""
+"""``hvd.record()``: keeps the last steps of a training, so that an error can show its step and batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTRIBUTE = "_hvdlab_record"
 
 @dataclass(frozen=True, slots=True)
 class TorchSample:
-    """Some elements of a tensor, and the least and the largest one, on its device: nothing waits for it."""
+    """Some elements of a tensor, and the smallest and the largest one. They stay on its device: the training waits for none."""
 
     elements: torch.Tensor
     ends: torch.Tensor | None
@@ -36,23 +36,23 @@ class TorchSample:
 
 @dataclass(frozen=True, slots=True)
 class TorchGenerator:
-    """A state of torch's random numbers of the CPU."""
+    """The state of torch's random number generator of the CPU."""
 
     state: torch.Tensor
 
     @contextmanager
     def restored(self, model: Any) -> Iterator[None]:
-        """They are the same again for a while, and go on as before afterwards."""
+        """In this context the random numbers of that time come again; afterwards they go on as before."""
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.state)
             yield
 
 
 class Record(StepRecord):
-    """What :func:`record` returns. It ends with :meth:`close`, or when the model is recorded anew.
+    """What :func:`record` returns. Recording ends with :meth:`close`, or when the model is recorded anew.
 
     Attributes:
-        steps: The last ones, oldest first.
+        steps: The last steps, the oldest first.
     """
 
     def __init__(
@@ -78,14 +78,18 @@ class Record(StepRecord):
 
     @untraced
     def batch(self, *args: Any, **kwargs: Any) -> None:
-        """A step begins, with these inputs. A model that was given to :func:`record` says so itself."""
+        """Begin a step with these inputs. The hooks of a model that was given to :func:`record` call it for you.
+
+        Args:
+            args, kwargs: The arguments of the model's call. Tensors are found in nested lists, tuples and mappings, too.
+        """
         found = [*tensors(args, _is_tensor), *tensors(kwargs, _is_tensor)]
         nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in found)
         inputs = [_input(path, tensor) for path, tensor in found]
         self.begin(inputs, (args, kwargs), nbytes, TorchGenerator(torch.get_rng_state()))
 
     def loss(self, value: Any) -> None:
-        """The loss of the step that runs: a number or a tensor with one element, which nothing waits for."""
+        """Set the loss of the step that runs: a number, or a tensor with one element, which may still be computed on a GPU."""
         self.set_loss(value.detach() if isinstance(value, torch.Tensor) else float(value))
 
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -104,7 +108,7 @@ class Record(StepRecord):
             self.set_norm(gradient_norm([p for group in optimizer.param_groups for p in group["params"]]))
 
     def close(self) -> None:
-        """End it and forget what was recorded. Idempotent."""
+        """Stop recording and forget what was recorded. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -121,19 +125,24 @@ def record(
     loss: torch.nn.Module | None = None,
     memory: int = MEMORY,
 ) -> Record:
-    """Keep what the last steps on this rank were made of, to be shown with an error and replayed.
+    """Keep the inputs, loss and norm of the gradients of the last steps on this rank, to show them with errors and replay them.
 
-    Every call of the model in training mode is a step. Calling it again for a model replaces what was there.
+    Every call of the model in training mode, with gradients enabled, begins a step. Calling it again for a model replaces the
+    earlier record.
 
     Args:
-        model: Whose inputs are kept. Without one, call ``batch(...)`` of what is returned.
-        optimizer: Whose gradients' norm is kept, before each of its steps.
+        model: The model whose inputs are kept. Without it, call ``batch(...)`` of the record at each step.
+        optimizer: The norm of its gradients is kept, before each of its steps.
         last: How many steps are kept.
-        loss: The module that computes the loss. Not needed if the model returns it; or call ``loss(value)``.
-        memory: Bytes of batches that are kept; of older steps only the fingerprints are.
+        loss: The module that computes the loss. Not needed if the model returns the loss, as a tensor with one element or in an
+            attribute ``loss``. Or call ``loss(value)`` of the record.
+        memory: Bytes of batches that are kept, 256 MiB by default; of steps before them only the fingerprints remain.
+
+    Returns:
+        The record, which ``close()`` ends; it can be used as a context manager.
 
     Raises:
-        InvalidRequestError: An argument is none of these.
+        InvalidRequestError: An argument has the wrong type, or ``last`` is less than 1.
     """
     for value, kind, name in (
         (model, torch.nn.Module, "model"),

@@ -1,4 +1,4 @@
-"""Reduction of sparse COO tensors: an allgather of their entries, which are then added up."""
+"""Reduction of sparse COO tensors: the ranks gather all entries, and each rank adds them up."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ def sparse_allreduce_async(
     """Start the sum or average of a sparse COO tensor over all ranks.
 
     Args:
-        tensor: Equal shape, dtype and number of sparse dimensions on all ranks; any number of entries.
+        tensor: A sparse COO tensor. Equal shape, dtype and number of sparse dimensions on all ranks; any number of entries.
         name: Equal on all ranks, and not in flight twice; calls without a name are matched in order.
         op: ``hvd.Average`` or ``hvd.Sum``.
         process_set: The ranks that take part; all by default.
 
     Returns:
-        A handle for ``hvd.synchronize``, which gives a coalesced sparse tensor of the same shape and dtype; calling the
-        handle gives it, too. float16 and bfloat16 are added up in float32 and rounded once; averages of integers are
-        truncated.
+        A handle. ``hvd.synchronize(handle)``, and calling the handle itself, waits and returns a new coalesced sparse tensor of
+        the same shape and dtype. float16 and bfloat16 are added up in float32 and rounded once; averages of integers are
+        truncated toward zero.
+
+    Raises:
+        UnsupportedError: ``op`` is neither average nor sum.
+        InvalidRequestError: ``op`` is no operator, or this rank is not in the process set.
     """
     chosen = checked_operator(op)
     if chosen not in (Average, Sum):
@@ -49,7 +53,7 @@ def sparse_allreduce_async(
         divisor = len(parts[0].result.tables) if chosen is Average else 1
         return _added_up(outputs[0].t(), outputs[1], shape, divisor)
 
-    # Entries are the rows of an allgather, so the indices go transposed.
+    # An allgather concatenates rows, so each entry has to be a row: the indices are sent transposed.
     operation = Operation(OpKind.ALLGATHER, process_set=set_id(process_set))
     return BINDING.submit_group(operation, [entries.indices().t(), entries.values()], name, finish=finish)
 
@@ -58,7 +62,8 @@ def _added_up(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, di
     dtype = values.dtype
     wide = values.float() if dtype in (torch.float16, torch.bfloat16) else values
     whole = divisor != 1 and not dtype.is_floating_point
-    if whole:  # quotients and remainders: their sums fit where that of the values may not
+    if whole:
+        # Add up quotients and remainders apart: their sums fit in 64 bits where the sum of the values may not.
         remainders = wide.long().fmod(divisor)
         wide = torch.stack([(wide.long() - remainders) // divisor, remainders], -1)
         shape = torch.Size((*shape, 2))
@@ -67,7 +72,7 @@ def _added_up(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, di
     if whole:
         quotients, rest = added.unbind(-1)
         added = quotients + rest // divisor
-        added += (added < 0) & (rest % divisor > 0)  # truncated
+        added += (added < 0) & (rest % divisor > 0)  # toward zero
         shape = shape[:-1]
     elif divisor != 1:
         added = added / divisor

@@ -1,4 +1,4 @@
-"""The meter of an optimizer's steps."""
+"""Measures the steps of a torch optimizer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _ATTRIBUTE = "_hvdlab_steps"
 
 
 def meter_of(optimizer: torch.optim.Optimizer) -> StepMeter:
-    """What measures this optimizer's steps; from the first call on it does.
+    """The meter of this optimizer's steps. The first call makes it, and registers a hook that counts the steps from then on.
 
-    A distributed optimizer shares that of the optimizer that it was made from, as it shares its hooks.
+    A distributed optimizer has the same meter as the optimizer that it was made from, since it has the same hooks.
     """
     found: StepMeter | None = vars(optimizer).get(_ATTRIBUTE)
     if found is None:

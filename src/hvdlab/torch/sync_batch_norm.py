@@ -1,4 +1,4 @@
-"""Batch normalization with the mean and variance of the batches of all ranks together."""
+"""Batch normalization with the mean and variance over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class SyncBatchNorm(_BatchNorm):
     """Batch normalization over ``(N, C, ...)`` whose statistics in training are those of all ranks' batches.
 
     Output and gradients are those of ``torch.nn.BatchNorm*d`` on the concatenation of the ranks' batches, whose sizes
-    (and extents beyond the channels) may differ. The gradients of weight and bias are this rank's share; their sum is
-    that of the whole, so ``DistributedOptimizer`` gives what one process would compute. In evaluation, and with one
-    rank, it is torch's own.
+    (and extents beyond the channels) may differ. The gradients of weight and bias are this rank's share; the shares of all
+    ranks add up to the gradient of the whole, so ``DistributedOptimizer`` trains as one process would. In evaluation, and with
+    one rank, torch's own batch normalization runs.
 
-    Every rank of the process set must run the forward and the backward pass. float16 and bfloat16 are computed in
+    In training, every rank of the process set must run the forward and the backward pass. float16 and bfloat16 are computed in
     float32. Differentiable twice.
 
     Args:
         num_features: Channels, dimension 1 of the input.
         eps: Added to the variance.
-        momentum: Weight of the new statistics in the running ones; ``None`` for a cumulative average.
+        momentum: Weight of a batch's statistics in the running ones; ``None`` for a cumulative average.
         affine: Whether there are a weight and a bias to learn.
         track_running_stats: Whether to keep running statistics, which evaluation uses.
         process_set: The ranks whose batches are taken together; a rank outside normalizes its own.
@@ -58,11 +58,11 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"SyncBatchNorm of {self.num_features} channels was given {input.shape[1]}.")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize a batch.
+        """Normalize a batch of shape ``(N, C, ...)``; returns a tensor of its shape and dtype.
 
         Raises:
-            ValueError: Fewer than two dimensions, another number of channels, or a single value for each channel on
-                all ranks together.
+            ValueError: The batch has fewer than two dimensions or another number of channels, or, in training, there is a single
+                value for each channel on all ranks together.
             MismatchError, AbortedError: As for ``hvd.allgather``; running statistics are untouched then.
         """
         self._check_input_dim(input)
@@ -72,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @untraced
     def _forward_together(self, input: torch.Tensor) -> torch.Tensor:
-        output, mean, variance, count = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]  # torch's
+        output, mean, variance, count = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]  # torch has no type for it
             input, self.weight, self.bias, self.eps, set_id(self.process_set)
         )
         self._note(mean, variance, int(count))
@@ -81,7 +81,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _note(self, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
-        """Take the statistics of a batch of ``count`` values into the running ones."""
+        """Update the running statistics with those of a batch of ``count`` values for each channel."""
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -93,7 +93,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """Normalization; gives also the mean, the biased variance and the number of values of each channel."""
+    """The normalized batch, and the mean, the biased variance and the number of values of each channel."""
 
     @staticmethod
     def forward(
@@ -120,7 +120,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         gradient = gradients[0]
         input, weight, bias, mean, inverse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # it is to be differentiated itself
+        if torch.is_grad_enabled():  # the user differentiates this gradient once more
             return *_differentiable_gradients(ctx, gradient, input, weight, bias), None, None
         x, dy = _wide(input), _wide(gradient)
         normalized = (x - _broad(mean, x)) * _broad(inverse, x)
@@ -143,7 +143,7 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 def _statistics(x: torch.Tensor, process_set: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mean and biased variance (float64) of each channel over all ranks, and of how many values."""
+    """Mean and biased variance (float64) of each channel over all ranks, and the number of values that they are of."""
     channels = x.shape[1]
     count = x.numel() // channels if channels else 0
     mine = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
@@ -158,7 +158,7 @@ def _statistics(x: torch.Tensor, process_set: int) -> tuple[torch.Tensor, torch.
             "SyncBatchNorm needs more than one value per channel, on all ranks together, when it trains."
         )
     mean = (counts * means).sum(0) / total
-    # Squares of differences between the ranks' means, not differences of squares, which would cancel.
+    # From squares of differences between the means, since the difference E[x^2] - E[x]^2 would cancel almost all digits.
     variance = (counts * (variances + (means - mean) ** 2)).sum(0) / total
     return mean, variance, int(total)
 

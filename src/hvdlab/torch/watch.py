@@ -1,4 +1,4 @@
-"""``hvd.watch()``: how the training of a model goes, as metrics, without a line in the training loop."""
+"""``hvd.watch()``: records metrics of a model's training, without a line in the training loop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Scaler(Protocol):
-    """Of ``torch.amp.GradScaler`` what is used."""
+    """The part of ``torch.amp.GradScaler`` that is used here."""
 
     def get_scale(self) -> float: ...
 
 
 class Watch:
-    """What :func:`watch` returns. It ends with :meth:`close`, or when the optimizer is watched anew."""
+    """What :func:`watch` returns. Recording ends with :meth:`close`, or when the optimizer is watched anew."""
 
     def __init__(
         self,
@@ -49,7 +49,11 @@ class Watch:
 
     @property
     def batch_size(self) -> float | None:
-        """Samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time."""
+        """Samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time.
+
+        Raises:
+            InvalidRequestError: Set to a number that is not positive and finite.
+        """
         return self._meter.batch_size
 
     @batch_size.setter
@@ -58,7 +62,7 @@ class Watch:
 
     @property
     def step(self) -> int:
-        """Steps that the optimizer has taken. Set it to go on where an earlier training ended."""
+        """Steps that the optimizer has taken. Set it to continue the count of an earlier training."""
         return self._meter.count
 
     @step.setter
@@ -79,23 +83,27 @@ class Watch:
             self._norm(optimizer, step, now)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Any) -> None:
-        step, now = self._meter.count, time.monotonic_ns()  # the meter's hook came before this one
+        step, now = self._meter.count, time.monotonic_ns()  # the meter's hook ran before this one
         self._late.take()
         if context.is_initialized():
             for name, rate in learning_rates(optimizer):
                 _record(name, rate, step, now)
-        if self._due(step) and _closure(args, kwargs):  # which has made the gradients within the step
+        if self._due(step) and _closure(args, kwargs):  # gradients come from the closure
             self._norm(optimizer, step, now)
 
     def _norm(self, optimizer: torch.optim.Optimizer, step: int, now: int) -> None:
         norm = gradient_norm(self._model.parameters())
         if norm is None:
             return
-        scale = getattr(optimizer, "grad_scale", None)  # of a fused one, which divides by it itself
+        # A GradScaler sets this attribute on a fused optimizer, which divides by it itself.
+        scale = getattr(optimizer, "grad_scale", None)
         self._late.put(names.GRADIENT_NORM, norm if scale is None else norm / scale, step, now)
 
     def close(self) -> None:
-        """End it. Idempotent. Step times go on if the optimizer is a distributed one."""
+        """Record no more learning rates, norms of gradients and loss scales. Idempotent.
+
+        The optimizer's step times are still recorded.
+        """
         for hook in self._hooks:
             hook.remove()
         self._late.finish()
@@ -119,23 +127,24 @@ def watch(
     scaler: Scaler | None = None,
     every: int = 10,
 ) -> Watch:
-    """Record how the training goes on this rank: step time, learning rate, norm of the gradients.
+    """Record metrics of the training on this rank: step time, learning rate, norm of the gradients.
 
-    ``docs/reference/metrics.md`` has the names and what each costs. Calling it again for the same optimizer replaces what
-    was there, so a cell may be run twice.
+    ``docs/reference/metrics.md`` has the names and what each costs. Calling it again for the same optimizer replaces the earlier
+    watch, so a cell may be run twice.
 
     Args:
-        model: Whose gradients are measured.
-        optimizer: Whose steps count; a distributed one or any other.
-        batch_size: Samples that this rank trains with in a step, for samples per second.
-        scaler: The ``torch.amp.GradScaler``, for the loss scale.
+        model: The model whose gradients are measured.
+        optimizer: The optimizer whose steps are counted, distributed or not.
+        batch_size: Samples that this rank trains with in a step, for samples per second; ``None`` if that is not known.
+        scaler: The ``torch.amp.GradScaler``, for the loss scale; ``None`` if there is none.
         every: After how many steps the norm of the gradients and the loss scale are recorded; 0 for never.
 
     Returns:
-        The watch, whose ``batch_size`` and ``step`` may be set later, and which ``close()`` ends.
+        The watch, whose ``batch_size`` and ``step`` may be set later, and which ``close()`` ends; it can be used as a context
+        manager.
 
     Raises:
-        InvalidRequestError: An argument is none of these.
+        InvalidRequestError: An argument has the wrong type, ``every`` is negative, or ``batch_size`` is not positive and finite.
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidRequestError(f"hvd.watch() takes a torch.nn.Module, not a {type(model).__name__}.")
@@ -163,7 +172,7 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
             continue
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
-        wide = torch.float32 if gradient.dtype in _HALF else None  # squares of halves overflow
+        wide = torch.float32 if gradient.dtype in _HALF else None  # the squares of float16 would overflow
         norms.append(torch.linalg.vector_norm(gradient, dtype=wide))
     if not norms:
         return None
@@ -172,7 +181,7 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
-    """Name and value of each: one if all parameter groups have the same."""
+    """Name and value of each learning rate: a single one if all parameter groups have the same."""
     groups = optimizer.param_groups
     rates = [float(group["lr"]) for group in groups if "lr" in group]
     if len(rates) == len(groups) and len(set(rates)) > 1:
@@ -187,5 +196,5 @@ def _record(name: str, value: float, step: int, time_ns: int) -> None:
 
 
 def _closure(args: Sequence[Any], kwargs: Any) -> bool:
-    """Whether a step is given one; the first argument is the optimizer itself."""
+    """Whether a closure was given to the step; the first argument in ``args`` is the optimizer itself."""
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None

@@ -1,6 +1,6 @@
 """Horovod's API for ``tf.keras`` on hvdlab's collective core: ``import hvdlab.tensorflow.keras as hvd``.
 
-``tf.keras`` is Keras 3, or Keras 2 (``tf_keras``) if TF_USE_LEGACY_KERAS=1 is set. Optimizers of either are taken.
+``tf.keras`` is Keras 3, or Keras 2 (``tf_keras``) if TF_USE_LEGACY_KERAS=1 is set. The functions take optimizers and models of both.
 """
 
 from __future__ import annotations
@@ -116,11 +116,38 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """An optimizer of Keras that reduces gradients over all ranks before it applies them.
+    """Make an optimizer of Keras that reduces gradients over all ranks before it applies them.
 
-    The arguments are those of :func:`hvdlab.tensorflow.DistributedOptimizer`. It has the class's name and the settings of
-    ``optimizer``, and its state if there is one, and can be given to ``model.compile``. With loss scaling
-    (mixed precision) gradients are reduced before they are found finite or not, so all ranks agree.
+    The result has the name of ``optimizer``'s class, its settings, and its state if there is any, and can be given to
+    ``model.compile``. With loss scaling (mixed precision) gradients are reduced before Keras checks whether they are finite, so
+    that all ranks skip the same steps.
+
+    Args:
+        optimizer: An optimizer of Keras 3 or of Keras 2 (``tf_keras``).
+        name: Beginning of the collectives' names; by default ``Distributed`` and the name of the optimizer's class.
+        device_dense: Device for dense gradients, such as ``/cpu:0``; by default where they are.
+        device_sparse: Device for ``tf.IndexedSlices``; by default where they are.
+        compression: Applied to gradients that are sent, and undone on what is received.
+        sparse_as_dense: Make sparse gradients dense before they are reduced.
+        gradient_predivide_factor: For ``Average``: gradients are divided by this number before the sum, and the sum by the number
+            of ranks over this number.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        backward_passes_per_step: How often gradients are computed, and added up on the rank, before they are reduced and applied.
+        average_aggregated_gradients: Whether the sum over the passes of a step is divided by their number.
+        num_groups: Deprecated form of ``groups``.
+        groups: Number of groups of gradients that are reduced together, or a list of lists of variables; a variable in no list
+            is reduced by itself. By default all gradients are reduced together, in a graph in buckets of up to 16 MiB.
+        process_set: The ranks that take part; all by default.
+        scale_local_gradients: Whether gradients of local variables (see ``register_local_var``) are divided by the
+            number of ranks, which makes them as large as averages.
+
+    Returns:
+        The new optimizer; ``optimizer`` itself is unchanged. Every rank must apply gradients alike. That raises ``MismatchError``
+        or ``AbortedError`` as ``hvd.allreduce`` does; the variables are unchanged then.
+
+    Raises:
+        InvalidRequestError: ``optimizer`` is no optimizer of Keras, or distributed already, or another argument is wrong.
+        UnsupportedError: ``op`` is ``hvd.Adasum``, or Keras does not run on TensorFlow.
     """
     return distributed(
         optimizer,
@@ -155,11 +182,17 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """:func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
+    """A :func:`DistributedOptimizer` that leaves the gradients of some layers on their rank.
 
     Args:
-        optimizer: See there, as for the other arguments.
-        local_layers: A Keras layer, or a list of them, whose trainable weights are local; they must be built.
+        optimizer: An optimizer of Keras 3 or of Keras 2 (``tf_keras``).
+        name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op, backward_passes_per_step,
+            average_aggregated_gradients, groups, process_set, scale_local_gradients: As for :func:`DistributedOptimizer`.
+        local_layers: A Keras layer, or a list of them, whose trainable weights are local: their gradients are not reduced. They
+            must be built.
+
+    Raises:
+        InvalidRequestError, UnsupportedError: As by :func:`DistributedOptimizer`, or ``local_layers`` has something else than layers.
     """
     made = DistributedOptimizer(
         optimizer,
@@ -188,15 +221,15 @@ def load_model(
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """Load a model whose optimizer is distributed, with its state; saved with or without hvdlab.
+    """Load a model, whether saved with hvdlab or without, and make its optimizer distributed, with its saved state.
 
     Args:
-        filepath: What ``tf.keras.models.load_model`` takes.
+        filepath: A file that ``tf.keras.models.load_model`` can load.
         custom_optimizers: Further classes of optimizers that may be in the file.
-        custom_objects: Further classes and functions that may be in the file, by name. For an optimizer in a ``.keras`` or ``.h5`` file it may be a
-            function that makes it of its settings, distributed or not.
-        compression: Of the distributed optimizer.
-        legacy_opts: Changes nothing: optimizers of every kind are found.
+        custom_objects: Further classes and functions that may be in the file, by name. For the optimizer in a ``.keras`` or ``.h5``
+            file this may be a function that makes the optimizer from its settings, distributed or not.
+        compression: The compressor that the distributed optimizer sends gradients through.
+        legacy_opts: Has no effect: optimizers of every kind are found.
 
     Returns:
         The model; without an optimizer if none was saved.

@@ -1,4 +1,4 @@
-"""The base of callbacks that models of Keras 3 and of Keras 2 take alike, whichever of the two ``tf.keras`` is."""
+"""The base class of hvdlab's callbacks, for models of Keras 3 and of Keras 2, whichever of the two ``tf.keras`` is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _Callback: Any = tf.keras.callbacks.Callback
 
 
 class Callback(_Callback):  # type: ignore[misc,unused-ignore]
-    """A callback with what Keras 2 asks of its own besides."""
+    """A callback of Keras 3 with the attributes and methods that Keras 2 expects of its own callbacks."""
 
     _supports_tf_logs = False
     _chief_worker_only: bool | None = None

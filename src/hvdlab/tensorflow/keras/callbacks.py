@@ -30,14 +30,14 @@ _Checkpoint: Any = tf.keras.callbacks.ModelCheckpoint
 
 
 class BroadcastGlobalVariablesCallback(Callback):
-    """Gives every rank the model's and the optimizer's variables of one of them, after the first batch.
+    """Assigns ``root_rank``'s values to the model's and the optimizer's variables on every rank, after the first batch.
 
-    Then all of them exist: those of the optimizer are made in the first step.
+    Not before, since the optimizer makes its variables in the first step.
 
     Args:
         root_rank: The rank whose values all get.
         device: The device of the operations; by default that of the variables.
-        local_variables: Variables that stay as they are on each rank.
+        local_variables: Variables that each rank keeps as they are.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -48,7 +48,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         self._local = {vars_to_refs(_plain(each)) for each in local_variables or ()}
 
     def register_local_var(self, var: Any) -> None:
-        """Leave a variable as it is on each rank."""
+        """Let each rank keep this variable as it is."""
         self._local.add(vars_to_refs(_plain(var)))
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -61,7 +61,7 @@ class BroadcastGlobalVariablesCallback(Callback):
 
 
 def _variables(model: Any) -> list[Any]:
-    """Of a model and of its optimizer, each once."""
+    """The variables of a model and of its optimizer, each once."""
     found = [*model.variables, *optimizer_variables(getattr(model, "optimizer", None))]
     return list({id(_plain(each)): each for each in found if hasattr(_plain(each), "assign")}.values())
 
@@ -70,7 +70,7 @@ class MetricAverageCallback(Callback):
     """Averages the metrics of an epoch over all ranks, for the callbacks behind it in the list, such as ``ReduceLROnPlateau``.
 
     Args:
-        device: The device of the reduction.
+        device: The device of the reduction; by default TensorFlow chooses it.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -108,14 +108,15 @@ class LearningRateScheduleCallback(Callback):
         initial_lr: The learning rate at the start of the training.
         multiplier: A number, or a function ``f(epoch)``. With ``staircase`` it is called at the beginning of each epoch with its
             number, without it at the beginning of each batch with ``epoch + batch / steps_per_epoch``.
-        start_epoch: The first epoch that is adjusted.
-        end_epoch: The epoch before which that ends; by default never.
-        staircase: Whether it stays the same during an epoch.
+        start_epoch: The first epoch whose rate it sets.
+        end_epoch: The first epoch whose rate it leaves alone again; by default there is none.
+        staircase: Whether the rate stays the same during an epoch.
         momentum_correction: Whether an optimizer's momentum is scaled during the batch in which the rate changes.
-        steps_per_epoch: Batches of an epoch; by default as many as ``fit`` says.
+        steps_per_epoch: Batches of an epoch; by default as many as ``fit`` reports.
 
     Raises:
-        InvalidRequestError: ``steps_per_epoch`` is needed and not known.
+        InvalidRequestError: ``initial_lr`` is ``None``; when training begins, ``steps_per_epoch`` is needed and not known; or, at
+            the first batch, the optimizer's rate follows a schedule of its own.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class LearningRateScheduleCallback(Callback):
         set_learning_rate(optimizer, rate)
         momentum = getattr(optimizer, "momentum", None)
         if momentum and self.momentum_correction and before:
-            # From arXiv 1706.02677, section 2.1: the velocity was made with the rate before.
+            # arXiv 1706.02677, section 2.1: the optimizer has computed its velocity with the former rate.
             if isinstance(momentum, float):
                 if not hasattr(optimizer, "_hvdlab_momentum_warned"):
                     object.__setattr__(optimizer, "_hvdlab_momentum_warned", True)
@@ -202,12 +203,12 @@ class LearningRateScheduleCallback(Callback):
 
 
 def learning_rate(optimizer: Any) -> float:
-    """The learning rate of an optimizer now."""
+    """The present learning rate of an optimizer."""
     return float(tf.convert_to_tensor(_plain(optimizer.learning_rate)))
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Change the learning rate; raises ``InvalidRequestError`` if a schedule of its own sets it."""
+    """Change an optimizer's learning rate; raises ``InvalidRequestError`` if the rate follows a schedule of its own."""
     try:
         _set(optimizer, "learning_rate", rate)
     except TypeError:
@@ -230,11 +231,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     After ``e`` epochs of ``w`` it is ``initial_lr / size * (e * (size - 1) / w + 1)`` (arXiv 1706.02677, section 2.2).
 
     Args:
-        initial_lr: The learning rate that is reached in the end.
-        warmup_epochs: Epochs until then.
-        momentum_correction: See :class:`LearningRateScheduleCallback`.
-        steps_per_epoch: See there.
-        verbose: Whether the end of it is told.
+        initial_lr: The learning rate at the end of the warmup.
+        warmup_epochs: How many epochs the warmup takes.
+        momentum_correction: Whether an optimizer's momentum is scaled during the batch in which the rate changes.
+        steps_per_epoch: Batches of an epoch; by default as many as ``fit`` reports.
+        verbose: 1 to have rank 0 print a line when the warmup ends.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # At the end of an epoch's last batch the whole next part is reached.
+            # A batch gets the rate for its end, so that the last batch of an epoch gets the rate for the start of the next one.
             reached = epoch + 1.0 / (self.steps_per_epoch or 1)
             return 1.0 / basics.size() * (reached * (basics.size() - 1) / warmup_epochs + 1)
 
@@ -278,11 +279,14 @@ class BestModelCheckpoint(_Checkpoint):  # type: ignore[misc,unused-ignore]
     """A ``ModelCheckpoint`` that keeps the best model; ``filepath`` may be assigned after it was made.
 
     Args:
-        monitor: The metric that says what is best.
-        verbose: 0, or 1 to tell when a model is saved.
+        monitor: The metric by which models are compared.
+        verbose: 0, or 1 to print a line when a model is saved.
         save_weights_only: Whether only the weights are saved.
         mode: ``auto``, ``min`` or ``max``.
         save_freq: ``"epoch"``, or a number of batches.
+
+    Raises:
+        InvalidRequestError: At the end of an epoch, if ``filepath`` was not assigned.
     """
 
     def __init__(

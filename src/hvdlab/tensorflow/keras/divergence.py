@@ -1,4 +1,4 @@
-"""``hvd.watch_divergence()`` of models of Keras: an error on the step at which the ranks' models are no longer the same."""
+"""``hvd.watch_divergence()`` for models of Keras: raises an error when the ranks' models are no longer the same."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from hvdlab.tensorflow.ops import allgather
 __all__ = ["DivergenceError", "DivergenceWatch", "watch_divergence"]
 
 MOST_SAMPLED = 32
-"""Variables of which a few elements are remembered at every step."""
+"""Variables of which a few elements are remembered at each step, at most."""
 
 ELEMENTS = 8
+"""Elements that are remembered of each of them."""
 _NUMBERS = re.compile(r"_\d+(?=/|:|$)")
 
 
 class DivergenceWatch:
-    """What :func:`watch_divergence` returns. It ends with :meth:`close`, or when the model is watched anew.
+    """What :func:`watch_divergence` returns. The comparisons end with :meth:`close`, or when the model is watched anew.
 
     Attributes:
         step: Steps that were seen.
@@ -44,14 +45,18 @@ class DivergenceWatch:
         self._model, self._every, self._buffers, self._set = model, every, buffers, process_set
         self._name = f"divergence.{type(model).__name__}"
         self._samples: deque[tuple[int, list[Any]]] = deque(maxlen=every)
-        #: Reads some elements of some variables by one call; made when the model has its variables.
+        #: A ``tf.function`` that reads some elements of some variables; made after the first step, when the model has its variables.
         self._sampled: Any = None
 
     def step_ended(self, steps: int = 1) -> None:
-        """A step has ended, or several; what ``fit`` calls by itself, and a loop of your own after each step.
+        """Count a step, or several, and compare the models if it is time. ``fit`` calls it itself; a loop of your own must.
+
+        Args:
+            steps: How many steps have ended since the last call.
 
         Raises:
-            DivergenceError: The models were compared, and differ.
+            DivergenceError: The models were compared, and differ; on all ranks. Nothing is changed.
+            CollectiveError: The models could not be compared, since not all ranks came to this step.
         """
         before, self.step = self.step, self.step + steps
         if self._every > 1:
@@ -62,11 +67,11 @@ class DivergenceWatch:
             self.check()
 
     def check(self) -> None:
-        """Compare now. All ranks must call it.
+        """Compare the models now. All ranks must call it.
 
         Raises:
-            DivergenceError: The models differ.
-            CollectiveError: Not all ranks got here.
+            DivergenceError: The models differ; on all ranks. Nothing is changed.
+            CollectiveError: Not all ranks called it.
         """
         digests = self._digests()
         whole = fingerprint(*(part for name, d in digests.items() for part in (name.encode(), d)))
@@ -79,7 +84,7 @@ class DivergenceWatch:
             tell_divergence(self._name, self._set, self.step, digests, samples)
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End the comparisons. Idempotent."""
         self._samples.clear()
         self._sampled = None
         if vars(self._model).get(ATTRIBUTE_OF_WATCH) is self:
@@ -103,7 +108,7 @@ class DivergenceWatch:
         found = {}
         with ThreadPoolExecutor(threads_for(context.engine().local_size), "hvdlab-fingerprints") as pool:
             for number, variable in enumerate(self._variables()):
-                # Keras numbers its names in each process: a rank that has made another model before has other numbers.
+                # Keras numbers the names within each process, so a rank that has made another model before has other numbers.
                 label = _NUMBERS.sub("", getattr(variable, "path", None) or variable.name)
                 found[f"[{number}] {label}"] = _of_array(plain_variable(variable), pool)
         return found
@@ -130,19 +135,23 @@ def watch_divergence(
 ) -> DivergenceWatch:
     """Raise :class:`DivergenceError` on all ranks when their copies of a model are no longer the same, bit by bit.
 
-    The models are compared by fingerprints after every ``every`` steps; in between a few elements are remembered at each step,
-    so that the error names the step at which the ranks parted, without a comparison at each. ``model.fit`` counts its steps by
-    itself; a loop of your own calls ``step_ended()`` of what is returned after each step. Calling it again for a model replaces what
-    was there, so a cell may be run twice.
+    The ranks compare fingerprints of their models after every ``every`` steps. In between each rank remembers a few elements of its
+    model at each step, so that the error can name the step after which the models first differed. ``model.fit`` counts its steps
+    itself; in a loop of your own, call the watch's ``step_ended()`` after each step. Calling it again for a model replaces the
+    earlier watch, so a cell may be run twice.
 
     Args:
         model: A model of Keras 3 or of Keras 2, trained alike on all ranks.
         every: After how many steps the models are compared. A comparison reads all trainable weights once.
-        buffers: Compare the other weights, too. Running statistics of batch normalization differ from rank to rank by nature.
-        process_set: The ranks that train together.
+        buffers: Whether to compare the other weights, too. Running statistics of batch normalization differ from rank to rank by
+            nature.
+        process_set: The ranks that train together; all by default.
+
+    Returns:
+        The watch, which ``close()`` ends; it can be used as a context manager.
 
     Raises:
-        InvalidRequestError: An argument is none of these.
+        InvalidRequestError: ``model`` is no model of Keras, or ``every`` is less than 1.
     """
     package = package_of(model)
     if package is None:

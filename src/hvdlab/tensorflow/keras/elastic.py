@@ -18,12 +18,15 @@ __all__ = [
 
 
 class KerasState(TensorFlowKerasState):
-    """The state of a training with Keras; see :class:`~hvdlab.tensorflow.elastic.TensorFlowKerasState`.
+    """The state of a training with Keras: the variables of a model and of its optimizer.
 
     Args:
-        model: A model.
-        optimizer: Its optimizer, if it was not compiled into the model.
+        model: A model of Keras 3 or of Keras 2 that has been built.
+        optimizer: Its optimizer; by default the one that the model was compiled with.
         kwargs: Values such as ``batch=0`` and ``epoch=0``, which become attributes.
+
+    Raises:
+        ValueError: The model has no variables yet.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -31,11 +34,11 @@ class KerasState(TensorFlowKerasState):
 
 
 class CommitStateCallback(Callback):
-    """Commits a state at the end of every few batches, and of each epoch.
+    """Commits a state after every ``batches_per_commit`` batches, and at the end of each epoch.
 
     Args:
         state: The state.
-        batches_per_commit: How many batches.
+        batches_per_commit: How many batches lie between two commits.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -58,9 +61,9 @@ class CommitStateCallback(Callback):
 
 
 class UpdateBatchStateCallback(Callback):
-    """Keeps the number of the batch in ``state.batch``, which is 0 again at the end of an epoch.
+    """Sets ``state.batch`` to the number of each batch that has ended, and to 0 at the end of an epoch.
 
-    If ``fit`` has ``steps_per_epoch``, the first epoch after a reset is shortened by the batches that were processed before.
+    If ``fit`` has ``steps_per_epoch``, it shortens the first epoch after a reset by the batches that were processed before.
 
     Args:
         state: The state, with an attribute ``batch``.
@@ -89,7 +92,7 @@ class UpdateBatchStateCallback(Callback):
 
 
 class UpdateEpochStateCallback(Callback):
-    """Keeps the number of the epoch in ``state.epoch``, counted from the beginning of the whole training.
+    """Sets ``state.epoch`` to the number of epochs that have ended since the beginning of the whole training.
 
     Args:
         state: The state, with an attribute ``epoch``.

@@ -1,4 +1,4 @@
-"""What ``model.fit`` tells as metrics, without a line of the user's: its own metrics, the learning rate, the time of its steps, samples/s."""
+"""Records metrics of ``model.fit`` without a line in the user's code: Keras' own, learning rate, step time, samples per second."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ if TYPE_CHECKING:
     from hvdlab.tensorflow.keras.watch import Watch
 
 ATTRIBUTE_OF_WATCH = "_hvdlab_divergence"
-"""Where a model has what :func:`hvdlab.tensorflow.watch_divergence` returned for it."""
+"""The attribute of a model that has its :class:`~hvdlab.tensorflow.keras.divergence.DivergenceWatch`."""
 
 _OF_VALIDATION = "val_"
 _KERAS_BATCH_SIZE = 32
-"""What ``fit`` divides arrays into, if it is not told."""
+"""The size of the batches into which ``fit`` divides arrays by default."""
 
 
 class RecordFit(Callback):
-    """Records what Keras has computed anyway, as this rank's: the other ranks' metrics are not averaged in.
+    """Records the metrics that Keras has computed anyway. They are this rank's own, not averages over the ranks.
 
     Keras' metrics of training are means since the beginning of the epoch.
+
+    Args:
+        meter: Counts the optimizer's steps, and measures their time.
     """
 
     def __init__(self, meter: StepMeter) -> None:
         super().__init__()
         self._meter = meter
-        #: Of this epoch.
+        #: Batches of this epoch that have ended.
         self._batches = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._batches = 0
-        self._meter.pause()  # a validation, a checkpoint, the compilation of the first step
+        self._meter.pause()  # the time since the last step went into a validation, a checkpoint, or the first compilation
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        ended = batch + 1  # further than the last one by as many as are executed together
+        # Keras calls this once for all batches that it executes together, with the number of the last one.
+        ended = batch + 1
         known = (self.params or {}).get("steps")
         if known:
             ended = min(ended, known)
@@ -58,7 +62,7 @@ class RecordFit(Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._record({name: value for name, value in (logs or {}).items() if name.startswith(_OF_VALIDATION)})
         rate = plain_variable(getattr(self._optimizer, "_learning_rate", None))
-        if not hasattr(rate, "assign"):  # a schedule, which would be computed anew for each step
+        if not hasattr(rate, "assign"):  # a schedule: computing its rate after each step would take too long
             self._record({names.LEARNING_RATE: learning_rate(self._optimizer)})
 
     @property
@@ -70,17 +74,17 @@ class RecordFit(Callback):
             return
         engine = context.engine()
         for name, value in logs.items():
-            if isinstance(value, (int, float)):  # what Keras makes of scalars
+            if isinstance(value, (int, float)):  # Keras' scalars
                 engine.metric(name, float(value), self._meter.count)
 
 
 class CompareModels(Callback):
-    """Has a model that is watched compared with the other ranks' after its steps."""
+    """Reports the steps of ``fit`` to a model's divergence watch, which compares the ranks' models."""
 
     def __init__(self, watch: Any) -> None:
         super().__init__()
         self._watch = watch
-        #: Of this epoch.
+        #: Batches of this epoch that have ended.
         self._batches = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -92,12 +96,13 @@ class CompareModels(Callback):
 
 
 def record_fits(package: Any) -> None:
-    """Have every ``fit`` of a model recorded whose optimizer is distributed or watched; ``package`` is Keras 3 or Keras 2.
+    """Patch Keras so that ``fit`` records the steps of an optimizer that is distributed or watched, and compares watched models.
 
-    Models that are watched are compared.
+    ``fit`` makes its list of callbacks by ``CallbackList``, which looks at the methods that they have. If one has a method for
+    batches, Keras calls all of them on the thread that trains, so that the time between the calls is that of the steps.
 
-    ``fit`` makes its list of callbacks by this class, and looks then at which methods they have. With one for batches it calls all
-    of them on the thread that trains, where the steps are measured.
+    Args:
+        package: The module of Keras 3 or of Keras 2. Idempotent for each.
     """
     made: Any = package.callbacks.CallbackList
     if hasattr(made.__init__, "hvdlab"):
@@ -112,7 +117,8 @@ def record_fits(package: Any) -> None:
             given = (
                 list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
             )
-            # Others may change the logs, and broadcast the variables.
+            # RecordFit comes before the user's callbacks, which may change the logs; CompareModels after them, since one may
+            # broadcast the variables.
             first = [] if meter is None else [RecordFit(meter)]
             last = [] if watch is None else [CompareModels(watch)]
             callbacks = [*first, *given, *last]
@@ -124,7 +130,7 @@ def record_fits(package: Any) -> None:
 
 
 def _measuring_samples(original: Any) -> Any:
-    """``fit`` that tells the meter how many samples a batch has, where that is known."""
+    """Wrap ``fit`` so that it sets the meter's batch size, if that is known."""
 
     @functools.wraps(original)
     def fit(
@@ -139,7 +145,7 @@ def _measuring_samples(original: Any) -> Any:
 
 
 def _batch_size(x: Any) -> int | None:
-    """Of what was given to ``fit`` without a number: arrays are divided by Keras, datasets are batched already."""
+    """The batch size of data that the user gave to ``fit`` without one: Keras' default for arrays, a dataset's own; else ``None``."""
     if isinstance(x, tf.data.Dataset):
         while x is not None:
             size = getattr(x, "_batch_size", None)

@@ -1,4 +1,4 @@
-"""Models from files, whose optimizers are distributed."""
+"""Loads models from files, and makes their optimizers distributed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def package_of(model: Any) -> str | None:
 def load_model(
     keras: Any, filepath: Any, custom_optimizers: Any, custom_objects: Any, compression: type[Compressor]
 ) -> Any:
-    """See :func:`hvdlab.tensorflow.keras.load_model`; ``keras`` is the package whose models these are."""
+    """See :func:`hvdlab.tensorflow.keras.load_model`; ``keras`` is the module of Keras whose model it is."""
     objects = {kind.__name__: kind for kind in custom_optimizers or ()}
     objects.update(custom_objects or {})
     name = _saved_optimizer(filepath)
@@ -40,13 +40,13 @@ def load_model(
     optimizer = without_scaling(getattr(model, "optimizer", None))
     _build(optimizer, model.trainable_variables)
     if is_keras_optimizer(optimizer) and not isinstance(optimizer, Distributed):
-        # This very one: the model's functions and the loss scaling around it refer to it.
+        # In place: the model's functions, and the loss scaling around the optimizer, refer to this object.
         distributed(optimizer, compression=compression, in_place=True)
     return model
 
 
 def _build(optimizer: Any, variables: Any) -> None:
-    """Build an optimizer that Keras 3 has built for no variables, as it does with an ``.h5`` file: it would refuse to train the model."""
+    """Build an optimizer anew that Keras 3 has built without variables, as for an ``.h5`` file: it could not train the model."""
     if (
         getattr(optimizer, "built", False)
         and variables
@@ -57,12 +57,12 @@ def _build(optimizer: Any, variables: Any) -> None:
 
 
 def _saved_optimizer(filepath: Any) -> str | None:
-    """The name of the optimizer's class in a file of Keras; ``None`` in those that do not say so."""
+    """The name of the optimizer's class in a file of Keras; ``None`` if the file does not have it."""
     path = os.fspath(filepath) if isinstance(filepath, str | os.PathLike) else ""
     found: Any = None
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as file:
-            if "config.json" in file.namelist():  # else Keras says what is wrong with it
+            if "config.json" in file.namelist():  # else Keras raises an error for the file
                 found = (json.loads(file.read("config.json")).get("compile_config") or {}).get("optimizer")
     elif os.path.isfile(path):
         h5py: Any = importlib.import_module("h5py")
@@ -75,5 +75,5 @@ def _saved_optimizer(filepath: Any) -> str | None:
 
 
 def _class_of(make: Callable[..., Any]) -> type:
-    """What stands for an optimizer's class: Keras does not take a function of its settings there."""
+    """A class whose ``from_config`` calls a function that makes the optimizer: Keras accepts only a class there."""
     return type(make.__name__, (), {"from_config": staticmethod(lambda config: make(**config))})

@@ -1,6 +1,6 @@
-"""Distributed optimizers of Keras 3 (on TensorFlow) and of Keras 2 (``tf_keras``), through one subclass of each one's own class.
+"""Distributed optimizers of Keras 3 (on TensorFlow) and of Keras 2 (``tf_keras``): instances of a subclass of the given one's class.
 
-The subclass has the name and module of its base, so that a model which was saved with it can be loaded where hvdlab is not.
+The subclass has the name and module of its base, so that a model that was saved with it can be loaded without hvdlab.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _PACKAGES = ("keras", "tf_keras")
 
 
 class Distributed:
-    """What an optimizer has besides its own class.
+    """The attributes and methods that a distributed optimizer has in front of those of its own class.
 
     Attributes:
         hvdlab_reducer: Reduces gradients.
-        hvdlab_helper: Adds them up over several passes, if a step has several.
-        hvdlab_reduced: Whether the gradients that come have been reduced already.
-        hvdlab_computed: Whether the next ones are those that ``compute_gradients`` has reduced.
+        hvdlab_helper: Adds gradients up over the passes of a step; ``None`` if a step has one pass.
+        hvdlab_reduced: Whether the gradients that are being applied have been reduced already, by an outer method.
+        hvdlab_computed: Whether ``compute_gradients`` has reduced the gradients that are applied next.
         hvdlab_meter: Measures the steps of ``fit``.
         hvdlab_settings: The arguments of :func:`distributed` that it was made with.
     """
@@ -50,7 +50,7 @@ class Distributed:
     _HAS_AGGREGATE_GRAD = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As the plain optimizer; distributed with the default settings, so that clones by its class work."""
+        """Make a plain optimizer that is distributed with the default settings, as Keras does to clone one by its class."""
         super().__init__(*args, **kwargs)
         self._hvdlab_set(
             reducer=GradientReducer(f"Distributed{type(self).__name__}"),
@@ -68,12 +68,23 @@ class Distributed:
             self.hvdlab_helper.register_local_var(plain_variable(var))
 
     def _hvdlab_set(self, **values: Any) -> None:
-        """Keras tracks what is assigned; these are none of its variables."""
+        """Assign attributes past Keras, which would take them for parts of the optimizer that it has to track."""
         for name, value in values.items():
             object.__setattr__(self, f"hvdlab_{name}", value)
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce gradients over all ranks and apply them to variables; see the plain optimizer's."""
+        """Reduce gradients over all ranks and apply them to variables. All ranks must call it alike.
+
+        Args:
+            grads_and_vars: Pairs of a gradient and its variable.
+            args, kwargs: Further arguments of the plain optimizer's method.
+
+        Returns:
+            What the plain optimizer returns.
+
+        Raises:
+            MismatchError, AbortedError: As for ``hvd.allreduce``; the variables are unchanged.
+        """
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
         plain: Any = super()
         computed = self.hvdlab_computed
@@ -106,18 +117,24 @@ class Distributed:
             return apply(self.hvdlab_reducer(gradients, plain))
         if not getattr(self, "built", getattr(self, "_built", True)):
             with tf.init_scope():
-                self.build(variables)  # type: ignore[attr-defined]  # it can't make its variables in a condition
+                self.build(variables)  # type: ignore[attr-defined]  # tf.cond must not make variables
         reduced = helper.compute_gradients(gradients, plain)
         return helper.apply_gradients(lambda: apply(reduced), self)
 
 
 class DistributedWithCompute(Distributed):
-    """The same for optimizers of Keras 2 that compute gradients by a public method."""
+    """A distributed optimizer of Keras 2 whose class has a public method that computes gradients."""
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Keras 2: pairs of reduced gradients and variables, for the next :meth:`apply_gradients`.
 
-        With several backward passes per step gradients are reduced there.
+        With several backward passes per step, the gradients are this rank's own, and :meth:`apply_gradients` reduces them.
+
+        Args:
+            args, kwargs: The arguments of the plain optimizer's method.
+
+        Raises:
+            MismatchError, AbortedError: As for ``hvd.allreduce``.
         """
         plain: Any = super()
         pairs = list(plain.compute_gradients(*args, **kwargs))
@@ -130,10 +147,18 @@ class DistributedWithCompute(Distributed):
 
 
 class DistributedWithApply(Distributed):
-    """The same for Keras 3, whose optimizers apply gradients by a method of their own that others call."""
+    """A distributed optimizer of Keras 3, in which all other methods apply gradients through ``apply``."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        """Keras 3: reduce gradients over all ranks and apply them; see the plain optimizer's."""
+        """Keras 3: reduce gradients over all ranks and apply them. All ranks must call it alike.
+
+        Args:
+            grads: The gradients.
+            trainable_variables: Their variables; by default those that the optimizer was built for.
+
+        Raises:
+            MismatchError, AbortedError: As for ``hvd.allreduce``; the variables are unchanged.
+        """
         plain: Any = super()
         if self.hvdlab_reduced:
             return plain.apply(grads, trainable_variables)
@@ -166,7 +191,7 @@ def is_keras_optimizer(value: Any) -> bool:
 
 
 def reducer_of(optimizer: Any) -> GradientReducer | None:
-    """What reduces an optimizer's gradients, also within loss scaling; ``None`` if it is not distributed."""
+    """The reducer of an optimizer, also of one within loss scaling; ``None`` if the optimizer is not distributed."""
     found = without_scaling(optimizer)
     return found.hvdlab_reducer if isinstance(found, Distributed) else None
 
@@ -188,13 +213,17 @@ def distributed(
     scale_local_gradients: bool = True,
     in_place: bool = False,
 ) -> Any:
-    """A distributed optimizer with the settings, and the state, of another one.
+    """Make a distributed optimizer with the settings, and the state, of another one.
 
     Args:
-        in_place: Make this very optimizer distributed, with all that refers to it.
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
+            backward_passes_per_step, average_aggregated_gradients, groups, process_set, scale_local_gradients: As for
+            :func:`hvdlab.tensorflow.keras.DistributedOptimizer`.
+        in_place: Make this object itself distributed, so that other objects that refer to it have the distributed one.
 
     Raises:
-        InvalidRequestError: It is no optimizer of Keras, or distributed already, or an argument is wrong.
+        InvalidRequestError: ``optimizer`` is no optimizer of Keras, or distributed already, or another argument is wrong.
+        UnsupportedError: ``op`` is ``Adasum``, or Keras does not run on TensorFlow.
     """
     if not is_keras_optimizer(optimizer):
         raise InvalidRequestError(
@@ -271,7 +300,7 @@ def distributed(
 
 
 def package_of_optimizer(optimizer: Any) -> str:
-    """The package that an optimizer, whose class may be a user's, comes from: Keras 3 or Keras 2."""
+    """The package that an optimizer comes from, ``keras`` (3) or ``tf_keras`` (2). Its class may be a user's subclass."""
     return next(
         name for each in type(optimizer).__mro__ if (name := each.__module__.partition(".")[0]) in _PACKAGES
     )
@@ -282,12 +311,12 @@ def _inner(optimizer: Any) -> Any:
 
 
 def without_scaling(optimizer: Any) -> Any:
-    """The optimizer within loss scaling; itself where there is none."""
+    """The optimizer within loss scaling; the optimizer itself if there is none."""
     return _inner(optimizer) or optimizer
 
 
 def loss_scale(optimizer: Any) -> Any:
-    """What mixed precision multiplies the loss by, and with it the gradients; ``None`` where it does not."""
+    """The factor by which mixed precision multiplies the loss, and so the gradients; ``None`` without loss scaling."""
     if _inner(optimizer) is None:
         return None
     scaled = getattr(optimizer, "scale_loss", None) or optimizer.get_scaled_loss
@@ -306,7 +335,7 @@ def _refuse_other_backends(optimizer: Any) -> None:
 
 
 def _copy_state(optimizer: Any, into: Any) -> None:
-    """Of an optimizer that has made its variables."""
+    """Copy the values of an optimizer's variables to another one, if the optimizer has made its variables."""
     variables = getattr(optimizer, "_trainable_variables", None)
     if not getattr(optimizer, "built", False) or not variables:
         return
@@ -319,9 +348,9 @@ def _copy_state(optimizer: Any, into: Any) -> None:
 
 
 def _pickle_distributed(package: Any) -> None:
-    """Have a model that is pickled, as for a rank that comes later, keep its optimizer distributed.
+    """Patch Keras so that a model that is pickled, as for a rank that comes later, keeps its optimizer distributed.
 
-    Keras pickles a model as the file that it would save, from which an optimizer comes back as one of Keras' own.
+    Keras pickles a model as the file that it would save. From this file the optimizer comes back as one of Keras' own.
     """
     original = package.Model.__reduce__
     if hasattr(original, "hvdlab"):
@@ -332,7 +361,7 @@ def _pickle_distributed(package: Any) -> None:
         reduced = original(self)
         optimizer = getattr(self, "optimizer", None)
         optimizer = _inner(optimizer) or optimizer
-        if not isinstance(optimizer, Distributed) or len(reduced) != 2:  # not a file: it was not built
+        if not isinstance(optimizer, Distributed) or len(reduced) != 2:  # no file: it was not built
             return reduced
         position = {vars_to_refs(plain_variable(each)): i for i, each in enumerate(self.trainable_variables)}
         settings = dict(optimizer.hvdlab_settings)
@@ -359,13 +388,17 @@ def _received(
     settings: dict[str, Any],
     local: list[int],
 ) -> Any:
-    """A model that was pickled; groups and local variables are given by their places among the trainable ones.
-
-    A step of several backward passes that was in progress stays behind.
+    """Unpickle a model with a distributed optimizer. A step of several backward passes that was in progress is lost.
 
     Args:
-        policy: The dtypes of the model. Keras scales the loss by it, but does not save a model's own: it takes the process's.
-        scale: Of the loss, for Keras 2, which does not save it. Gradients are summed before they are divided by it.
+        make, arguments: Keras' own function and arguments for unpickling the model.
+        package: Name of the package of Keras.
+        policy: Name of the model's dtype policy. Keras decides by it whether to scale the loss, but does not save a model's own
+            policy: it uses the process's.
+        scale: For Keras 2, which does not save them: the values of the loss scaling's variables. All ranks must have the same
+            scale, since gradients are summed before they are divided by it.
+        settings: The arguments of :func:`distributed`, with groups as lists of places among the trainable variables.
+        local: The places of local variables.
     """
     precision: Any = sys.modules[package].mixed_precision
     before = precision.global_policy()
@@ -387,7 +420,7 @@ def _received(
 
 
 def _scale_of(optimizer: Any) -> tuple[Any, ...]:
-    """The variables by which Keras 2 scales the loss dynamically; Keras 3 has them among the optimizer's own."""
+    """The variables of Keras 2's dynamic loss scaling; Keras 3 has these among the optimizer's own variables."""
     state = getattr(optimizer, "_loss_scale", None)
     if state is None or not hasattr(state, "current_loss_scale"):
         return ()
@@ -398,9 +431,10 @@ def _scale_of(optimizer: Any) -> tuple[Any, ...]:
 
 
 def _compile_without_xla(package: Any) -> None:
-    """Have ``compile`` refuse XLA for a distributed optimizer, and not choose it by itself, as Keras 3 does on GPUs.
+    """Patch ``Model.compile`` to refuse XLA for a distributed optimizer, and not to choose it as Keras 3 does on GPUs.
 
-    A model whose first step could not be traced has weights without values, and can't be trained any more.
+    The error must come from ``compile``: if tracing the first step fails, the model keeps weights without values, and can't be
+    trained any more.
     """
     owner = next(kind for kind in package.Model.__mro__ if "compile" in vars(kind))
     original = owner.compile
@@ -417,17 +451,17 @@ def _compile_without_xla(package: Any) -> None:
         return original(self, optimizer, *args, **kwargs)
 
     compile.hvdlab = True  # type: ignore[attr-defined]
-    owner.compile = compile  # there Keras looks whether a model has its own
+    owner.compile = compile  # on this class, where Keras looks whether a subclass has a compile() of its own
 
 
 # -- mixed precision --------------------------------------------------------------------------------------------------
 
 
 def _reduce_before_scaling(package: Any) -> None:
-    """Have loss scaling decide on reduced gradients.
+    """Patch Keras' loss scaling so that it decides on reduced gradients whether to take a step.
 
-    ``compile`` puts a ``LossScaleOptimizer`` around the optimizer, which applies gradients only if all of them are finite.
-    Were they reduced inside, a rank whose own are finite would wait for one whose own are not.
+    ``compile`` puts a ``LossScaleOptimizer`` around the optimizer, which calls it only if all gradients are finite. If the inner
+    optimizer reduced them, a rank whose own gradients are finite would wait for a rank whose are not.
     """
     for owner in (package, getattr(package, "mixed_precision", None)):
         scaling = getattr(getattr(owner, "optimizers", owner), "LossScaleOptimizer", None) or getattr(

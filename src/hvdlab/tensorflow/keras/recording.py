@@ -1,7 +1,7 @@
-"""``hvd.record()`` of models of Keras, and of loops of your own: which step it was, and which batch.
+"""``hvd.record()`` for models of Keras and for loops of your own: keeps the last steps, so that an error can show its step and batch.
 
-What a step was made of leaves the graph by ``py_function``, which gets TensorFlow's own tensors: nothing is copied, and
-nothing changes them later.
+In a graph, a ``py_function`` takes a step's tensors to the record. It gets TensorFlow's own tensors, which nothing changes later, so
+that no copy is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hvdlab.tensorflow.reduction import GradientReducer
 
 _ATTRIBUTE = "_hvdlab_record"
 _SEED = "seed_generator_state"
-"""How Keras 3 names the state of a layer's random numbers."""
+"""The end of Keras 3's path of a variable with the state of a layer's random numbers."""
 
 _COMPILED = (
     "hvd.record() can't look into steps that XLA compiles: use model.compile(..., jit_compile=False), and in a loop of your "
@@ -49,13 +49,13 @@ class ArraySample:
 
 @dataclass(frozen=True, slots=True)
 class SeedStates:
-    """The states of the random numbers of a model's layers, which Keras 3 has in variables; none of Keras 2."""
+    """The states of the random numbers of a model's layers. Keras 3 has them in variables; for Keras 2 there are none."""
 
     states: Any
 
     @contextmanager
     def restored(self, model: Any) -> Iterator[None]:
-        """Give the layers of a model like the recorded one these states for a while."""
+        """In this context the layers of ``model``, one like the recorded model, have these states; afterwards their former ones."""
         variables = _seeds(model) if len(self.states) else []
         before = [variable.numpy() for variable in variables]
         for variable, state in zip(variables, np.asarray(self.states), strict=True):
@@ -68,21 +68,21 @@ class SeedStates:
 
 
 class KerasReplay(Replay):
-    """A recorded step of a model of Keras; ``args`` has the inputs, and behind them targets and weights of the samples if there were some."""
+    """A recorded step of a model of Keras; ``args`` has the inputs, then targets and sample weights, if there were any."""
 
     __slots__ = ()
 
     def run(self, model: Any) -> Any:
-        """Call ``model`` on the inputs as it was called then, in training, with the same random numbers (Keras 3). Returns the outputs."""
+        """Call ``model`` on the inputs, in training mode, with the same random numbers as then (Keras 3). Returns the outputs."""
         with self.generator.restored(model):
             return model(self.args[0], training=True)
 
 
 class KerasRecord(StepRecord):
-    """What :func:`record` returns. It ends with :meth:`close`, or when the model is recorded anew.
+    """What :func:`record` returns. Recording ends with :meth:`close`, or when the model is recorded anew.
 
     Attributes:
-        steps: The last ones, oldest first.
+        steps: The last steps, the oldest first.
     """
 
     replay_type = KerasReplay
@@ -90,37 +90,46 @@ class KerasRecord(StepRecord):
     def __init__(self, model: Any, last: int, memory: int) -> None:
         super().__init__(last, memory)
         self._model = model
-        #: Functions that were traced with this record go on calling it.
+        #: Whether :meth:`close` was called: functions that were traced with this record go on calling it.
         self._closed = False
-        #: Whether ``fit`` makes a step of the model, so that the loss that it computes is that of a step.
+        #: Whether the model's ``train_step`` runs, so that a loss that is computed now is that of a training step.
         self._in_step = False
         if model is not None:
             self._attach(model)
 
-    # -- what a step says ---------------------------------------------------------------------------------------------
+    # -- what a step reports ------------------------------------------------------------------------------------------
 
     @translated
     def batch(self, *args: Any, **kwargs: Any) -> None:
-        """A step begins, with these inputs, which may be nested; ``fit`` of a model that was given to :func:`record` says so itself."""
+        """Begin a step with these inputs. ``fit`` calls it for a model that was given to :func:`record`.
+
+        Args:
+            args, kwargs: The inputs, targets and so on. Tensors are found in nested lists, tuples and mappings, too.
+        """
         seeds = [variable.value for variable in _seeds(self._model)]
         states = tf.stack(seeds) if seeds else ()
         self._call("_begin", [args, kwargs, states])
 
     @translated
     def loss(self, value: Any) -> None:
-        """The loss of the step that runs: a number, or a tensor whose mean it is."""
+        """Set the loss of the step that runs: a number, or a tensor, whose mean counts."""
         self._call("set_loss", [tf.reduce_mean(tf.cast(value, tf.float32))])
 
     @translated
     def gradients(self, gradients: Sequence[Any], scale: Any = None) -> None:
-        """The gradients of the step that runs, of which the norm is kept; they are divided by ``scale``."""
+        """Keep the norm of the gradients of the step that runs.
+
+        Args:
+            gradients: Tensors, ``tf.IndexedSlices`` or ``None``.
+            scale: The loss scale, by which the norm is divided; ``None`` without loss scaling.
+        """
         wide = [tf.cast(each, tf.float32) for each in _values(gradients)]
         if wide:
             norm = tf.linalg.global_norm(wide)
             self._call("set_norm", [norm if scale is None else norm / tf.cast(scale, tf.float32)])
 
     def _call(self, method: str, values: list[Any]) -> None:
-        """Call a method with values that in a graph are there only when it is executed."""
+        """Call a method with these values; in a graph, make an operation that calls it whenever the graph is executed."""
         if tf.executing_eagerly():
             getattr(self, method)(*values)
             return
@@ -129,7 +138,7 @@ class KerasRecord(StepRecord):
         places = [place for place, each in enumerate(flat) if tf.is_tensor(each)]
         others = [None if tf.is_tensor(each) else each for each in flat]
         structure = tf.nest.map_structure(_placeholder, values)
-        # TensorFlow never forgets what py_function calls, so that must not keep the record, or the graph.
+        # TensorFlow keeps the function of a py_function for ever, so the function must not keep the record, or the graph.
         reference = weakref.ref(self)
 
         def run(*given: Any) -> None:
@@ -156,7 +165,7 @@ class KerasRecord(StepRecord):
         _replace(model, "train_step", self._recorded_step(model))
         _replace(model, "compute_loss", self._recorded_loss(model.compute_loss))
         _replace(model, _ATTRIBUTE, self)
-        model.train_function = None  # it is to be traced anew
+        model.train_function = None  # so that Keras traces the step anew
 
     def _recorded_step(self, model: Any) -> Any:
         original = model.train_step
@@ -193,7 +202,7 @@ class KerasRecord(StepRecord):
         return _not_rewritten(compute_loss)
 
     def _observed(self, optimizer: Any) -> AbstractContextManager[None]:
-        """Have the norm of this rank's own gradients recorded where they are reduced."""
+        """In this context, record the norm of this rank's own gradients when the optimizer's reducer gets them."""
 
         def observe(gradients: Sequence[Any]) -> None:
             self.gradients(gradients, loss_scale(optimizer))
@@ -201,7 +210,7 @@ class KerasRecord(StepRecord):
         return _observing(reducer_of(optimizer), observe)
 
     def close(self) -> None:
-        """End it and forget what was recorded. Idempotent."""
+        """Stop recording and forget what was recorded. Idempotent."""
         self._closed = True
         super().close()
         model, self._model = self._model, None
@@ -218,21 +227,24 @@ def record(
     last: int = 50,
     memory: int = MEMORY,
 ) -> KerasRecord:
-    """Keep what the last training steps on this rank were made of, to be shown with an error and replayed.
+    """Keep the inputs, loss and norm of the gradients of the last steps on this rank, to show them with errors and replay them.
 
-    Every step of ``model.fit`` or ``train_on_batch`` is one: its inputs and targets, the loss that ``model.compute_loss`` gives, and, if the
-    optimizer is distributed, the norm of this rank's own gradients before they are reduced. Calling it again for a model replaces
-    what was there. In a loop of your own call ``batch(x, y)``, ``loss(loss)`` and ``gradients(gradients)`` of what is returned, also
-    within a ``tf.function``.
+    Of each step of ``model.fit`` or ``train_on_batch`` the record keeps the inputs and targets, the loss that
+    ``model.compute_loss`` returns, and, if the optimizer is distributed, the norm of this rank's own gradients before they are
+    reduced. In a loop of your own, call the record's ``batch(x, y)``, ``loss(loss)`` and ``gradients(gradients)``, also within a
+    ``tf.function``. Calling it again for a model replaces the earlier record.
 
     Args:
         model: A model of Keras 3 or of Keras 2; ``None`` for a loop of your own.
-        optimizer: Not needed: it is the model's.
+        optimizer: Not used: the model's own optimizer counts.
         last: How many steps are kept.
-        memory: Bytes of batches that are kept; of older steps only the fingerprints are.
+        memory: Bytes of batches that are kept, 256 MiB by default; of steps before them only the fingerprints remain.
+
+    Returns:
+        The record, which ``close()`` ends; it can be used as a context manager.
 
     Raises:
-        InvalidRequestError: An argument is none of these.
+        InvalidRequestError: ``model`` is no model of Keras, or ``last`` is less than 1.
         UnsupportedError: XLA compiles the model's steps.
     """
     if model is not None and package_of(model) is None:
@@ -247,23 +259,23 @@ def record(
 
 
 def _not_rewritten(function: Any) -> Any:
-    """A function that AutoGraph calls as it is, without ceasing to rewrite what it calls."""
+    """Mark a function so that AutoGraph does not rewrite it, but still rewrites the functions that it calls."""
     return internal("autograph.impl.api").autograph_artifact(function)
 
 
 def _as_rewritten(function: Any) -> Any:
-    """A function of the user's, which AutoGraph rewrites if it would have without us."""
+    """A function of the user's, rewritten by AutoGraph if AutoGraph would have rewritten it without hvdlab."""
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, autograph.control_status_ctx())
 
 
 def _placeholder(value: Any) -> Any:
-    """What stands for a value in a structure: the type of a sparse or ragged tensor, which has several tensors."""
+    """A value's placeholder in a structure: for a sparse or ragged tensor, which has several tensors, its type; else ``None``."""
     return tf.type_spec_from_value(value) if isinstance(value, tf.__internal__.CompositeTensor) else None
 
 
 def _replace(model: Any, name: str, value: Any) -> None:
-    """Keras tracks what is assigned; this is none of a model's parts."""
+    """Assign an attribute past Keras, which would take it for a part of the model that it has to track."""
     object.__setattr__(model, name, value)
 
 
@@ -280,7 +292,7 @@ def _observing(reducer: GradientReducer | None, observer: Callable[[Sequence[Any
 
 
 def _parts(data: Any) -> tuple[Any, ...]:
-    """Inputs, targets and weights of what ``fit`` gives a step, as far as they are there."""
+    """The inputs, targets and sample weights that ``fit`` passes to a step, as far as there are any."""
     if not isinstance(data, tuple):
         return (data,)
     parts = list(data)
@@ -291,12 +303,12 @@ def _parts(data: Any) -> tuple[Any, ...]:
 
 def _seeds(model: Any) -> list[Any]:
     if not getattr(model, "built", False):
-        return []  # Keras 2 refuses to be asked, and has none
+        return []  # Keras 2 raises an error for its variables then
     return [variable for variable in model.variables if getattr(variable, "path", "").endswith(_SEED)]
 
 
 def _kept(value: Any) -> Any:
-    """A value that nothing changes later."""
+    """The value in a form that nothing changes later: a variable or an array is copied to a tensor."""
     plain = plain_variable(value)
     return tf.convert_to_tensor(plain) if isinstance(plain, np.ndarray | tf.Variable) else plain
 

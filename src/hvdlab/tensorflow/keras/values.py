@@ -1,4 +1,4 @@
-"""Collectives on what Keras users have: numbers, arrays, lists. Outside of functions results are arrays, as Keras' values are."""
+"""Collectives on numbers, arrays and lists. In eager mode the results are arrays, as Keras' own values are."""
 
 from __future__ import annotations
 
@@ -24,16 +24,21 @@ def allreduce(
     """Reduce a value over all ranks.
 
     Args:
-        value: Anything that TensorFlow makes a tensor of, of equal shape and dtype on every rank.
-        name: Equal on all ranks.
-        average: Deprecated form of ``op``.
+        value: Anything that TensorFlow can convert to a tensor, of equal shape and dtype on every rank.
+        name: Equal on all ranks. Calls without a name are matched in order.
+        average: Deprecated form of ``op``: true stands for ``Average``, false for ``Sum``.
         prescale_factor: Multiplies the inputs.
         postscale_factor: Multiplies the result.
-        op: ``hvd.Average`` (default), ``hvd.Sum``, ...
+        op: ``hvd.Average`` (default), ``hvd.Sum``, or another operator of ``hvdlab.tensorflow``.
         compression: Applied to what is sent, and undone on what is received.
 
     Returns:
-        An array (a numpy number for a single one); in a function a tensor.
+        An array (for a 0-d value a numpy number); in a function a tensor.
+
+    Raises:
+        InvalidRequestError: An argument is wrong. Nothing was sent.
+        NotInitializedError: ``init()`` was not called.
+        MismatchError, AbortedError: The ranks disagree, or the reduction can't complete. ``value`` is untouched.
     """
     return _as_value(
         ops.allreduce(
@@ -49,17 +54,52 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Concatenate the values of all ranks along dimension 0; see :func:`allreduce`."""
+    """Concatenate the values of all ranks along dimension 0, in the order of the ranks.
+
+    Args:
+        value: Anything that TensorFlow can convert to a tensor; dtype and dimensions but the first are equal on every rank.
+        name: Equal on all ranks. Calls without a name are matched in order.
+
+    Returns:
+        An array; in a function a tensor.
+
+    Raises:
+        InvalidRequestError, NotInitializedError, MismatchError, AbortedError: As by :func:`allreduce`.
+    """
     return _as_value(ops.allgather(_tensor(value), name=name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The value of one rank; see :func:`allreduce`."""
+    """Return ``root_rank``'s value on every rank.
+
+    Args:
+        value: Anything that TensorFlow can convert to a tensor, of equal shape and dtype on every rank.
+        root_rank: The rank whose value all get.
+        name: Equal on all ranks. Calls without a name are matched in order.
+
+    Returns:
+        An array (for a 0-d value a numpy number); in a function a tensor.
+
+    Raises:
+        InvalidRequestError, NotInitializedError, MismatchError, AbortedError: As by :func:`allreduce`.
+    """
     return _as_value(ops.broadcast(_tensor(value), root_rank, name=name))
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp | int = Average) -> Any:
-    """This rank's rows of the values reduced over all ranks; see :func:`allreduce`."""
+    """Reduce a value over all ranks, and return this rank's rows of the result.
+
+    Args:
+        value: Anything that TensorFlow can convert to a tensor of at least one dimension, of equal shape and dtype on every rank.
+        name: Equal on all ranks. Calls without a name are matched in order.
+        op: ``hvd.Average`` (default), ``hvd.Sum``, or another operator of ``hvdlab.tensorflow`` but ``Adasum``.
+
+    Returns:
+        An array; in a function a tensor.
+
+    Raises:
+        InvalidRequestError, NotInitializedError, MismatchError, AbortedError: As by :func:`allreduce`.
+    """
     return _as_value(ops.reducescatter(_tensor(value), name=name, op=op))
 
 

@@ -1,7 +1,7 @@
-"""``hvd.watch()`` of optimizers of Keras: how a training goes, as metrics.
+"""``hvd.watch()`` for optimizers of Keras: records metrics of a training.
 
-The norm of the gradients is computed where the optimizer gets them, within the function that Keras has made of a step, and stays in
-a variable there. Another variable says whether the step that comes is one of those in which it is computed.
+A watched optimizer computes the norm of its gradients when it applies them, within the function that Keras has traced for a step,
+and leaves it in a variable. Another variable says whether the next step has to compute it.
 """
 
 from __future__ import annotations
@@ -30,39 +30,43 @@ from hvdlab.tensorflow.keras.optimizers import (
 )
 
 _NOTHING = -1.0
-"""What is in the place of a norm until one has been computed."""
+"""The value of the norm's variable until a norm has been computed."""
 
 
 class Watch:
-    """What :func:`watch` returns. It ends with :meth:`close`, or when the optimizer is watched anew."""
+    """What :func:`watch` returns. Recording ends with :meth:`close`, or when the optimizer is watched anew."""
 
     def __init__(self, model: Any, optimizer: Any, batch_size: float | None, every: int) -> None:
         self._model, self._optimizer, self._every = model, optimizer, every
         self._inner = without_scaling(optimizer)
-        #: Whether the batch size is the user's, which ``fit`` then leaves as it is.
+        #: Whether the user has set the batch size, so that ``fit`` does not set it.
         self.knows_batch_size = batch_size is not None
         self._meter: StepMeter = getattr(self._inner, "hvdlab_meter", None) or StepMeter()
         if batch_size is not None:
             self._meter.batch_size = batch_size
-        #: Whether the norm is computed in the step that comes; functions that have been traced read the variable.
+        #: Whether the next step computes the norm, as in the variable ``_due``, which traced functions read.
         self._measuring = False
         with tf.init_scope(), tf.device("CPU:0"):
             self._due = tf.Variable(False, trainable=False, name="hvdlab_watch_due")
             self._norm = tf.Variable(_NOTHING, trainable=False, name="hvdlab_watch_norm")
-        #: The loss scale before the step that comes; ``None`` without one.
+        #: The loss scale before the next step; ``None`` without loss scaling.
         self._scale: float | None = None
         kind: Any = type(self._inner)
         self._plain_class = kind
         self._inner.__class__ = _watched_class(kind)
         for name, value in (("hvdlab_watch", self), ("hvdlab_meter", self._meter)):
-            object.__setattr__(self._inner, name, value)  # Keras would track them
+            object.__setattr__(self._inner, name, value)  # past Keras, which would track them
         if hasattr(model, "train_function"):
-            model.train_function = None  # it is to be traced anew
+            model.train_function = None  # so that Keras traces the step anew
         self._prepare(1)
 
     @property
     def batch_size(self) -> float | None:
-        """Samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time."""
+        """Samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time.
+
+        Raises:
+            InvalidRequestError: Set to a number that is not positive and finite.
+        """
         return self._meter.batch_size
 
     @batch_size.setter
@@ -72,7 +76,7 @@ class Watch:
 
     @property
     def step(self) -> int:
-        """Steps that were seen. Set it to go on where an earlier training ended."""
+        """Steps that were seen. Set it to continue the count of an earlier training."""
         return self._meter.count
 
     @step.setter
@@ -81,26 +85,26 @@ class Watch:
         self._prepare(1)
 
     def step_ended(self, steps: int = 1) -> None:
-        """A step of a loop of your own has ended, or several; ``fit`` says so itself."""
+        """Count a step, or several, that have ended in a loop of your own, and record metrics. ``fit`` does so itself."""
         self._meter.step(steps)
         rate = plain_variable(getattr(self._inner, "_learning_rate", None))
-        if hasattr(rate, "assign") or self._measuring:  # a schedule's is computed each time
+        if hasattr(rate, "assign") or self._measuring:  # a schedule would compute the rate at each step
             _record(names.LEARNING_RATE, learning_rate(self._inner), self.step, time.monotonic_ns())
         self.counted(steps)
 
     def counted(self, steps: int) -> None:
-        """So many steps have ended together and have been counted; the last one's norm is recorded."""
+        """Record the norm of the last of ``steps`` steps that have ended together, and that the meter has counted already."""
         now = time.monotonic_ns()
         if self._measuring:
             norm = float(self._norm.numpy())
-            if norm != _NOTHING:  # loss scaling skips steps
+            if norm != _NOTHING:  # else loss scaling has skipped the step
                 _record(names.GRADIENT_NORM, norm, self.step, now)
             if self._scale is not None:
                 _record(names.LOSS_SCALE, self._scale, self.step, now)
         self._prepare(steps)
 
     def _prepare(self, steps: int) -> None:
-        """Have the norm computed in the steps that come, which are so many, if one of them is due."""
+        """Have the norm computed in the next steps if it is due in one of them; they are expected to be ``steps`` many."""
         self._measure(self._every > 0 and (self.step + steps) // self._every > self.step // self._every)
 
     def _measure(self, due: bool) -> None:
@@ -113,7 +117,7 @@ class Watch:
             self._scale = None if scale is None else float(scale)
 
     def observe(self, gradients: Sequence[Any]) -> None:
-        """The optimizer gets these gradients; at once, or in the graph of a step."""
+        """Compute the norm of the optimizer's gradients if the step is due; in a graph, make the operations that do so."""
         dense = [
             each.values if isinstance(each, tf.IndexedSlices) else each
             for each in gradients
@@ -134,7 +138,7 @@ class Watch:
             tf.cond(self._due, measured, lambda: tf.identity(self._norm))
 
     def close(self) -> None:
-        """End it. Idempotent. Step times go on if the optimizer is a distributed one."""
+        """Record no more. Idempotent. ``fit`` still records learning rates and step times of a distributed optimizer."""
         if getattr(self._inner, "hvdlab_watch", None) is not self:
             return
         self._measure(False)
@@ -154,17 +158,17 @@ class Watch:
 
 
 class _Watched:
-    """What a watched optimizer has besides its own class, beneath what reduces gradients."""
+    """Methods in front of a watched optimizer's own class, but behind those of :class:`Distributed`: they see reduced gradients."""
 
     hvdlab_watch: Watch | None = None
 
     def _hvdlab_observe(self, gradients: Sequence[Any]) -> None:
-        if self.hvdlab_watch is not None:  # there is none in a clone
+        if self.hvdlab_watch is not None:  # a clone of the optimizer has none
             self.hvdlab_watch.observe(gradients)
 
 
 class _WatchedApply(_Watched):
-    """Of Keras 3."""
+    """A watched optimizer of Keras 3."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         plain: Any = super()
@@ -173,7 +177,7 @@ class _WatchedApply(_Watched):
 
 
 class _WatchedApplyGradients(_Watched):
-    """Of Keras 2."""
+    """A watched optimizer of Keras 2."""
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         plain: Any = super()
@@ -185,7 +189,7 @@ class _WatchedApplyGradients(_Watched):
 @cache
 def _watched_class(kind: Any) -> Any:
     if issubclass(kind, _Watched):
-        return kind  # of a clone
+        return kind  # the class of a clone
     *distributing, plain = kind.__bases__ if issubclass(kind, Distributed) else (kind,)
     mixin = _WatchedApply if hasattr(plain, "apply") else _WatchedApplyGradients
     members = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
@@ -193,23 +197,26 @@ def _watched_class(kind: Any) -> Any:
 
 
 def watch(model: Any, optimizer: Any = None, *, batch_size: float | None = None, every: int = 10) -> Watch:
-    """Record how the training goes on this rank: step time, learning rate, norm of the gradients, loss scale.
+    """Record metrics of the training on this rank: step time, learning rate, norm of the gradients, loss scale.
 
-    ``docs/reference/metrics.md`` has the names and what each costs. Of a distributed optimizer ``fit`` records the first two by itself.
-    Calling it again for the same optimizer replaces what was there, so a cell may be run twice. ``fit`` counts its steps; a loop
-    of your own calls ``step_ended()`` of what is returned after each step. A ``tf.function`` of your own must be traced after this call.
+    ``docs/reference/metrics.md`` has the names and what each costs. For a distributed optimizer ``fit`` records the first two without
+    this call, too. ``fit`` counts its steps itself; in a loop of your own, call the watch's ``step_ended()`` after each step. A
+    ``tf.function`` of your own must be traced after this call. Calling it again for the same optimizer replaces the earlier watch, so
+    a cell may be run twice.
 
     Args:
         model: A model of Keras 3 or of Keras 2.
-        optimizer: The optimizer whose steps count, distributed or not; by default the one that the model was compiled with.
-        batch_size: Samples that this rank trains with in a step, for samples per second; by default what ``fit`` knows.
+        optimizer: The optimizer whose steps are counted, distributed or not; by default the one that the model was compiled with.
+        batch_size: Samples that this rank trains with in a step, for samples per second; by default ``fit``'s, if that is known.
         every: After how many steps the norm of the gradients and the loss scale are recorded; 0 for never.
 
     Returns:
-        The watch, whose ``batch_size`` and ``step`` may be set later, and which ``close()`` ends.
+        The watch, whose ``batch_size`` and ``step`` may be set later, and which ``close()`` ends; it can be used as a context
+        manager.
 
     Raises:
-        InvalidRequestError: An argument is none of these.
+        InvalidRequestError: An argument has the wrong type, the model has no optimizer, ``every`` is negative, or ``batch_size`` is
+            not positive and finite.
     """
     if package_of(model) is None:
         raise InvalidRequestError(f"hvd.watch() takes a model of Keras, not a {type(model).__name__}.")
@@ -222,7 +229,7 @@ def watch(model: Any, optimizer: Any = None, *, batch_size: float | None = None,
         raise InvalidRequestError(f"hvd.watch() takes an optimizer of Keras, not a {type(chosen).__name__}.")
     if every < 0:
         raise InvalidRequestError(f"every= is a number of steps, not {every}.")
-    StepMeter().batch_size = batch_size  # it is checked before anything is changed
+    StepMeter().batch_size = batch_size  # raises for a wrong one before anything is changed
     record_fits(sys.modules[package_of_optimizer(chosen)])
     before: Watch | None = getattr(without_scaling(chosen), "hvdlab_watch", None)
     if before is not None:

@@ -1,11 +1,11 @@
 """``torch.distributed`` on hvdlab's collective core: ``dist.init_process_group("hvdlab")``.
 
-Importing this makes the backend known; with hvdlab installed, ``import torch`` has done so already.
+Importing this module registers the backend with torch; if hvdlab is installed, ``import torch`` has done so already.
 """
 
 from __future__ import annotations
 
-import torch.distributed  # what the backend is registered with  # noqa: F401
+import torch.distributed  # register() needs it  # noqa: F401
 
 from hvdlab.torch.c10d.agreeing import Agreement, agree
 from hvdlab.torch.c10d.group import HvdlabProcessGroup

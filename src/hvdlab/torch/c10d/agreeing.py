@@ -1,4 +1,4 @@
-"""``agree(model, optimizer)``: after a step that failed, ranks that are behind get what the others have."""
+"""``agree(model, optimizer)``: after a step that failed, ranks that are behind get the values of the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Agreement:
     """What :func:`agree` found and did; the same on all ranks.
 
     Attributes:
-        sources: For each rank of the group that was given values, the rank that they came from.
+        sources: For each rank of the group that got values, the rank that they came from.
         tensors: Names of what differed: parameters, buffers, and ``optimizer: 0.weight.exp_avg``.
         steps: Steps that each rank's optimizer had taken, by rank; ``None`` where it does not count them.
     """
@@ -59,13 +59,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class _Account:
-    """What one rank has, as the others need to know it.
+    """What a rank tells the others about its model and optimizer.
 
     Attributes:
-        place: Which part of the model's shards it has: ranks with the same place are to have the same values.
+        place: Which shard of each parameter and buffer the rank has: ranks with the same place should have the same values.
         parameters: Names of the parameters and buffers, in order.
         digests: Fingerprint of each of them, and of each part of the optimizer's state.
-        steps: How many steps its optimizer has taken, if that counts them.
+        steps: The largest ``step`` in the optimizer's state, 0 if there is none; ``None`` if there is no optimizer.
     """
 
     place: tuple[tuple[int, ...], ...]
@@ -74,7 +74,7 @@ class _Account:
     steps: int | None
 
     def whole(self) -> bytes:
-        """The fingerprint of all that it has."""
+        """One fingerprint of all parameters, buffers and optimizer state."""
         return fingerprint(
             *(part for name, digest in sorted(self.digests.items()) for part in (name.encode(), digest))
         )
@@ -89,18 +89,19 @@ def agree(
 ) -> Agreement:
     """Make the ranks' copies of a model, and of its optimizer's state, equal again, bit by bit.
 
-    For what follows a failed step: some ranks may have taken it and others not. The ranks compare fingerprints. If these
-    differ, ranks get the values of one that has taken more steps, as the optimizer counts them (``state["step"]`` of Adam
-    and most others). Without such a count they get what most of the ranks have, and of equally many what the lowest
-    rank has. Gradients are dropped, since those of a failed step are partly reduced. Called by all ranks of the group.
+    Call it on all ranks of the group after a step has failed: some ranks may have taken the step and others not. The ranks
+    compare fingerprints. Where these differ, ranks get the values of a rank that has taken the most steps, as the optimizer counts
+    them (``state["step"]`` of Adam and most others). Among several such ranks, and among all ranks if the optimizer does not
+    count, the values that most of them have are chosen, and between equally frequent values those of the lowest rank. Gradients
+    are dropped on all ranks, since those of a failed step are partly reduced.
 
     Works for models wrapped in ``DistributedDataParallel``, for those of ``fully_shard`` and for other
-    ``DTensor`` parameters. Shards are compared with their replicas, and brought along from these, as far as there are any.
+    ``DTensor`` parameters. A shard is compared only with its replicas on other ranks, and can be copied only from them.
 
     Args:
-        model: The same on all ranks, wrapped or not.
-        optimizer: Its optimizer, whose state is compared and brought along.
-        buffers: Compare and bring along buffers, too. Running statistics of batch normalization differ from rank to rank by
+        model: A model with the same parameters on all ranks, wrapped or not.
+        optimizer: Its optimizer, whose state is compared and copied, too; ``None`` for the model only.
+        buffers: Whether to compare and copy buffers, too. Running statistics of batch normalization differ from rank to rank by
             nature.
         group: The ranks that train together; by default all.
 
@@ -108,10 +109,10 @@ def agree(
         What was found and done. In a notebook it is shown as a sentence.
 
     Raises:
-        InvalidRequestError: The models have other parameters, or a rank that is behind has shards that no other rank has;
-            then nothing was changed, and the last checkpoint has to be loaded.
-        CollectiveError: Not all ranks got here, or one failed meanwhile; ranks that were behind may have got a part of the
-            values. Call it again.
+        InvalidRequestError: The models have different parameters, or a rank that is behind has shards that no rank ahead has.
+            Then parameters and state are unchanged: load the last checkpoint on all ranks.
+        CollectiveError: Not all ranks called it, or one failed meanwhile. Ranks that were behind may have got a part of the
+            values: call it again.
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidRequestError(f"agree() takes a torch.nn.Module, not a {type(model).__name__}.")
@@ -130,10 +131,13 @@ def agree(
 
 
 def decide(accounts: Sequence[_Account]) -> Agreement:
-    """Which rank gets whose values. Every rank comes to the same result.
+    """Decide which rank gets the values of which other rank, from the accounts of all ranks, by rank.
+
+    A function of the accounts alone, so that every rank comes to the same result.
 
     Raises:
-        InvalidRequestError: There is nothing to be done.
+        InvalidRequestError: The ranks can't be made to agree: they have different parameters, or no rank that is ahead has the
+            shards of a rank that is behind.
     """
     for rank, account in enumerate(accounts):
         if odd := set(account.parameters) ^ set(accounts[0].parameters):
@@ -168,7 +172,7 @@ def decide(accounts: Sequence[_Account]) -> Agreement:
 
 
 def _begin_anew(model: torch.nn.Module) -> None:
-    """Let wrappers forget a pass that has failed on some ranks in its middle."""
+    """Let the wrappers around the model forget a pass that failed in its middle on some ranks."""
     from torch.distributed.fsdp import FSDPModule
 
     within: set[torch.nn.Module] = set()
@@ -181,10 +185,11 @@ def _begin_anew(model: torch.nn.Module) -> None:
 
 
 def _make_reducer(wrapper: Any) -> None:
-    """Give a ``DistributedDataParallel`` a reducer as it was when the model was wrapped.
+    """Give a ``DistributedDataParallel`` a new reducer, as when the model was wrapped.
 
-    That of a failed pass may still wait for gradients, and its buckets may be others than those of other ranks: DDP orders
-    them anew in its second pass, and a rank that was stopped there has the old ones. Gradients would then be mixed up.
+    After a failed pass the old reducer may still wait for gradients, and its buckets may differ from those of other ranks: DDP
+    orders the buckets anew in its second pass, and a rank that was stopped there still has the old ones. The next pass would
+    then add up gradients of different parameters.
     """
     wrapper.reducer._remove_autograd_hooks()
     parameters, sparse = wrapper._build_params_for_reducer()
@@ -201,7 +206,7 @@ def _make_reducer(wrapper: Any) -> None:
 
 
 def _reshard(root: Any) -> None:
-    """Make the parameters of ``fully_shard`` the shards again, and let it forget how far it was."""
+    """Let ``fully_shard`` turn its parameters into shards again, and forget how far the pass had come."""
     if not hasattr(root, "reset_iter_state"):  # before torch 2.13
         root.reshard()
         return
@@ -210,7 +215,7 @@ def _reshard(root: Any) -> None:
         return  # nothing was computed yet
     for each in state._state_ctx.all_states:
         for parameters in each._fsdp_param_groups:
-            # Torch would wait for what was gathered ahead, and raise what that failed with.
+            # Drop the parameters that were gathered ahead: torch would wait for this all-gather, and raise its error.
             parameters._all_gather_result = None
     root.reset_iter_state()
 
@@ -239,13 +244,13 @@ def _account(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, bu
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
+    """This rank's shard of a ``DTensor``; any other tensor itself."""
     found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Which shard of a ``DTensor`` this rank has; ranks that differ in it have other values by nature."""
+    """Which shard of a ``DTensor`` this rank has. Ranks with different shards have different values by nature."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return ()
@@ -258,29 +263,30 @@ def _place(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class _Transfer:
-    """Takes values from one rank to some others: by broadcasts where all get the same, else by messages.
+    """Copies values between ranks: by broadcasts if one rank's values go to all others, else by messages.
 
     Args:
-        agreement: Who gets whose values.
-        group: The ranks.
+        agreement: Which rank gets the values of which other rank.
+        group: The ranks that take part; ``None`` for all.
     """
 
     def __init__(self, agreement: Agreement, group: dist.ProcessGroup | None) -> None:
         self._group, rank = group, dist.get_rank(group)
         size, sources = dist.get_world_size(group), agreement.sources
         several = len(sources) == size - 1 > 1
-        #: The rank that all get values of, if that is so.
+        #: The rank whose values all others get, as a rank of the world; ``None`` if only some ranks get values.
         self._root = self._global(next(iter(sources.values()))) if several else None
+        #: The rank whose values this rank gets, and the ranks that get this rank's, as ranks of the world.
         self._from = self._global(sources[rank]) if rank in sources else None
         self._to = [self._global(other) for other, source in sources.items() if source == rank]
-        #: Whether this rank gives values, gets some, or does neither.
+        #: Whether this rank's values go to another rank, and whether this rank gets another one's.
         self.gives, self.gets = bool(self._to), rank in sources
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def plan(self, plan: Any) -> Any:
-        """The source's object."""
+        """Return the source's ``plan``; a rank that gets values passes ``None``."""
         box = [plan]
         if self._root is not None:
             dist.broadcast_object_list(box, self._root, self._group)
@@ -292,7 +298,7 @@ class _Transfer:
 
     @torch.no_grad()
     def tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite tensors with those of the source."""
+        """Overwrite tensors (of ``DTensor``, this rank's shards) with those of the source. The source's are not changed."""
         local = [_local(tensor).detach() for tensor in tensors]
         works: list[Any] = []
         for tensor in local:

@@ -1,7 +1,8 @@
-"""Receives from any source: which rank's message a receive without a source takes.
+"""Receives from any source: which rank's message a receive without a source gets.
 
-The core matches a send with the receive of its source. So a rank that receives from any source asks the members to say from then
-on how many messages with this tag they have sent to it, and takes the next of one that has sent more than was received.
+The core matches a send only with a receive that names its source. So a rank that receives from any source asks the members to
+report from then on how many messages with this tag they have sent to it. Its receive then names a rank that has sent more messages
+than this rank has received from it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from hvdlab.torch.compiling import untraced_methods
 
 _COUNT = "c10d.any_source"
 _AT_ONCE = 0.02
-"""Seconds within which most messages come; only what takes longer is worth a message to the coordinator."""
+"""Seconds within which most messages come; only a longer wait is announced to the coordinator."""
 _SAID_AFTER = 10.0
-"""Seconds after which, and how often, a receive that waits for any rank says so."""
+"""Seconds after which a receive that waits for any rank prints a line; it then prints one each time they have passed again."""
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True):
-    """How many messages a rank has sent to another. ``asks`` instead wants to be told that, now and with each message."""
+    """Mail between ranks: how many messages of a group with this tag the sender has sent to the receiver, as ``count``.
+
+    With ``asks``, a request to the receiver to report this, now and with each further message.
+    """
 
     group: str
     tag: int
@@ -42,25 +46,25 @@ class Sent(msgspec.Struct, frozen=True, array_like=True):
 class Counts:
     """What one rank knows of the messages of one group: how many it sent, and how many there are for it.
 
-    Sources and targets are ranks of the world. All calls are made with the owner's lock held.
+    Sources and targets are ranks of the world. :class:`AnySource` holds its lock around each use.
     """
 
     def __init__(self) -> None:
         #: Messages that this rank sent, by target and tag.
         self.sent: Counter[tuple[int, int]] = Counter()
-        #: Those who want to be told of messages with a tag.
+        #: The ranks that have asked for reports of messages to them, with the tag.
         self.asked: set[tuple[int, int]] = set()
         #: Receives that were submitted here, by source and tag.
         self.received: Counter[tuple[int, int]] = Counter()
-        #: What others said that they have sent to this rank.
+        #: How many messages other ranks have reported to have sent to this rank, by source and tag.
         self.offered: dict[tuple[int, int], int] = {}
-        #: Receives from any source that have none yet, by tag, the oldest first.
+        #: Receives from any source whose source is not known yet, by tag, the oldest first.
         self.waiting: dict[int, deque[AnySourceWork]] = {}
-        #: Tags with which this rank has asked all members.
+        #: Tags for which this rank has asked all members to report.
         self.asks: set[int] = set()
 
     def match(self) -> list[tuple[AnySourceWork, int]]:
-        """Give waiting receives their sources; of several ranks that have sent, the lowest."""
+        """Find sources for waiting receives, the lowest of the ranks that have sent; returns the receives with their sources."""
         found = []
         for tag, waiting in self.waiting.items():
             while waiting:
@@ -77,10 +81,13 @@ class Counts:
 
 
 class AnySource:
-    """The counts of all groups of this rank. One for each engine.
+    """The counts of all groups of this rank. One object for each engine.
 
     Args:
         engine: The rank's engine.
+
+    Attributes:
+        changed: Guards everything here, and wakes the receives that wait for a source.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -97,7 +104,7 @@ class AnySource:
         return self._groups.setdefault(group, Counts())
 
     def sends(self, group: str, target: int, tag: int, change: int = 1) -> None:
-        """A message is sent; ``change`` of -1: one was given up."""
+        """Count a message that this rank has submitted to ``target``; with -1 as ``change``, discount one that failed."""
         with self.changed:
             counts = self._counts(group)
             counts.sent[target, tag] += change
@@ -105,12 +112,12 @@ class AnySource:
                 self._say(group, target, tag)
 
     def receives(self, group: str, source: int, tag: int, change: int = 1) -> None:
-        """A message of this source is received; ``change`` of -1: that was given up."""
+        """Count a receive of a message from ``source``; with -1 as ``change``, discount one that failed."""
         with self.changed:
             self._counts(group).received[source, tag] += change
 
     def add(self, group: str, members: Sequence[int], tag: int, work: AnySourceWork) -> None:
-        """A receive from any member: it gets its source as soon as there is a message."""
+        """Register a receive from any member, which is submitted as soon as a member has sent a message."""
         with self.changed:
             counts = self._counts(group)
             counts.waiting.setdefault(tag, deque()).append(work)
@@ -121,7 +128,7 @@ class AnySource:
             self._match(counts)
 
     def remove(self, group: str, tag: int, work: AnySourceWork) -> bool:
-        """A receive is given up. Whether it had no source yet."""
+        """Withdraw a receive. Returns whether its source was not known yet; otherwise it goes on."""
         with self.changed:
             waiting = self._counts(group).waiting.get(tag, deque())
             if work in waiting:
@@ -130,7 +137,7 @@ class AnySource:
             return False
 
     def waits(self, group: str, tag: int, work: AnySourceWork) -> bool:
-        """Whether a receive has no source yet."""
+        """Whether a receive's source is not known yet."""
         with self.changed:
             return work in self._counts(group).waiting.get(tag, ())
 
@@ -138,12 +145,12 @@ class AnySource:
         for work, source in counts.match():
             self._matched.append((work, source))
         if self._matched and not self._submitting:
-            # Submitting may go on to execute, which the control thread must not.
+            # On another thread: submitting may execute the receive right away, and the control thread must not block on that.
             self._submitting = True
             futures_threads(os.getpid()).submit(self._submit_matched)
 
     def _submit_matched(self) -> None:
-        """One thread does, so that messages of one rank come in the order of the receives."""
+        """Submit the receives whose source is known. Only one thread runs this, so that receives are submitted in their order."""
         while True:
             with self.changed:
                 if not self._matched:
@@ -157,7 +164,7 @@ class AnySource:
         self._engine.post(_COUNT, msgspec.msgpack.encode(said), [target])
 
     def _on_mail(self, sender: int, body: bytes) -> None:
-        """Control thread."""
+        """Handle another rank's report, or its request for reports. Control thread."""
         said = msgspec.msgpack.decode(body, type=Sent)
         with self.changed:
             counts = self._counts(said.group)
@@ -175,15 +182,15 @@ class AnySource:
 
 @untraced_methods
 class AnySourceWork(HvdlabWork):
-    """A receive that gets its source later.
+    """A receive from any rank, which is submitted once a rank has sent a message.
 
     Args:
         any_source: This rank's counts.
-        group: The group's name in the core.
-        members: The group's ranks.
-        tag: Of the messages.
-        submit: Submits the receive from a source, by filling this object.
-        site: The user's line.
+        group: The name by which counts know the group.
+        members: The group's ranks, as ranks of the world.
+        tag: The tag of the messages that it receives.
+        submit: Submits the receive from a source, and fills this object.
+        site: The user's line of code.
         args, kwargs: See :class:`HvdlabWork`.
     """
 
@@ -201,17 +208,17 @@ class AnySourceWork(HvdlabWork):
         super().__init__(*args, **kwargs)
         self._any_source, self._group, self._members, self._tag = any_source, group, tuple(members), tag
         self._submit, self._site = submit, site
-        #: Why no rank will send what it waits for; set once that is known.
+        #: Why no rank will send what it waits for; the control thread sets it when the coordinator says so.
         self._absent: Cause | None = None
-        #: Whether its source is known and it is submitted, or it has failed before.
+        #: Whether it was submitted, or has failed before that.
         self._begun = False
 
     def set_source(self, deliver: Deliver | None, source: int) -> None:
-        """It is a message of this rank of the group."""
+        """Set the sender's rank in the group, and the function that copies the result to the user's tensor; before submitting."""
         self._deliver, self._source = deliver, source
 
     def begin(self, source: int) -> None:
-        """There is a message of this rank. On a thread of its own."""
+        """Submit the receive from this rank, which has sent a message. Called on a thread of :func:`futures_threads`."""
         try:
             self._submit(self, source)
         except HvdlabError as error:
@@ -243,11 +250,11 @@ class AnySourceWork(HvdlabWork):
             self._engine.end_await(number)
 
     def still_waits(self) -> bool:
-        """Whether it has no source yet. Control thread."""
+        """Whether its source is not known yet. Control thread."""
         return self._any_source.waits(self._group, self._tag, self)
 
     def in_vain(self, cause: Cause) -> None:
-        """No rank will send any more. Control thread."""
+        """Fail the wait, since no rank will send any more; unless a source was found meanwhile. Control thread."""
         if self._any_source.remove(self._group, self._tag, self):
             with self._any_source.changed:
                 self._absent = cause
@@ -296,5 +303,5 @@ class AnySourceWork(HvdlabWork):
     def _wait_for_future(self) -> None:
         try:
             self.wait()
-        except HvdlabError:  # which the future raises
+        except HvdlabError:  # a wait that succeeds ends the future itself; _value() raises this error again
             self._end_future()

@@ -1,6 +1,6 @@
-"""What may be wrong with the arguments of an operation, as one rank sees it by itself.
+"""Checks of an operation's arguments that a rank can make by itself.
 
-The texts have the words of torch's own backends, so that code which looks for these finds them here, too.
+The errors use the words of torch's own backends, so that code that looks for these words in an error finds them here, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def listed(tensors: Any) -> Tensors:
 
 
 def single(operation: str, tensors: Any, which: str = "") -> torch.Tensor:
-    """The only tensor of a list, or the tensor itself. ``which`` is ``input`` or ``output`` where there are both."""
+    """The only tensor of a list, or the tensor itself; raises ``InvalidRequestError`` if there are several or none.
+
+    ``which`` is ``input`` or ``output``, for the error of an operation that has both.
+    """
     given = listed(tensors)
     if len(given) != 1:
         kind = f"{which} tensor list" if which else "tensor list"
@@ -38,7 +41,7 @@ def require_dense(tensor: torch.Tensor, operation: str) -> None:
 
 
 def require_member(operation: str, rank: int, size: int, which: str = "rank") -> int:
-    """A rank's number in its group, such as a root's."""
+    """A rank's number in its group, such as a root's; raises ``InvalidRequestError`` if the group has no such number."""
     if not 0 <= rank < size:
         raise InvalidRequestError(f"{operation}: invalid {which}: {rank}; the group has {size} ranks.")
     return rank
@@ -52,7 +55,10 @@ def require_tag(operation: str, tag: int) -> None:
 def require_outputs(
     operation: str, outputs: Sequence[torch.Tensor], given: torch.Tensor, rank: int, size: int
 ) -> None:
-    """One output of an all_gather for each rank; this rank's has to have the size of its input."""
+    """Raise ``InvalidRequestError`` unless an all_gather has one output for each rank, all of the input's dtype.
+
+    This rank's own output must have as many elements as its input; other ranks' inputs may have other sizes.
+    """
     if len(outputs) != size:
         raise InvalidRequestError(
             f"{operation}: invalid output tensor list at index 0 (expected length {size}, got {len(outputs)}): "
@@ -73,15 +79,18 @@ def require_outputs(
 def parts_of_root(
     operation: str, lists: Any, tensor: torch.Tensor, size: int, *, is_root: bool, which: str
 ) -> Tensors:
-    """The root's list of a gather or scatter, one tensor for each rank; empty elsewhere.
+    """The root's list of tensors for a gather or scatter, one for each rank; an empty list on other ranks.
 
     Args:
         operation: ``gather`` or ``scatter``.
-        lists: As given: the list in a list, or the list itself, or nothing.
-        tensor: The rank's own tensor, which the parts must be like in dtype.
+        lists: As torch's caller gave it: the list in a list, the list itself, or nothing.
+        tensor: The rank's own tensor, whose dtype the parts must have.
         size: Number of ranks.
         is_root: Whether this rank is the root.
-        which: ``output`` of a gather, ``input`` of a scatter.
+        which: ``output`` for a gather, ``input`` for a scatter.
+
+    Raises:
+        InvalidRequestError: The list is missing on the root or given elsewhere, or has another length or dtype.
     """
     given = list(lists) if lists else []
     if given and isinstance(given[0], (list, tuple)):
@@ -112,7 +121,10 @@ def parts_of_root(
 
 
 def split_rows(tensor: torch.Tensor, splits: Sequence[int] | None, which: str, size: int) -> list[int]:
-    """Rows of dimension 0 of an all_to_all_single for each member; ``which`` is ``input`` or ``output``."""
+    """How many rows (of dimension 0) of an all_to_all_single's tensor belong to each member; without splits, equally many.
+
+    ``which`` is ``input`` or ``output``. Raises ``InvalidRequestError`` if the splits do not fit the tensor and the group.
+    """
     rows = (tensor.shape or (1,))[0]
     if not splits:
         if rows % size:

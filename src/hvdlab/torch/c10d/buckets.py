@@ -1,15 +1,15 @@
-"""Which bucket of ``DistributedDataParallel`` an operation reduces, and whose gradients are in it.
+"""Which bucket of ``DistributedDataParallel`` an operation reduces, and which parameters' gradients are in it.
 
-DDP's reducer calls the group from C++ with nothing but a tensor, and holds its lock meanwhile, so that it can't be asked. All that is
-needed passes by, however:
+DDP's reducer calls the group from C++ with nothing but a tensor, and holds its lock meanwhile, so that this module can't ask it.
+But the group sees all that is needed:
 
 * The wrapper is on the stack when it compares and broadcasts the parameters of a model that is being wrapped, and when it makes its
   buckets anew.
-* The first buckets are made by a function of torch's, which gives the same again.
-* After the first pass the buckets are made anew, in the order in which gradients became ready. Rank 0 broadcasts them, so that all
-  ranks have the same: the index of each parameter, bucket by bucket, and then how many each bucket has.
-* The buckets of a pass are reduced in order, and a pass is one run of the autograd engine, which knows the parameter that it has come
-  to. Buckets keep their memory, too.
+* A function of torch's computes the first buckets, and computes the same ones when this module calls it again.
+* After the first pass DDP makes the buckets anew, in the order in which gradients became ready. Rank 0 broadcasts them, so that all
+  ranks have the same: first the index of each parameter, bucket by bucket, and then the number of parameters of each bucket.
+* DDP reduces the buckets of a pass in order. A pass is one run of the autograd engine, which knows the parameter whose gradient it
+  has just computed. And a bucket's tensor stays at the same address.
 
 A hook in Python (``register_comm_hook``) has the bucket itself on the stack.
 """
@@ -29,16 +29,17 @@ import torch.distributed as dist
 from torch.nn.parallel import distributed as torch_ddp
 
 _FRAMES = 6
-"""So many frames lie between the wrapper, or a hook that has a bucket, and an operation, at most."""
+"""The most frames that lie between an operation and the wrapper, or the hook that has a bucket."""
 _NAMED = 2
-"""Parameters of a bucket that are named; the others are counted."""
+"""Parameters of a bucket that errors name; they only count the others."""
 _WRAPPER_FILE = torch_ddp.__file__
 _BACKWARD = "_engine_run_backward"
 """The function of torch's that runs the autograd engine."""
 
 NESTED = -1
-"""A run within another one, as activation checkpoints begin it: it goes on with the pass that the outer one is."""
+"""Stands for a run of the engine within another one, as activation checkpoints begin it: it belongs to the outer run's pass."""
 _UNKNOWN = -2
+"""Stands for a pass of which no run but nested ones is known."""
 
 
 def bucket_text(index: int, names: Sequence[str]) -> str:
@@ -46,7 +47,7 @@ def bucket_text(index: int, names: Sequence[str]) -> str:
 
     Args:
         index: The bucket's number in its model, from 0 on, as torch's ``GradBucket`` has it.
-        names: Of its parameters.
+        names: The names of its parameters.
     """
     more = len(names) - _NAMED
     return f"DDP bucket {index}: {', '.join(names[:_NAMED])}" + (f" and {more} more" if more > 0 else "")
@@ -57,9 +58,9 @@ class Bucket:
     """Parameters whose gradients are reduced as one tensor.
 
     Attributes:
-        text: What errors call it.
+        text: The name by which errors call it.
         count: Number of elements of that tensor.
-        dtype: Theirs.
+        dtype: Their dtype.
     """
 
     text: str
@@ -72,11 +73,12 @@ class Layout:
     """The buckets of one reducer, and how far a pass has come.
 
     Attributes:
-        buckets: In the order in which they are reduced.
-        certain: Whether all of them are, in each pass; else only a bucket whose size is its own is known.
-        run: The run of the autograd engine that the pass is; unknown as long as only nested ones have reduced some.
-        next: Of that pass, the first bucket that was not reduced yet.
-        places: The bucket whose memory begins at an address.
+        buckets: The buckets in the order in which DDP reduces them.
+        certain: Whether DDP reduces all of them in each pass; if not, only a bucket of a size that no other has can be told.
+        run: The number of the autograd engine's run that is the present pass; unknown as long as only nested runs have reduced
+            buckets.
+        next: Index of the first bucket that this pass has not reduced yet.
+        places: The index of the bucket whose memory begins at an address.
     """
 
     buckets: Sequence[Bucket]
@@ -86,7 +88,7 @@ class Layout:
     places: dict[int, int] = field(default_factory=dict)
 
     def find(self, tensor: torch.Tensor, run: int) -> int | None:
-        """The bucket that this tensor is, if it can be one of them."""
+        """The index of the bucket that this tensor is; ``None`` if it is none of them, or can't be told."""
         count = tensor.numel()
         known = self.places.get(_address(tensor))
         if known is not None and self.buckets[known].count == count:
@@ -97,36 +99,36 @@ class Layout:
         return fits[0] if fits and (self.certain or len(fits) == 1) else None
 
     def reduced(self, index: int, tensor: torch.Tensor, run: int) -> None:
-        """This tensor was that bucket."""
+        """Remember that this run has reduced the bucket with this index, and that the tensor was its memory."""
         if run != NESTED:
             self.run = run
         elif self.next >= len(self.buckets):
             self.run = _UNKNOWN
         self.next = index + 1
-        # What a hook of torch's own has made of it, such as float16, is elsewhere the next time.
+        # A tensor that one of torch's own hooks has made of the bucket, such as one of float16, has another address the next time.
         if tensor.layout is torch.strided and tensor.dtype == self.buckets[index].dtype:
             self.places[_address(tensor)] = index
 
 
 class _Wrapper:
-    """What is known of one ``DistributedDataParallel``.
+    """The buckets and parameter names of one ``DistributedDataParallel``.
 
     Args:
-        wrapper: The wrapped model. It keeps what is known of it, and nothing here keeps it.
+        wrapper: The wrapped model. This object lives as long as the wrapper does, and does not keep it alive.
     """
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = weakref.ref(wrapper)
-        #: The reducer that the layout is of; ``agree`` makes another one.
+        #: The reducer whose buckets the layout describes; ``agree`` gives the wrapper another one.
         self._reducer: weakref.ref[Any] | None = None
         self._layout: Layout | None = None
-        #: What was broadcast as the buckets were made anew, until it is read.
+        #: The tensors that rank 0 broadcast when the buckets were made anew, until :meth:`layout` has read them.
         self._announced: list[torch.Tensor] = []
         self._parameters: list[torch.Tensor] = []
         self._names: dict[int, str] = {}
 
     def announce(self, tensor: torch.Tensor) -> None:
-        """One of the two tensors that say what the new buckets are. It has the values of rank 0 once the broadcast is over."""
+        """Keep one of the two tensors that describe the new buckets. It has the values of rank 0 once the broadcast is over."""
         if len(self._announced) >= 2:
             self._announced.clear()
         self._announced.append(tensor)
@@ -144,7 +146,7 @@ class _Wrapper:
         if reducer is None:
             return None
         if self._reducer is None or self._reducer() is not reducer:
-            if self._reducer is not None:  # those were another reducer's
+            if self._reducer is not None:  # the tensors described another reducer's buckets
                 self._announced.clear()
             self._reducer = weakref.ref(reducer)
             self._read_parameters()
@@ -162,7 +164,7 @@ class _Wrapper:
 
     @staticmethod
     def _first(wrapper: Any) -> list[list[int]]:
-        """The buckets before the first pass: what torch computes as the model is wrapped."""
+        """The buckets before the first pass, as lists of parameters' indices: those that torch computes when it wraps the model."""
         parameters, sparse = wrapper._build_params_for_reducer()
         settings = getattr(wrapper, "_bucket_config", None)
         if settings is not None:
@@ -183,7 +185,7 @@ class _Wrapper:
         for number, bucket in enumerate(indices):
             parameters = [self._parameters[index] for index in bucket]
             names = [self._names.get(id(parameter), "?") for parameter in parameters]
-            width = 2 if parameters[0].is_complex() else 1  # reduced as real and imaginary parts
+            width = 2 if parameters[0].is_complex() else 1  # real and imaginary parts
             count = width * sum(parameter.numel() for parameter in parameters)
             dtype = parameters[0].dtype.to_real() if width == 2 else parameters[0].dtype
             buckets.append(Bucket(bucket_text(number, names), count, dtype))
@@ -191,7 +193,7 @@ class _Wrapper:
 
 
 def _announced_buckets(indices: torch.Tensor, sizes: torch.Tensor, parameters: int) -> list[list[int]] | None:
-    """The buckets that were broadcast; ``None`` if that is not what these tensors are."""
+    """The buckets that two broadcast tensors describe; ``None`` if the tensors were something else."""
     order, counts = indices.tolist(), sizes.tolist()
     if len(order) != parameters + 1 or order[-1] != len(counts) or sum(counts) != parameters:
         return None
@@ -209,11 +211,11 @@ class Buckets:
         self._wrappers: weakref.WeakKeyDictionary[Any, _Wrapper] = weakref.WeakKeyDictionary()
 
     def see(self, tensor: torch.Tensor | None, caller: FrameType | None) -> None:
-        """The group was asked for an operation that a wrapper may have begun itself.
+        """Look for a wrapper on the stack of an operation, and remember it.
 
         Args:
-            tensor: Of a broadcast; ``None`` for other operations.
-            caller: The frame that called the group; ``None`` if none did.
+            tensor: The tensor of a broadcast; ``None`` for other operations.
+            caller: The frame that called the group; ``None`` if C++ called it, on a thread without Python frames.
         """
         frame = caller
         for _ in range(_FRAMES):
@@ -232,10 +234,10 @@ class Buckets:
             frame = frame.f_back
 
     def text_of(self, tensor: torch.Tensor | None, caller: FrameType | None) -> str:
-        """What errors call the bucket that is reduced, or communicated by a hook; empty if it is none, or none that is known.
+        """The name, for errors, of the bucket that an operation is for; empty if it is for none, or for one that can't be told.
 
         Args:
-            tensor: Of an all_reduce; ``None`` for other operations, which hooks alone call.
+            tensor: The tensor of an all_reduce; ``None`` for other operations, which only hooks call for a bucket.
             caller: As for :meth:`see`.
         """
         run = torch._C._current_graph_task_id()
@@ -247,11 +249,11 @@ class Buckets:
             return "" if tensor is None else self._in_pass(tensor, NESTED if _is_nested(caller) else run)
 
     def _in_pass(self, tensor: torch.Tensor, run: int) -> str:
-        """Of an operation that C++ has begun in a run of the autograd engine."""
-        if not (tensor.is_floating_point() or tensor.is_complex()):  # which parameters were used
+        """The text for an operation that DDP's reducer, in C++, has begun in a run of the autograd engine."""
+        if not (tensor.is_floating_point() or tensor.is_complex()):  # DDP's map of used parameters
             return ""
         wrappers, ready = list(self._wrappers.values()), _ready_parameter()
-        if ready is not None:  # the bucket's last, or one of a later bucket of the same model
+        if ready is not None:  # a parameter of this model: the bucket's last, or one of a later bucket
             wrappers = [known for known in wrappers if known.name_of(ready) is not None]
         layouts = [layout for known in wrappers if (layout := known.layout()) is not None]
         found = [(layout, index) for layout in layouts if (index := layout.find(tensor, run)) is not None]
@@ -264,7 +266,7 @@ class Buckets:
         return texts.pop() if len(texts) == 1 else ""
 
     def _in_hook(self, caller: FrameType) -> str:
-        """Of an operation that a hook of the user's, or of torch's, has begun with a bucket."""
+        """The text for an operation that a hook in Python, of the user's or of torch's, has begun with a bucket."""
         frame: FrameType | None = caller
         for _ in range(_FRAMES):
             if frame is None or frame.f_code.co_name == _BACKWARD:
@@ -288,7 +290,7 @@ def _ready_parameter() -> torch.Tensor | None:
 
 
 def _is_nested(frame: FrameType | None) -> bool:
-    """Whether the run of the autograd engine that this frame has begun is within another one."""
+    """Whether the run of the autograd engine that this frame has begun is within another run."""
     while frame is not None and (frame := frame.f_back) is not None:
         if frame.f_code.co_name == _BACKWARD:
             return True

@@ -1,7 +1,8 @@
-"""The operations of one group as they are submitted: their numbers, what they are called, and what is remembered of them.
+"""Submits the operations of one group: gives them numbers and names, and remembers them.
 
 All collectives of a group have *one* name in the core, the group's, and are anonymous: the coordinator compares the n-th
-call of each rank, and finds another operation, shape, dtype, root or operator at once. Messages have names of their own.
+calls of all ranks, and finds at once if a rank has called another operation, or one with another shape, dtype, root or operator.
+Messages have names of their own.
 """
 
 from __future__ import annotations
@@ -34,19 +35,23 @@ from hvdlab.torch.c10d.world import World
 _MAY_BE_SHIFTED = (
     CauseKind.CELL_ENDED, CauseKind.CELL_FAILED, CauseKind.DEADLOCK, CauseKind.TIMEOUT, CauseKind.WITHDRAWN,
 )  # fmt: skip
-"""Why an operation may have ended if a rank had skipped an earlier one."""
+"""The causes that an operation may end with because a rank has skipped an earlier one."""
 _WRAPPERS_BEGIN_WITH = ("broadcast", "all_gather")
-"""What ``DistributedDataParallel`` calls by itself, before it reduces gradients."""
+"""The operations that ``DistributedDataParallel`` calls itself before it reduces gradients."""
 
 _HOME = os.path.join(os.path.dirname(__file__), "")
 
 
 class Submission:
-    """Requests of one operation, and what is to be done with their results."""
+    """The requests of one operation, and where their results go.
+
+    Attributes:
+        requests: The requests for the core.
+        copies: For each request, what copies its result to the user's tensor; ``None`` if the core writes there itself.
+    """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        #: For each request what takes its result to the user's tensors.
         self.copies: list[Copy | None] = []
 
     def add(self, request: Request, copy: Copy | None = None) -> None:
@@ -54,7 +59,7 @@ class Submission:
         self.copies.append(copy)
 
     def deliver(self) -> Deliver | None:
-        """What takes all results to their places; ``None`` if they are there."""
+        """A function that runs all copies; ``None`` if there are none."""
         copies = self.copies
         if not any(copies):
             return None
@@ -71,18 +76,19 @@ class Calls:
     """The operations that this rank calls in one group.
 
     Args:
-        world: Where the group lives.
+        world: The world in which the group is.
         name: Torch's name of the group.
         members: The ranks of the world that are in it, by their numbers in the group.
-        seconds: Limit of each wait that gives none.
+        seconds: Limit of each wait that gives none, in seconds.
 
     Attributes:
-        engine, members, world, name: As above.
-        description: What the user calls the group, or torch's word for none.
+        engine: The rank's engine.
+        members, world, name: As above.
+        description: The name that the user gave the group, or torch's word for none.
         seconds: As above; may be changed.
         process_set: Id of the group's process set.
-        name_in_core: What the core calls the group's collectives.
-        counted_as: By which the ranks know the group in mail between them.
+        name_in_core: The core's name for the group's collectives.
+        counted_as: The group's name in mail between the ranks.
         sequence: How many operations this rank has called.
         closed: Whether the group takes no more operations.
     """
@@ -91,40 +97,41 @@ class Calls:
         self.world, self.engine, self.members = world, world.engine, tuple(members)
         self.name, self.description, self.seconds = name, "", seconds
         self.sequence, self.closed = 0, False
-        #: What recordings call operations.
+        #: The names of operations in recordings, by operation and part of the model.
         self._labels: dict[tuple[str, str], str] = {}
         self.process_set = world.process_set(members)
         self.name_in_core = world.name_in_core(name, self.members)
         self._epoch, self._processes = self._present()
-        # Ranks that were replaced have sent nothing yet, so a group that is made anew counts from the beginning.
+        # The store's space, which each init_process_group draws anew, is part of the name: ranks that were replaced have sent
+        # nothing yet, so a group that is made anew must count its messages from the beginning.
         space = world.store.space if world.store is not None else ""
         self.counted_as = f"{space}.{self.name_in_core}"
-        #: Operations whose futures C++ may wait for, without the GIL, so that Ctrl-C is not seen there.
+        #: Operations for whose futures C++ may wait, where Ctrl-C has no effect: :meth:`interrupted` gives them up.
         self._with_future: weakref.WeakSet[HvdlabWork] = weakref.WeakSet()
         #: The models that ``DistributedDataParallel`` reduces in this group.
         self._buckets = Buckets()
-        #: For each thread ``works``: what it has submitted since it began to coalesce, or ``None``.
+        #: ``works`` is, for each thread, what it has submitted since it began to coalesce; ``None`` if it does not coalesce.
         self._coalescing = threading.local()
 
     # -- the group's names and ranks ----------------------------------------------------------------------------------
 
     def rename(self, *, name: str | None = None, description: str | None = None) -> None:
-        """Torch or the user calls the group otherwise from now on."""
+        """Change torch's name of the group, or the user's description of it."""
         self.name = self.name if name is None else name
         self.description = self.description if description is None else description
         self._labels.clear()
 
     def __str__(self) -> str:
-        """What errors call the group."""
+        """The group's name in errors."""
         return name_of_group(self.name, self.description, self.members)
 
     def _present(self) -> tuple[int, tuple[object, ...]]:
-        """The world's epoch, and the processes that are the group's ranks in it."""
+        """The world's epoch, and the processes that are the group's ranks in this epoch."""
         epoch, processes = self.engine.processes()
         return epoch, tuple(process for process in processes if process[0] in self.members)
 
     def has_its_ranks(self) -> bool:
-        """Whether the processes that made the group are still its ranks: not if one was lost, or replaced."""
+        """Whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
         epoch, processes = self._present()
         if processes == self._processes:
             self._epoch = epoch
@@ -142,7 +149,7 @@ class Calls:
             )
 
     def close(self) -> None:
-        """Take no more operations. The process set stays, for groups of the same ranks."""
+        """Take no more operations. The process set stays, for later groups of the same ranks."""
         self.closed = True
         self.world.histories.forget(self.counted_as)
 
@@ -164,11 +171,18 @@ class Calls:
         Args:
             operation: Its name in torch.
             outputs: The user's output tensors.
-            submission: What the core is asked for.
-            name: The core's name for it, of a message; by default the group's, which all members call in one order.
-            source: The sender's number in the group, of a receive.
-            opts: Torch's options. If they say that the caller waits at once, that wait announces it, which is quicker.
-            inputs: What profilers show, if that is not the outputs.
+            submission: Its requests for the core.
+            name: The core's name for a message; by default the group's, for collectives, which all members call in one order.
+            source: The sender's number in the group, for a receive.
+            opts: Torch's options. If they say that the caller waits at once, it is that wait that announces the operation, which is
+                quicker.
+            inputs: The tensors that profilers show, if not the outputs.
+
+        Returns:
+            The operation in flight.
+
+        Raises:
+            InvalidRequestError: The group was destroyed or has lost ranks, or an argument is wrong. Nothing was sent.
         """
         self.require_usable(operation)
         part = self._part(operation, outputs)
@@ -194,7 +208,7 @@ class Calls:
             at_once = False
         site = call_site(2)
         self.begin(work, submission, name or self.name_in_core, site, at_once=at_once)
-        if name is None and work.handles:  # what all members call, in one order
+        if name is None and work.handles:  # a collective, which all members call in one order
             epoch = work.handles[0].epoch
             call = Call(self.sequence, operation, site + part.about, self.world.steps.taken)
             self.world.histories.add(self.counted_as, epoch, call)
@@ -211,23 +225,23 @@ class Calls:
         announce: bool = True,
         at_once: bool = False,
     ) -> None:
-        """Submit the requests of an operation that has its number."""
+        """Submit the requests of an operation that has its number already, and give ``work`` their handles."""
         for request in submission.requests:
             request.name, request.site, request.process_set = name, site, self.process_set
             request.anonymous = True
             work.handles.append(self.engine.submit(request, announce=announce, at_once=at_once))
 
     def start_coalescing(self) -> None:
-        """From now on to :meth:`end_coalescing` this thread's operations of the group make one work."""
+        """From now on, until :meth:`end_coalescing`, gather this thread's operations of the group into one work."""
         self._coalescing.works = []
 
     def end_coalescing(self) -> CoalescedWork:
-        """The operations since :meth:`start_coalescing`, as one work."""
+        """Stop gathering; returns the operations since :meth:`start_coalescing` as one work."""
         works, self._coalescing.works = self._coalescing.works, None
         return CoalescedWork(works)
 
     def interrupted(self) -> None:
-        """The user interrupts this rank: give up what C++ may be waiting for. On the control thread."""
+        """Give up the operations for which C++ may be waiting, since the user interrupts this rank. Control thread."""
         if self.closed:
             return
         for chosen in {work.process_set for work in list(self._with_future) if not work.is_ended()}:
@@ -243,15 +257,15 @@ class Calls:
     def _withdraw(self, process_set: int) -> None:
         self.engine.withdraw(f"rank {self.engine.rank} was interrupted", process_set, CauseKind.INTERRUPTED)
 
-    # -- what operations are called -----------------------------------------------------------------------------------
+    # -- the names of operations --------------------------------------------------------------------------------------
 
     def label(self, operation: str, part: Part = WHOLE) -> str:
-        """What errors call the next operation, which gets its number by that."""
+        """Give the next operation its number, and return its name for errors, such as ``all_reduce #17 of group dp``."""
         self.sequence += 1
         return f"{operation} #{self.sequence} of {self}{part.about}"
 
     def recorded_as(self, operation: str, part: Part = WHOLE) -> str:
-        """What recordings call an operation."""
+        """An operation's name in recordings."""
         label = self._labels.get((operation, part.name))
         if label is None:
             label = label_in_recordings(operation, self.name, self.description, self.members, part.name)
@@ -259,7 +273,7 @@ class Calls:
         return label
 
     def _part(self, operation: str, tensors: Any) -> Part:
-        """The part of a model that an operation is for."""
+        """The part of a model that an operation is for, as far as the stack and the tensors show it."""
         if module := sharded_module():
             return Part(module, f" for {module}")
         caller = _caller()
@@ -270,7 +284,7 @@ class Calls:
         return Part(bucket, f", {bucket}") if bucket else WHOLE
 
     def _explain(self, epoch: int, error: HvdlabError) -> str:
-        """Whether a rank has skipped an earlier call, if that may be why an operation could not complete."""
+        """A sentence on the rank that has skipped an earlier call, if this may be why an operation failed; else empty."""
         if isinstance(error, AbortedError) and error.cause.kind in _MAY_BE_SHIFTED:
             asked = error.pending.missing
         elif isinstance(error, MismatchError):
@@ -281,7 +295,7 @@ class Calls:
 
 
 def _caller() -> FrameType | None:
-    """The frame that called the group; ``None`` on a thread of C++."""
+    """The frame that called the group; ``None`` if C++ called it, on a thread without Python frames."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HOME):
         frame = frame.f_back

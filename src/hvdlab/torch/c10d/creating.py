@@ -1,4 +1,4 @@
-"""Makes a process group when torch asks for one."""
+"""Makes a process group when torch calls for one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from hvdlab.torch.c10d.world import current_world, world_of_group
 
 
 def create(options: Any) -> HvdlabProcessGroup:
-    """A process group; only its members come here, and they wait for each other.
+    """Make a process group. Torch calls this on the group's members only, which wait for each other here.
 
     Args:
-        options: Torch's: ``store``, ``group_rank``, ``group_size``, ``timeout``, ``group_id`` and
+        options: Torch's options: ``store``, ``group_rank``, ``group_size``, ``timeout``, ``group_id`` and
             ``global_ranks_in_group``, which is empty for the default group.
+
+    Raises:
+        InvalidRequestError: The default group has another rank or size than hvdlab's world.
+        StartError, AbortedError: There is no coordinator, or a rank that is needed did not answer, died or failed.
     """
     members = tuple(options.global_ranks_in_group)
     rank, size = options.group_rank, options.group_size

@@ -1,7 +1,7 @@
 """The process group: torch's collectives as requests of the core.
 
-Tensors that the core can read and write where they are need no copy; all others, and dtypes that it does not know, go by a copy or
-as bytes.
+The core reads and writes contiguous tensors of the host where they are. It works on copies of all others, and moves dtypes that it
+does not know as bytes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _BITWISE: tuple[tuple[Any, str, Callable[[torch.Tensor, torch.Tensor], torch.Ten
     (_Types.BXOR, "BXOR", torch.bitwise_xor),
 )
 _OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
-"""Of truth values a sum is *any* and a product *all*, as NCCL has it."""
+"""The sum of truth values is *any* and their product *all*, as with NCCL."""
 _LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE)
 _T = TypeVar("_T")
 
@@ -79,11 +79,11 @@ _ProcessGroup: Any = dist.ProcessGroup
 class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group on hvdlab's core. Made by ``dist.init_process_group("hvdlab")`` and ``dist.new_group``.
 
-    Every failure is one of hvdlab's errors, on all ranks, and the group can be used afterwards. ``abort`` gives up what is
+    A failure raises one of hvdlab's errors on all ranks, and the group can be used afterwards. ``abort`` gives up what is
     in flight, and does not end the group.
 
     Args:
-        world: Where it lives.
+        world: The world in which the group is.
         rank: This rank's number in the group.
         size: Number of ranks.
         name: Torch's name of the group.
@@ -97,14 +97,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._calls = Calls(world, name, members, timeout.total_seconds())
         self._engine, self._members = world.engine, self._calls.members
-        #: The members' numbers in the group, in the order of the core, which is that of the ranks; empty if they are the same.
+        #: The members' numbers in the group in the order of the core, which sorts members by rank; empty if the orders are equal.
         self._order = sorted(range(size), key=lambda member: members[member])
         if self._order == list(range(size)):
             self._order = []
         self._messages = Messages(self._calls, rank)
         world.with_futures.add(self._calls)
 
-    # -- what torch asks about it -------------------------------------------------------------------------------------
+    # -- what torch asks of the group ---------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "hvdlab"
@@ -134,7 +134,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> HvdlabProcessGroup:
-        """The group itself: it is its only backend, for tensors of all devices."""
+        """The group itself, which is its only backend, for tensors of all devices."""
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -150,23 +150,23 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._engine.withdraw(f"rank {self._engine.rank} called abort()", self._calls.process_set)
 
     def shutdown(self) -> None:
-        """Take no more operations. The process set stays, for groups of the same ranks."""
+        """Take no more operations. The process set stays, for later groups of the same ranks."""
         self._calls.close()
 
     def has_its_ranks(self) -> bool:
-        """Whether the processes that made the group are still its ranks: not if one was lost, or replaced."""
+        """Whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
         return self._calls.has_its_ranks()
 
     def _start_coalescing(self, device: object = None) -> None:
-        """From now on to :meth:`_end_coalescing` this thread's operations of the group make one work. Torch's manager calls both."""
+        """From now on, until :meth:`_end_coalescing`, gather this thread's operations. Torch's ``_coalescing_manager`` calls both."""
         self._calls.start_coalescing()
 
     def _end_coalescing(self, device: object = None) -> CoalescedWork:
-        """The operations since :meth:`_start_coalescing`, as one work."""
+        """Stop gathering; returns the operations since :meth:`_start_coalescing` as one work."""
         return self._calls.end_coalescing()
 
     def _root(self, operation: str, opts: Any) -> int:
-        """The root's number in the group: torch gives it in an object of options, or as a number."""
+        """The root's number in the group, which torch passes in an object of options, or as a number."""
         root = 0 if opts is None else int(getattr(opts, "rootRank", opts))
         require_member(operation, getattr(opts, "rootTensor", 0), 1, "root tensor")
         return require_member(operation, root, self.size(), "root rank")
@@ -190,7 +190,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: Any, opts: Any) -> HvdlabWork:
         tensor, submission, operator = single("reduce", tensors), Submission(), _operator(opts)
         is_root = self._root("reduce", opts) == self.rank()
-        # Only the root's tensor changes.
+        # The core reduces on all ranks; on all but the root into a copy, since only the root's tensor may change.
         self._add_allreduce(submission, tensor if is_root else tensor.detach().clone(), operator)
         return self._calls.submit("reduce", [tensor], submission, opts=opts)
 
@@ -208,7 +208,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission.add(request, copy)
 
     def _add_sparse(self, submission: Submission, tensor: torch.Tensor, operator: Any) -> None:
-        """Gather all indices and values, and add up what has the same index. The result is coalesced."""
+        """Gather all indices and values, and add up values with the same index. The result is coalesced."""
         if not any(operator == one for one in (_Types.SUM, _Types.AVG)):
             raise UnsupportedError("all_reduce of sparse tensors only works with ReduceOp.SUM and AVG.")
         own = tensor.detach().cpu().coalesce()
@@ -237,7 +237,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @staticmethod
     def _add_rows(submission: Submission, part: torch.Tensor) -> list[torch.Tensor]:
-        """Gather tensors of which each rank has as many rows as it likes; the list has the result, once it is there."""
+        """Gather a tensor of which each rank may have any number of rows; the returned list gets the result when it is there."""
         landing: list[torch.Tensor] = []
 
         def allocate(shape: tuple[int, ...]) -> npt.NDArray[Any]:
@@ -256,7 +256,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         name: str,
         fold: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
-        """No plane has the bitwise operators: gather, and fold here."""
+        """Reduce by a bitwise operator, which no data plane has: gather all tensors and combine them on each rank."""
         if tensor.is_floating_point() or tensor.is_complex():
             raise UnsupportedError(
                 f"Cannot use ReduceOp.{name} with non-integral dtype {tensor.dtype}: it takes integers and bool."
@@ -313,7 +313,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @staticmethod
     def _then_copy(submission: Submission, part: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
-        """After the last request, and what it has to copy, copy a part of the result to ``output``."""
+        """When the last request is done and its own copy is made, copy a part of the result to ``output``."""
         before = submission.copies[-1]
 
         def copy(result: Result) -> None:
@@ -339,14 +339,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             flat = torch.cat([part.detach().reshape(-1) for part in parts])
             if len(set(counts)) == 1:
                 self._add_reduce_scatter(submission, output, flat, operator)
-            else:  # the core splits evenly
+            else:  # the core's reducescatter splits evenly, so reduce everything and keep this rank's part
                 start = sum(counts[: self.rank()])
                 self._add_allreduce(submission, flat, operator)
                 part = flat[start : start + output.numel()]
                 self._then_copy(submission, lambda part=part: part, output)  # type: ignore[misc]
         return self._calls.submit("reduce_scatter", list(outputs), submission, opts=opts, inputs=lists)
 
-    # -- what only moves data -----------------------------------------------------------------------------------------
+    # -- operations that only move data -------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None) -> HvdlabWork:
         tensor, submission = single("broadcast", tensors), Submission()
@@ -375,13 +375,13 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.submit("all_gather", list(outputs), submission, opts=opts, inputs=inputs)
 
     def _copy_rows(self, rows: torch.Tensor, output: torch.Tensor, result: Result) -> None:
-        """Rows that came in the order of the ranks, in the order of the group."""
+        """Copy rows that came in the core's order to the output, in the group's order."""
         ordered = torch.empty_like(rows)
         ordered[self._order] = rows
         output.detach().copy_(ordered.view(output.shape))
 
     def _ordered(self, of_members: Sequence[_T]) -> Sequence[_T]:
-        """What there is for each member, in the order of the core; what is not for each member is left as it is."""
+        """A list with an entry for each member, in the core's order; a list of another length is returned as it is."""
         return (
             [of_members[member] for member in self._order]
             if self._order and len(of_members) == len(self._order)
@@ -393,7 +393,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission: Submission, given: torch.Tensor, into: npt.NDArray[Any], copy: Copy | None
     ) -> None:
         require_dense(given, "all_gather")
-        # As one row, so that ranks with tensors of other sizes disagree.
+        # As one row, so that the coordinator finds ranks whose tensors have other sizes: other numbers of rows it would allow.
         source = array_of(plain_of(given)).reshape(1, -1)
         submission.add(
             Request(
@@ -447,7 +447,16 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         receives: Sequence[int] | None = None,
         root: int = -1,
     ) -> None:
-        """One alltoall of the core: ``sends`` elements of the inputs, one behind the other, to each member."""
+        """Add one alltoall of the core.
+
+        Args:
+            submission: Gets the request.
+            outputs: The tensors for the received elements, which fill one after the other.
+            inputs: The tensors that are sent, one behind the other.
+            sends: How many elements go to each member.
+            receives: How many elements come from each member; by default an output for each.
+            root: The rank of the world that a gather or scatter names, so that ranks with different roots disagree.
+        """
         inputs, outputs, sends = self._ordered(inputs), self._ordered(outputs), self._ordered(sends)
         receives = None if receives is None else self._ordered(receives)
         tensors = (*inputs, *outputs)
@@ -510,7 +519,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.submit("all_to_all", [output], submission, opts=opts, inputs=given)
 
     def _elements(self, tensor: torch.Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
-        """Elements for each member, from rows of dimension 0."""
+        """How many elements of a tensor belong to each member, from splits in rows of dimension 0."""
         return [
             count * math.prod(tensor.shape[1:]) for count in split_rows(tensor, splits, which, self.size())
         ]
@@ -539,14 +548,14 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.submit("barrier", [], submission, opts=opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that waits no longer than this, by default the group's timeout.
+        """A barrier with a limit.
 
         Args:
-            timeout: Limit of the wait.
+            timeout: Limit of the wait; by default the group's timeout.
             wait_all_ranks: Has no effect: an error always names all ranks that are missing.
 
         Raises:
-            AbortedError: A rank did not come in time; on all ranks that wait. The group goes on.
+            AbortedError: A rank did not come in time; raised on all ranks that wait. The group goes on.
         """
         submission = Submission()
         submission.add(Request(OpKind.BARRIER))
@@ -563,7 +572,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: Any, tag: int = 0) -> HvdlabWork:
         return self._messages.receive_from_any(tensors, tag)
 
-    # Names of torch before 2.13.
+    # The names by which torch before 2.13 calls these.
     _allgather_base, _reduce_scatter_base, alltoall_base = (
         all_gather_single,
         reduce_scatter_single,
@@ -574,13 +583,13 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _operator(opts: Any) -> Any:
-    """The reduction operator, which comes in the same ways."""
+    """The reduction operator, which torch passes in an object of options or by itself; the sum if there is none."""
     found = getattr(opts, "reduceOp", opts)
     return found if isinstance(found, (dist.ReduceOp, _Types)) else dist.ReduceOp.SUM
 
 
 def _set_operator(request: Request, operator: Any, tensor: torch.Tensor) -> None:
-    """Put c10d's operator into a reduction. Raises ``UnsupportedError`` if there is none for this dtype."""
+    """Set a reduction's operator to c10d's. Raises ``UnsupportedError`` if the core has none such for the tensor's dtype."""
     found = next(((name, op) for number, name, op in _OPERATORS if operator == number), None)
     if found is None:
         raise UnsupportedError(f"{request.kind.label} with {operator} does not exist in hvdlab.")

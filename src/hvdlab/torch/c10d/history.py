@@ -1,9 +1,9 @@
-"""The last calls of each group: when one can't complete, whether a rank has skipped a call that is like the next one.
+"""The last calls of each group, to find out whether a call can't complete because a rank has skipped an earlier one.
 
-The coordinator compares what ranks ask for, and calls of one kind, shape and dtype are alike: a rank that skips one meets the
-others' calls with its later ones, and is found out only when it makes no more. So each rank remembers the lines of its last calls,
-and how many steps its optimizers had taken by then: all calls of DDP's backward pass come from one line.
-A rank whose call can't complete asks the ranks that are missing for theirs, and compares.
+The coordinator can't tell two calls of one kind, shape and dtype apart: if a rank skips one, its later calls are matched with the
+others' earlier ones, and nothing fails before that rank makes no more calls. So each rank remembers the lines of its last calls,
+and how many steps its optimizers had taken by then, since all calls of DDP's backward pass come from one line. A rank whose call
+can't complete asks the missing ranks for their last calls, and compares.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from hvdlab.collectives.visible import visible
 KEPT = 64
 """Calls of each group that a rank remembers."""
 MOST_SKIPPED = 8
-"""Calls that a rank may have skipped, to be found."""
+"""The most skipped calls that are searched for."""
 LEAST_ALIKE = 2
-"""Calls that have to be alike behind the skipped ones: fewer prove nothing."""
+"""How many calls behind the skipped ones have to be alike: fewer prove nothing."""
 PATIENCE = 0.5
-"""Seconds that others have to answer."""
+"""Seconds that the other ranks have to answer."""
 
 _TOPIC = "c10d.history"
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """One call: its number in the rank's errors, its name and the user's line.
+    """One call of a rank.
 
     Attributes:
-        number, operation, site: As above; the site says for which part of a model it is, too.
+        number: Its number in the rank's errors.
+        operation: Its name in torch.
+        site: The user's line of code, and the part of a model that it is for.
         step: Steps that the rank's optimizers had taken before it.
     """
 
@@ -51,7 +53,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank remembers of a group in one epoch; or, if it ``asks``, what it wants to know.
+    """Mail between ranks: the last calls of a group in one epoch; with ``asks``, a request for these.
 
     ``first`` is how many calls of this epoch came before ``calls``.
     """
@@ -64,11 +66,11 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shift(msgspec.Struct, frozen=True):
-    """Since when two ranks' calls are not the same.
+    """The first difference between two ranks' calls.
 
     Attributes:
-        own, other: Where they differ first, on each side.
-        skipped: How many calls the other rank has skipped; negative if this one has.
+        own, other: The first calls that differ, of this rank and of the other.
+        skipped: How many calls the other rank has skipped; negative if this rank has.
     """
 
     own: Call
@@ -76,7 +78,7 @@ class Shift(msgspec.Struct, frozen=True):
     skipped: int
 
     def told(self, rank: int, own: int) -> str:
-        """In words. ``rank`` is the other one, ``own`` the one that compares."""
+        """In words. ``rank`` is the other rank, ``own`` the rank that compares."""
         count = abs(self.skipped)
         calls = "a call" if count == 1 else f"{count} calls"
         who, missed, instead, whom = (
@@ -89,9 +91,12 @@ class Shift(msgspec.Struct, frozen=True):
 
 
 def find_shift(own: Said, other: Said) -> Shift | None:
-    """Whether one rank has skipped calls, as far as both remember: from some call on, its calls are those that the other makes later.
+    """Find out whether one rank has skipped calls: whether, from some call on, its calls are those that the other makes later.
 
     Lines that differ for another reason, such as those of a root and of other ranks, are no shift.
+
+    Returns:
+        The shift; ``None`` if there is none in what both ranks remember.
     """
     first = max(own.first, other.first)
     ours, theirs = own.calls[first - own.first :], other.calls[first - other.first :]
@@ -100,7 +105,8 @@ def find_shift(own: Said, other: Said) -> Shift | None:
     )
     if not at:
         return None
-    # Where one side's extra calls look like the other's lack of some, what makes more calls alike is what has happened.
+    # Calls that one rank skipped can look like extra calls of the other, and the other way round: the explanation that makes more
+    # of the later calls alike is chosen.
     best, skipped = LEAST_ALIKE - 1, 0
     for count in range(1, MOST_SKIPPED + 1):
         for of_other, alike in (
@@ -113,11 +119,11 @@ def find_shift(own: Said, other: Said) -> Shift | None:
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """Since when two ranks make one call in different steps.
+    """The first call that two ranks made in different steps of their optimizers.
 
     Attributes:
-        own, other: The first call that they made in different steps, on each side.
-        ahead: How many more steps the other rank had taken than this one by then, beside what it had before; never 0.
+        own, other: The call, as this rank and as the other made it.
+        ahead: By how many steps the other rank's lead over this one had grown by then; negative if it had shrunk, never 0.
     """
 
     own: Call
@@ -125,7 +131,7 @@ class Drift(msgspec.Struct, frozen=True):
     ahead: int
 
     def told(self, rank: int, own: int) -> str:
-        """In words. ``rank`` is the other one, ``own`` the one that compares."""
+        """In words. ``rank`` is the other rank, ``own`` the rank that compares."""
         who = rank if self.ahead > 0 else own
         return (
             f"rank {own} made {self.own} after {_steps(self.own.step)} of its optimizers, and rank {rank} made it after "
@@ -138,9 +144,13 @@ def _steps(count: int) -> str:
 
 
 def find_drift(own: Said, other: Said) -> Drift | None:
-    """Whether two ranks' calls come from different steps since some call, as far as both remember.
+    """Find out whether, from some call on, two ranks made their calls in different steps.
 
-    Optimizers that only some ranks have make a difference, too, but one that comes and goes, or that was there before, is none.
+    Optimizers that only some ranks have make the counts differ, too. So a difference that was there at the first call that both
+    remember does not count, nor one that comes and goes.
+
+    Returns:
+        The drift; ``None`` if there is none in what both ranks remember.
     """
     first = max(own.first, other.first)
     pairs = list(zip(own.calls[first - own.first :], other.calls[first - other.first :], strict=False))
@@ -153,13 +163,13 @@ def find_drift(own: Said, other: Said) -> Drift | None:
 
 
 def _alike(some: Sequence[Call], others: Sequence[Call]) -> int:
-    """How many calls are alike, if all are that there are on both sides."""
+    """The number of pairs of calls, if both calls of every pair are alike; else 0."""
     pairs = list(zip(some, others, strict=False))
     return len(pairs) if all(one.is_like(other) for one, other in pairs) else 0
 
 
 class _Record:
-    """Calls of one group in its present epoch."""
+    """The last calls of one group in its present epoch, and the count of all."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch, self.count = epoch, 0
@@ -167,7 +177,7 @@ class _Record:
 
 
 class Histories:
-    """The last calls of all groups of this rank. One for each engine.
+    """The last calls of all groups of this rank. One object for each engine.
 
     Args:
         engine: The rank's engine.
@@ -177,12 +187,12 @@ class Histories:
         self._engine = engine
         self._changed = threading.Condition()
         self._records: dict[str, _Record] = {}
-        #: What others have answered, by group, epoch and rank, as long as somebody waits for it.
+        #: The answers of other ranks, by group and epoch and then by rank, as long as a thread waits for them.
         self._answers: dict[tuple[str, int], dict[int, Said]] = {}
         engine.on_mail(_TOPIC, self._on_mail)
 
     def add(self, group: str, epoch: int, call: Call) -> None:
-        """A call was submitted in this epoch of the group's process set."""
+        """Remember a call that was submitted in this epoch of the group's process set."""
         with self._changed:
             record = self._records.get(group)
             if record is None or record.epoch != epoch:
@@ -191,14 +201,15 @@ class Histories:
             record.calls.append(call)
 
     def forget(self, group: str) -> None:
-        """The group is gone."""
+        """Forget the calls of a group that is gone."""
         with self._changed:
             self._records.pop(group, None)
 
     def explain(self, group: str, epoch: int, missing: Sequence[int]) -> str:
-        """Ask ranks for what they remember of an epoch; which of them has skipped calls, or this one has, in a sentence.
+        """Ask the missing ranks for their calls in this epoch, and say which rank, of these or this one, has skipped calls.
 
-        Empty if none has, as far as they answer within :data:`PATIENCE`.
+        Returns:
+            A sentence; empty if no rank has, as far as the ranks answer within :data:`PATIENCE`.
         """
         own = self._said(group, epoch)
         others = [rank for rank in missing if rank != self._engine.rank and rank in self._engine.living]
@@ -229,7 +240,7 @@ class Histories:
             return Said(group, epoch, record.count - len(record.calls), tuple(record.calls))
 
     def _on_mail(self, sender: int, body: bytes) -> None:
-        """Control thread."""
+        """Handle another rank's request for calls, or its answer. Control thread."""
         said = msgspec.msgpack.decode(body, type=Said)
         if said.asks:
             answer = self._said(said.group, said.epoch)

@@ -1,7 +1,7 @@
 """Messages between two ranks of a group: send, receive, and receive from any rank.
 
-A message is matched between its two ranks alone, and no other rank hears of it. Those of one direction and tag come in the order in which
-they are sent.
+Only the two ranks of a message submit it, and no other rank hears of it. Messages of one direction and tag arrive in the order in
+which they are sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvdlab.torch.c10d.work import HvdlabWork
 
 
 class Messages:
-    """What one rank sends to the others of a group, and receives from them. Ranks are numbers in the group.
+    """Sends and receives one rank's messages in a group. Ranks are numbers in the group.
 
     Args:
         calls: The group's operations.
@@ -36,24 +36,24 @@ class Messages:
         self._members, self._any_source = calls.members, calls.world.any_source
 
     def send(self, tensors: Any, target: int, tag: int) -> HvdlabWork:
-        """Send one tensor, which must not change until the message was received."""
+        """Send one tensor, which must not change until the message has been received."""
         self._require_other("send", target, tag)
         work = self._submit("send", [single("send", tensors)], self._rank, target, tag)
         self._count(self._any_source.sends, work, target, tag)
         return work
 
     def receive(self, tensors: Any, source: int, tag: int) -> HvdlabWork:
-        """Receive the next message of a rank that has this tag into a tensor."""
+        """Receive the next message with this tag from a rank, into a tensor."""
         self._require_other("recv", source, tag)
         given = [single("recv", tensors)]
-        # Counted first: what is submitted from now on takes the message after this one.
+        # Count before submitting: a receive from any source that is matched meanwhile must get the message after this one.
         self._any_source.receives(self._calls.counted_as, self._members[source], tag)
         work = self._submit("recv", given, source, self._rank, tag)
         self._count(self._any_source.receives, work, source, tag, counted=True)
         return work
 
     def receive_from_any(self, tensors: Any, tag: int) -> AnySourceWork:
-        """Receive the next message with this tag of any rank; ``source_rank`` says of which, once it is there."""
+        """Receive the next message with this tag from any rank; the work's ``source_rank()`` says which, once it is there."""
         calls = self._calls
         calls.require_usable("recv")
         require_tag("recv", tag)
@@ -103,7 +103,7 @@ class Messages:
         *,
         counted: bool = False,
     ) -> None:
-        """Let receives from any source know of a message; one that is given up does not count."""
+        """Count a message for receives from any source, unless ``counted`` already; if it fails, discount it."""
         group, rank = self._calls.counted_as, self._members[other]
         if not counted:
             count(group, rank, tag, 1)
@@ -134,5 +134,5 @@ class Messages:
         return submission
 
     def _name(self, source: int, target: int, tag: int) -> str:
-        """What the core calls messages of one direction and tag."""
+        """The core's name for messages of one direction and tag."""
         return f"{self._calls.name_in_core}.{source}>{target}.{tag}"

@@ -1,4 +1,4 @@
-"""What an operation of a process group is called in errors: ``all_reduce #17 of group dp``."""
+"""The names of a process group's operations in errors and recordings, such as ``all_reduce #17 of group dp``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNNAMED = ("", "undefined")
 _PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _PARAM_GROUP_FILE = os.path.join("_fully_shard", "_fsdp_param_group.py")
 _FRAMES = 20
-"""So many frames lie between a collective of ``fully_shard`` and the object that knows the module, at most."""
+"""The most frames that lie between a collective of ``fully_shard`` and the object that knows the module."""
 _HASH = re.compile("[0-9a-f]{40}")
 
 
@@ -24,8 +24,8 @@ class Part(NamedTuple):
     """The part of a model that an operation is for.
 
     Attributes:
-        name: What recordings call it, such as ``layers.3``.
-        about: What errors and stall lines say behind the operation, such as `` for layers.3``.
+        name: Its name in recordings, such as ``layers.3``.
+        about: What errors and stall lines add to the operation's name, such as `` for layers.3``.
     """
 
     name: str = ""
@@ -33,23 +33,23 @@ class Part(NamedTuple):
 
 
 WHOLE = Part()
-"""What is for no part of a model that is known."""
+"""Of an operation that is for no known part of a model."""
 
 
 def is_local(name: str) -> bool:
-    """Whether torch made this name for a group that its members make alone: it is a hash, which differs between them.
+    """Whether torch made this name for a group that only its members make: a hash, which may differ from member to member.
 
-    Part of what is hashed is how many groups the process has.
+    It differs because torch also hashes how many groups the process has.
     """
     return _HASH.fullmatch(name) is not None
 
 
 def name_of_group(name: str, description: str, members: Sequence[int]) -> str:
-    """How users know a group: by the description that they gave it, else by torch's name or its ranks.
+    """A group's name for users: the description that they gave it, else torch's name, or its ranks if that is a hash.
 
     Args:
         name: Torch's name, such as ``0``.
-        description: What was given as ``group_desc=``, or torch's word for none.
+        description: The user's ``group_desc=``, or torch's word for none.
         members: Its ranks.
     """
     if description not in _UNNAMED:
@@ -60,12 +60,12 @@ def name_of_group(name: str, description: str, members: Sequence[int]) -> str:
 def label_in_recordings(
     operation: str, name: str, description: str, members: Sequence[int], part: str = ""
 ) -> str:
-    """What timelines and traces call an operation: ``default_pg.all_reduce``, ``ranks 0-1.all_gather layers.3``.
+    """An operation's name in timelines and traces: ``default_pg.all_reduce``, ``ranks 0-1.all_gather layers.3``.
 
     Args:
         operation: Its name in torch.
-        name, description, members: Of the group, as for :func:`name_of_group`.
-        part: The part of a model that it is for, if it is known.
+        name, description, members: Those of the group, as for :func:`name_of_group`.
+        part: The part of a model that it is for, if that is known.
     """
     group = name_of_group(name, description, members).removeprefix("group ").removeprefix("of ")
     return f"{group}.{operation} {part}".rstrip()
@@ -95,12 +95,12 @@ def renamed(error: Exception, operation: str, why: str = "", about: str = "") ->
 
     Args:
         error: As a handle raised it. Errors that name no collective are returned as they are.
-        operation: Such as ``all_reduce #17 of group dp``. The number is that of the rank that the error is raised on.
-        why: What else is known of it, in a sentence.
-        about: The part of a model that the operation names already, so that the line of the call need not.
+        operation: Its name, such as ``all_reduce #17 of group dp``. The number is counted by the rank on which the error is raised.
+        why: What else is known of the error's cause, in a sentence.
+        about: The part of a model that ``operation`` ends with; it is taken off the call sites, where it would stand again.
     """
     if type(error) is AbortedError:
-        # A name of this form is not shown beside the kind.
+        # With a name that ends so, the error's text shows only the collective.
         sites = {rank: site.removesuffix(about) for rank, site in error.pending.sites.items()}
         pending = dataclasses.replace(
             error.pending, collective=operation, name=f"{operation}.noname", sites=sites

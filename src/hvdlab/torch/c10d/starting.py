@@ -1,7 +1,7 @@
-"""``dist.init_process_group`` in a pool and under ``hvdlab run``: the ranks meet in the world that there is.
+"""``dist.init_process_group`` in a pool and under ``hvdlab run``: the ranks meet in the world that is already there.
 
-They meet by a collective, so that whatever ends a collective ends this: a rank that fails or ends without coming, or dies, is
-named, and an interrupt is seen at once.
+They meet by a collective, so that whatever ends a collective ends this wait, too: an error names a rank that fails, ends its cell or
+dies without coming, and Ctrl-C has an effect at once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from hvdlab.torch.c10d.world import World, has_coordinator, require_whole_world
 from hvdlab.torch_backend import NAME
 
 _SPACE_BYTES = 16
+"""Random bytes from which the name of a store's space is made."""
 
 
 def init_process_group(original: Any, *args: Any, **kwargs: Any) -> None:
-    """What ``dist.init_process_group`` does where there may be a world.
+    """Takes the place of ``dist.init_process_group`` in a process that may be a rank of hvdlab's world.
 
     Args:
-        original: Torch's own. It does all there is to do, unless a group of ours is to be made and no store was named.
+        original: Torch's own function. It does everything by itself, unless hvdlab makes the group and the user named no store.
         args, kwargs: Its arguments.
 
     Raises:
@@ -62,7 +63,7 @@ def init_process_group(original: Any, *args: Any, **kwargs: Any) -> None:
     engine = context.init()
     require_whole_world(engine, given.get("rank", -1), given.get("world_size", -1))
     timeout = given.get("timeout") or dist.distributed_c10d.default_pg_timeout
-    world = context.companion(World)  # before others can send to it
+    world = context.companion(World)  # before the ranks meet: after that, others may send mail to it
     space = _met(engine, timeout)
     ranks = engine.ranks()
     world.store = HvdlabStore(world.link, space, ranks, timeout)
@@ -77,14 +78,17 @@ def _is_ours(given: dict[str, Any]) -> bool:
 
 
 def _is_wanted_for_cpu() -> bool:
-    """Whether groups for CPU tensors are to be ours: where there are accelerators, torch's default is for their tensors, too."""
+    """Whether the user wants hvdlab's groups in place of Gloo's, by ``HVDLAB_C10D=1``.
+
+    Not on a machine with an accelerator, where torch's default group is for the accelerator's tensors, too.
+    """
     return os.environ.get("HVDLAB_C10D", "0") == "1" and torch.accelerator.current_accelerator() is None
 
 
 def _stays() -> bool:
-    """Say what is with the default group that there is: it stays if its ranks are still the same processes.
+    """Whether the present default group stays, because its ranks are still the same processes; the first rank prints which.
 
-    Else it is ended here, with all that were made of it.
+    If it does not stay, end it here, with all groups that were made from it. A group that is not hvdlab's is left alone.
     """
     group: Any = dist.group.WORLD
     if not isinstance(group, HvdlabProcessGroup):
@@ -108,7 +112,7 @@ def _stays() -> bool:
 
 
 def _met(engine: Engine, timeout: timedelta) -> str:
-    """Wait for all ranks; what the values that belong to this meeting are known by."""
+    """Wait for all ranks; returns the name of the store's space for this default group, which the first rank draws at random."""
     space = np.frombuffer(os.urandom(_SPACE_BYTES), np.uint8).copy()
     request = Request(
         OpKind.BROADCAST,

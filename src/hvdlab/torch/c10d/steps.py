@@ -1,4 +1,4 @@
-"""How many steps this process's optimizers have taken."""
+"""Counts the steps that this process's optimizers take."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Steps:
-    """Counts them from now on, all optimizers together, by a hook that torch has for observers.
+    """Counts the steps of all optimizers together from now on, by torch's global hook.
 
-    Steps that ``torch.compile`` has compiled are not counted: they would be compiled again for each count.
+    Steps that ``torch.compile`` compiles are not counted: the count would be a constant in the compiled code, which torch would
+    compile again each time that it has changed.
 
     Attributes:
         taken: The count.

@@ -1,6 +1,6 @@
-"""Torch's store over the coordinator: rank 0 keeps the values, and the ranks' control threads carry what is asked.
+"""Torch's store over the coordinator: the group's first rank keeps the values, and the ranks' control threads carry the mail.
 
-Nobody connects to anything, and no wait is in C++: an interrupt ends it, and so does the end of any rank.
+It needs no further connections, and no thread waits in C++: Ctrl-C ends a wait, and so does the end of any rank.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, NotInitial
 
 _ASK, _ANSWER = "c10d.store.ask", "c10d.store.answer"
 _REMEMBERED = 256
+"""Answers to each rank that the keeper remembers, for asks that come again."""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank wants of the values.
+    """A rank's request to the rank that keeps the values.
 
     Attributes:
-        number: Of this rank's; the answer has it.
-        space: Whose values: of one making of the default group.
+        number: The asking rank's count of its asks; the answer has the same.
+        space: The values that it is about: each default group has a space of its own.
         operation: What to do: ``open``, ``set``, ``get``, ``add``, ``compare``, ``append``, ``wait``, ``check``, ``delete``,
-            ``count``, ``list``, or ``forget`` what was asked as ``amount``.
+            ``count``, ``list``, or ``forget``, which withdraws the ask with the number ``amount``.
         keys: The keys.
-        values: Their values; of ``compare`` what is expected and what is wanted.
-        amount: What ``add`` adds.
+        values: Their values; for ``compare`` the expected and the desired one.
+        amount: The number that ``add`` adds.
     """
 
     number: int
@@ -44,7 +45,10 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What came of it. ``gone`` says that these values are no more: the group was made anew since."""
+    """The keeper's answer to an :class:`Ask`, with the fields that its operation returns.
+
+    ``gone`` means that the values no longer exist, since the default group was made anew.
+    """
 
     number: int
     values: tuple[bytes, ...] = ()
@@ -54,19 +58,20 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoreState:
-    """The values. Asks go in, and answers by rank come out; those that wait for keys come out later.
+    """The values, and the asks that wait for some. No I/O.
 
-    An ask that comes again, since its sender could not know whether it had arrived, is answered as it was.
+    A rank sends an ask again when it can't know whether it had arrived; it gets the same answer, and nothing is done twice.
     """
 
     def __init__(self) -> None:
         self._spaces: dict[str, dict[str, bytes]] = {}
-        #: Asks whose keys are not all there, with their senders.
+        #: Asks whose keys are not all set yet, each with its sender.
         self._waiting: list[tuple[int, Ask]] = []
         #: The latest answers to each rank, by the asks' numbers.
         self._answered: dict[int, OrderedDict[int, Answer]] = {}
 
     def handle(self, sender: int, ask: Ask) -> list[tuple[int, Answer]]:
+        """Do what a rank asks; returns the answers to send now, each with its rank: also those to earlier asks that waited."""
         known = self._answered.setdefault(sender, OrderedDict())
         if ask.number in known:
             return [(sender, known[ask.number])]
@@ -95,7 +100,7 @@ class StoreState:
         return found
 
     def _open(self, space: str) -> list[tuple[int, Answer]]:
-        """A group is made: what was kept for those before it is dropped."""
+        """Begin a space and drop all others, since a new default group is made; returns answers to asks that waited in those."""
         self._spaces = {space: self._spaces.get(space, {})}
         gone = [(rank, Answer(ask.number, gone=True)) for rank, ask in self._waiting if ask.space != space]
         self._waiting = [each for each in self._waiting if each[1].space == space]
@@ -112,7 +117,7 @@ class StoreState:
         return [(rank, self._answer(ask)) for rank, ask in ready]
 
     def _answer(self, ask: Ask) -> Answer:
-        """Do what is asked; the keys that it needs are there."""
+        """Do what is asked; the keys that it needs are set."""
         values, number = self._spaces[ask.space], ask.number
         key = ask.keys[0] if ask.keys else ""
         match ask.operation:
@@ -128,7 +133,8 @@ class StoreState:
                 return Answer(number, amount=total)
             case "compare":
                 expected, wanted = ask.values
-                # A key that is not there is set if nothing is expected, and else what was expected comes back.
+                # As torch's stores do: a key that is not set counts as empty, and if something else was expected, the answer is
+                # the expected value.
                 if values.get(key, b"") == expected:
                     values[key] = wanted
                 return Answer(number, (values.get(key, expected),))
@@ -144,7 +150,7 @@ class StoreState:
 
 
 class StoreLink:
-    """A rank's part: it asks, and answers if it is the rank that keeps the values. One for each engine.
+    """A rank's end of the store: it asks the keeper, and answers if it is the keeper itself. One object for each engine.
 
     Args:
         engine: The rank's engine.
@@ -155,7 +161,7 @@ class StoreLink:
         self._state = StoreState()
         self._changed = threading.Condition()
         self._number = 0
-        #: What has no answer yet, by number, with the rank that keeps the values.
+        #: Asks without an answer, by number, each with the rank that keeps the values.
         self._asked: dict[int, tuple[int, Ask]] = {}
         self._answers: dict[int, Answer] = {}
         engine.on_mail(_ASK, self._on_ask)
@@ -170,15 +176,16 @@ class StoreLink:
         """Ask the rank that keeps the values, and wait for its answer.
 
         Args:
-            keeper: That rank.
+            keeper: The rank that keeps the values.
             members: The ranks of the group: the end of any of them ends the wait.
             space, operation: See :class:`Ask`.
             seconds: Limit of the wait.
             what: Further fields of :class:`Ask`.
 
         Raises:
-            AbortedError: A rank died or left, or the group was made anew.
-            DistStoreError: The keys are not there in time.
+            AbortedError: A rank died or left, or the default group was made anew.
+            DistStoreError: The keys were not set in time.
+            NotInitializedError: hvdlab was shut down meanwhile.
             KeyboardInterrupt: The user interrupted.
         """
         with self._changed:
@@ -226,7 +233,7 @@ class StoreLink:
             self._changed.notify_all()
 
     def _on_ask(self, sender: int, body: bytes) -> None:
-        """A rank asks this one. Control thread, which is the only one that touches the values."""
+        """Answer another rank's ask. Control thread, the only thread that touches the values."""
         for rank, answer in self._state.handle(sender, msgspec.msgpack.decode(body, type=Ask)):
             self._engine.post(_ANSWER, msgspec.msgpack.encode(answer), [rank])
 
@@ -238,7 +245,7 @@ class StoreLink:
                 self._changed.notify_all()
 
     def _ask_again(self) -> None:
-        """What was on its way when the coordinator died may be lost."""
+        """Send all asks without an answer again: those on their way when the coordinator died may be lost. Control thread."""
         with self._changed:
             asked = list(self._asked.values())
         for keeper, ask in asked:
@@ -250,19 +257,22 @@ def _ended(ask: Ask, cause: Cause) -> AbortedError:
     return AbortedError(Pending(name, ", ".join(ask.keys)), cause)
 
 
-# Torch's stubs know a part of its methods.
+# Torch's stubs declare only some of its methods.
 _Store: Any = dist.Store  # type: ignore[attr-defined]
 
 
 class HvdlabStore(_Store):  # type: ignore[misc]
     """A ``torch.distributed.Store`` for the groups of a pool, or of a job under ``hvdlab run``.
 
-    C++ (of the Gloo backend, say) may use it, too. It needs to be kept alive by Python: C++ does not.
+    C++ code, such as that of the Gloo backend, may use it, too, but does not keep it alive: Python has to.
+
+    All methods that ask the keeper raise ``AbortedError`` if a rank dies or leaves meanwhile or the default group is made anew,
+    and ``DistStoreError`` after the timeout.
 
     Args:
-        link: This rank's.
-        space: What the values belong to, equal on all ranks.
-        members: The ranks that use it; the first keeps the values.
+        link: This rank's link.
+        space: Name of the space that the values are in, equal on all ranks.
+        members: The ranks that use the store; the first keeps the values.
         timeout: Limit of waits that give none.
 
     Attributes:
@@ -273,7 +283,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         super().__init__()
         self._link, self.space, self._members = link, space, tuple(members)
         self._timeout = timeout
-        #: Copies that C++ has asked for, which it does not keep alive.
+        #: The copies that C++ has asked for, kept alive here.
         self._clones: list[HvdlabStore] = []
 
     def _ask(self, operation: str, *keys: str, seconds: float | None = None, **what: Any) -> Answer:
@@ -283,7 +293,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         )
 
     def open(self) -> None:
-        """Drop what was kept for groups before. The rank that keeps the values calls it, once all have met."""
+        """Drop the values of earlier default groups. The rank that keeps the values calls it, once all ranks have met."""
         self._ask("open")
 
     @property
@@ -299,7 +309,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         self._ask("set", key, values=(_bytes(value),))
 
     def get(self, key: str) -> bytes:
-        """The value, once it is set. Raises ``DistStoreError`` after the timeout."""
+        """Wait until a key is set, and return its value. Raises ``DistStoreError`` after the timeout."""
         return self._ask("get", key).values[0]
 
     def add(self, key: str, amount: int) -> int:
@@ -307,11 +317,15 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         return self._ask("add", key, amount=amount).amount
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Set a value if the present one (empty for none) is the expected one; returns what it then is."""
+        """Set a value if the present one is the expected one; a key that is not set counts as empty.
+
+        Returns:
+            The value that the key then has; the expected value if the key is still not set.
+        """
         return self._ask("compare", key, values=(_bytes(expected_value), _bytes(desired_value))).values[0]
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to a value."""
+        """Append to a value; a key that is not set counts as empty."""
         self._ask("append", key, values=(_bytes(value),))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -323,7 +337,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         return bool(self._ask("check", *keys).amount)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key; returns whether it was set."""
         return bool(self._ask("delete", key).amount)
 
     def num_keys(self) -> int:
@@ -335,7 +349,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         return list(self._ask("list").keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys, once all are set."""
+        """Wait until several keys are set, and return their values. Raises ``DistStoreError`` after the timeout."""
         return list(self._ask("get", *keys).values)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -346,7 +360,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         return True
 
     def clone(self) -> HvdlabStore:
-        """Another one with the same values."""
+        """Another store object with the same values."""
         copy = HvdlabStore(self._link, self.space, self._members, self._timeout)
         self._clones.append(copy)
         return copy

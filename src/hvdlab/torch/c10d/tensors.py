@@ -1,4 +1,4 @@
-"""Torch's tensors as the core's memory: where they are if it can read and write them there, else by a copy, or as bytes."""
+"""Torch's tensors as memory of the core: their own memory if the core can read and write it, else a copy, or bytes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hvdlab.collectives.engine.request import Result
 from hvdlab.torch.adapter import ADAPTER, DTYPES
 
 Copy = Callable[[Result], None]
-"""Takes the result of one request to the user's tensor."""
+"""Copies the result of one request to the user's tensor."""
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous host memory: the tensor's own if possible."""
+    """A tensor's elements in contiguous host memory: the tensor's own memory if possible."""
     return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same, as bytes if the core does not know the dtype."""
+    """The same as :func:`resolved`, but flat and as bytes if the core does not know the dtype."""
     tensor = resolved(tensor)
     return tensor if tensor.dtype in DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
 def real_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as its real and imaginary parts, which a sum or an average treats alike."""
+    """A complex tensor as its real and imaginary parts, each of which can be summed and averaged; others as they are."""
     return (
         torch.view_as_real(resolved(tensor) if tensor.is_conj() else tensor)
         if tensor.is_complex()
@@ -44,9 +44,20 @@ def core_dtype(tensor: torch.Tensor) -> Any:
 
 
 def writable_array(tensor: torch.Tensor, *, reducing: bool = False) -> tuple[npt.NDArray[Any], Copy | None]:
-    """Memory with a tensor's values for a result: its own, or some that is copied back."""
+    """Memory with a tensor's values that the core may write a result to.
+
+    Args:
+        tensor: The user's tensor.
+        reducing: Whether the core computes with the elements; it can only move those of a dtype that it does not know.
+
+    Returns:
+        The memory, and what copies the result to the tensor if the memory is not the tensor's own.
+
+    Raises:
+        UnsupportedError: ``reducing``, and the core does not know the dtype.
+    """
     if reducing:
-        ADAPTER.dtype(tensor)  # raises what there is to say
+        ADAPTER.dtype(tensor)  # only for its error
     plain = plain_of(tensor)
     if plain.data_ptr() == tensor.data_ptr() and not (tensor.is_conj() or tensor.is_neg()):
         ADAPTER.mark_written(tensor)
@@ -60,7 +71,7 @@ def writable_array(tensor: torch.Tensor, *, reducing: bool = False) -> tuple[npt
 
 
 def scatter_into(outputs: Iterable[torch.Tensor], gathered: torch.Tensor, result: Result) -> None:
-    """Cut what was received to the outputs, in order."""
+    """Copy what was received to the outputs, one after the other."""
     start = 0
     for output in outputs:
         stop = start + output.numel()

@@ -1,4 +1,4 @@
-"""Operations in flight, as torch knows them: ``Work`` and its future."""
+"""Operations in flight as objects of torch: ``Work`` and its future."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from hvdlab.torch.compiling import untraced_methods
 _profilers: Any = torch.autograd
 
 Deliver = Callable[[Sequence[Result]], None]
-"""Takes the results of an operation's requests to the user's tensors."""
+"""Copies the results of an operation's requests to the user's tensors."""
 
 
 @cache
 def futures_threads(pid: int) -> ThreadPoolExecutor:
-    """Where futures end: their callbacks may wait for further futures, which no thread of the engine may.
+    """The threads on which futures end: their callbacks may wait for further futures, which a thread of the engine must not do.
 
-    Of one process, since a forked child has none of its parent's threads.
+    Each process has its own, by its ``pid``, since a forked child has none of its parent's threads.
     """
     return ThreadPoolExecutor(32, "hvdlab-c10d-futures")
 
@@ -44,12 +44,12 @@ class HvdlabWork(dist.Work):
     Args:
         engine: The rank's engine.
         process_set: Id of the group's process set.
-        operation: What errors call it.
+        operation: Its name in errors.
         outputs: The user's output tensors, which are the future's value.
-        deliver: Takes results to the outputs where the core could not write there; ``None`` if it could.
+        deliver: Copies results to the outputs; ``None`` if the core writes to the outputs themselves.
         seconds: Limit of a wait that gives none.
-        source: The sender's rank in the group, of a receive.
-        on_future: Called with this object when its future is asked for.
+        source: The sender's number in the group, for a receive; -1 for other operations.
+        on_future: Called with this object when torch or the user asks for its future.
     """
 
     def __init__(
@@ -68,32 +68,32 @@ class HvdlabWork(dist.Work):
         self._engine, self._process_set = engine, process_set
         self.operation, self._outputs, self._deliver = operation, outputs, deliver
         self._seconds, self._source = seconds, source
-        #: The core's handles; set once all of them are submitted.
+        #: The core's handles, one for each request; :meth:`Calls.begin` appends them as it submits the requests.
         self.handles: list[Handle] = []
         self._error: Exception | None = None
         #: Whether the outputs are delivered, or never will be.
         self._over = False
-        #: What errors say of the part of a model that it is for; ends the operation's name.
+        #: The part of a model that it is for, as the operation's name ends with it; may be empty.
         self.about = ""
-        #: What is known beyond an error of the core, for its text; asks other ranks.
+        #: Makes a sentence that is added to an error of the core; it may ask other ranks for that.
         self.explain: Callable[[HvdlabError], str] | None = None
-        #: Called once if it failed, for one who counts operations.
+        #: Called once if the operation has failed: discounts a message.
         self.on_failure: Callable[[], None] | None = None
-        #: The profiler's event, which ends with the operation.
+        #: The profiler's event, which ends when the operation has.
         self._event: Any = None
         self._lock = threading.Lock()
         self._root: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
-        #: How many handles the future still waits for.
+        #: How many handles have not ended, once there is a future.
         self._left = 0
 
     @property
     def process_set(self) -> int:
-        """Id of the process set that it is an operation of."""
+        """Id of the group's process set."""
         return self._process_set
 
     def record(self, name: str, tensors: Any) -> None:
-        """Show it in torch's profiler, if one runs: an event from now to its end, with the shapes of the tensors."""
+        """Show the operation in torch's profiler, if one runs: an event from now to its end, with the shapes of the tensors."""
         if _profilers._profiler_enabled():
             flat = [each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor)]
             self._event = _profilers._record_function_with_args_enter(name, *flat)
@@ -104,12 +104,15 @@ class HvdlabWork(dist.Work):
         """Wait until the outputs are there.
 
         Args:
-            timeout: Limit; by default that of the group. When it expires, the operation is given up on all ranks.
+            timeout: Limit; by default that of the group. When it expires, all ranks give the operation up.
+
+        Returns:
+            ``True``.
 
         Raises:
             MismatchError: The ranks disagree about the operation; the group goes on.
             AbortedError: It can't complete; the group goes on. The outputs are undefined.
-            KeyboardInterrupt: The user interrupted; all ranks then give it up.
+            KeyboardInterrupt: The user interrupted; all ranks then give the operation up.
         """
         seconds = timeout.total_seconds() if timeout.total_seconds() > 0 else self._seconds
         text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
@@ -118,7 +121,7 @@ class HvdlabWork(dist.Work):
         return True
 
     def _complete(self, limit: Limit | None) -> None:
-        """Wait for the core, deliver, and raise what it failed with."""
+        """Wait for the core, deliver the results, and raise the operation's error if it failed."""
         results: list[Result] = []
         if not self._over:
             for handle in self.handles:
@@ -139,7 +142,7 @@ class HvdlabWork(dist.Work):
                 self._deliver = None
             event, self._event = self._event, None
             if event is not None:
-                # On another thread than the one that began it: the profiler takes it for asynchronous then.
+                # End it on another thread than the one that began it: the profiler then takes it for asynchronous.
                 end = futures_threads(os.getpid()).submit(_profilers._record_function_with_args_exit, event)
                 end.result()
             failed, self.on_failure = self.on_failure, None
@@ -149,11 +152,11 @@ class HvdlabWork(dist.Work):
             raise self._error.with_traceback(None)
 
     def is_ended(self) -> bool:
-        """Whether the core is done with it. Any thread; never blocks, and delivers nothing."""
+        """Whether the core is done with the operation. Any thread; never blocks, and delivers nothing."""
         return all(handle.done() for handle in self.handles)
 
     def is_completed(self) -> bool:
-        """Whether it has ended, and its outputs are there if it ended well. Never blocks."""
+        """Whether the operation has ended. If it ended well, its outputs are there then. Does not wait for the operation."""
         if not self.is_ended():
             return False
         with contextlib.suppress(HvdlabError):
@@ -183,15 +186,15 @@ class HvdlabWork(dist.Work):
     # -- the future ---------------------------------------------------------------------------------------------------
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future whose value is the list of outputs. An error comes out of it as a ``RuntimeError`` with our text."""
+        """A future whose value is the list of outputs. It raises an error as a ``RuntimeError`` with hvdlab's text."""
         with self._lock:
             if self._future is not None:
                 return self._future
             self._root = torch.futures.Future()
-            # An error has to come out of a callback: what Future.set_exception sets is a value for C++, and DDP crashes on it.
+            # A callback has to raise the error: C++ takes the exception of Future.set_exception for a value, on which DDP crashes.
             self._future = self._root.then(self._value)
             self._left = len(self.handles)
-        self._engine.flush()  # the caller may have said that it waits at once
+        self._engine.flush()  # submit() may have left the announcement to a wait that does not come now
         if self._on_future is not None:
             self._on_future(self)
         for handle in self.handles:
@@ -217,7 +220,7 @@ class HvdlabWork(dist.Work):
         futures_threads(os.getpid()).submit(self._end_future)
 
     def _end_future(self) -> None:
-        """End the future, if there is one. A wait that has returned ends it, too: C++ then takes its value without waiting."""
+        """End the future, if there is one. :meth:`wait` calls this, too, so that C++ then gets the future's value without waiting."""
         with self._lock:
             root, self._root = self._root, None
         if root is not None:
@@ -226,7 +229,7 @@ class HvdlabWork(dist.Work):
 
 @untraced_methods
 class CoalescedWork(dist.Work):
-    """Several operations in flight as one: it has ended when all of them have.
+    """Several operations in flight as one work, which has ended when all of them have.
 
     Args:
         works: The operations, in the order in which they were submitted.
@@ -237,7 +240,11 @@ class CoalescedWork(dist.Work):
         self._works = list(works)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all; if some fail, raises what the first of these failed with, once none is in flight."""
+        """Wait for all operations; if some fail, raise the error of the first of these, once none is in flight.
+
+        Args:
+            timeout: Limit of the wait for each operation; by default that of the group.
+        """
         first: BaseException | None = None
         for work in self._works:
             try:

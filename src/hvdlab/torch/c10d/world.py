@@ -1,4 +1,4 @@
-"""The world that process groups live in, and the process sets that their members make by themselves."""
+"""The world in which process groups are, and the process sets that a group's members make without the other ranks."""
 
 from __future__ import annotations
 
@@ -32,23 +32,25 @@ if TYPE_CHECKING:
 
 _ASK, _ANSWER = "c10d.process_set.ask", "c10d.process_set.answer"
 _ATTEMPTS = 20
+"""How often a process set is requested before its error is raised."""
 
 
 class Interruptible(Protocol):
-    """A group whose operations C++ may wait for."""
+    """A group for whose operations C++ may wait."""
 
     def interrupted(self) -> None:
-        """The notebook interrupts this rank. Control thread."""
+        """Give these operations up: the notebook interrupts this rank. Control thread."""
 
 
 @dataclasses.dataclass
 class _AddedSet:
-    """A process set that was asked for.
+    """A process set that this rank has requested.
 
     Attributes:
-        handle: Of the request that adds it.
-        processes: Those of its ranks when it was asked for. A set loses a rank that dies, and does not get its successor.
-        epoch: The world's, when they were compared last.
+        handle: The handle of the request that adds it.
+        processes: The processes of its ranks when it was requested. A set loses a rank that dies, and does not get the rank's
+            successor.
+        epoch: The world's epoch when ``processes`` was last compared with the present processes.
     """
 
     handle: Handle
@@ -57,19 +59,19 @@ class _AddedSet:
 
 
 class World:
-    """What this process knows of its world. One for each engine, kept beside it.
+    """What this process's groups have in common. One object for each engine, kept beside it.
 
     Args:
         engine: The engine.
 
     Attributes:
-        founded: Whether the world was made for the default group alone.
-        link: By which this rank asks for values of a store, and gives those that it keeps.
-        store: The default group's, if that is not one of torch's. C++ does not keep it alive.
-        any_source: Which messages there are for receives from any source.
+        founded: Whether the world was made only for the default group.
+        link: This rank's end of the default group's store.
+        store: The default group's store, if that is not one of torch's; kept here since C++ does not keep it alive.
+        any_source: The counts of messages for receives from any source.
         histories: The last calls of each group.
-        steps: How many steps this rank's optimizers have taken.
-        with_futures: The groups that are told when the notebook interrupts this rank.
+        steps: The count of steps that this rank's optimizers have taken.
+        with_futures: The groups whose ``interrupted()`` is called when the notebook interrupts this rank.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -83,12 +85,12 @@ class World:
         self.with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
         engine.on_native_waits(self._on_interrupt)
         self._registering = threading.Lock()
-        #: The process sets that were asked for, by their ranks.
+        #: The process sets that this rank has requested, by their ranks.
         self._sets: dict[tuple[int, ...], _AddedSet] = {}
-        #: How many groups of these ranks their members have made alone.
+        #: How many groups of these ranks were made by their members alone.
         self._made_alone: Counter[tuple[int, ...]] = Counter()
         self._answered = threading.Condition()
-        #: The ranks that have asked for a set since this one let them know of it.
+        #: The ranks that have answered that they have requested a set, since this rank last asked them to.
         self._answers: dict[tuple[int, ...], set[int]] = {}
         engine.on_world(self._on_world)
         engine.on_mail(_ASK, self._on_ask)
@@ -99,12 +101,16 @@ class World:
             group.interrupted()
 
     def process_set(self, members: Sequence[int]) -> int:
-        """The process set of these ranks; only they call this. Waits until it is there.
+        """The process set of these ranks, which only they call for. Waits until the core has added it.
 
         Sets are kept: groups of the same ranks, and groups that are made again, share one.
 
+        Returns:
+            The set's id; 0 for all ranks of the world.
+
         Raises:
-            AbortedError: A rank that is needed died or failed again and again.
+            AbortedError: The request was aborted again and again, as by ranks that die or are interrupted.
+            StartError: A rank of the world did not answer within the start timeout.
         """
         engine, ranks = self.engine, tuple(sorted(members))
         if ranks == tuple(sorted(engine.ranks())):
@@ -114,16 +120,16 @@ class World:
                 self._let_others_ask(ranks)
             try:
                 return self._register(ranks).wait().process_set
-            except AbortedError:  # something else ended the epoch meanwhile, such as an interrupt elsewhere
+            except AbortedError:  # the epoch ended for another reason, such as an interrupt of another rank
                 if attempt == _ATTEMPTS - 1:
                     raise
         raise AssertionError
 
     def _let_others_ask(self, ranks: tuple[int, ...]) -> None:
-        """Wait until all other ranks of the world have asked for this set: the core adds it once everyone has.
+        """Wait until all other ranks of the world have requested this set: the core adds it once all ranks have.
 
-        Their control threads do, whatever their users are doing. This rank asks after them, since the core would give up
-        on a rank that is missing and whose cell has ended.
+        Their control threads do so when this rank's mail comes, whatever their users are doing. This rank requests the set only
+        after that: the coordinator would fail its request while a rank whose cell has ended is missing.
         """
         engine = self.engine
         waiting = set(engine.ranks()) - {engine.rank}
@@ -139,7 +145,7 @@ class World:
                     )
 
     def name_in_core(self, name: str, members: tuple[int, ...]) -> str:
-        """What the core calls the operations of a group that is being made: the same on all members.
+        """The core's name for the operations of a group that is being made: the same on all members.
 
         Args:
             name: Torch's name of the group.
@@ -161,12 +167,12 @@ class World:
             return added.handle
 
     def _processes(self, ranks: tuple[int, ...]) -> tuple[int, tuple[object, ...]]:
-        """The world's epoch, and the processes that are these ranks in it."""
+        """The world's epoch, and the processes that are these ranks in this epoch."""
         epoch, processes = self.engine.processes()
         return epoch, tuple(process for process in processes if process[0] in ranks)
 
     def _is_there(self, ranks: tuple[int, ...], added: _AddedSet) -> bool:
-        """Whether a set was added and still has the ranks that it was asked for. All ranks of the world come to the same answer."""
+        """Whether a set was added and its ranks are still the same processes. All ranks of the world come to the same answer."""
         result, _ = added.handle.outcome()
         if result is None or not self.engine.knows_process_set(result.process_set):
             return False
@@ -178,24 +184,24 @@ class World:
         return True
 
     def _is_added(self, ranks: tuple[int, ...]) -> bool:
-        """Whether the set is there."""
+        """Whether this rank has requested the set, and it is there."""
         with self._registering:
             added = self._sets.get(ranks)
             return added is not None and added.handle.done() and self._is_there(ranks, added)
 
     def _on_world(self) -> None:
-        """A rank that was waited for may be gone. Control thread."""
+        """Wake the threads that wait for answers: a rank that they wait for may be gone. Control thread."""
         with self._answered:
             self._answered.notify_all()
 
     def _on_ask(self, sender: int, body: bytes) -> None:
-        """Another rank needs a set. Control thread."""
+        """Request a set that another rank needs, and then answer. Control thread."""
         self._register(_decoded(body))
         self.engine.flush()
         self.engine.post(_ANSWER, body, [sender])
 
     def _on_answer(self, sender: int, body: bytes) -> None:
-        """A rank has asked for a set, before its answer came here. Control thread."""
+        """Remember that the sender has requested a set: it did so before it answered. Control thread."""
         with self._answered:
             self._answers.setdefault(_decoded(body), set()).add(sender)
             self._answered.notify_all()
@@ -210,11 +216,11 @@ def _decoded(body: bytes) -> tuple[int, ...]:
 
 
 def world_of_group(store: Any, rank: int, size: int) -> World:
-    """The world that the default group is to live in: a pool's or a launcher's, or one that rank 0 founds.
+    """The world for the default group: a pool's or a launcher's, or one that rank 0 founds.
 
     Args:
-        store: Torch's store, by which rank 0 says where the coordinator is, if there was none.
-        rank: This rank in the default group.
+        store: Torch's store, in which rank 0 publishes the address of a coordinator that it starts.
+        rank: This rank's number in the default group.
         size: Number of its ranks.
 
     Raises:
@@ -224,7 +230,7 @@ def world_of_group(store: Any, rank: int, size: int) -> World:
     if context.is_initialized():
         current = context.companion(World)
         if current.founded and (current.engine.rank, len(current.engine.ranks())) != (rank, size):
-            context.shutdown()  # nothing but a former default group was in that world
+            context.shutdown()  # only a former default group has used that world
     settings = Settings.from_env()
     if size > 1 and not context.is_initialized() and not _has_launcher(settings):
         world = _founded(store, rank, size, settings)
@@ -232,13 +238,14 @@ def world_of_group(store: Any, rank: int, size: int) -> World:
         engine = context.init()
         require_whole_world(engine, rank, size)
         world = context.companion(World)
-    # From here on any rank may send mail about groups, which is lost where nothing expects it yet.
+    # Behind this barrier ranks send each other mail about groups. Mail to a rank without a World would be lost, so all wait until
+    # each rank has made its own.
     world.engine.run(Request(OpKind.BARRIER, "init_process_group.ready"))
     return world
 
 
 def require_whole_world(engine: Engine, rank: int, size: int) -> None:
-    """Raise ``InvalidRequestError`` if the default group is to have other ranks than the world; -1 is what was not given."""
+    """Raise ``InvalidRequestError`` if the default group has another rank or size than the world; -1 stands for not given."""
     own, ranks = engine.rank, len(engine.ranks())
     if rank not in (-1, own) or size not in (-1, ranks):
         raise InvalidRequestError(
@@ -266,8 +273,8 @@ def _has_launcher(settings: Settings) -> bool:
 
 
 def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
-    """Rank 0 starts a coordinator, and says where it is in torch's store."""
-    key = f"hvdlab.world.{context.next_world()}"  # the launcher's store may be there for the next world, too
+    """Join a new world: rank 0 starts its coordinator, and publishes the coordinator's address in torch's store."""
+    key = f"hvdlab.world.{context.next_world()}"  # the launcher's store may outlive this world
     coordinator = _start(store, key, size, settings) if rank == 0 else None
     try:
         card = Card.decode(bytes(store.get(key)))

@@ -1,4 +1,4 @@
-"""Elastic training: it goes on when ranks are lost, and when they come back.
+"""Elastic training: it goes on when ranks are lost, and when ranks come back.
 
 ::
 
@@ -48,13 +48,25 @@ S = TypeVar("S", bound=State)
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Make a training function elastic; its first argument is a :class:`TorchState`.
 
-    All ranks call it alike. No other collective may come before it in the program, since a rank that comes back would
-    run it alone. See :func:`hvdlab.collectives.elastic.run_fn` for what is called again when, and what is raised.
+    The function that is returned synchronizes the state over the ranks and calls ``func``. When a rank is lost, the others go
+    back to their last commit and call ``func`` again; when a rank comes back, they let it in at the next commit, give it their
+    state and call ``func`` again. :func:`hvdlab.collectives.elastic.run_fn` has the details.
+
+    All ranks call the returned function alike. The program may run no other collective before it, since a rank that comes back
+    would run that collective alone.
+
+    Args:
+        func: Trains, from wherever the state is. It may be called any number of times.
+
+    Returns:
+        The elastic function. It returns what ``func`` returns, and raises what ``func`` raises; also ``HorovodInternalError`` if
+        trying again makes no sense, ``StartError`` if too few ranks came together within ``HOROVOD_ELASTIC_TIMEOUT`` seconds,
+        and ``SystemExit(0)`` on a rank whose host leaves the job.
     """
     return run_fn(func, _reset)
 
 
 def _reset() -> Any:
-    """The ranks find each other again by themselves; only a world that the training itself has left is made anew."""
+    """Initialize again if the training function has called ``shutdown``; otherwise the engines rebuild the world by themselves."""
     if not is_initialized():
         init()

@@ -1,4 +1,4 @@
-"""The elastic sampler, as a data loader of torch takes it."""
+"""The elastic sampler as a ``torch.utils.data.Sampler``, for torch's data loaders."""
 
 from __future__ import annotations
 

@@ -61,18 +61,18 @@ class OptimizerStateHandler(StateHandler[torch.optim.Optimizer]):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        self._load(copy.deepcopy(self._saved))  # it would train on the saved tensors
+        self._load(copy.deepcopy(self._saved))  # else the optimizer would go on to change the saved tensors
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=self.root_rank)
         self.save()
 
     def reset(self) -> None:
-        """A half-finished step is void: others are somewhere else in theirs, or have no gradients at all."""
+        """Drop the step that was in progress: other ranks are at another point of it, or have no gradients at all."""
         self._load(self.value.state_dict())
 
     def _load(self, state: dict[str, Any]) -> None:
-        self.value.load_state_dict(state)  # a distributed optimizer also lets go of what is in flight
+        self.value.load_state_dict(state)  # a distributed optimizer also drops the allreduces in flight
         self.value.zero_grad()
 
 
@@ -87,26 +87,31 @@ _registry = HandlerRegistry(
 
 
 def get_handler_registry() -> list[tuple[Kinds, type[StateHandler[Any]]]]:
-    """Which handler takes care of objects of which type; the first that fits is taken."""
+    """The types of objects and the handler for each, as a list of pairs; the first pair that fits an object counts."""
     return list(_registry.entries)
 
 
 def set_handler_registry(registry: Entries) -> None:
-    """Use these handlers for states that are made, and attributes that are assigned, from now on."""
+    """Use these handlers for states that are made, and attributes that are assigned, from now on.
+
+    Args:
+        registry: Pairs of a type, or a tuple of types, and the subclass of :class:`StateHandler` for their objects; the first
+            pair that fits an object counts.
+    """
     _registry.entries = list(registry)
 
 
 class TorchState(HandledState):
-    """The state of a training: what it takes to go on from here, on any rank.
+    """The state of a training: all that is needed to go on from here, on any rank.
 
     Each argument becomes an attribute. Models, optimizers, :class:`~hvdlab.torch.elastic.ElasticSampler`, schedulers and
-    gradient scalers stay the objects they are, and their state is saved, restored and synchronized; assigning to such an
-    attribute replaces the object. Anything else is a value (it is copied and pickled).
+    gradient scalers stay the objects that they are, and their state is saved, restored and synchronized; assigning to such an
+    attribute replaces the object. Anything else is a value, which is copied and pickled.
 
     Args:
-        model: A model, if there is one of that name.
-        optimizer: An optimizer; best the one that ``DistributedOptimizer`` returned.
-        kwargs: Further ones, and values such as ``epoch=0``.
+        model: The model; ``None`` if it is passed under another name, or assigned later.
+        optimizer: The optimizer, preferably the one that ``DistributedOptimizer`` returned; ``None`` as above.
+        kwargs: Further objects of these kinds, and values such as ``epoch=0``.
     """
 
     model: Any

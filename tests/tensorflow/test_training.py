@@ -151,6 +151,61 @@ def first_optimizers() -> None:
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1)))
 
 
+def steps_that_are_given_up() -> None:
+    """Where the ranks can't reduce in a step's last pass, the next pass begins a step of its own."""
+    tf, hvd, _ = _modules()
+    fails = tf.Variable(False)
+
+    def reduced(gradients: Any, variables: Any) -> Any:
+        found = []
+        for gradient in gradients:
+            # Ranks that take part with other shapes get an error.
+            odd = tf.cond(tf.logical_and(fails, hvd.rank() == 1), lambda: 2, lambda: 1)
+            found.append(hvd.allreduce(tf.fill([odd], gradient), op=hvd.Sum, name="sum")[0])
+        return found
+
+    for compiled in (False, True):
+        helper = hvd.LocalGradientAggregationHelper(2, reduced, False, False, 0, None)
+        v = tf.Variable(1.0)
+
+        def step(gradient: Any, helper: Any = helper, v: Any = v) -> Any:
+            (found,) = helper.compute_gradients([gradient], [v])
+            return helper.apply_gradients(lambda: v.assign_sub(found), None)
+
+        call = tf.function(step) if compiled else step
+        call(tf.constant(1.0))
+        fails.assign(True)
+        with pytest.raises(MismatchError):
+            call(tf.constant(10.0))
+        fails.assign(False)
+        call(tf.constant(100.0))
+        assert float(v) == 1
+        call(tf.constant(1000.0))
+        assert float(v) == 1 - hvd.size() * 1100
+        assert int(helper.counter) == 0
+
+    optimizer = hvd.DistributedOptimizer(
+        tf.compat.v1.train.GradientDescentOptimizer(1.0), op=hvd.Adasum, backward_passes_per_step=2
+    )
+    w = tf.Variable([1.0])
+    gradient = tf.ones(1)
+    optimizer.apply_gradients([(gradient, w)])
+    if hvd.rank() == 1:
+        with pytest.raises(MismatchError):
+            hvd.allreduce(tf.ones(3), op=hvd.Sum, name="DistributedAdasum.0")
+        w.assign_sub(gradient)
+    else:
+        with pytest.raises(MismatchError):
+            optimizer.apply_gradients([(gradient, w)])
+    if hvd.rank() == 1:
+        optimizer._counter.assign(2)  # as it is where the step itself has failed
+    np.testing.assert_array_equal(w, [-1.0])
+    for _ in range(2):
+        optimizer.apply_gradients([(gradient, w)])
+    assert int(optimizer._counter) == 0
+    np.testing.assert_allclose(w, [-3.0])  # the Adasum of equal steps is one of them
+
+
 # -- Keras ------------------------------------------------------------------------------------------------------------
 
 
@@ -657,7 +712,7 @@ def test_only_the_users_functions_are_rewritten(two: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [tapes, partial_tapes, first_optimizers, values, normalization, masked_normalization, states, variables_differ, computed_gradients, compiled, mixed_precision, best_models],
+    [tapes, partial_tapes, first_optimizers, values, normalization, masked_normalization, states, variables_differ, steps_that_are_given_up, computed_gradients, compiled, mixed_precision, best_models],
     ids=lambda function: function.__name__,
 )  # fmt: skip
 def test_training(two: Ranks, function: Callable[[], None]) -> None:

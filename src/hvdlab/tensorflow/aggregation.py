@@ -97,11 +97,16 @@ class LocalGradientAggregationHelper:
         if self.backward_passes_per_step == 1:
             return self._reduced(dense, vars)
         self.build(dense, vars)
+        # Where the ranks could not reduce the sums of the last pass, they are there still, and that step is given up.
+        before = self.counter.read_value()
+        given_up = tf.greater_equal(before, self.backward_passes_per_step)
         sums = [
-            None if total is None or gradient is None else total.assign_add(gradient)
+            None
+            if total is None or gradient is None
+            else total.assign(tf.where(given_up, gradient, total.read_value() + gradient))
             for total, gradient in zip(self._sums, dense, strict=True)
         ]
-        counter = self.counter.assign_add(1)
+        counter = self.counter.assign(tf.where(given_up, 1, before + 1))
         present = [i for i, each in enumerate(sums) if each is not None]
         with tf.control_dependencies(
             [] if tf.executing_eagerly() else [counter, *(sums[i] for i in present)]

@@ -132,7 +132,9 @@ class _DistributedAdasumOptimizer(_Wrapping):
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
         variables = [variable for _, variable in pairs]
         self._prepare(variables)
-        first = tf.equal(self._counter, 0)
+        before = self._counter.read_value()
+        given_up = tf.greater_equal(before, self._passes)  # the ranks could not combine the steps before
+        first = tf.logical_or(tf.equal(before, 0), given_up)
         kept = [
             start.assign(tf.where(first, variable, start))
             for start, variable in zip(self._starts, variables, strict=True)
@@ -142,7 +144,7 @@ class _DistributedAdasumOptimizer(_Wrapping):
         ):
             stepped = self._optimizer.apply_gradients(pairs, *args, **kwargs)
         with tf.control_dependencies(_graph_only([stepped])):
-            counter = self._counter.assign_add(1)
+            counter = self._counter.assign(tf.where(given_up, 1, before + 1))
             return tf.cond(
                 tf.equal(counter, self._passes),
                 lambda: self._combine(variables),

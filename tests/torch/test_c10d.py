@@ -375,6 +375,18 @@ def _profiles_differ() -> list[Any]:
     return [] if sorted(ours) == sorted(reference) else [ours, reference]
 
 
+def _many_are_profiled() -> int:
+    with torch.autograd.profiler.profile() as profile:
+        works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(100)]
+        for future in [work.get_future() for work in works]:
+            future.wait()
+    return sum(event.name == "hvdlab:all_reduce" for event in profile.function_events)
+
+
+def test_more_futures_may_end_at_once_than_there_are_threads_while_a_profiler_runs(world: Ranks) -> None:
+    assert world.run(_many_are_profiled, timeout=60) == [100] * world.size
+
+
 def test_profilers_show_operations_as_they_show_gloos(world: Ranks) -> None:
     assert world.run(_profiles_differ, timeout=60) == [[]] * world.size
 

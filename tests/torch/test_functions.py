@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hvdlab.torch as hvd
-from hvdlab.collectives.errors import AbortedError, InvalidRequestError
+from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
 from ranks import RankFailed, Ranks
 
 
@@ -40,6 +40,21 @@ def _broadcast_parameters(given: str, root: int) -> dict[str, torch.Tensor]:
     assert [p.data_ptr() for p in net.parameters()] == places
     assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
     return {key: value.clone() for key, value in net.state_dict().items()}
+
+
+def _broadcast_unlike(root: int) -> list[float]:
+    last = torch.full((1 << 20,), float(hvd.rank()))
+    tensors = {"a": torch.ones(1 + hvd.rank()), "b": last}
+    with pytest.raises(MismatchError, match=r"parameter\.a"):
+        hvd.broadcast_parameters(tensors, root)
+    found = [float(last.min()), float(last.max())]
+    hvd.barrier()
+    return found
+
+
+def test_nothing_is_written_after_an_error(two_ranks: Ranks) -> None:
+    """The broadcast of the second tensor has ended when the first one's error is raised."""
+    assert two_ranks.run(_broadcast_unlike, 1) == [[1.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize("given", GIVEN)

@@ -304,6 +304,25 @@ def every(outputs: list[T], parts: Sequence[Part[T]]) -> list[T]:
     return outputs
 
 
+def wait_for_all(handles: Sequence[Handle]) -> list[Any]:
+    """Wait for several collectives, and return their results in order.
+
+    Raises:
+        CollectiveError, DuplicateNameError: The first error, once all of them have ended: no tensor is written to afterwards.
+        KeyboardInterrupt: The user interrupted; the handles stay valid.
+    """
+    results: list[Any] = []
+    failure: CollectiveError | DuplicateNameError | None = None
+    for handle in handles:
+        try:
+            results.append(handle.wait())
+        except (CollectiveError, DuplicateNameError) as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return results
+
+
 def poll(handle: Handle) -> bool:
     """Whether ``synchronize(handle)`` would return, or raise, without waiting.
 

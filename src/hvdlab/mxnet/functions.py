@@ -7,6 +7,7 @@ from typing import Any
 import mxnet as mx  # pyright: ignore[reportMissingImports]
 
 from hvdlab.bindings.arguments import broadcasting
+from hvdlab.bindings.handles import wait_for_all
 from hvdlab.bindings.objects import allgather_object, broadcast_object
 from hvdlab.collectives.basics import size
 from hvdlab.collectives.errors import InvalidRequestError
@@ -49,9 +50,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
             known.append((name, _copies(parameter)))
         except mx.gluon.parameter.DeferredInitializationError:
             _broadcast_when_initialised(parameter, root_rank, name)
-    handles = [BINDING.submit(operation, copies[0], name, in_place=True) for name, copies in known]
-    for handle in handles:
-        handle.wait()
+    wait_for_all([BINDING.submit(operation, copies[0], name, in_place=True) for name, copies in known])
     for _, copies in known:
         _spread(copies)
 

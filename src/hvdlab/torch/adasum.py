@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hvdlab.bindings.handles import Handle
+from hvdlab.bindings.handles import Handle, wait_for_all
 from hvdlab.bindings.hooks import GradientWatcher
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
@@ -93,8 +93,8 @@ class ChangeReducer(GradientWatcher[torch.Tensor]):
                 else BINDING.submit_group(operation, sent, name, in_place=True)
             )
             started.append((bucket, handle, [context for _, context in compressed]))
-        for bucket, handle, contexts in started:
-            outputs = handle.wait()
+        results = wait_for_all([handle for _, handle, _ in started])
+        for (bucket, _, contexts), outputs in zip(started, results, strict=True):
             listed = outputs if isinstance(outputs, list) else [outputs]
             for parameter, output, context in zip(bucket, listed, contexts, strict=True):
                 yield parameter, self._compression.decompress(output, context)

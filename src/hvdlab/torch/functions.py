@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from hvdlab.bindings import objects
+from hvdlab.bindings.handles import wait_for_all
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.compiling import untraced
-from hvdlab.torch.ops import broadcast_async_, synchronize
+from hvdlab.torch.ops import broadcast_async_
 
 broadcast_object = untraced(objects.broadcast_object)
 allgather_object = untraced(objects.allgather_object)
@@ -26,16 +27,15 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
     Raises:
         InvalidRequestError: ``params`` is none of these.
-        MismatchError, AbortedError: As for ``broadcast``. Some tensors may have been overwritten, and broadcasts that are still in
-            flight may overwrite others.
+        MismatchError, AbortedError: As for ``broadcast``, once no broadcast is in flight. Some tensors may have been overwritten.
     """
-    handles = [
-        broadcast_async_(tensor, root_rank, None if name is None else f"parameter.{name}")
-        for name, tensor in _named(params)
-        if isinstance(tensor, torch.Tensor)
-    ]
-    for handle in handles:
-        synchronize(handle)
+    wait_for_all(
+        [
+            broadcast_async_(tensor, root_rank, None if name is None else f"parameter.{name}")
+            for name, tensor in _named(params)
+            if isinstance(tensor, torch.Tensor)
+        ]
+    )
 
 
 def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str | None, Any]]:

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
+from hvdlab.bindings.handles import wait_for_all
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.numbering import own_number
 from hvdlab.torch.functions import broadcast_object
 from hvdlab.torch.gradients import nothing_of
-from hvdlab.torch.ops import broadcast_async_, synchronize
+from hvdlab.torch.ops import broadcast_async_
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class _FromRoot:
         return broadcast_object(plan, self._root, "optimizer_state")
 
     def tensors(self, tensors: list[torch.Tensor]) -> None:
-        handles = [
-            broadcast_async_(tensor, self._root, f"optimizer_state.{number}")
-            for number, tensor in enumerate(tensors)
-        ]
-        for handle in handles:
-            synchronize(handle)
+        wait_for_all(
+            [
+                broadcast_async_(tensor, self._root, f"optimizer_state.{number}")
+                for number, tensor in enumerate(tensors)
+            ]
+        )
 
 
 def broadcast_optimizer_state(

@@ -108,6 +108,8 @@ class Calls:
         self.counted_as = f"{space}.{self.name_in_core}"
         #: Operations for whose futures C++ may wait, where Ctrl-C has no effect: :meth:`interrupted` gives them up.
         self._with_future: weakref.WeakSet[HvdlabWork] = weakref.WeakSet()
+        #: Held while an operation is added to them, or all are looked at: by a user's thread, or by the control thread.
+        self._futures_lock = threading.Lock()
         #: The models that ``DistributedDataParallel`` reduces in this group.
         self._buckets = Buckets()
         #: ``works`` is, for each thread, what it has submitted since it began to coalesce; ``None`` if it does not coalesce.
@@ -244,12 +246,15 @@ class Calls:
         """Give up the operations for which C++ may be waiting, since the user interrupts this rank. Control thread."""
         if self.closed:
             return
-        for chosen in {work.process_set for work in list(self._with_future) if not work.is_ended()}:
+        with self._futures_lock:
+            works = list(self._with_future)
+        for chosen in {work.process_set for work in works if not work.is_ended()}:
             self._withdraw(chosen)
 
     def _has_future(self, work: HvdlabWork) -> None:
         """C++ may wait for this operation from now on."""
-        self._with_future.add(work)
+        with self._futures_lock:
+            self._with_future.add(work)
         # After the addition: either the control thread finds it and withdraws it, or the interrupt is seen to be held here.
         if self.engine.interrupt_is_held():
             self._withdraw(work.process_set)

@@ -102,7 +102,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self._order == list(range(size)):
             self._order = []
         self._messages = Messages(self._calls, rank)
-        world.with_futures.add(self._calls)
+        world.add(self._calls)
 
     # -- what torch asks of the group ---------------------------------------------------------------------------------
 

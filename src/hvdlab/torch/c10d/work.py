@@ -37,6 +37,12 @@ def futures_threads(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(32, "hvdlab-c10d-futures")
 
 
+@cache
+def _profiling_thread(pid: int) -> ThreadPoolExecutor:
+    """Where events of profilers end. Apart from :func:`futures_threads`, all of which may be waiting for such an end."""
+    return ThreadPoolExecutor(1, "hvdlab-c10d-profiling")
+
+
 @untraced_methods
 class HvdlabWork(dist.Work):
     """An operation in flight.
@@ -143,7 +149,7 @@ class HvdlabWork(dist.Work):
             event, self._event = self._event, None
             if event is not None:
                 # End it on another thread than the one that began it: the profiler then takes it for asynchronous.
-                end = futures_threads(os.getpid()).submit(_profilers._record_function_with_args_exit, event)
+                end = _profiling_thread(os.getpid()).submit(_profilers._record_function_with_args_exit, event)
                 end.result()
             failed, self.on_failure = self.on_failure, None
             if failed is not None and self._error is not None:

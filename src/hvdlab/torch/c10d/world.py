@@ -71,7 +71,6 @@ class World:
         any_source: The counts of messages for receives from any source.
         histories: The last calls of each group.
         steps: The count of steps that this rank's optimizers have taken.
-        with_futures: The groups whose ``interrupted()`` is called when the notebook interrupts this rank.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -82,7 +81,8 @@ class World:
         self.any_source = AnySource(engine)
         self.histories = Histories(engine)
         self.steps = Steps()
-        self.with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
+        self._with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()
+        self._groups_lock = threading.Lock()
         engine.on_native_waits(self._on_interrupt)
         self._registering = threading.Lock()
         #: The process sets that this rank has requested, by their ranks.
@@ -96,8 +96,15 @@ class World:
         engine.on_mail(_ASK, self._on_ask)
         engine.on_mail(_ANSWER, self._on_answer)
 
+    def add(self, group: Interruptible) -> None:
+        """Call the group's ``interrupted()`` when the notebook interrupts this rank, for as long as there is the group."""
+        with self._groups_lock:
+            self._with_futures.add(group)
+
     def _on_interrupt(self) -> None:
-        for group in list(self.with_futures):
+        with self._groups_lock:
+            groups = list(self._with_futures)
+        for group in groups:
             group.interrupted()
 
     def process_set(self, members: Sequence[int]) -> int:

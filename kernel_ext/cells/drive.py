@@ -158,6 +158,7 @@ class CellHandle:
     # -- the driver ---------------------------------------------------------------------------------------------------
 
     def _drive(self, until: float | None = None) -> None:
+        self._tick(time.monotonic())  # a sink may want to show something though nothing happens
         while not self._ended.is_set():
             if self._run.finished and self._sink_at is None:
                 self._finish()

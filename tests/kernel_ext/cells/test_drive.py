@@ -101,6 +101,25 @@ def test_in_the_background_another_thread_does() -> None:
     assert run.sink.thread is not threading.current_thread()
 
 
+def test_a_sink_shows_what_is_due_though_no_rank_says_anything() -> None:
+    run = Run()
+    run.sink.due = time.monotonic()
+    shown = threading.Event()
+    tick = run.sink.tick
+
+    def ticked(now: float) -> float | None:
+        at = tick(now)
+        if ("due",) in run.sink.calls:
+            shown.set()
+        return at
+
+    with patch.object(run.sink, "tick", ticked):
+        run.handle.drive_in_background()
+        assert shown.wait(PATIENCE)
+        run.feed(done(0), done(1))
+        assert run.handle.wait(PATIENCE).ok
+
+
 def test_a_wait_that_is_too_short_can_be_repeated() -> None:
     run = Run()
     run.feed(done(0))

@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdlab.collectives.coordinator.signatures import Defined
-from hvdlab.collectives.protocol.messages import Await, Death, Hello, Member, World
+from hvdlab.collectives.protocol.messages import MOST_RANKS, Await, Death, Hello, Member, World
 
 WORLD_INTERVAL = 0.2
 """Seconds between reports of the forming world to its ranks: with one for each newcomer a thousand ranks would get a million."""
-
-
-RANKS = 1 << 31
-"""Ranks have numbers below this."""
 
 
 class Wait(NamedTuple):
@@ -127,8 +123,8 @@ class Membership:
 
     def refusal(self, rank: int) -> str:
         """Why ``rank`` may not join now, or an empty text."""
-        if rank >= RANKS:
-            return f"rank {rank} is too high; there are {RANKS} at most"
+        if rank >= MOST_RANKS:
+            return f"rank {rank} is too high; ranks have numbers from 0 to {MOST_RANKS - 1}"
         living = self.ranks.get(rank)
         if living is not None:
             return (

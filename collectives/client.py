@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -116,18 +116,26 @@ class Client:
     # -- the world ------------------------------------------------------------------------------------------------
 
     def expect(self, ranks: Sequence[int]) -> None:
-        """Say which ranks make up the world from now on. The coordinator tells living ranks that are not among them to leave."""
-        self._expected = tuple(ranks)
-        self._released = {rank: pid for rank, pid in self._released.items() if rank in self._expected}
-        self._send(m.Expect(self._expected))
+        """Say which ranks make up the world from now on. The coordinator tells living ranks that are not among them to leave.
+
+        Raises:
+            CoordinatorLostError: The coordinator is lost; :meth:`reconnect` tells its successor.
+        """
+        # Under the lock: reconnect() has either not told the successor yet, or sending to it works already.
+        with self._changed:
+            self._expected = tuple(ranks)
+            self._released = {rank: pid for rank, pid in self._released.items() if rank in self._expected}
+        self._send(m.Expect(tuple(ranks)))
 
     def release(self, ranks: Sequence[int]) -> None:
         """Let ranks go where elastic training lets the world change, at the next commit; at once if no rank trains.
 
-        While the coordinator is lost the client keeps them, for its successor.
+        Raises:
+            CoordinatorLostError: The coordinator is lost; :meth:`reconnect` tells its successor.
         """
-        pids = {member.rank: member.pid for member in self._membership.members}
-        self._released |= {rank: pids[rank] for rank in ranks if rank in pids}
+        with self._changed:  # as in expect()
+            pids = {member.rank: member.pid for member in self._membership.members}
+            self._released |= {rank: pids[rank] for rank in ranks if rank in pids}
         self._send(m.Release(tuple(ranks)))
 
     def membership(self) -> Membership:
@@ -403,7 +411,7 @@ class Client:
 
     def _recollection(self, cells: Mapping[str, Sequence[int]], *, same: bool) -> tuple[m.Recall, ...]:
         """The message with what the coordinator has to know, if anything. One that is still the ``same`` knows the deaths itself."""
-        if same and self._expected is None and not cells:
+        if same and self._expected is None and not (cells or self._released):
             return ()
         known = self._membership
         expected = known.expected if self._expected is None else self._expected
@@ -525,13 +533,22 @@ class Client:
             message.epoch,
             message.waiting,
             message.formed,
+            message.leaving,
         )
         with self._changed:
             self._membership = membership
+            self._forget_released(message.expected)
             self._world_seen = True
             self._changed.notify_all()
         for callback in self._on_membership:
             self._invoke(callback, membership)
+
+    def _forget_released(self, expected: Collection[int]) -> None:
+        """Forget released ranks that the coordinator has let go: its successor would wait for them. Call it with the lock."""
+        if gone := self._released.keys() - expected:
+            self._released = {rank: pid for rank, pid in self._released.items() if rank not in gone}
+            if self._expected is not None:
+                self._expected = tuple(rank for rank in self._expected if rank not in gone)
 
     def _invoke(self, callback: Callable[..., Any], *arguments: Any) -> None:
         try:

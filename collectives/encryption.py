@@ -7,7 +7,7 @@ each other is up to their launcher.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.messages import Hello, Member
@@ -26,7 +26,7 @@ def is_encrypted(required: str, address: str) -> bool:
     return any(where.version == network.version and where in network for network in networks)
 
 
-def refusal(required: str, rank: int, hello: Hello, members: Iterable[Member]) -> str:
+def refusal(required: str, rank: int, hello: Hello, members: Iterable[Member], hosts: Collection[str]) -> str:
     """Why a rank may not join these, or an empty text.
 
     Args:
@@ -34,9 +34,12 @@ def refusal(required: str, rank: int, hello: Hello, members: Iterable[Member]) -
         rank: Number of the newcomer.
         hello: Its introduction.
         members: The ranks that are there.
+        hosts: The hosts that they run on.
     """
-    if not required:
+    if not required or all(host == hello.host for host in hosts):
         return ""
+    if len(hosts) > 1 and is_encrypted(required, hello.address):
+        return ""  # the members were let in beside members on other hosts, so their addresses are encrypted
     for member in members:
         if member.host == hello.host:
             continue

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from hvdlab.collectives.protocol import messages as m
 
+LEAVES = "leaves at the next commit"
+"""What is shown of a rank that was released, and that trains until then."""
+
 
 @dataclass(frozen=True, slots=True)
 class Membership:
@@ -18,6 +21,7 @@ class Membership:
         epoch: Epoch of the world; 0 before it was formed for the first time.
         waiting: Members that elastic training has to let in.
         formed: Ranks that this epoch of the world is made of; empty until it has begun.
+        leaving: Members that were released, and leave where elastic training lets the world change.
     """
 
     expected: tuple[int, ...] = ()
@@ -26,6 +30,7 @@ class Membership:
     epoch: int = 0
     waiting: tuple[int, ...] = ()
     formed: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:

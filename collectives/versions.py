@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 COMPARED = ("hvdlab", "torch")
@@ -18,6 +19,35 @@ def own_versions() -> dict[str, str]:
         if version is not None:
             found[name] = str(version).partition("+")[0]
     return found
+
+
+class AgreedVersions:
+    """The versions of the ranks that are there.
+
+    Each of them was let in because it has what the others have. So a newcomer need not be compared with every one of them: a world
+    of n ranks takes n comparisons to come about.
+    """
+
+    def __init__(self) -> None:
+        #: How many ranks have said that they have this version, by name and version. One version of each name is there.
+        self._having: Counter[tuple[str, str]] = Counter()
+        self._agreed: dict[str, str] = {}
+
+    def add(self, versions: Mapping[str, str]) -> None:
+        """A rank was let in."""
+        self._having.update(versions.items())
+        self._agreed.update(versions)
+
+    def remove(self, versions: Mapping[str, str]) -> None:
+        """A rank is gone."""
+        for name, version in versions.items():
+            self._having[name, version] -= 1
+            if not self._having[name, version]:
+                del self._having[name, version], self._agreed[name]
+
+    def fit(self, versions: Mapping[str, str]) -> bool:
+        """Whether these are the versions of all ranks that are there, as far as both have said them."""
+        return all(self._agreed.get(name, version) == version for name, version in versions.items())
 
 
 def refusal(rank: int, versions: Mapping[str, str], others: Iterable[tuple[str, Mapping[str, str]]]) -> str:

@@ -190,7 +190,8 @@ class PoolBase:
         try:
             self.group.reconnected()
             told = self._take_cells_over(show) if show is not None else {}
-            self.runs.resync(self.group.members.wanted, told)
+            members = self.group.members
+            self.runs.resync((*members.wanted, *members.let_go), told)
             for handle in self.resumed:
                 handle.drive_in_background()
             progress("waiting for the ranks")
@@ -220,12 +221,13 @@ class PoolBase:
         pids = {
             number: child.pid for number, child in self._base.fork_server.children().items() if number >= 0
         }
-        wanted = self.client.membership().expected or tuple(pids)
+        world = self.client.membership()
+        wanted = tuple(rank for rank in world.expected or pids if rank not in world.leaving)
         coordinator = self._base.coordinator
         if isinstance(coordinator, AttachedCoordinator) and coordinator.replaced and self.keeping is not None:
             # The replaced coordinator has never heard of ranks that ended before it started: go by the pool's size.
             wanted = tuple(range(self.keeping.kept.size))
-        self.group.handle(Found(wanted, pids))
+        self.group.handle(Found(wanted, pids, world.leaving))
         for rank in set(wanted) - set(pids):
             self.group.handle(Ended(rank, 0, "it ended while no notebook was attached"))
 
@@ -307,11 +309,11 @@ class PoolBase:
         self._note_end("died", rank, reason)
         self.runs.rank_died(rank, reason, tail, detail)
 
-    def _has_left(self, rank: int) -> None:
-        """End the rank's part in all cells: it has left, as the pool wanted. Cells that let it go know why already."""
+    def _has_left(self, rank: int, died: str) -> None:
+        """End the rank's part in all cells: it has left, as the pool wanted, or died on the way to the commit at which it was to."""
         self.joining.gone(rank)
-        self._note_end("left", rank, "the pool was resized")
-        self.runs.rank_died(rank, "it left the pool")
+        self._note_end("died" if died else "left", rank, died or "the pool was resized")
+        self.runs.rank_died(rank, died or "it left the pool", left=not died)
 
     def _why_lost(self, rank: int) -> str:
         member = self.group.members.get(rank)

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
+from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.settings import PLANES
 from hvdlab.launch.forkserver.forking import REMEDIES, why_not
 
@@ -25,6 +26,8 @@ def check_size(np: Any) -> int:
         raise InvalidRequestError(f"np={np!r} is no number of ranks; give a whole number, such as np=4.")
     if np < 1:
         raise InvalidRequestError(f"np={np}: a pool has at least one rank; pool.stop() ends all of them.")
+    if np > MOST_RANKS:
+        raise InvalidRequestError(f"np={np}: a pool has {MOST_RANKS} ranks at most.")
     return np
 
 

@@ -17,6 +17,7 @@ from hvdlab.collectives.environment import sizes
 from hvdlab.collectives.errors import StartError, format_ranks
 from hvdlab.kernel_ext.members import (
     Answered,
+    Ask,
     Died,
     Effect,
     Event,
@@ -26,6 +27,7 @@ from hvdlab.kernel_ext.members import (
     LetGo,
     Members,
     MemberState,
+    Reconnected,
     Resized,
     Start,
     Wanted,
@@ -37,7 +39,7 @@ LEAVE_WITHIN = 3.0
 """Seconds that a rank which the pool no longer wants has to leave; then it is killed."""
 
 CUT_OFF_WITHIN = 1.0
-"""Seconds that the process of a rank whose connection has ended gets to end as well."""
+"""Seconds that the process of a rank whose connection has ended, or that was killed, gets to end as well."""
 
 _ERROR = re.compile(r"[\w.]+(Error|Exception)\b")
 
@@ -52,7 +54,8 @@ class Group:
         client: The connection to the coordinator.
         died: Called with rank and reason when a rank that was ready is lost. Any thread; must not block.
         ready: Called with a rank that became ready. Any thread; must not block.
-        left: Called with a rank that the pool no longer wanted and that has left. Any thread; must not block.
+        left: Called with a rank that the pool no longer wanted and that has left, and how it died if it did not leave in order. Any
+            thread; must not block.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Group:
         *,
         died: Callable[[int, str], None],
         ready: Callable[[int], None],
-        left: Callable[[int], None] = lambda rank: None,
+        left: Callable[[int, str], None] = lambda rank, died: None,
     ) -> None:
         self._client = client
         self._died, self._ready, self._left = died, ready, left
@@ -138,12 +141,7 @@ class Group:
 
     def reconnected(self) -> None:
         """There is another coordinator: send it again what may have been lost on the way to the old one. Any thread."""
-        with self._changed:
-            ready, size = self._members.ready, len(self._members.wanted)
-            for effect in (Expect(self._members.wanted), Resized(ready, size)):
-                self._perform(effect)
-            if starting := self._members.in_state(MemberState.STARTING):
-                self._client.post(WHO, b"", starting)
+        self.handle(Reconnected())
 
     def cut_off(self, membership: Membership) -> list[int]:
         """Ranks that the coordinator takes for dead although their processes live."""
@@ -166,11 +164,15 @@ class Group:
                     for rank in ranks:
                         variables = sizes(rank, size, self._starter.place(rank, size))
                         self._client.post(ENVIRONMENT, msgspec.msgpack.encode(variables), [rank])
+                case Ask(ranks):
+                    self._client.post(WHO, b"", ranks)
                 case Died(rank, pid, reason):
                     self._died(rank, reason)
                     self._client.rank_lost(rank, pid, reason)
-                case Gone(rank):
-                    self._left(rank)
+                case Gone(rank, pid, died):
+                    self._left(rank, died)
+                    if died:
+                        self._client.rank_lost(rank, pid, died)
                 case Leave():
                     pass  # the coordinator tells the rank; _wait_left() kills it if it does not leave
 
@@ -179,16 +181,27 @@ class Group:
     def let_go(self, ranks: Sequence[int], deadline: Deadline) -> None:
         """Shrink the pool to these ranks: the others leave at the next commit of the elastic training. Waits until they have.
 
+        It waits for ranks that an earlier call has let go, too.
+
         Raises:
             StartError: Some have not left in time; they leave at their next commit.
         """
 
         def leaving() -> tuple[int, ...]:
-            return tuple(rank for rank in self._members.living() if rank not in self._members.wanted)
+            return self._members.let_go
 
         with self._changed:
             self.handle(Wanted(tuple(ranks), at_commit=True))
-            self._changed.wait_for(lambda: not leaving() or self._broken, deadline.remaining())
+            if not self._changed.wait_for(lambda: not leaving() or self._broken, deadline.remaining()):
+                expected = self._client.membership().expected
+                hung = {rank for rank in leaving() if rank not in expected}  # past their commit
+                for rank, pid in self._members.living().items():
+                    if rank in hung:
+                        self.explain(rank, pid, "killed, since it had left and did not end")
+                self.kill(sorted(hung))
+                self._changed.wait_for(
+                    lambda: not hung.intersection(leaving()) or self._broken, CUT_OFF_WITHIN
+                )
             if late := leaving():
                 raise StartError(
                     f"{format_ranks(late)} did not come to a commit within {deadline.seconds:g} s; they leave when they do"
@@ -303,10 +316,14 @@ class Group:
                 )
 
     def _wait_left(self, deadline: Deadline) -> None:
-        """Wait until ranks that are no longer wanted are gone; kill those that take too long."""
+        """Wait until ranks that are no longer wanted are gone; kill those that take too long.
+
+        Those that leave at a commit may take as long as that takes.
+        """
 
         def leaving() -> list[int]:
-            return [rank for rank in self._members.living() if rank not in self._members.wanted]
+            staying = {*self._members.wanted, *self._members.let_go}
+            return [rank for rank in self._members.living() if rank not in staying]
 
         with self._changed:
             if not self._changed.wait_for(lambda: not leaving() or self._broken, LEAVE_WITHIN):

@@ -52,6 +52,8 @@ class History:
         self._generation = 0
         #: Ranks that wait to be let in, since when.
         self._waiting: dict[int, float] = {}
+        #: Ranks that leave at the next commit.
+        self._leaving: tuple[int, ...] = ()
         self._listeners: list[Callable[[], None]] = []
         self._failures = Failures()
 
@@ -89,6 +91,7 @@ class History:
         changes, at = [], time.time()
         with self._lock:
             waiting, here = set(now.waiting), set(now.ranks)
+            released, self._leaving = now.leaving != self._leaving, now.leaving
             for rank in sorted(waiting - self._waiting.keys()):
                 self._waiting[rank] = at
                 changes.append(Change(rank, "waits", "until the others commit", when=at))
@@ -102,6 +105,8 @@ class History:
                 changes.append(Change(ALL, "formed", why, when=at))
         if changes:
             self.add(*changes)
+        elif released:
+            self.announce()
 
     def all(self) -> list[Change]:
         """The changes that are remembered, oldest first."""
@@ -120,7 +125,7 @@ class ElasticState:
     Attributes:
         generation: How often the world was made anew, by a rank that came or went, or after a failure.
         cells: The elastic cells that run: their labels, how many ranks each may have, and the ranks that are in it.
-        members: Rank to its state: ``in the world``, ``waits to be let in``, ``starting``, or ``lost:`` and the reason.
+        members: Rank to its state: ``in the world``, ``waits to be let in``, ``starting``, ``leaves at the next commit``, or ``lost:`` and the reason.
         awaited: Ranks that the pool wants and that are not ready.
         arrivals: Rank to how and when it came.
         history: All that is remembered, oldest first.

@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hvdlab.launch.exits import describe_exit
 from hvdlab.launch.starter import Ended, Started
+
+IN_ORDER = describe_exit(0, 0)
+"""How the process of a rank ends that has left when it was told to."""
 
 
 class MemberState(StrEnum):
@@ -30,6 +34,7 @@ class Member:
         rank: Its number.
         pid: Its process, or 0 as long as it has none.
         state: Which part of its life it is in.
+        at_commit: Whether it leaves at the next commit of the elastic training, and is a rank of the world until then.
         reason: Why it is lost; empty if it is not.
         tail: The last lines of its standard error, if it is lost.
         detail: What else the starter reported of its end, such as its peak memory.
@@ -38,6 +43,7 @@ class Member:
     rank: int
     pid: int = 0
     state: MemberState = MemberState.STARTING
+    at_commit: bool = False
     reason: str = ""
     tail: str = ""
     detail: str = ""
@@ -60,10 +66,14 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The pool is made of these ranks, which another process has started; ``pids`` has those that live."""
+    """The pool is made of these ranks, which another process has started; ``pids`` has those that live.
+
+    That process has let the ranks ``let_go`` go, which are not among the others; they have not come to a commit yet.
+    """
 
     ranks: tuple[int, ...]
     pids: Mapping[int, int]
+    let_go: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,12 @@ class Answered:
     rank: int
 
 
-Event = Wanted | Found | Started | Answered | Ended
+@dataclass(frozen=True, slots=True)
+class Reconnected:
+    """There is another connection to the coordinator or to its successor: what was sent over the last one may be lost."""
+
+
+Event = Wanted | Found | Started | Answered | Ended | Reconnected
 
 
 # -- what to do -------------------------------------------------------------------------------------------------------
@@ -103,7 +118,10 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """Tell the coordinator that these ranks leave at the next commit of the elastic training."""
+    """Tell the coordinator that these ranks leave at the next commit of the elastic training.
+
+    An :class:`Expect` has them until they have left: one without them would send them away at once, in the middle of a step.
+    """
 
     ranks: tuple[int, ...]
 
@@ -117,6 +135,13 @@ class Resized:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask these ranks to say again that they take mail."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Died:
     """A rank that was ready is lost."""
 
@@ -127,12 +152,17 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A rank that was to leave has left."""
+    """A rank that was to leave has left.
+
+    ``died`` says how, if it was to leave at a commit and did not come to that in order: what it did since its last commit is lost.
+    """
 
     rank: int
+    pid: int
+    died: str = ""
 
 
-Effect = Expect | LetGo | Start | Leave | Resized | Died | Gone
+Effect = Expect | LetGo | Start | Leave | Resized | Ask | Died | Gone
 
 
 class Members:
@@ -169,6 +199,11 @@ class Members:
         """The wanted ranks that have ended."""
         return self.in_state(MemberState.LOST)
 
+    @property
+    def let_go(self) -> tuple[int, ...]:
+        """Ranks that leave at the next commit and have not left yet."""
+        return tuple(sorted(member.rank for member in self._members.values() if member.at_commit))
+
     def living(self) -> dict[int, int]:
         """Rank to process id of every rank that has a process, leaving ones included."""
         return {m.rank: m.pid for m in self._members.values() if m.pid and m.state is not MemberState.LOST}
@@ -180,10 +215,8 @@ class Members:
         match event:
             case Wanted():
                 return self._want(event)
-            case Found(ranks, pids):
-                self._wanted = tuple(sorted(ranks))
-                self._members = {rank: Member(rank, pids.get(rank, 0)) for rank in self._wanted}
-                return []
+            case Found():
+                return self._found(event)
             case Started(rank, pid):
                 member = self._members.get(rank)
                 if member is not None and member.state is not MemberState.LOST:
@@ -196,12 +229,31 @@ class Members:
                 return []
             case Ended():
                 return self._ended(event)
+            case Reconnected():
+                starting = self.in_state(MemberState.STARTING)
+                again: list[Effect] = [Resized(self.ready, len(self._wanted))]
+                return self._world() + again + ([Ask(starting)] if starting else [])
+
+    def _found(self, event: Found) -> list[Effect]:
+        self._wanted = tuple(sorted(event.ranks))
+        self._members = {rank: Member(rank, event.pids.get(rank, 0)) for rank in self._wanted}
+        for rank in event.let_go:
+            if pid := event.pids.get(rank, 0):
+                self._members[rank] = Member(rank, pid, MemberState.LEAVING, at_commit=True)
+        return []
+
+    def _world(self) -> list[Effect]:
+        """Tell the coordinator which ranks the world is made of, and which of them leave."""
+        going = self.let_go
+        expected = tuple(sorted({*self._wanted, *going}))
+        # A rank that has come to its commit already is no part of the world any more: LetGo takes it out of it again.
+        return [Expect(expected), LetGo(going)] if going else [Expect(expected)]
 
     def _want(self, event: Wanted) -> list[Effect]:
         before, self._wanted = self._wanted, tuple(sorted(set(event.ranks)))
         starting: list[int] = []
         left = tuple(rank for rank in before if rank not in self._wanted)
-        effects: list[Effect] = [LetGo(left) if event.at_commit else Expect(self._wanted)]
+        effects: list[Effect] = []
         for rank in self._wanted:
             member = self._members.get(rank)
             if member is None or (member.state is MemberState.LOST and event.replace_lost):
@@ -210,7 +262,11 @@ class Members:
             elif member.state is MemberState.LEAVING:
                 self._again.add(rank)
         for rank in set(self._members) - set(self._wanted):
-            effects += self._drop(self._members[rank])
+            effects += self._drop(self._members[rank], at_commit=event.at_commit)
+        if not event.at_commit:
+            effects = self._world() + effects
+        elif left:
+            effects.insert(0, LetGo(left))
         size = len(self._wanted)
         staying = self.ready
         if staying and size != len(before):
@@ -219,14 +275,14 @@ class Members:
             effects.append(Start(tuple(starting), size))
         return effects
 
-    def _drop(self, member: Member) -> list[Effect]:
+    def _drop(self, member: Member, *, at_commit: bool) -> list[Effect]:
         self._again.discard(member.rank)
         if member.state is MemberState.LOST:
             del self._members[member.rank]
             return []
         if member.state is MemberState.LEAVING:
             return []
-        member.state = MemberState.LEAVING
+        member.state, member.at_commit = MemberState.LEAVING, at_commit
         return [Leave(member.rank)]
 
     def _ended(self, event: Ended) -> list[Effect]:
@@ -234,7 +290,8 @@ class Members:
         if member is None or (event.pid and member.pid not in (0, event.pid)):
             return []
         if member.state is MemberState.LEAVING:
-            return self._gone(member)
+            orderly = event.reason == IN_ORDER or not member.at_commit
+            return self._gone(member, Gone(member.rank, event.pid, "" if orderly else event.reason))
         if member.state is MemberState.LOST:
             if not member.pid and event.pid:  # it was found missing, and only now its end is reported
                 member.reason, member.tail = event.reason, event.tail
@@ -244,11 +301,14 @@ class Members:
         member.tail, member.detail = event.tail, event.detail
         return [Died(event.rank, event.pid, event.reason)] if was_ready else []
 
-    def _gone(self, member: Member) -> list[Effect]:
+    def _gone(self, member: Member, gone: Gone) -> list[Effect]:
         """A rank that was to leave has left."""
         del self._members[member.rank]
-        if member.rank not in self._again:
-            return [Gone(member.rank)]
-        self._again.discard(member.rank)
-        self._members[member.rank] = Member(member.rank)
-        return [Gone(member.rank), Start((member.rank,), len(self._wanted))]
+        again = member.rank in self._again
+        if again:
+            self._again.discard(member.rank)
+            self._members[member.rank] = Member(member.rank)
+        # The coordinator has taken it out of the world. Its client has not: a successor would wait for it.
+        told = self._world() if member.at_commit else []
+        started: list[Effect] = [Start((member.rank,), len(self._wanted))] if again else []
+        return [gone, *told, *started]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
+from hvdlab.collectives.membership import LEAVES
 from hvdlab.kernel_ext import checks, transfer
 from hvdlab.kernel_ext.asking import ANSWER_WITHIN, Asking
 from hvdlab.kernel_ext.base import PoolBase, Progress
@@ -210,18 +212,22 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         """What each rank is doing, whether or not it runs a cell. Takes a second at most."""
         self._check_running()
         members, runs = self._base.group.members, self._base.runs
-        answers = runs.questions.ask(AskStatus, members.ready, Deadline(ANSWER_WITHIN))
+        there = tuple(sorted({*members.ready, *members.let_go}))
+        answers = runs.questions.ask(AskStatus, there, Deadline(ANSWER_WITHIN))
         hosts = {member.rank: member.host for member in self.client.membership().members}
         found: list[RankStatus] = []
-        for rank in members.wanted:
+        for rank in sorted({*members.wanted, *members.let_go}):
             member, answer = members.get(rank), answers.get(rank)
             if member is None:
                 continue
             state = f"lost: {member.reason}" if member.reason else member.state.value
             if isinstance(answer, Status):
-                found.append(_status(rank, hosts.get(rank, ""), member.pid, answer))
+                status = _status(rank, hosts.get(rank, ""), member.pid, answer)
+                found.append(
+                    replace(status, state=f"{status.state}, {LEAVES}") if member.at_commit else status
+                )
             else:
-                state = "no answer" if rank in members.ready else state
+                state = "no answer" if rank in there else state
                 found.append(RankStatus(rank, hosts.get(rank, ""), member.pid, state=state))
         return found
 
@@ -241,6 +247,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
                 states[rank] = "waits to be let in"
             else:
                 states[rank] = "in the world" if member.state is MemberState.READY else member.state.value
+        states |= dict.fromkeys((rank for rank in members.let_go if rank not in states), LEAVES)
         return ElasticState(
             generation=world.epoch,
             cells=[(runs.label(cell), *found) for cell, found in runs.elastic().items()],

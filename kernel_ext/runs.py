@@ -311,8 +311,13 @@ class Runs:
     def _reply(self, rank: int, reply: Reply) -> None:
         self.post(TO_RANK, encode(reply), [rank])
 
-    def rank_died(self, rank: int, reason: str, tail: str = "", detail: str = "") -> None:
-        """A rank is lost; ``tail`` is the end of its standard error, ``detail`` what else is known. Any thread."""
+    def rank_died(
+        self, rank: int, reason: str, tail: str = "", detail: str = "", *, left: bool = False
+    ) -> None:
+        """A rank is lost; ``tail`` is the end of its standard error, ``detail`` what else is known. Any thread.
+
+        With ``left`` it has left as the pool wanted.
+        """
         when = time.monotonic_ns()
         with self._lock:
             self._given_up.pop(rank, None)
@@ -321,7 +326,7 @@ class Runs:
             if rank in run.handle.ranks:
                 with run.lock:
                     run.arrivals.died(rank)
-                    run.handle.feed(RankDied(rank, reason, when, tail, detail))
+                    run.handle.feed(RankDied(rank, reason, when, tail, detail, left))
         self.questions.rank_died(rank)
 
     def left_behind(self, rank: int, left: Left) -> bool:

@@ -31,7 +31,8 @@ class Sizing:
 
         Raises:
             InvalidRequestError: The pool can't have this size; nothing has changed.
-            StartError: A new rank did not start within ``timeout`` seconds; the others are as before.
+            StartError: A new rank did not start within ``timeout`` seconds; the others are as before. Or a rank that leaves did not
+                come to a commit by then: it leaves when it does, and only then the pool can be resized again.
         """
         self._check_running()
         wanted = checks.check_size(np)
@@ -39,9 +40,11 @@ class Sizing:
             self._base.check_resizable(wanted)
             self._base.check_elastic(wanted)
             deadline, before = Deadline(timeout), self._base.group.ready()
-            if (leaving := tuple(rank for rank in before if rank >= wanted)) and self._base.runs.elastic():
+            leaving = tuple(rank for rank in before if rank >= wanted) if self._base.runs.elastic() else ()
+            if leaving:
                 self._base.runs.release(leaving)
-                self._base.group.let_go(range(wanted), deadline)
+            if leaving or self._base.group.members.let_go:  # an earlier call may not have waited long enough
+                self._base.group.let_go([r for r in self._base.group.members.wanted if r < wanted], deadline)
             self._base.group.want(range(wanted), deadline)
             new = [rank for rank in self._base.group.ready() if rank not in before]
             self._base.came("resize", new)

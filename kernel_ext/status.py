@@ -16,7 +16,8 @@ class RankStatus:
         host: Host that it runs on.
         pid: Its process there; 0 if it has none.
         device: Device that it computes on.
-        state: ``idle``, ``running``, ``starting``, ``no answer``, or ``lost: `` and why.
+        state: ``idle``, ``running``, ``starting``, ``no answer``, or ``lost: `` and why; of a rank that the pool has let go also
+            that it ``leaves at the next commit``.
         cell: Id of the cell that it runs.
         rss, pss: Resident and proportional set size in bytes; ``pss`` counts shared pages by their share.
         cpu: Seconds of processor time that it has used, or ``None`` if it did not answer.

@@ -155,7 +155,7 @@ class PoolMagics(Magics):
         pool = self.session.attach(name, self._show_left)
         self.session.labels.update({run.cell: run.label for run in pool.resumed})
         print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready, with all variables")
-        busy = [status.rank for status in pool.status() if status.state == "running"]
+        busy = [status.rank for status in pool.status() if status.state.partition(",")[0] == "running"]
         if busy:
             verb = "runs" if len(busy) == 1 else "run"
             print(

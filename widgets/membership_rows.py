@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.visible import visible
 
 MEMBERS = ("rank", "host", "pid", "state", "since", "by")
@@ -19,7 +20,7 @@ WIDEST = 300
 
 Rows = list[tuple[str, ...]]
 
-STATES = {"in the world": "here", "waits to be let in": "waiting"}
+STATES = {"in the world": "here", "waits to be let in": "waiting", LEAVES: "leaving"}
 """The one word that browsers get for a state of several words."""
 
 
@@ -70,8 +71,11 @@ class MembershipState(Protocol):
 
 def headline(state: MembershipState) -> str:
     """One sentence: the world, the ranks that are missing, and the elastic cells that run."""
-    there, wanted = len(state.members) - len(state.awaited), len(state.members)
-    text = f"generation {state.generation}: {there} of {wanted} ranks are there"
+    leaving = [rank for rank, text in state.members.items() if text == LEAVES]
+    wanted = len(state.members) - len(leaving)
+    text = f"generation {state.generation}: {wanted - len(state.awaited)} of {wanted} ranks are there"
+    if leaving:
+        text += f", {format_ranks(leaving)} {'leaves' if len(leaving) == 1 else 'leave'} at the next commit"
     if state.awaited:
         text += f", {format_ranks(state.awaited)} {'is' if len(state.awaited) == 1 else 'are'} awaited"
     for label, bounds, ranks in state.cells:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.recording import RankSummary, Recording, summarize
 from hvdlab.collectives.recording.pace import steps_per_second
 
@@ -36,7 +37,7 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
                 "pid": member.pid if member else 0,
                 "plane": plane_text(recording.planes(rank)) if member else "",
                 "state": state,
-                "reason": death.reason if death else "",
+                "reason": death.reason if death else LEAVES if rank in membership.leaving else "",
                 "cell": cell,
                 "paused": recording.paused.get(rank, "") if member is not None else "",
                 "spans": row["spans"],

@@ -38,12 +38,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     rank = membership.free_rank() if hello.rank < 0 else hello.rank
     reason = membership.refusal(rank) if hello.role == "rank" else f"there is no role {hello.role!r}"
     reason = reason or _too_late(state, rank, hello)
-    members = (living.member for living in membership.ranks.values())
-    reason = reason or encryption.refusal(state.options.require_encryption, rank, hello, members)
-    # For hvdlab itself the coordinator's counts: of two ranks that differ, the first one to come need not be right.
-    others = [("the coordinator", {"hvdlab": versions.own_versions()["hvdlab"]})]
-    others += [(f"rank {living.rank}", living.versions) for living in membership.ranks.values()]
-    reason = reason or versions.refusal(rank, hello.versions, others)
+    reason = reason or _differs(state, rank, hello)
     if reason:
         if reason not in state.refused:  # a rank that is started again and again is logged once
             state.refused.append(reason)
@@ -58,6 +53,19 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     if newcomer.tracked:
         state.cells.join(rank)
     outbox.send((peer,), m.Welcome(rank, int(now * 1e9), state.options.generation, state.options.pid))
+
+
+def _differs(state: CoordinatorState, rank: int, hello: m.Hello) -> str:
+    """Why a rank does not fit those that are there; empty if it does. They are looked at singly only to say which one differs."""
+    membership = state.membership
+    members = (living.member for living in membership.ranks.values())
+    required, hosts = state.options.require_encryption, membership.hosts.keys()
+    reason = encryption.refusal(required, rank, hello, members, hosts)
+    # For hvdlab itself the coordinator's counts: of two ranks that differ, the first one to come need not be right.
+    others = [("the coordinator", {"hvdlab": versions.own_versions()["hvdlab"]})]
+    if not membership.versions.fit(hello.versions):
+        others += [(f"rank {living.rank}", living.versions) for living in membership.ranks.values()]
+    return reason or versions.refusal(rank, hello.versions, others)
 
 
 def _too_late(state: CoordinatorState, rank: int, hello: m.Hello) -> str:

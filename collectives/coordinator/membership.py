@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdlab.collectives.coordinator.signatures import Defined
-from hvdlab.collectives.protocol.messages import Await, Death, Hello, Member, World
+from hvdlab.collectives.protocol.messages import MOST_RANKS, Await, Death, Hello, Member, World
+from hvdlab.collectives.versions import AgreedVersions
 
 WORLD_INTERVAL = 0.2
 """Seconds between reports of the forming world to its ranks: with one for each newcomer a thousand ranks would get a million."""
-
-
-RANKS = 1 << 31
-"""Ranks have numbers below this."""
 
 
 class Wait(NamedTuple):
@@ -91,6 +89,8 @@ class Membership:
             again concerns the whole world: one that is back waits until all others have said Bye as well.
         deaths: The last death of each rank that was not replaced.
         waiting: Ranks that elastic training has to let in.
+        hosts: How many living ranks run on each host.
+        versions: The versions of the living ranks.
         leaving: Ranks of the world that are let go where elastic training lets it change.
         changed: Whether the membership has changed since clients got it last.
         formed: Whether an epoch of the world has begun since clients got the membership last; its members know of it.
@@ -106,6 +106,8 @@ class Membership:
         self.returning: set[int] = set()
         self.deaths: dict[int, Death] = {}
         self.waiting: tuple[int, ...] = ()
+        self.hosts: Counter[str] = Counter()
+        self.versions = AgreedVersions()
         self.leaving: set[int] = set()
         self.changed = False
         self.formed = False
@@ -127,8 +129,8 @@ class Membership:
 
     def refusal(self, rank: int) -> str:
         """Why ``rank`` may not join now, or an empty text."""
-        if rank >= RANKS:
-            return f"rank {rank} is too high; there are {RANKS} at most"
+        if rank >= MOST_RANKS:
+            return f"rank {rank} is too high; ranks have numbers from 0 to {MOST_RANKS - 1}"
         living = self.ranks.get(rank)
         if living is not None:
             return (
@@ -142,6 +144,8 @@ class Membership:
         self._left.pop(rank, None)
         self.leaving.discard(rank)
         newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, self._wall(now))
+        self.hosts[hello.host] += 1
+        self.versions.add(hello.versions)
         self.awaited.discard(rank)
         self.deaths.pop(rank, None)
         self._unexplained.discard(rank)
@@ -167,7 +171,7 @@ class Membership:
 
     def leave(self, gone: RankPeer) -> None:
         """A rank said Bye."""
-        del self.ranks[gone.rank]
+        self._remove(gone)
         self.leaving.discard(gone.rank)
         self._left[gone.rank] = gone.pid
         if not gone.tracked and self.expected is not None and gone.rank in self.expected:
@@ -177,9 +181,16 @@ class Membership:
 
     def die(self, gone: RankPeer, reason: str, now: float, *, explained: bool) -> None:
         """A rank was lost."""
-        del self.ranks[gone.rank]
+        self._remove(gone)
         self.leaving.discard(gone.rank)
         self.record_death(gone.rank, gone.pid, reason, now, explained=explained, admitted=gone.admitted)
+
+    def _remove(self, gone: RankPeer) -> None:
+        del self.ranks[gone.rank]
+        self.versions.remove(gone.versions)
+        self.hosts[gone.member.host] -= 1
+        if not self.hosts[gone.member.host]:
+            del self.hosts[gone.member.host]
 
     def record_death(
         self, rank: int, pid: int, reason: str, now: float, *, explained: bool, admitted: bool = False
@@ -281,4 +292,5 @@ class Membership:
             assert self.deaths.keys() <= set(self.expected)
         assert not self.awaited & self.ranks.keys()
         assert self.leaving <= self.ranks.keys()
+        assert self.hosts == Counter(peer.member.host for peer in self.ranks.values())
         assert self._unexplained <= self.deaths.keys()

@@ -14,9 +14,7 @@ from hvdlab.collectives.elastic.state import News
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.numbering import own_number
 from hvdlab.collectives.planes.buffers import host_view
-
-_RANKS = 1 << 20
-"""Ranks are taken to have numbers below this."""
+from hvdlab.collectives.protocol.messages import MOST_RANKS
 
 
 def elect(saves: int) -> tuple[int, int]:
@@ -36,9 +34,9 @@ def elect(saves: int) -> tuple[int, int]:
     engine = context.engine()
     if engine.size == 1:
         return own_number(), saves
-    mine = np.array([own_number() - saves * _RANKS], dtype=np.int64)
+    mine = np.array([own_number() - saves * MOST_RANKS], dtype=np.int64)
     least = int(_reduced(mine, DType.I64, "elastic.root", ReduceOp.MIN)[0])
-    return least % _RANKS, -(least // _RANKS)
+    return least % MOST_RANKS, -(least // MOST_RANKS)
 
 
 def united(news: News) -> News:

@@ -13,6 +13,10 @@ import msgspec
 
 PROTOCOL_VERSION = 2
 
+MOST_RANKS = (1 << 16) - 1
+"""A job has this many ranks at most, with numbers below this: recordings, and the views of them, keep the rank of each span, and the
+number of ranks of its process set, in 16 bits."""
+
 
 class Message(msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
     """Base of every message."""

@@ -14,6 +14,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.recording.derived import DERIVED, Derived
 from hvdlab.collectives.recording.marks import Mark, Marks
 from hvdlab.collectives.recording.names import Names
@@ -136,7 +137,7 @@ class Recording:
     ) -> None:
         places = np.flatnonzero(records["type"] == RecordType.SPAN)
         spans = records[places]
-        _check(head.rank, spans)
+        _check(head.rank, spans, members)
         rows = rows_of(spans, head.rank, offset_ns)
         matched = self._names.assign(rows, head) if len(rows) else rows["name"]
         if len(rows):
@@ -389,9 +390,11 @@ def _check_times(records: NDArray[Any], small: list[Event]) -> None:
         raise ProtocolError("event batch: a time is impossible")
 
 
-def _check(rank: int, spans: NDArray[Any]) -> None:
-    if rank >= 1 << 16:
+def _check(rank: int, spans: NDArray[Any], members: list[tuple[int, Members]]) -> None:
+    if rank >= MOST_RANKS:
         raise ProtocolError(f"event batch: there is no rank {rank}")
+    if any(event.size > MOST_RANKS for _, event in members):
+        raise ProtocolError("event batch: a process set has more ranks than there can be")
     if not len(spans):
         return
     if spans["kind"].max() >= len(OpKind) or spans["dtype"].max() >= len(DType):

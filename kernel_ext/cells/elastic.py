@@ -74,7 +74,7 @@ class Participants:
         return f"{format_ranks(ranks)} {leave} at the next commit"
 
     def left(self, rank: int, done: CellDone | None) -> bool:
-        """A rank's part is over, by its death if ``done`` is None. Returns whether that is because it was let go."""
+        """A rank's part is over; ``done`` is None if all that is known is that it has left. Returns whether it was let go."""
         if done is None:
             return rank in self.released
         self.ended = self.ended or done.error is None

@@ -40,7 +40,7 @@ class RankDied:
     """A rank is gone. ``reason`` reads after the rank's name, such as ``killed by SIGKILL``.
 
     ``when`` is ``time.monotonic_ns()`` at which the death was seen, ``tail`` the end of its standard error that was left
-    unread, ``detail`` what else is known, such as its peak memory.
+    unread, ``detail`` what else is known, such as its peak memory. ``left`` says that it has left as the pool wanted.
     """
 
     rank: int
@@ -48,6 +48,7 @@ class RankDied:
     when: int
     tail: str = ""
     detail: str = ""
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True)

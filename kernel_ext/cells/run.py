@@ -183,7 +183,7 @@ class CellRun:
         if event.rank not in self.running:
             return []
         self.running.discard(event.rank)
-        if self._participants is not None and self._participants.left(event.rank, None):
+        if self._participants is not None and event.left and self._participants.left(event.rank, None):
             return self._left(event.rank)
         death = self._deaths[event.rank] = Death(
             event.rank, event.reason, event.when, event.tail, event.detail

@@ -8,7 +8,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import pytest
@@ -244,12 +244,20 @@ def kept() -> Iterator[CoordinatorProcess]:
         yield process
 
 
-def come_back(kept: CoordinatorProcess, rank: int, alive: tuple[int, ...]) -> Endpoint:
+def come_back(
+    kept: CoordinatorProcess,
+    rank: int,
+    alive: tuple[int, ...],
+    *,
+    known: m.KnownSet | None = None,
+    elastic: bool = False,
+    generation: int = 0,
+) -> Endpoint:
     hello = m.Hello(
-        m.PROTOCOL_VERSION, kept.token, "rank", rank, "h", os.getpid(), planes=("gloo",), generation=0
-    )
+        m.PROTOCOL_VERSION, kept.token, "rank", rank, "h", os.getpid(), planes=("gloo",), generation=generation
+    )  # fmt: skip
     endpoint, _ = connect(kept.address, hello, deadline=Deadline(PATIENCE))
-    endpoint.send(m.Resume((m.KnownSet(0, 1, alive),), alive))
+    endpoint.send(m.Resume((known or m.KnownSet(0, 1, alive),), alive, elastic=elastic))
     return endpoint
 
 
@@ -368,6 +376,97 @@ def test_a_cell_whose_end_was_lost_with_the_connection_has_ended(coordinator: Co
         definition = m.Definition(0, m.Signature(6, "b", 0, 0, ()), "s")
         ranks[0].send(m.Announce(0, epoch, (0,), (definition,)))
         assert wait_for(ranks[0], m.Abort).kind == "cell_ended", "rank 1 is not waited for"
+        for endpoint in ranks:
+            endpoint.close()
+
+
+def begin_again(ranks: Iterable[Endpoint]) -> None:
+    """Elastic training comes to a commit on these ranks."""
+    for endpoint in ranks:
+        endpoint.send(m.Regroup(1, 1, ""))
+
+
+def lose_coordinator(kept: CoordinatorProcess, lost: queue.SimpleQueue[str]) -> None:
+    process = os.pidfd_open(kept.pid)
+    os.kill(kept.pid, signal.SIGKILL)
+    lost.get(timeout=GONE)
+    assert select.select([process], [], [], GONE)[0]
+    os.close(process)
+
+
+@pytest.mark.parametrize("when", ["before it was lost", "while it is lost"])
+def test_ranks_that_are_released_leave_at_their_commit_whatever_becomes_of_the_coordinator(
+    kept: CoordinatorProcess, when: str
+) -> None:
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with Client.connect(kept.address, kept.client_token) as client:
+        client.on_lost(lost.put)
+        client.expect([0, 1, 2])
+        old = [join(kept, rank) for rank in range(3)]
+        client.wait_for(lambda now: now.complete, PATIENCE)
+        for endpoint in old:
+            endpoint.send(m.Elastic(True))
+            endpoint.send(m.Ping(1))
+            wait_for(endpoint, m.Pong)  # it is known that this rank trains
+        if when == "before it was lost":
+            client.release([2])
+            client.wait_for(lambda now: now.leaving == (2,), PATIENCE)
+        lose_coordinator(kept, lost)
+        if when == "while it is lost":
+            with pytest.raises(CoordinatorLostError):
+                client.release([2])
+        kept.respawn(PATIENCE)
+        new = [come_back(kept, rank, (0, 1, 2), elastic=True) for rank in range(3)]
+        client.reconnect(timeout=PATIENCE)
+        membership = client.wait_for(lambda now: now.leaving == (2,), PATIENCE)
+        assert (membership.expected, membership.deaths) == ((0, 1, 2), ())
+        epoch = wait_for(new[0], m.Configure).epoch
+        begin_again(new[:2])
+        client.flush()
+        assert client.membership().expected == (0, 1, 2), "it may train until its own commit"
+        begin_again(new[2:])
+        wait_for(new[2], m.Leave)
+        wait_for(new[0], m.Regrouped)
+        client.wait_for(lambda now: now.expected == (0, 1), PATIENCE)
+
+        # Its process has not ended yet, and the coordinator is lost once more: it is not waited for.
+        lose_coordinator(kept, lost)
+        kept.respawn(PATIENCE)
+        known = m.KnownSet(0, epoch + 1, (0, 1))
+        newest = [
+            come_back(kept, rank, (0, 1, 2), known=known, elastic=True, generation=1) for rank in (0, 1)
+        ]
+        membership = client.reconnect(timeout=PATIENCE)
+        assert (membership.expected, membership.ranks, membership.deaths) == ((0, 1), (0, 1), ())
+        for endpoint in (*old, *new, *newest):
+            endpoint.close()
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_rank_that_is_released_while_only_the_connection_is_lost_leaves_at_its_commit(said: bool) -> None:
+    """Also if the client has never said which ranks there are, as the launcher of a job of fixed size."""
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with (
+        CoordinatorProcess.start(size=None if said else 2, timeout=PATIENCE) as coordinator,
+        Client.connect(coordinator.address, coordinator.client_token) as client,
+    ):
+        client.on_lost(lost.put)
+        if said:
+            client.expect([0, 1])
+        ranks = [join(coordinator, rank) for rank in (0, 1)]
+        client.wait_for(lambda now: now.complete, PATIENCE)
+        for endpoint in ranks:
+            endpoint.send(m.Elastic(True))
+            endpoint.send(m.Ping(1))
+            wait_for(endpoint, m.Pong)
+        cut(client)
+        lost.get(timeout=GONE)
+        with pytest.raises(CoordinatorLostError):
+            client.release([1])
+        client.reconnect(timeout=PATIENCE)
+        client.wait_for(lambda now: now.leaving == (1,), PATIENCE)
+        begin_again(ranks)
+        wait_for(ranks[1], m.Leave)
         for endpoint in ranks:
             endpoint.close()
 

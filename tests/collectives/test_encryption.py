@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvdlab.collectives import encryption
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -40,6 +42,27 @@ def test_an_address_is_encrypted_in_a_tunnel_s_network_only() -> None:
     assert not encryption.is_encrypted(NETWORK, "10.9.0.3")
     assert not encryption.is_encrypted(NETWORK, "fd00::3")
     assert not encryption.is_encrypted("1", "10.8.0.3")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["10.8.0.1", "10.9.0.1"])), max_size=12))
+def test_a_newcomer_is_refused_for_the_first_member_on_another_host_that_it_would_meet_in_the_clear(
+    newcomers: list[tuple[str, str]],
+) -> None:
+    members: list[m.Member] = []
+    for rank, (host, address) in enumerate(newcomers):
+        in_the_clear = [
+            member.rank
+            for member in members
+            if member.host != host and "10.9.0.1" in (address, member.address)
+        ]
+        hello = m.Hello(m.PROTOCOL_VERSION, "", "rank", rank, host, 7, address)
+        hosts = {member.host for member in members}
+        said = encryption.refusal(NETWORK, rank, hello, members, hosts)
+        assert bool(said) == bool(in_the_clear)
+        if said:
+            assert f" and rank {in_the_clear[0]} (" in said
+        else:
+            members.append(m.Member(rank, host, 7, address))
 
 
 def join(coordinator: CoordinatorProcess, rank: int, host: str, address: str) -> Endpoint:

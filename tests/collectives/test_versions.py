@@ -6,6 +6,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hvdlab
 from coordinator_simulation import Simulation
@@ -61,3 +63,35 @@ def test_the_first_one_to_come_is_not_right_because_of_that() -> None:
     sim.connect(1, versions=OURS)
     sim.drain()
     assert first.sets[0].ranks == (0, 1)
+
+
+SOME = st.dictionaries(st.sampled_from("abc"), st.sampled_from("12"))
+
+
+@given(st.lists(st.tuples(st.booleans(), SOME), max_size=20))
+def test_a_newcomer_fits_if_it_fits_each_rank_that_is_there(
+    actions: list[tuple[bool, dict[str, str]]],
+) -> None:
+    agreed, there = versions.AgreedVersions(), list[dict[str, str]]()
+    for comes, said in actions:
+        if not comes and there:
+            agreed.remove(there.pop(0))
+        refusal = versions.refusal(9, said, ((f"rank {rank}", known) for rank, known in enumerate(there)))
+        assert agreed.fit(said) == (not refusal)
+        if not refusal:
+            agreed.add(said)
+            there.append(said)
+
+
+def test_newcomers_are_not_compared_with_every_rank_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def refusal(rank: int, own: dict[str, str], others: list[tuple[str, dict[str, str]]]) -> str:
+        compared.append(len(others))
+        return ""
+
+    monkeypatch.setattr(versions, "refusal", refusal)
+    sim = Simulation(CoordinatorOptions(size=8))
+    for rank in range(8):
+        sim.connect(rank, versions=OURS)
+    assert compared == [1] * 8, "with the coordinator"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hvdlab.collectives.membership import Membership
@@ -61,10 +63,17 @@ def test_listeners_hear_of_each_change_and_stand_in_nobodys_way() -> None:
     history.world(world(1, 0, formed=(0,)))
     history.world(world(1, 0, formed=(0,)))
     history.announce()
+    released = replace(world(1, 0, 1, formed=(0, 1)), leaving=(1,))
+    for now in (
+        released,
+        released,
+        world(1, 0, formed=(0, 1)),
+    ):  # shown with the history, but no change of it
+        history.world(now)
     unlisten()
     unlisten()
     history.add(Change(0, "died", "killed"))
-    assert heard == [1, 2, 2]
+    assert heard == [1, 2, 2, 2, 2]
 
 
 def test_the_last_arrival_of_a_number() -> None:

@@ -11,12 +11,12 @@ import yaml
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.knobs import KNOBS
+from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.launch.environment import exported
 from hvdlab.launch.hosts import Host, assign, is_local, parse_hosts, read_hostfile
 from hvdlab.runner.arguments import parse
 from hvdlab.runner.config import read_config, values
 from hvdlab.runner.flags import FLAGS, Kind
-from hvdlab.runner.plan import MOST_RANKS
 from hvdlab.runner.reference import filled
 from hvdlab.runner.wishes import Wishes
 
@@ -169,6 +169,8 @@ def test_what_is_refused() -> None:
         "-np 2 --max-np 1 --host-discovery-script x.sh": "--max-np 1 must be",
         "-np 2 --min-np 3 --host-discovery-script x.sh": "--min-np 3 must be",
         "-np 2 --slots-per-host 0 --host-discovery-script x.sh": "at least one slot",
+        "-np 65536": "-np 65536: a job has 65535 ranks at most",
+        "-np 2 --max-np 65536 --host-discovery-script x.sh": "--max-np 65536: a job has 65535 ranks at most",
         "-np 2 --blacklist-cooldown-range 9 3 --host-discovery-script x.sh": "the smaller one first",
     }.items():
         with pytest.raises(InvalidRequestError, match=text):

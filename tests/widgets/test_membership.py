@@ -12,6 +12,7 @@ pytest.importorskip("anywidget")
 
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.recording import Recording
 from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.history import Change, ElasticState
@@ -19,7 +20,13 @@ from hvdlab.widgets import membership as widget_module
 from hvdlab.widgets.membership import MembershipWidget
 from hvdlab.widgets.membership_actions import MembershipActions
 from hvdlab.widgets.membership_news import MembershipNews
-from hvdlab.widgets.membership_rows import membership_html, membership_message, membership_text
+from hvdlab.widgets.membership_rows import (
+    headline,
+    member_rows,
+    membership_html,
+    membership_message,
+    membership_text,
+)
 from hvdlab.widgets.panel import Panel
 from patience import PATIENCE
 
@@ -265,6 +272,17 @@ def test_a_pool_that_ends_just_after_a_look_is_shown_as_ended(pool: FakePool) ->
         until(lambda: not widget._thread.is_alive())
     finally:
         widget.close()
+
+
+def test_a_rank_that_was_let_go_is_there_until_it_has_left(pool: FakePool) -> None:
+    pool.states[3] = LEAVES
+    state = pool.elastic()
+    assert headline(state).startswith(
+        "generation 3: 3 of 3 ranks are there, rank 3 leaves at the next commit; cell [7] trains on"
+    )
+    members = membership_message(state)["members"]
+    assert [member["state"] for member in members] == ["here", "here", "here", "leaving"]
+    assert member_rows(state)[3][3] == LEAVES
 
 
 def test_it_needs_a_pool() -> None:

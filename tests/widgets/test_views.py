@@ -372,6 +372,16 @@ def test_the_plane_in_use_is_shown_and_not_the_one_asked_for(recording: Recordin
     assert "shm; set 2: gloo" in repr(table)
 
 
+def test_a_rank_that_was_released_is_said_to_leave_while_it_still_runs(recording: Recording) -> None:
+    members = tuple(Member(rank, pid=100 + rank, host="host") for rank in range(2))
+    recording.take_membership(Membership((0, 1), members, leaving=(1,)))
+    rows = rank_rows.rank_rows(recording)
+    assert [(row["state"], row["reason"]) for row in rows] == [
+        ("idle", ""),
+        ("idle", "leaves at the next commit"),
+    ]
+
+
 def test_a_rank_that_waits_for_its_user_is_said_to(
     recording: Recording, browser: Browser, sender: Publisher
 ) -> None:

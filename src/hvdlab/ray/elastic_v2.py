@@ -13,6 +13,7 @@ import cloudpickle  # type: ignore[import-untyped]  # has no types
 import msgspec
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.launch.environment import default_python
 from hvdlab.launch.host_source import HostSource, as_host_source
 from hvdlab.launch.host_table import COOLDOWN
@@ -24,7 +25,7 @@ from hvdlab.ray.strategy import GROUP_TIMEOUT, free_resources
 from hvdlab.runner.calling import pickled, results
 from hvdlab.runner.command import speaker
 from hvdlab.runner.job import JobRun
-from hvdlab.runner.plan import MOST_RANKS, Job
+from hvdlab.runner.plan import Job
 from hvdlab.runner.sinks import ConsoleSink, Writer
 
 _TURN = 0.5

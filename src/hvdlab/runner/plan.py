@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.numbering import CONSECUTIVE
+from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.launch import options, registry
 from hvdlab.launch.host_source import HostSource
 from hvdlab.launch.host_table import COOLDOWN
@@ -15,13 +16,10 @@ from hvdlab.launch.hosts import Host, Slot, assign, is_local
 from hvdlab.launch.starter import Capability, Launcher, Program, ProgramOutput
 from hvdlab.runner.policy import Growth, Policy
 
-MOST_RANKS = 1 << 20
-"""Ranks of a job for which the operator set no limit."""
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job. Making one raises ``InvalidRequestError`` if its hosts have too few slots.
+    """A job. Making one raises ``InvalidRequestError`` if its hosts have too few slots, or it has too many ranks.
 
     Attributes:
         command: Program and arguments; for a ``function`` the interpreter.
@@ -75,6 +73,9 @@ class Job:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise InvalidRequestError(f"-np {self.size}: a job has at least one rank.")
+        for flag, ranks in (("-np", self.size), ("--max-np", self.max_ranks)):
+            if ranks > MOST_RANKS:
+                raise InvalidRequestError(f"{flag} {ranks}: a job has {MOST_RANKS} ranks at most.")
         fixed = () if self.source is not None else tuple(assign(self.hosts, self.size))
         object.__setattr__(self, "slots", fixed)
 

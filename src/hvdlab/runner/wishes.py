@@ -10,12 +10,13 @@ from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.knobs import read as read_knobs
+from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.launch.host_source import FixedHosts, HostSource, as_host_source
 from hvdlab.launch.host_table import COOLDOWN, check_cooldown
 from hvdlab.launch.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
 from hvdlab.launch.options import split
 from hvdlab.runner.flags import BY_DEST, FLAGS, Kind
-from hvdlab.runner.plan import MOST_RANKS, Job
+from hvdlab.runner.plan import Job
 
 START_TIMEOUT = 30.0
 SCRIPT, HOST_LIST = "the host discovery script", "the list of hosts"

@@ -77,6 +77,16 @@ def test_the_rank_that_came_last_and_by_how_much() -> None:
     assert (table["waiting"] * 1e9).round().tolist() == [last + 1000 - at for at in came.values()]
 
 
+def test_the_highest_rank_and_the_largest_world_have_room() -> None:
+    highest = m.MOST_RANKS - 1
+    one = span("a", 1, START, START + 10, START + 20)
+    table = fed((highest, [world(m.MOST_RANKS), one])).table()
+    assert (table["rank"].tolist(), table["ranks"].tolist()) == ([highest], [1])
+    for rank, size in ((m.MOST_RANKS, 1), (0, m.MOST_RANKS + 1)):
+        recording = fed((rank, [world(size), one]))
+        assert (recording.refused, len(recording.table())) == (1, 0)
+
+
 def test_nobody_is_the_last_before_all_have_come() -> None:
     recording = fed(
         (0, [world(3), span("a", 1, START, START + 9, START + 10)]),

@@ -92,7 +92,7 @@ def test_too_few_ranks_are_told_once_until_there_were_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    "end", [ends(2, "SystemExit"), ends(2, "KeyboardInterrupt"), RankDied(2, "it left", 1)]
+    "end", [ends(2, "SystemExit"), ends(2, "KeyboardInterrupt"), RankDied(2, "it left", 1, left=True)]
 )
 def test_a_rank_that_was_let_go_leaves_without_a_failure(end: DoneArrived | RankDied) -> None:
     cell = elastic(3)
@@ -102,6 +102,16 @@ def test_a_rank_that_was_let_go_leaves_without_a_failure(end: DoneArrived | Rank
     results = results_of(cell.handle(ends(1), 3.0))
     assert results.ok
     assert results.ranks == (0, 1)
+
+
+def test_a_rank_that_dies_on_the_way_to_the_commit_at_which_it_is_let_go_has_died() -> None:
+    """The others go back to their last commit, so something is lost by that."""
+    cell = elastic(2)
+    cell.handle(RanksReleased((1,)), 1.0)
+    assert cell.handle(RankDied(1, "killed by SIGKILL", 1), 2.0) == [RankEnded(1, None)]
+    assert notes(cell.handle(TimePassed(), 2.0 + ANNOUNCE)) == ["rank 1 died: killed by SIGKILL"]
+    results = results_of(cell.handle(ends(0), 3.0))
+    assert (results.ok, results.ranks) == (True, (0,))
 
 
 def test_an_error_of_the_users_is_a_failure_also_where_a_rank_was_let_go() -> None:

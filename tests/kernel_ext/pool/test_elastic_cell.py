@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.cells.sink import NullSink
@@ -205,6 +205,74 @@ def never(state, last):
 
 made = 5
 """
+
+
+IN_A_STEP = """
+import os
+import hvdlab.torch as hvd
+
+hvd.init()
+state = hvd.elastic.TorchState(step=0)
+sizes = []
+
+@hvd.elastic.run
+def train(state, gates):
+    sizes.append(hvd.size())
+    state.step += 1
+    if len(sizes) == 1:
+        gate = os.open(gates[hvd.rank()], os.O_RDONLY)
+        print("in a step", flush=True)
+        os.read(gate, 1)
+        os.close(gate)
+    state.commit()
+    return state.step, sizes
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_is_let_go_finishes_its_step_although_the_coordinator_dies(
+    start_pool: StartPool, tmp_path: Path
+) -> None:
+    """The others would go back to their last commit if it left in the middle of a step."""
+    pool, said = start_pool(3), Said()
+    gates = [str(tmp_path / f"gate{rank}") for rank in range(3)]
+    for gate in gates:
+        os.mkfifo(gate)
+    writers = [os.open(gate, os.O_RDWR) for gate in gates]  # nobody waits for the other end then
+    assert pool.run(IN_A_STEP).ok
+    running = pool.start_run(f"train(state, {gates!r})", label="[3]", out=said, elastic=Bounds())
+    said.wait(lambda: {rank for rank, _ in said.written} == {0, 1, 2})
+    with pytest.raises(
+        StartError, match=r"rank 2 did not come to a commit within 0\.1 s; they leave when they do"
+    ):
+        pool.resize(2, timeout=0.1)
+    assert pool.ranks == (0, 1)
+    here = "in the world"
+    assert pool.elastic().members == {0: here, 1: here, 2: "leaves at the next commit"}
+    assert [status.state for status in pool.status()] == [
+        "running",
+        "running",
+        "running, leaves at the next commit",
+    ]
+
+    back = threading.Event()
+    pool.client.on_reconnected(lambda membership: back.set())
+    os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+    assert back.wait(PATIENCE)
+    assert pool._base.rebuilder.settle(PATIENCE)
+    pool.client.flush(PATIENCE)
+    now = pool.client.membership()
+    assert (now.expected, now.leaving, now.ranks, said.ended) == ((0, 1, 2), (2,), (0, 1, 2), set())
+
+    for writer in writers:
+        os.write(writer, b".")
+        os.close(writer)
+    pool.resize(2, timeout=PATIENCE)  # waits for the rank that the first one has let go
+    results = running.wait(PATIENCE)
+    assert results.ok, (results.root_cause, said.notes)
+    assert list(results) == [(2, [3, 2])] * 2, "no step was lost"
+    assert (pool.ranks, pool.lost, pool.client.membership().expected) == ((0, 1), {}, (0, 1))
+    assert "rank 2 has left; nothing is lost by that" in "\n".join(said.notes)
 
 
 @pytest.mark.timeout(240)

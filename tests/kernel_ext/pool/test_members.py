@@ -7,15 +7,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hvdlab.kernel_ext.members import (
     Answered,
+    Ask,
     Died,
     Effect,
     Ended,
     Expect,
+    Found,
     Gone,
     Leave,
     LetGo,
     Members,
     MemberState,
+    Reconnected,
     Resized,
     Start,
     Started,
@@ -51,7 +54,7 @@ def test_shrinking_lets_the_last_ranks_leave() -> None:
     members = ready_members(3)
     assert members.handle(Wanted((0, 1))) == [Expect((0, 1)), Leave(2), Resized((0, 1), 2)]
     assert members.living() == {0: 100, 1: 101, 2: 102}
-    assert members.handle(Ended(2, 102, "exit code 0")) == [Gone(2)]
+    assert members.handle(Ended(2, 102, "exit code 0")) == [Gone(2, 102)]
     assert members.living() == {0: 100, 1: 101}
 
 
@@ -59,14 +62,71 @@ def test_a_rank_that_is_wanted_again_while_it_leaves_is_started_after_its_end() 
     members = ready_members(2)
     members.handle(Wanted((0,)))
     assert Start((1,), 2) not in members.handle(Wanted((0, 1)))
-    assert members.handle(Ended(1, 101, "exit code 0")) == [Gone(1), Start((1,), 2)]
+    assert members.handle(Ended(1, 101, "exit code 0")) == [Gone(1, 101), Start((1,), 2)]
 
 
 def test_ranks_that_leave_at_a_commit_are_let_go_and_not_sent_away() -> None:
     members = ready_members(3)
     assert members.handle(Wanted((0, 1), at_commit=True)) == [LetGo((2,)), Leave(2), Resized((0, 1), 2)]
-    assert members.ready == (0, 1)
-    assert members.handle(Ended(2, 102, "exit code 0")) == [Gone(2)]
+    assert (members.ready, members.let_go) == ((0, 1), (2,))
+    # The coordinator has taken it out of the world. Its successor must not wait for it, either.
+    assert members.handle(Ended(2, 102, "exit code 0")) == [Gone(2, 102), Expect((0, 1))]
+    assert members.let_go == ()
+
+
+def test_a_rank_that_dies_before_the_commit_at_which_it_is_let_go_has_not_just_left() -> None:
+    members = ready_members(3)
+    members.handle(Wanted((0,), at_commit=True))
+    assert members.handle(Ended(2, 102, "killed by SIGKILL")) == [
+        Gone(2, 102, "killed by SIGKILL"),
+        Expect((0, 1)),
+        LetGo((1,)),
+    ]
+
+
+def test_a_successor_of_the_coordinator_lets_ranks_go_at_their_commit_as_well() -> None:
+    """Without them in the world they would be sent away in the middle of a step."""
+    members = ready_members(4)
+    members.handle(Wanted((0, 1, 2)))
+    members.handle(Wanted((0, 1), at_commit=True))
+    # Rank 3 was to leave at once, and still is.
+    assert members.handle(Reconnected()) == [Expect((0, 1, 2)), LetGo((2,)), Resized((0, 1), 2)]
+
+
+def test_a_successor_of_the_coordinator_hears_from_ranks_that_were_starting() -> None:
+    members = ready_members(1)
+    members.handle(Wanted((0, 1)))
+    assert members.handle(Reconnected()) == [Expect((0, 1)), Resized((0,), 2), Ask((1,))]
+
+
+def test_other_changes_leave_a_rank_that_leaves_at_a_commit_its_time() -> None:
+    members = ready_members(3)
+    members.handle(Wanted((0, 1), at_commit=True))
+    members.handle(Ended(0, 100, "killed by SIGKILL"))
+    world = [Expect((0, 1, 2)), LetGo((2,))]
+    assert members.handle(Wanted((0, 1), replace_lost=True)) == [*world, Start((0,), 2)]
+
+
+def test_a_rank_that_is_wanted_again_before_its_commit_is_expected_when_it_starts() -> None:
+    members = ready_members(3)
+    members.handle(Wanted((0, 1), at_commit=True))
+    members.handle(Wanted((0, 1, 2)))
+    gone = members.handle(Ended(2, 102, "exit code 0"))
+    assert gone == [Gone(2, 102), Expect((0, 1, 2)), Start((2,), 3)]
+
+
+def test_a_rank_that_another_process_has_let_go_leaves_at_its_commit() -> None:
+    members = Members()
+    members.handle(Found((0, 1), {0: 100, 1: 101, 2: 102}, (2, 3)))
+    assert (members.wanted, members.let_go) == ((0, 1), (2,))
+    assert members.living() == {0: 100, 1: 101, 2: 102}
+    assert members.handle(Reconnected()) == [
+        Expect((0, 1, 2)),
+        LetGo((2,)),
+        Resized((), 2),
+        Ask((0, 1)),
+    ]
+    assert members.handle(Ended(2, 102, "exit code 0")) == [Gone(2, 102), Expect((0, 1))]
 
 
 def test_a_ready_rank_s_death_is_told_once() -> None:
@@ -103,10 +163,25 @@ class MembersMachine(RuleBasedStateMachine):
         self.processes: dict[int, int] = {}  # rank to pid, what really runs
         self.ordered: set[int] = set()
         self.next_pid = 1
+        self.expected: tuple[
+            int, ...
+        ] = ()  # as the coordinator has heard it last, but for those it has let go
+        self.sent_away: set[int] = set()  # ranks that were told to leave at once
+        self.let_go: set[int] = set()  # ranks that may train until their commit
 
     def take(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Start):
+            if isinstance(effect, Expect):
+                self.expected = effect.ranks
+                self.sent_away |= {*self.processes, *self.ordered} - {*effect.ranks}
+                assert self.let_go <= {*effect.ranks}, "none is sent away before its commit"
+            elif isinstance(effect, LetGo):
+                self.let_go |= {*effect.ranks} & self.processes.keys() - self.sent_away
+            elif isinstance(effect, Gone):
+                self.let_go.discard(effect.rank)
+                self.sent_away.discard(effect.rank)
+            elif isinstance(effect, Start):
+                assert {*effect.ranks} <= {*self.expected}, "the coordinator refuses others"
                 for rank in effect.ranks:
                     assert rank not in self.processes, "a number runs once"
                     assert rank not in self.ordered
@@ -120,6 +195,19 @@ class MembersMachine(RuleBasedStateMachine):
     @rule(size=st.integers(0, 5), replace=st.booleans())
     def want(self, size: int, replace: bool) -> None:
         self.take(self.members.handle(Wanted(tuple(range(size)), replace)))
+
+    @rule(size=st.integers(0, 5))
+    def let_some_go(self, size: int) -> None:
+        wanted = tuple(rank for rank in self.members.wanted if rank < size)
+        self.take(self.members.handle(Wanted(wanted, at_commit=True)))
+
+    @rule()
+    def reconnect(self) -> None:
+        effects = self.members.handle(Reconnected())
+        self.take(effects)
+        told = {rank for effect in effects if isinstance(effect, LetGo) for rank in effect.ranks}
+        assert self.let_go <= told, "a successor has to know of all"
+        assert {*self.members.wanted} <= {*self.expected} <= {*self.members.wanted, *told}
 
     @precondition(lambda self: self.ordered)
     @rule(data=st.data(), fails=st.booleans())

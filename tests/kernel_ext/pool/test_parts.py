@@ -128,7 +128,7 @@ def test_too_few_open_files_are_told_with_the_remedy(
         check_room(500, available=1 << 62)
 
 
-@pytest.mark.parametrize("np", [0, -1, True, 1.5, "4", None])
+@pytest.mark.parametrize("np", [0, -1, True, 1.5, "4", None, 1 << 16])
 def test_odd_sizes_are_refused(np: Any) -> None:
     with pytest.raises(InvalidRequestError, match=str(np)):
         checks.check_size(np)

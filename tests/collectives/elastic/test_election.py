@@ -1,0 +1,50 @@
+"""Whose state is the one to go on from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvdlab.collectives.elastic import election
+from hvdlab.collectives.protocol.messages import MOST_RANKS
+
+
+def elected(ranks: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What each rank learns; ``ranks`` has how often each of them has saved."""
+    monkeypatch.setattr(election.context, "is_initialized", lambda: True)
+    monkeypatch.setattr(election.context, "engine", lambda: SimpleNamespace(size=len(ranks)))
+
+    def on_each(least: Any) -> list[tuple[int, int]]:
+        found = []
+        for rank, saves in ranks.items():
+            monkeypatch.setattr(election, "own_number", lambda rank=rank: rank)
+            monkeypatch.setattr(election, "_reduced", least)
+            found.append(election.elect(saves))
+        return found
+
+    sent: list[Any] = []
+
+    def submit(values: Any, *_: Any) -> Any:
+        sent.append(values)
+        return values
+
+    on_each(submit)
+    return on_each(lambda *_: min(sent))
+
+
+@pytest.mark.parametrize(
+    ("saves", "expected"),
+    [
+        ({0: 3, MOST_RANKS - 1: 4}, (MOST_RANKS - 1, 4)),
+        ({0: 3, MOST_RANKS - 1: 3}, (0, 3)),
+        ({2: 7, 5: 0, 1: 7}, (1, 7)),
+        ({1: 0, 4: 0}, (1, 0)),
+        ({1: 1 << 40, MOST_RANKS - 1: (1 << 40) + 1}, (MOST_RANKS - 1, (1 << 40) + 1)),
+    ],
+)
+def test_all_agree_on_the_one_that_saved_most_often(
+    saves: dict[int, int], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert elected(saves, monkeypatch) == [expected] * len(saves)

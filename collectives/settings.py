@@ -12,9 +12,8 @@ from hvdlab.collectives import addresses
 from hvdlab.collectives.bootstrap.launchers import detect
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.knobs import Reader, for_reader
-from hvdlab.collectives.knobs.table import PLANES
 
-__all__ = ["PLANES", "TOKEN", "TOKEN_FILE", "Settings"]
+__all__ = ["TOKEN", "TOKEN_FILE", "Settings"]
 
 TOKEN = "HVDLAB_TOKEN"
 """The variable that holds a rank's secret until the rank has read it."""

@@ -104,6 +104,7 @@ class PoolBase:
             replaceable=Capability.SINGLE_RANKS in launcher.capabilities,
             newcomers=self.newcomers,
             late=lambda rank, late: self.transcripts.late(rank, late.cell, late.chunks),
+            untold=lambda text: self._news.append(text),
         )
         # These files go with the coordinator's directory, which is removed at the pool's end, also if this process dies.
         self.transcripts = Transcripts(base.coordinator.directory / "output", kept_limit(os.environ))

@@ -10,8 +10,8 @@ from typing import Any
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
+from hvdlab.collectives.knobs.table import ABSENT_PLANES, PLANES
 from hvdlab.collectives.protocol.messages import MOST_RANKS
-from hvdlab.collectives.settings import PLANES
 from hvdlab.launch.forkserver.forking import REMEDIES, why_not
 
 
@@ -63,4 +63,5 @@ def check_plane(plane: str) -> None:
     """Raises ``InvalidRequestError`` for a data plane that does not exist."""
     usable = [name for name in PLANES if name != "local"]
     if plane not in usable:
-        raise InvalidRequestError(f"there is no data plane {plane!r}; choose one of {', '.join(usable)}.")
+        why = ABSENT_PLANES.get(plane, f"there is no data plane {plane!r}")
+        raise InvalidRequestError(f"{why}; choose one of {', '.join(usable)}.")

@@ -101,6 +101,7 @@ class Runs:
         replaceable: Whether single ranks can be started again.
         newcomers: The ranks that came later than others and have nothing of what those know.
         late: Called with what a rank's threads and tasks wrote after the end of their cell. The client's thread; must not block.
+        untold: Called with each line that :meth:`tell` gave a cell too late: it had ended. The thread that drove the cell; must not block.
 
     Attributes:
         first_to_fail: The rank that failed first in the last cell that did not end well; None if there was none.
@@ -116,8 +117,9 @@ class Runs:
         replaceable: bool = True,
         newcomers: Newcomers | None = None,
         late: Callable[[int, Late], None] = lambda rank, late: None,
+        untold: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._late, self._newcomers = late, newcomers or Newcomers()
+        self._late, self._newcomers, self._untold = late, newcomers or Newcomers(), untold
         self._client = client
         self._reason = reason
         self._lock = threading.Lock()
@@ -303,10 +305,10 @@ class Runs:
     def tell(self, text: str) -> bool:
         """Show this line under the cells that run; False if there are none. Any thread."""
         with self._lock:
-            handles = [run.handle for run in self._runs.values()]
-        for handle in handles:
-            handle.feed(Told(text))
-        return bool(handles)
+            # Under the lock: a run that is taken out of these has the line by then, and gives back what it has not shown.
+            for run in self._runs.values():
+                run.handle.feed(Told(text))
+            return bool(self._runs)
 
     def _reply(self, rank: int, reply: Reply) -> None:
         self.post(TO_RANK, encode(reply), [rank])
@@ -451,6 +453,8 @@ class Runs:
         if results is not None and not results.ok:
             self.first_to_fail = _first_to_fail(results)
         if run is not None:
+            for text in run.handle.take_untold():
+                self._untold(text)
             run.watch.close()
             gone = set(results.unanswered) if results is not None else set()
             if late := [rank for rank in run.arrivals.waiting if rank not in gone]:

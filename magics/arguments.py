@@ -11,7 +11,9 @@ from typing import Any, NoReturn, TypeVar
 
 from IPython.core.error import UsageError
 
-PLANES = ("auto", "shm", "nccl", "mpi", "gloo", "hierarchical")
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.kernel_ext.checks import check_plane
+
 OUTPUTS = ("grouped", "stream", "tabs", "none")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -90,6 +92,15 @@ def seconds(text: str) -> float:
     return value
 
 
+def data_plane(text: str) -> str:
+    """The name of a data plane that there is."""
+    try:
+        check_plane(text)
+    except InvalidRequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def identifier(text: str) -> str:
     """A name that a variable can have."""
     if not text.isidentifier():
@@ -122,7 +133,12 @@ def add_pool_options(parser: MagicParser) -> None:
         metavar="KEY=VALUE",
         help="an option that only this launcher has, such as python=/opt/bin/python; may be given several times",
     )
-    parser.add_argument("--plane", choices=PLANES, help="data plane of the collectives (default: auto)")
+    parser.add_argument(
+        "--plane",
+        type=data_plane,
+        metavar="NAME",
+        help="data plane of the collectives: auto (default), shm, mpi, gloo, hierarchical",
+    )
 
 
 def add_cell_options(parser: MagicParser) -> None:

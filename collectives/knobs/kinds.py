@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 Value = bool | int | float | str | tuple[int, ...]
 
@@ -23,11 +23,13 @@ class Kind:
         unit: For the table in the documentation.
         expected: What was expected, for the error text.
         parse: Raises ``ValueError`` for what is no such value.
+        absent: Words, in lower case, that are no values, though one may expect them; why they are not, and what to do instead.
     """
 
     unit: str
     expected: str
     parse: Callable[[str], Value]
+    absent: Mapping[str, str] = field(default_factory=dict)
 
 
 def _flag(text: str) -> bool:
@@ -98,12 +100,12 @@ TEXT = Kind("text", "a text", str)
 FILE = Kind("file", "a file name", str)
 
 
-def choice(*words: str) -> Kind:
-    """One of a few words."""
+def choice(*words: str, absent: Mapping[str, str] | None = None) -> Kind:
+    """One of a few words; see :class:`Kind` for ``absent``."""
 
     def parse(text: str) -> str:
         if text.lower() not in words:
             raise ValueError(text)
         return text.lower()
 
-    return Kind("name", f"one of {', '.join(words)}", parse)
+    return Kind("name", f"one of {', '.join(words)}", parse, absent or {})

@@ -24,7 +24,9 @@ def read(environ: Mapping[str, str]) -> dict[str, Value]:
         try:
             values[knob.variable] = knob.kind.parse(text)
         except ValueError:
-            wrong.append(f"{knob.variable}={text!r}: {knob.kind.expected} was expected")
+            why = knob.kind.absent.get(text.lower())
+            reason = f"{why}; " if why else ""
+            wrong.append(f"{knob.variable}={text!r}: {reason}{knob.kind.expected} was expected")
     if wrong:
         raise InvalidRequestError("; ".join(wrong) + ".")
     return values

@@ -22,7 +22,12 @@ from hvdlab.collectives.knobs.kinds import (
     choice,
 )
 
-PLANES = ("auto", "shm", "gloo", "mpi", "hierarchical", "nccl", "local")
+PLANES = ("auto", "shm", "gloo", "mpi", "hierarchical", "local")
+ABSENT_PLANES = {
+    "nccl": "there is no NCCL plane (HVDLAB_CUDA=1 lets ranks of one host reduce CUDA tensors on their GPUs, else these are copied "
+    "through the host on any plane)"
+}
+"""Planes that one may expect, and why they are not there."""
 
 
 class Reader(StrEnum):
@@ -75,7 +80,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HOROVOD_STALL_CHECK_TIME_SECONDS", SECONDS, _C, "10", "after how long, and how often, a collective that waits for ranks is reported; 0 never", "stall_seconds"),
     Knob("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", SECONDS, _C, "0", "after how long it fails on the ranks that wait, with an error that names the missing ones; 0 never", "stall_shutdown"),
     # -- planes ---------------------------------------------------------------------------------------------------
-    Knob("HVDLAB_PLANE", choice(*PLANES), _R, "auto", "data plane ([how they differ](../how-to/planes-and-launchers.md)); `--plane` of `%%hvd_run` sets it for a pool", "plane"),
+    Knob("HVDLAB_PLANE", choice(*PLANES, absent=ABSENT_PLANES), _R, "auto", "data plane ([how they differ](../how-to/planes-and-launchers.md)); `--plane` of `%%hvd_run` sets it for a pool", "plane"),
     Knob("HVDLAB_CUDA", FLAG, _R, "0", "1 has collectives [work on CUDA tensors where they are](../how-to/gpus.md) if all ranks of a process set have it, instead of copying them through the host; not tried on a real GPU yet"),
     Knob("HVDLAB_DIRECT", FLAG, _R, "1", "0 has the coordinator order also the small collectives that a rank waits for, on which ranks of one host agree [in shared memory](../design/overview.md#the-direct-way) otherwise; set it on all ranks alike", "direct"),
     Knob("HVDLAB_HOST", TEXT, _R, "-", "name that ranks have in common which share memory, if it can't be found out, as between containers ([what it is for](../how-to/planes-and-launchers.md#several-hosts))"),

@@ -294,6 +294,12 @@ class DistSyncStore(KVStore):
                     for key, value in self._values.items()
                 }
 
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate of this worker's copy of the optimizer from the next push on; see :meth:`KVStore.set_learning_rate`."""
+        with self._lock:
+            self._store_pushed(self._pending)
+            super().set_learning_rate(lr)
+
     def _takes(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
         return self._multi_precision or weight == gradient
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore import state_format
+from hvdlab.collectives.kvstore import lr_schedulers, state_format
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse
 from hvdlab.collectives.kvstore.keys import Key
 
@@ -27,8 +27,16 @@ Gradient = Array | RowSparse
 _BLOCK = 1 << 14
 """Elements that are updated at once."""
 
-_OF_THE_PROGRAM = ("lr_scheduler", "param_dict")
-"""Attributes of an optimizer that are the program's own objects: they are not saved, and stay when states are loaded."""
+_OBJECTS = ("lr_scheduler", "param_dict")
+"""Attributes of an optimizer that are objects, and may be of the program's own classes. Parameters are not saved, and stay when states are
+loaded; so is a scheduler that is none of ``lr_schedulers``."""
+
+
+class _DefaultRate(float):
+    """A learning rate that was not given: a scheduler, if there is one, keeps its own."""
+
+
+_DEFAULT_RATE = _DefaultRate(0.01)
 
 
 @runtime_checkable
@@ -66,11 +74,12 @@ class Optimizer:
     A subclass has ``create_state`` and ``update``; with :func:`register` it is found by its name.
 
     Args:
-        learning_rate: How far a step goes.
+        learning_rate: How far a step goes. With a scheduler, its ``base_lr`` becomes this; by default it stays.
         wd: Weight decay (L2), added to the gradient.
         rescale_grad: Factor for every gradient, such as one over the batch's size.
         clip_gradient: Bound of each element of a rescaled gradient's size; ``None`` or 0 for none.
-        lr_scheduler: ``lr_scheduler(num_update)`` gives the learning rate; ``num_update`` is the most updates of any key.
+        lr_scheduler: ``lr_scheduler(num_update)`` gives the learning rate; ``num_update`` is the most updates of any key. One of
+            :mod:`hvdlab.kvstore.lr_scheduler`, or any function; servers take only those.
         multi_precision: Keep a float32 copy of float16 weights, and compute on that.
         begin_num_update: Updates that count as done at the start.
         param_idx2name: Names of integer keys. Once there are any, weight decay is 0 for those that end in neither
@@ -86,7 +95,7 @@ class Optimizer:
 
     def __init__(
         self,
-        learning_rate: float = 0.01,
+        learning_rate: float = _DEFAULT_RATE,
         *,
         wd: float = 0.0,
         rescale_grad: float = 1.0,
@@ -97,7 +106,8 @@ class Optimizer:
         param_idx2name: Mapping[int, str] | None = None,
         param_dict: Mapping[Key, _Multipliers] | None = None,
     ) -> None:
-        self.lr = learning_rate
+        given = not isinstance(learning_rate, _DefaultRate)
+        self.lr = learning_rate if given else float(learning_rate)
         self.wd = wd
         self.rescale_grad = rescale_grad
         self.clip_gradient = clip_gradient
@@ -111,7 +121,7 @@ class Optimizer:
         self.wd_mult: dict[Any, float] = {}
         self._index_update_count: dict[Key, int] = {}
         self.set_wd_mult({})
-        if lr_scheduler is not None and hasattr(lr_scheduler, "base_lr"):
+        if lr_scheduler is not None and hasattr(lr_scheduler, "base_lr") and given:
             lr_scheduler.base_lr = learning_rate
 
     @property
@@ -229,17 +239,20 @@ def create(name: str, **kwargs: Any) -> Optimizer:
     return klass(**kwargs)
 
 
-def restored(name: str, attributes: Mapping[str, Any]) -> Optimizer:
-    """An optimizer with these attributes, as it was in another process; without what is the program's own there.
+def restored(spec: state_format.OptimizerSpec) -> Optimizer:
+    """An optimizer as it was in another process; without what is the program's own there.
 
     Raises:
-        KVStoreError: No optimizer of this name is registered here.
+        KVStoreError: No optimizer, or no scheduler of the learning rate, of this name is registered here.
     """
-    if name not in _registered:
-        raise KVStoreError(f"the states are of an optimizer {name!r}, which is not registered here")
-    optimizer = _registered[name].__new__(_registered[name])
-    optimizer.lr_scheduler, optimizer.param_dict = None, {}
-    vars(optimizer).update(attributes)
+    if spec.name not in _registered:
+        raise KVStoreError(f"the states are of an optimizer {spec.name!r}, which is not registered here")
+    schedule = None
+    if spec.schedule is not None:
+        schedule = lr_schedulers.restored(spec.schedule.name, spec.schedule.settings)
+    optimizer = _registered[spec.name].__new__(_registered[spec.name])
+    optimizer.lr_scheduler, optimizer.param_dict = schedule, {}
+    vars(optimizer).update(spec.attributes())
     return optimizer
 
 
@@ -247,8 +260,8 @@ def portable(optimizer: Optimizer) -> state_format.OptimizerSpec:
     """An optimizer as name and numbers, for :func:`restored` in another process.
 
     Raises:
-        KVStoreError: It is of a class of the program's own, or has an attribute that is neither a number nor text nor a dict of
-            such, as a scheduler of the learning rate.
+        KVStoreError: It is of a class of the program's own, its scheduler of the learning rate is, or it has an attribute that is neither
+            a number nor text nor a dict of such.
     """
     name = type(optimizer).__name__.lower()
     if _registered.get(name) is not type(optimizer) or type(optimizer).__module__ != __name__:
@@ -259,16 +272,19 @@ def portable(optimizer: Optimizer) -> state_format.OptimizerSpec:
     attributes = {
         attribute: value.item() if isinstance(value, np.generic) else value
         for attribute, value in vars(optimizer).items()
+        if attribute not in _OBJECTS
     }
-    if attributes.pop("lr_scheduler") is not None:
+    schedule = lr_schedulers.specified(optimizer.lr_scheduler)
+    if schedule is None and optimizer.lr_scheduler is not None:
         raise KVStoreError(
-            "servers take the learning rate as a number, not as lr_scheduler, which is code: give a dist_async store a new optimizer "
-            "when the rate changes, or use a dist_sync store"
+            f"servers take as lr_scheduler one of {', '.join(lr_schedulers.KINDS)}, not a "
+            f"{type(optimizer.lr_scheduler).__name__}, which would have to travel as code. Call set_learning_rate of the store when the "
+            "rate changes, or use a dist_sync store, whose workers run any"
         )
-    for key, parameter in attributes.pop("param_dict").items():
+    for key, parameter in optimizer.param_dict.items():
         attributes["lr_mult"] = {**attributes["lr_mult"], key: float(parameter.lr_mult)}
         attributes["wd_mult"] = {**attributes["wd_mult"], key: float(parameter.wd_mult)}
-    spec = state_format.specify(name, attributes)
+    spec = state_format.specify(name, attributes, schedule)
     missing = sorted(attributes.keys() - spec.settings.keys())
     if missing:
         raise KVStoreError(
@@ -462,30 +478,33 @@ class Updater:
     def get_states(self, dump_optimizer: bool = False) -> bytes:
         """All states as bytes, without pickle; with ``dump_optimizer`` also the optimizer's settings and counts.
 
-        An ``lr_scheduler`` and ``param_dict`` are objects of the program and are left out.
+        A ``param_dict`` is left out, and so is an ``lr_scheduler`` that is none of :mod:`hvdlab.kvstore.lr_scheduler`: they are objects
+        of the program.
 
         Raises:
             KVStoreError: A state is neither ``None`` nor made of arrays.
         """
-        settings = None
+        spec = None
         if dump_optimizer:
-            attributes = {
-                name: value for name, value in vars(self.optimizer).items() if name not in _OF_THE_PROGRAM
-            }
-            settings = (type(self.optimizer).__name__.lower(), attributes)
-        return state_format.encode(self.states, settings)
+            attributes = {name: value for name, value in vars(self.optimizer).items() if name not in _OBJECTS}
+            schedule = lr_schedulers.specified(self.optimizer.lr_scheduler)
+            spec = state_format.specify(type(self.optimizer).__name__.lower(), attributes, schedule)
+        return state_format.encode(self.states, spec)
 
     def set_states(self, states: bytes) -> None:
         """Take over what :meth:`get_states` gave; with the optimizer in it, learning rate and counts go on exactly.
 
+        The parameters stay, and so does a scheduler of the learning rate if none is among the bytes.
+
         Raises:
             KVStoreError: These are no such bytes, or their optimizer is not registered here. Nothing has changed then.
         """
-        found, settings = state_format.decode(states)
-        if settings is not None:
-            optimizer = restored(*settings)
-            for attribute in _OF_THE_PROGRAM:
-                setattr(optimizer, attribute, getattr(self.optimizer, attribute))
+        found, spec = state_format.decode(states)
+        if spec is not None:
+            optimizer = restored(spec)
+            optimizer.param_dict = self.optimizer.param_dict
+            if spec.schedule is None:
+                optimizer.lr_scheduler = self.optimizer.lr_scheduler
             self.optimizer = optimizer
         self.states = found
 

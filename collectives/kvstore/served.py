@@ -31,12 +31,13 @@ from hvdlab.collectives.kvstore.arrays import (
 )
 from hvdlab.collectives.kvstore.collectives import Workers, completed, joined
 from hvdlab.collectives.kvstore.keys import Key, pairs
-from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, portable
+from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, portable, restored
 from hvdlab.collectives.kvstore.parts import Part, Parts
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.finding import servers_of
 from hvdlab.collectives.kvstore.servers.link import Answer, ServerLostError, Ticket
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, StoreSpans
+from hvdlab.collectives.kvstore.state_format import OptimizerSpec
 from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
 from hvdlab.collectives.logs import LOG
@@ -609,7 +610,8 @@ class ServerStore(KVStore):
     def set_optimizer(self, optimizer: Any) -> None:
         """Update the stored values by what is pushed, on the servers. Every worker calls it with the same arguments.
 
-        The optimizer travels as its name and its numbers, never as code: later changes of it have no effect here.
+        The optimizer travels as its name and its numbers, never as code, and so does its scheduler of the learning rate. Later changes
+        of it have no effect here: use :meth:`set_learning_rate`.
 
         Args:
             optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, or its name.
@@ -617,7 +619,7 @@ class ServerStore(KVStore):
         Raises:
             TypeError: It is neither.
             ValueError: There is no optimizer of this name.
-            KVStoreError: It is of a class that servers don't have, or has a scheduler of the learning rate.
+            KVStoreError: It, or its scheduler of the learning rate, is of a class that servers don't have.
         """
         found = create(optimizer) if isinstance(optimizer, str) else optimizer
         if not isinstance(found, Optimizer):
@@ -629,18 +631,47 @@ class ServerStore(KVStore):
             raise TypeError(f"a {type(found).__name__} is no optimizer and no name of one")
         spec = portable(found)
         with self._lock:
-            if self._workers.rank == 0:
-                tickets = [
-                    (
-                        link,
-                        link.request(functools.partial(m.SetOptimizer, store=self._id, optimizer=spec)),
-                    )
-                    for link in self._places.links()
-                ]
-                for link, ticket in tickets:
-                    self._done(None, link.wait(ticket), "set_optimizer")
+            self._send_optimizer(spec, keeps_states=False)
             self._multi_precision = found.multi_precision
-            self._updater = Updater(found)  # says what may be pushed; it is not called here
+            # Says what may be pushed, and how the learning rate is given; it is not called here.
+            self._updater = Updater(restored(spec))
+            self.barrier()
+
+    def _send_optimizer(self, spec: OptimizerSpec, *, keeps_states: bool) -> None:
+        """Let all servers use it, if this is the worker that says so."""
+        if self._workers.rank != 0:
+            return
+        message = functools.partial(m.SetOptimizer, store=self._id, optimizer=spec, keeps_states=keeps_states)
+        tickets = [(link, link.request(message)) for link in self._places.links()]
+        for link, ticket in tickets:
+            self._done(None, link.wait(ticket), "set_optimizer")
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate on the servers; see :meth:`KVStore.set_learning_rate`. Returns when all workers have called it.
+
+        Args:
+            lr: The learning rate, before the keys' factors. What workers have pushed before is applied at the old rate; in a
+                ``dist_async`` store what is still on its way may be applied at the new one.
+
+        Raises:
+            KVStoreError: The store has no optimizer, or a server is lost.
+            UserWarning: The optimizer has a scheduler, which gives the rate.
+            AbortedError: A worker died, failed, left or was interrupted.
+        """
+        with self._lock:
+            optimizer = self._running_optimizer()
+            optimizer.set_learning_rate(float(lr))
+            if (
+                self._synchronous
+            ):  # else a bound on staleness may hold a push back until others have pushed, too
+                for part in self._places.kept(self._parts):
+                    for ticket in part.pushed:
+                        if not part.link.lost:
+                            part.link.wait(
+                                ticket
+                            )  # what the server refuses is raised by the next pull of the key
+            self.barrier()
+            self._send_optimizer(portable(optimizer), keeps_states=True)
             self.barrier()
 
     def _set_updater(self, updater: UserUpdater | Updater | None) -> None:

@@ -33,11 +33,22 @@ class _Several(msgspec.Struct, tag="several", array_like=True):
 _State = _Array | _Several | None
 
 
+class ScheduleSpec(msgspec.Struct, array_like=True, frozen=True):
+    """A scheduler of the learning rate by the name of its class and its attributes."""
+
+    name: str
+    settings: dict[str, int | float | str | list[int]]
+
+
 class OptimizerSpec(msgspec.Struct, array_like=True, frozen=True):
-    """An optimizer by the name of its class and its attributes; dicts among these are lists of pairs."""
+    """An optimizer by the name of its class and its attributes; dicts among these are lists of pairs.
+
+    ``schedule`` is what computes its learning rate, if that travels.
+    """
 
     name: str
     settings: dict[str, _Setting]
+    schedule: ScheduleSpec | None = None
 
     def attributes(self) -> dict[str, Any]:
         """The attributes, dicts as dicts."""
@@ -51,20 +62,17 @@ class _File(msgspec.Struct, array_like=True):
     optimizer: OptimizerSpec | None
 
 
-def encode(states: Mapping[Key, Any], optimizer: tuple[str, Mapping[str, Any]] | None) -> bytes:
-    """States by key, and an optimizer's name and attributes; attributes that are objects of the program are left out.
+def encode(states: Mapping[Key, Any], optimizer: OptimizerSpec | None) -> bytes:
+    """States by key, and an optimizer.
 
     Raises:
         KVStoreError: A state is neither ``None`` nor an array of numbers nor a tuple or list of such.
     """
-    found = None
-    if optimizer is not None:
-        found = specify(*optimizer)
-    file = _File([(key, _packed(key, state)) for key, state in states.items()], found)
+    file = _File([(key, _packed(key, state)) for key, state in states.items()], optimizer)
     return _MAGIC + msgspec.msgpack.encode(file)
 
 
-def decode(data: bytes) -> tuple[dict[Key, Any], tuple[str, dict[str, Any]] | None]:
+def decode(data: bytes) -> tuple[dict[Key, Any], OptimizerSpec | None]:
     """The reverse of :func:`encode`; lists come back as tuples. Raises ``KVStoreError`` for other bytes."""
     if not data.startswith(_MAGIC):
         raise KVStoreError("these are no states of optimizers as hvdlab writes them")
@@ -73,15 +81,16 @@ def decode(data: bytes) -> tuple[dict[Key, Any], tuple[str, dict[str, Any]] | No
         states = {key: _unpacked(state) for key, state in file.states}
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
         raise KVStoreError(f"the states of the optimizer are damaged: {error}") from error
-    if file.optimizer is None:
-        return states, None
-    return states, (file.optimizer.name, file.optimizer.attributes())
+    return states, file.optimizer
 
 
-def specify(name: str, attributes: Mapping[str, Any]) -> OptimizerSpec:
-    """An optimizer's name and those of its attributes that are numbers, text, or dicts of such."""
+def specify(name: str, attributes: Mapping[str, Any], schedule: ScheduleSpec | None) -> OptimizerSpec:
+    """An optimizer's name, those of its attributes that are numbers, text, or dicts of such, and its learning rate's schedule.
+
+    What else is among the attributes is an object of the program, and is left out.
+    """
     settings = {attribute: _setting(value) for attribute, value in attributes.items() if _is_setting(value)}
-    return OptimizerSpec(name, settings)
+    return OptimizerSpec(name, settings, schedule)
 
 
 def _is_plain(value: Any) -> bool:

@@ -401,6 +401,30 @@ class KVStore(KVStoreBase):
         with self._lock:
             self._updater = self._updater_of(Updater(found) if isinstance(found, Optimizer) else found)
 
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate of the optimizer from the next push on. Its states stay, which :meth:`set_optimizer` begins anew.
+
+        In stores with workers every worker calls it with the same rate, between the same pushes.
+
+        Args:
+            lr: The learning rate, before the keys' factors.
+
+        Raises:
+            KVStoreError: The store has no optimizer.
+            UserWarning: The optimizer has a scheduler, which gives the rate.
+        """
+        with self._lock:
+            self._running_optimizer().set_learning_rate(float(lr))
+
+    def _running_optimizer(self) -> Any:
+        updater = self._updater.updater if isinstance(self._updater, _ForUser) else self._updater
+        optimizer = getattr(updater, "optimizer", None)
+        if not hasattr(optimizer, "set_learning_rate"):
+            raise KVStoreError(
+                "the store has no optimizer whose learning rate could be set: call set_optimizer"
+            )
+        return optimizer
+
     def _updater_of(self, updater: Any) -> Callable[[Key, Value, Array], None] | None:
         if updater is None or isinstance(updater, Updater):
             return updater

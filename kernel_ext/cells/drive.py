@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
 
@@ -37,6 +37,7 @@ from hvdlab.kernel_ext.cells.events import (
     SendCredit,
     ShowStatus,
     TimePassed,
+    Told,
     Unasked,
 )
 from hvdlab.kernel_ext.cells.guarded import GuardedSink
@@ -154,6 +155,15 @@ class CellHandle:
         except RuntimeError:  # no thread can be started: the thread that waits drives the run
             self._thread = None
             raise
+
+    def take_untold(self) -> list[str]:
+        """Lines that have come too late to be shown under the cell. To be called in ``finished``, once no more of them can come."""
+        lines = []
+        with suppress(Empty):
+            while True:
+                if isinstance(event := self._events.get_nowait(), Told):
+                    lines.append(event.text)
+        return lines
 
     # -- the driver ---------------------------------------------------------------------------------------------------
 

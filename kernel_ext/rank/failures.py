@@ -15,7 +15,14 @@ from IPython.core.error import StdinNotImplementedError, UsageError
 
 from hvdlab.bindings import step_record
 from hvdlab.bindings.framework_hooks import names
-from hvdlab.collectives.errors import AbortedError, CauseKind, CollectiveError, HvdlabError, MismatchError, call_name
+from hvdlab.collectives.errors import (
+    AbortedError,
+    CauseKind,
+    CollectiveError,
+    HvdlabError,
+    MismatchError,
+    call_name,
+)
 from hvdlab.collectives.uncaught import put_back_cause
 from hvdlab.kernel_ext.payloads import CellError
 from hvdlab.kernel_ext.rank.compiler import label_of

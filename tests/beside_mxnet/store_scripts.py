@@ -5,6 +5,7 @@ A script takes a store and a :class:`Mxnet` or :class:`Hvdlab`, which makes the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,11 @@ class Mxnet:
 
         return mx.optimizer.create(name, **arguments)
 
+    def scheduler(self, name: str, **arguments: Any) -> Any:
+        import mxnet as mx
+
+        return getattr(mx.lr_scheduler, name)(**arguments)
+
 
 class Hvdlab:
     """hvdlab's stores and optimizers, and numpy's arrays."""
@@ -90,6 +96,11 @@ class Hvdlab:
         from hvdlab import kvstore
 
         return kvstore.optimizer.create(name, **arguments)
+
+    def scheduler(self, name: str, **arguments: Any) -> Any:
+        from hvdlab import kvstore
+
+        return getattr(kvstore.lr_scheduler, name)(**arguments)
 
 
 class Results:
@@ -325,6 +336,47 @@ def optimizers(kv: Any, side: Any) -> Any:
     return results.seen
 
 
+SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
+    ("FactorScheduler", {"step": 2, "factor": 0.3, "base_lr": 0.3}),
+    (
+        "FactorScheduler",
+        {"step": 1, "factor": 0.3, "stop_factor_lr": 0.004, "warmup_steps": 3, "base_lr": 0.2},
+    ),
+    ("MultiFactorScheduler", {"step": [1, 3, 4], "factor": 0.7, "base_lr": 0.1, "warmup_steps": 2}),
+    ("PolyScheduler", {"max_update": 5, "base_lr": 0.3, "pwr": 3, "final_lr": 0.07}),
+    ("CosineScheduler", {"max_update": 4, "base_lr": 0.3, "final_lr": 0.07}),
+    (
+        "CosineScheduler",
+        {
+            "max_update": 6,
+            "base_lr": 0.3,
+            "warmup_steps": 2,
+            "warmup_begin_lr": 0.1,
+            "warmup_mode": "constant",
+        },
+    ),
+]
+
+
+def schedules(kv: Any, side: Any) -> Any:
+    """Schedulers on a store, whose servers, where it has some, compute the rates."""
+    results = Results(kv, side)
+    for number, (kind, settings) in enumerate(SCHEDULERS):
+        for place, (name, arguments) in enumerate(
+            [("sgd", {"momentum": 0.9}), ("sgd", {"learning_rate": 0.25}), ("adam", {})]
+        ):
+            scheduler = side.scheduler(kind, **settings)
+            kv.set_optimizer(side.optimizer(name, lr_scheduler=scheduler, **arguments))
+            kv._barrier()
+            key = 70_000 + 100 * number + place
+            common, own = generator(kv, key)
+            kv.init(key, side.array((random(common, (5, 3)) / 100).astype("f4")))
+            for _ in range(8):
+                kv.push(key, side.array(random(own, (5, 3)) / 50))
+                results.pull(key, (5, 3), what=f"{kind} {number} {name}")
+    return results.seen
+
+
 def half_precision(kv: Any, side: Any) -> Any:
     """float16 weights with float32 masters on the servers."""
     results = Results(kv, side)
@@ -539,6 +591,22 @@ def settings_of_optimizers(kv: Any, side: Any) -> Any:
                     results.pull_from(store, key, (5,), f"{name} {number} {step}")
             results.value("rate", float(optimizer.learning_rate))
             results.value("updates", optimizer.num_update)
+    for number, (kind, given) in enumerate(SCHEDULERS):
+        scheduler = side.scheduler(kind, **given)
+        for update in range(1, 12):
+            results.value(f"{kind} {number} {update}", float(scheduler(update)))
+    for kind, given in [
+        ("FactorScheduler", {"step": 0}),
+        ("FactorScheduler", {"step": 1, "factor": 2.0}),
+        ("MultiFactorScheduler", {"step": []}),
+        ("MultiFactorScheduler", {"step": [2, 1]}),
+        ("PolyScheduler", {"max_update": 0}),
+        ("CosineScheduler", {"max_update": 1.5}),
+        ("CosineScheduler", {"max_update": 5, "warmup_mode": "odd"}),
+        ("CosineScheduler", {"max_update": 5, "warmup_steps": -1}),
+        ("CosineScheduler", {"max_update": 5, "warmup_begin_lr": 1.0}),
+    ]:
+        results.refusal(f"{kind} {given}", functools.partial(side.scheduler, kind, **given))
     results.refusal(
         "rate beside a scheduler",
         lambda: side.optimizer("sgd", lr_scheduler=Halved()).set_learning_rate(0.1),

@@ -231,6 +231,62 @@ def optimizers() -> None:
     assert [p.name for p in trainer._params] == ["a", "b"]
 
 
+def settings_that_are_refused() -> None:
+    """When the optimizer or trainer is made, not in the middle of the first step."""
+    distributed = hvd.DistributedOptimizer(mx.optimizer.create("sgd"))
+    parameter = mx.gluon.Parameter("a", shape=(1,))
+    parameter.initialize()
+    on_two = mx.gluon.Parameter("b", shape=(1,))
+    on_two.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    makers: list[Any] = [
+        lambda **options: hvd.DistributedOptimizer(mx.optimizer.create("sgd"), **options),
+        lambda **options: hvd.DistributedTrainer([parameter], "sgd", **options),
+    ]
+    for make in makers:
+        for factor in (0, -1.0, float("inf"), float("nan")):
+            with pytest.raises(InvalidRequestError, match=f"must be positive, not {factor}"):
+                make(gradient_predivide_factor=factor)
+        with pytest.raises(InvalidRequestError, match="no negative number of groups: -1"):
+            make(num_groups=-1)
+        with pytest.raises(InvalidRequestError, match=r"takes a hvd\.ProcessSet, not list"):
+            make(process_set=[0])
+        with pytest.raises(InvalidRequestError, match="is not registered"):
+            make(process_set=hvd.ProcessSet([0]))
+        assert make(num_groups=hvd.size() + 5, gradient_predivide_factor=2) is not None
+    with pytest.raises(InvalidRequestError, match=r"takes an mx\.optimizer\.Optimizer, not str"):
+        hvd.DistributedOptimizer("sgd")
+    with pytest.raises(InvalidRequestError, match="distributed already"):
+        hvd.DistributedOptimizer(distributed)
+    with pytest.raises(InvalidRequestError, match="one device per rank, and the parameters are on 2"):
+        hvd.DistributedTrainer([on_two], "sgd")
+
+
+def trained_in_a_process_set() -> None:
+    """All ranks but the first train together; that one takes its steps alone."""
+    n, rank = hvd.size(), hvd.rank()
+    if n == 1:
+        return
+    together = hvd.add_process_set(list(range(1, n)))
+    mean = (n + 2) / 2 if rank else 1  # of the ranks' gradients, which are their numbers from 1
+    optimizer = hvd.DistributedOptimizer(
+        mx.optimizer.create("sgd", learning_rate=1.0), 4.0, process_set=together
+    )
+    weight = mx.nd.zeros((2,))
+    mx.optimizer.get_updater(optimizer)(0, mx.nd.ones((2,)) * (rank + 1), weight)
+    assert weight.asnumpy().tolist() == [-mean] * 2
+    parameter = mx.gluon.Parameter("a", shape=(2,))
+    parameter.initialize(mx.init.Zero())
+    trainer = hvd.DistributedTrainer([parameter], "sgd", {"learning_rate": 1.0}, process_set=together)
+    with mx.autograd.record():
+        loss = (parameter.data() * (rank + 1)).sum()
+    loss.backward()
+    trainer.step(1)
+    assert parameter.data().asnumpy().tolist() == [-mean] * 2
+    hvd.remove_process_set(together)
+    with pytest.raises(InvalidRequestError, match="is not registered"):
+        trainer.step(1)  # not alone, silently
+
+
 def parameters() -> None:
     n = hvd.size()
     arrays = {name: mx.nd.ones((2,)) * (hvd.rank() + i) for i, name in enumerate("ba")}
@@ -248,7 +304,17 @@ def parameters() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [collectives, shaped_by_ranks, operations_in_flight, arguments, a_store_in_gluon, optimizers, parameters],
+    [
+        collectives,
+        shaped_by_ranks,
+        operations_in_flight,
+        arguments,
+        a_store_in_gluon,
+        optimizers,
+        settings_that_are_refused,
+        trained_in_a_process_set,
+        parameters,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_on_ranks(ranks: Ranks, function: Any) -> None:

@@ -128,6 +128,17 @@ def test_states_go_from_mxnets_stores_to_ours(tmp_path: Path) -> None:
     theirs.load_optimizer_states(path)
 
 
+def test_the_learning_rate_of_mxnets_optimizer_is_set(installed: None) -> None:
+    kv = mx.kv.create("local")
+    kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=1.0, momentum=0.5))
+    kv.init(0, mx.nd.zeros((1,)))
+    out = mx.nd.empty((1,))
+    kv.push(0, -mx.nd.ones((1,)))
+    kv.set_learning_rate(0.5)
+    kv.pushpull(0, -mx.nd.ones((1,)), out=out)
+    assert out.asnumpy().tolist() == [1 + 0.5 * 1 + 0.5]
+
+
 def test_names_that_mxnet_would_make_a_local_store_of(installed: None) -> None:
     with pytest.raises(ValueError, match="'dist_magic'"):
         mx.kv.create("dist_magic")
@@ -258,19 +269,35 @@ def test_gluon_trains_on_dist_sync(ranks: Ranks) -> None:
     assert first == second
 
 
-def trained_on_servers(name: str) -> list[list[list[float]]]:
+def scheduler_of(kind: str) -> Any:
+    if kind == "cosine":
+        return mx.lr_scheduler.CosineScheduler(5, base_lr=0.3, warmup_steps=2)
+    used = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.4)
+    assert used(3) == 0.2  # its rate has been reduced once
+    return used
+
+
+def trained_on_servers(name: str, scheduler: str = "") -> list[list[list[float]]]:
     """Gluon on a store with servers, one worker after the other; and alone on MXNet's arithmetic, on the same gradients."""
+
+    def made() -> Any:
+        if not scheduler:
+            return mx.optimizer.create(name, learning_rate=0.1, wd=0.01)
+        return mx.optimizer.create(name, lr_scheduler=scheduler_of(scheduler), wd=0.01)
+
     hvd.init()
     hvd.install_kvstore()
     rng = np.random.default_rng(3)
     store = mx.kv.create("dist_async")
     assert isinstance(store, mx.kvstore.KVStore)
-    optimizer = mx.optimizer.create(name, learning_rate=0.1, wd=0.01)
+    optimizer = made()
     optimizer.set_lr_mult({1: 0.5})
     with pytest.raises(kvstore.KVStoreError, match="not MXNet's RMSProp"):
         store.set_optimizer(mx.optimizer.create("rmsprop"))
+    with pytest.raises(kvstore.KVStoreError, match="not a OwnScheduler, which would have to travel as code"):
+        store.set_optimizer(mx.optimizer.create("sgd", lr_scheduler=OwnScheduler(2)))
     store.set_optimizer(optimizer)
-    updater = mx.optimizer.get_updater(mx.optimizer.create(name, learning_rate=0.1, wd=0.01))
+    updater = mx.optimizer.get_updater(made())
     updater.optimizer.set_lr_mult({1: 0.5})
     weights = [mx.nd.array(rng.standard_normal((5, 3))) for _ in range(2)]
     outs = [mx.nd.zeros((5, 3)) for _ in range(2)]
@@ -289,9 +316,13 @@ def trained_on_servers(name: str) -> list[list[list[float]]]:
     return [[array.asnumpy().tolist() for array in arrays] for arrays in (outs, weights)]
 
 
+class OwnScheduler(mx.lr_scheduler.FactorScheduler):  # type: ignore[misc]  # MXNet has no types
+    """Of a class that servers don't have."""
+
+
 def test_mxnets_optimizers_on_servers_give_mxnets_bits(ranks: Ranks) -> None:
-    for name in ("sgd", "adam", "test"):
-        for ours, theirs in ranks.run(trained_on_servers, name, timeout=100):
+    for settings in (("sgd",), ("adam",), ("test",), ("sgd", "used"), ("sgd", "cosine"), ("adam", "cosine")):
+        for ours, theirs in ranks.run(trained_on_servers, *settings, timeout=100):
             assert ours == theirs
 
 

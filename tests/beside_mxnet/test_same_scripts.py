@@ -43,6 +43,7 @@ CASES = [
         2,
         {"MXNET_KVSTORE_BIGARRAY_BOUND": "100"},
     ),
+    Case("dist_sync", ["schedules"]),
     Case("dist_sync", ["compressed"], 2, {"MXNET_KVSTORE_BIGARRAY_BOUND": "100"}),
     Case("dist", ["names"]),
     Case("dist_async", ["turns", "counting"], 2, {"MXNET_KVSTORE_BIGARRAY_BOUND": "20"}),

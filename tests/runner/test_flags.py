@@ -142,6 +142,7 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("-np 3 -H localhost:2", "needs 3 slots"),
         ("-H a -hostfile b", "give one of them"),
         ("-np 2 --plane wire", "HVDLAB_PLANE='wire'"),
+        ("-np 2 --plane nccl", "there is no NCCL plane"),
         ("-np 0", "give each host one at least"),
         ("-np 2 --min-np 3", "must be from 1"),
         ("-H a/b:2", "is no host"),

@@ -108,11 +108,15 @@ class Pull(Message, frozen=True):
 
 
 class SetOptimizer(Message, frozen=True):
-    """Update the values of a store by this optimizer from now on; its states begin anew."""
+    """Update the values of a store by this optimizer from now on.
+
+    Its states begin anew, unless they are those of the optimizer before, of which this one is the same with other settings.
+    """
 
     sequence: int
     store: int
     optimizer: OptimizerSpec
+    keeps_states: bool = False
 
 
 class Ask(Message, frozen=True):

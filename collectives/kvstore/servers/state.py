@@ -439,7 +439,7 @@ class ServerState:
         assert record is not None
         optimizer = None
         if record.optimizer is not None:
-            optimizer = restored(record.optimizer.name, record.optimizer.attributes())
+            optimizer = restored(record.optimizer)
             updates = [
                 int(block.current.head[2])
                 for block in memory.blocks.values()
@@ -522,16 +522,19 @@ class ServerState:
 
     def _set_optimizer(self, store: _Store, rank: int, request: m.SetOptimizer) -> None:
         try:
-            optimizer = restored(request.optimizer.name, request.optimizer.attributes())
+            optimizer = restored(request.optimizer)
         except KVStoreError as error:
             self._fail(rank, request.sequence, str(error))
             return
-        record = msgspec.structs.replace(
-            store.record, optimizer=request.optimizer, generation=store.record.generation + 1
-        )
+        generation = store.record.generation
+        if request.keeps_states and type(store.optimizer) is type(optimizer):
+            optimizer.num_update = max(optimizer.num_update, store.optimizer.num_update)
+        else:
+            generation += 1
+            store.structures.clear()
+        record = msgspec.structs.replace(store.record, optimizer=request.optimizer, generation=generation)
         store.memory.describe(record)
         store.record, store.optimizer = record, optimizer
-        store.structures.clear()
         self._send(rank, m.Done(request.sequence))
 
     def _version(self, store: _Store, key: Key) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 import warnings
@@ -69,6 +70,17 @@ def gradient_operator(op: ReduceOp | int) -> ReduceOp:
             f"Gradients are reduced with hvd.Average, hvd.Sum or hvd.Adasum, not with {chosen.name.lower()}."
         )
     return chosen
+
+
+def predivide_factor(factor: float) -> float:
+    """What optimizers and tapes divide gradients by before they are summed, as part of the division of an average.
+
+    Raises:
+        InvalidRequestError: It is no positive, finite number.
+    """
+    if not 0 < factor < math.inf:
+        raise InvalidRequestError(f"gradient_predivide_factor= must be positive, not {factor}.")
+    return float(factor)
 
 
 # -- operations -------------------------------------------------------------------------------------------------------

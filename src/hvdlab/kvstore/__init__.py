@@ -14,7 +14,7 @@ from hvdlab.collectives.kvstore.base import KVStoreBase, TestStore
 from hvdlab.collectives.kvstore.creating import TYPES, create
 from hvdlab.collectives.kvstore.served import KVStoreServer
 from hvdlab.collectives.kvstore.store import KVStore, ServerInfo
-from hvdlab.kvstore import optimizer
+from hvdlab.kvstore import lr_scheduler, optimizer
 
 register_frameworks()
 
@@ -31,6 +31,7 @@ __all__ = [
     "ServerInfo",
     "TestStore",
     "create",
+    "lr_scheduler",
     "optimizer",
     "register_array_type",
 ]

@@ -9,8 +9,9 @@ from typing import Any
 
 import mxnet as mx  # pyright: ignore[reportMissingImports]
 
-from hvdlab.bindings.arguments import Sum, allreducing
+from hvdlab.bindings.arguments import Sum, allreducing, predivide_factor
 from hvdlab.bindings.compression import Compressor
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.horovod.common.util import split_list
 from hvdlab.mxnet.adapter import BINDING, NDArray
@@ -23,8 +24,12 @@ class GradientSums:
     Args:
         gradient_predivide_factor: ``f``: gradients are divided by it before the sum; what is done after it makes an average.
         num_groups: How many groups the gradients of a call are executed in; 0 for none.
-        process_set: The ranks that take part.
+        process_set: The ranks that take part; a rank outside is alone.
         compression: What is sent of each gradient.
+
+    Raises:
+        InvalidRequestError: ``gradient_predivide_factor`` is not positive, ``num_groups`` is negative, or the process set is not
+            registered.
     """
 
     def __init__(
@@ -34,7 +39,10 @@ class GradientSums:
         process_set: ProcessSet,
         compression: type[Compressor] = Compression.none,
     ) -> None:
-        self._factor = gradient_predivide_factor
+        if num_groups < 0:
+            raise InvalidRequestError(f"num_groups= takes no negative number of groups: {num_groups}.")
+        set_id(process_set)
+        self._factor = predivide_factor(gradient_predivide_factor)
         self._num_groups = num_groups
         self._process_set = process_set
         self._compression = compression
@@ -67,7 +75,7 @@ class GradientSums:
 
     def _groups(self, names: Sequence[str], arrays: Sequence[NDArray]) -> list[list[tuple[str, NDArray]]]:
         named = list(zip(names, arrays, strict=True))
-        if self._num_groups <= 0:
+        if not self._num_groups:
             return [[pair] for pair in named]
         groups: list[list[tuple[str, NDArray]]] = []
         for part in split_list(named, self._num_groups):
@@ -78,9 +86,10 @@ class GradientSums:
         return groups
 
     def _alone(self) -> bool:
-        return self._ranks() == 1
+        return self._ranks() == 1 or not self._process_set.included()
 
     def _ranks(self) -> int:
+        set_id(self._process_set)  # raises for one that was removed, whose size is not known
         return self._process_set.size() or 1
 
 
@@ -94,7 +103,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXN
             ranks: gradients are summed, and the mean is left to it.
         gradient_predivide_factor: Divides gradients before the sum, and multiplies them after it, against overflow.
         num_groups: How many groups the gradients of one update of many are executed in; 0 for none.
-        process_set: The ranks that take part; all by default.
+        process_set: The ranks that take part, all by default; a rank outside takes its steps alone.
+
+    Raises:
+        InvalidRequestError: ``optimizer`` is none of MXNet's or distributed already, or another argument is wrong.
+        NotInitializedError: ``hvd.init()`` was not called.
     """
 
     _OWN = frozenset({"_optimizer", "_sums"})
@@ -106,6 +119,14 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # MXN
         num_groups: int = 0,
         process_set: ProcessSet = global_process_set,
     ) -> None:
+        if not isinstance(optimizer, mx.optimizer.Optimizer):
+            raise InvalidRequestError(
+                f"DistributedOptimizer takes an mx.optimizer.Optimizer, not {type(optimizer).__name__}."
+            )
+        if isinstance(optimizer, DistributedOptimizer):
+            raise InvalidRequestError(
+                "This optimizer is distributed already: its gradients would be reduced twice."
+            )
         self._optimizer = optimizer
         self._sums = GradientSums(gradient_predivide_factor, num_groups, process_set)
         optimizer.rescale_grad *= self._sums.scale
@@ -169,10 +190,12 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # MXNet has n
         gradient_predivide_factor: Divides gradients before the sum, and multiplies them after it, against overflow.
         prefix: Goes before the names of gradients, which keeps several trainers of one program apart.
         num_groups: How many groups the gradients of a step are executed in; 0 for none.
-        process_set: The ranks that take part; all by default.
+        process_set: The ranks that take part, all by default; a rank outside takes its steps alone.
 
     Raises:
         AssertionError: ``prefix`` is not a str.
+        InvalidRequestError: A parameter is on several devices, or another argument is wrong.
+        NotInitializedError: ``hvd.init()`` was not called.
     """
 
     def __init__(
@@ -198,6 +221,11 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # MXNet has n
         if isinstance(params, list | tuple):
             params = sorted(params, key=lambda parameter: parameter.name)
         super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
+        if len(self._contexts) > 1:
+            raise InvalidRequestError(
+                f"DistributedTrainer trains on one device per rank, and the parameters are on {len(self._contexts)}: "
+                "initialize them with one context, and start a rank for each."
+            )
         self._sums = sums
         self._prefix = prefix or ""
         self._scale *= sums.scale

@@ -8,6 +8,7 @@ from typing import Any
 import mxnet as mx  # pyright: ignore[reportMissingImports]
 
 from hvdlab import kvstore
+from hvdlab.collectives.kvstore import lr_schedulers
 from hvdlab.collectives.kvstore.creating import create_native
 from hvdlab.collectives.kvstore.distributed import DistSyncStore
 from hvdlab.collectives.kvstore.served import ServerStore
@@ -112,11 +113,12 @@ class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MX
         """Update the stored values on the servers by what is pushed; see :func:`hvdlab.kvstore.create`.
 
         Args:
-            optimizer: MXNet's SGD, Adam or Test, of which hvdlab has the same formulas, or what hvdlab's stores take. Alike on all
-                workers. Learning rate and multipliers are those of now; parameters' own are among them.
+            optimizer: MXNet's SGD, Adam or Test, of which hvdlab has the same formulas, with a scheduler of MXNet's or none; or what
+                hvdlab's stores take. Alike on all workers. Learning rate and multipliers are those of now; parameters' own are among
+                them.
 
         Raises:
-            KVStoreError: It is another optimizer of MXNet's, or has a scheduler of the learning rate: servers run without MXNet.
+            KVStoreError: It is another optimizer of MXNet's, or has another scheduler of the learning rate: servers run without MXNet.
         """
         if isinstance(optimizer, mx.optimizer.Optimizer):
             optimizer = _ours(optimizer)
@@ -134,6 +136,10 @@ def _ours(theirs: Any) -> kvstore.optimizer.Optimizer:
     ours = kvstore.optimizer.create(name)
     for attribute in vars(ours).keys() & vars(theirs).keys():
         setattr(ours, attribute, copy.copy(getattr(theirs, attribute)))
+    scheduler = theirs.lr_scheduler
+    kind = type(scheduler).__name__
+    if kind in lr_schedulers.KINDS and getattr(mx.lr_scheduler, kind) is type(scheduler):
+        ours.lr_scheduler = lr_schedulers.restored(kind, vars(scheduler))
     return ours
 
 

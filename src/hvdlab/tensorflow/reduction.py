@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvdlab.bindings.arguments import Average, gradient_operator
+from hvdlab.bindings.arguments import Average, gradient_operator, predivide_factor
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
@@ -63,10 +63,6 @@ class GradientReducer:
         self._op = gradient_operator(op)
         if gradient_predivide_factor != 1.0 and self._op is not Average:
             raise InvalidRequestError("gradient_predivide_factor= is for op=hvd.Average only.")
-        if gradient_predivide_factor <= 0:
-            raise InvalidRequestError(
-                f"gradient_predivide_factor= must be positive, not {gradient_predivide_factor}."
-            )
         if isinstance(groups, int):
             if groups < 0:
                 raise InvalidRequestError(f"groups= takes no negative number of groups: {groups}.")
@@ -76,7 +72,7 @@ class GradientReducer:
         self._devices = {"device_dense": device_dense, "device_sparse": device_sparse}
         self._compression = compression
         self._sparse_as_dense = sparse_as_dense
-        self._predivide = float(gradient_predivide_factor)
+        self._predivide = predivide_factor(gradient_predivide_factor)
         self._groups = groups
         self.process_set = process_set
         self._scale_local = scale_local_gradients

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hvdlab.bindings.arguments import Adasum, Average, gradient_operator
+from hvdlab.bindings.arguments import Adasum, Average, gradient_operator, predivide_factor
 from hvdlab.bindings.buckets import Groups
 from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
 from hvdlab.bindings.hooks import GradientWatcher
@@ -127,6 +127,4 @@ def _checked_settings(
     chosen = gradient_operator(op)
     if predivide != 1.0 and chosen is not Average:
         raise InvalidRequestError("gradient_predivide_factor= splits a division, so it needs op=hvd.Average.")
-    if predivide <= 0:
-        raise InvalidRequestError(f"gradient_predivide_factor= must be positive, not {predivide}.")
-    return ReductionSettings(compression, chosen, predivide, sparse_as_dense, process_set)
+    return ReductionSettings(compression, chosen, predivide_factor(predivide), sparse_as_dense, process_set)

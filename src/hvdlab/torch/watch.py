@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 
+from hvdlab.bindings.training_watch import TrainingWatch, check_every, record
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics import names
@@ -24,7 +25,7 @@ class Scaler(Protocol):
     def get_scale(self) -> float: ...
 
 
-class Watch:
+class Watch(TrainingWatch):
     """What :func:`watch` returns. Recording ends with :meth:`close`, or when the optimizer is watched anew."""
 
     def __init__(
@@ -35,39 +36,15 @@ class Watch:
         scaler: Scaler | None,
         every: int,
     ) -> None:
-        self._model = model
+        super().__init__(model, meter_of(optimizer), batch_size, every)
         self._optimizer = optimizer
         self._scaler = scaler
-        self._every = every
-        self._meter = meter_of(optimizer)
         self._meter.batch_size = batch_size
-        self._late = LateValues(_record)
+        self._late = LateValues(record)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-
-    @property
-    def batch_size(self) -> float | None:
-        """Samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time.
-
-        Raises:
-            InvalidRequestError: Set to a number that is not positive and finite.
-        """
-        return self._meter.batch_size
-
-    @batch_size.setter
-    def batch_size(self, samples: float | None) -> None:
-        self._meter.batch_size = samples
-
-    @property
-    def step(self) -> int:
-        """Steps that the optimizer has taken. Set it to continue the count of an earlier training."""
-        return self._meter.count
-
-    @step.setter
-    def step(self, count: int) -> None:
-        self._meter.count = count
 
     def _due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0 and context.is_initialized()
@@ -78,7 +55,7 @@ class Watch:
             return
         now = time.monotonic_ns()
         if self._scaler is not None:
-            _record(names.LOSS_SCALE, self._scaler.get_scale(), step, now)
+            record(names.LOSS_SCALE, self._scaler.get_scale(), step, now)
         if not _closure(args, kwargs):
             self._norm(optimizer, step, now)
 
@@ -87,7 +64,7 @@ class Watch:
         self._late.take()
         if context.is_initialized():
             for name, rate in learning_rates(optimizer):
-                _record(name, rate, step, now)
+                record(name, rate, step, now)
         if self._due(step) and _closure(args, kwargs):  # gradients come from the closure
             self._norm(optimizer, step, now)
 
@@ -108,15 +85,6 @@ class Watch:
             hook.remove()
         self._late.finish()
         vars(self._optimizer).pop(_ATTRIBUTE, None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<Watch of {type(self._model).__name__}, {self.step} steps>"
 
 
 def watch(
@@ -152,8 +120,7 @@ def watch(
         raise InvalidRequestError(f"hvd.watch() takes a torch optimizer, not a {type(optimizer).__name__}.")
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise InvalidRequestError(f"scaler= is a torch.amp.GradScaler, not a {type(scaler).__name__}.")
-    if every < 0:
-        raise InvalidRequestError(f"every= is a number of steps, not {every}.")
+    check_every(every)
     before: Watch | None = vars(optimizer).get(_ATTRIBUTE)
     if before is not None:
         before.close()
@@ -188,11 +155,6 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
         labels = [str(group.get("name", number)) for number, group in enumerate(groups)]
         return [(f"{names.LEARNING_RATE}/{label}", rate) for label, rate in zip(labels, rates, strict=True)]
     return [(names.LEARNING_RATE, rate) for rate in rates[:1]]
-
-
-def _record(name: str, value: float, step: int, time_ns: int) -> None:
-    if context.is_initialized():
-        context.engine().metric(name, value, step, time_ns)
 
 
 def _closure(args: Sequence[Any], kwargs: Any) -> bool:

@@ -89,6 +89,14 @@ def test_nonsense_is_refused(variable: str, text: str) -> None:
         read({variable: text})
 
 
+def test_a_plane_that_is_not_there_is_refused_with_the_reason() -> None:
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"^HVDLAB_PLANE='NCCL': there is no NCCL plane .*; one of auto, shm, .* was expected\.$",
+    ):
+        read({"HVDLAB_PLANE": "NCCL"})
+
+
 def test_ranks_take_their_variables() -> None:
     settings = Settings.from_env(
         {

@@ -24,6 +24,7 @@ from hvdlab.collectives.kvstore.servers.finding import servers_of
 from hvdlab.collectives.kvstore.servers.messages import Attach, encode
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 from hvdlab.kvstore import KVStoreError, RowSparse
+from hvdlab.kvstore.lr_scheduler import CosineScheduler, FactorScheduler
 from ranks import Ranks
 
 
@@ -168,7 +169,10 @@ def refused() -> None:
     kv = kvstore.create("dist_async")
     for optimizer, text in (
         (lambda key, gradient, weight: None, "functions don't travel"),
-        (kvstore.optimizer.SGD(lr_scheduler=lambda n: 0.1), "lr_scheduler"),
+        (
+            kvstore.optimizer.SGD(lr_scheduler=lambda n: 0.1),
+            "lr_scheduler one of FactorScheduler.* not a function",
+        ),
         (OwnOptimizer(), "not OwnOptimizer"),
     ):
         with pytest.raises(KVStoreError, match=text):
@@ -224,6 +228,39 @@ def trained(name: str, settings: dict[str, Any], dtype: str, where: str) -> list
             served.barrier()
         assert weights.tobytes() == expected.tobytes()
     return [float(weight) for weight in weights.flat]
+
+
+def new_rates(where: str) -> None:
+    """The rate changes while pushes of other workers may still be on their way; states stay, and later ones are at the new rate."""
+    kv = kvstore.create(where)
+    n, keys = kv.num_workers, [0, 1]
+    with pytest.raises(KVStoreError, match="no optimizer whose learning rate"):
+        kv.set_learning_rate(0.5)
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, momentum=0.5))
+    kv.init(keys, [full(0), full(0)])
+    weight, velocity = np.float32(0), np.float32(0)
+    for rate in (1.0, 0.5, 2.0):
+        kv.set_learning_rate(rate)
+        for _ in range(2):
+            kv.push(keys, [full(-1)] * 2)
+            if where == "dist_async":  # each push is an update
+                for _ in range(n):
+                    velocity = np.float32(0.5) * velocity + np.float32(rate)
+                    weight += velocity
+            else:
+                velocity = np.float32(0.5) * velocity + np.float32(rate * n)
+                weight += velocity
+        if where == "dist_async":
+            kv.pull(keys, out=[full(0), full(0)])  # nothing of this worker is on its way
+    for key in keys:
+        pulled(kv, key)
+    kv.barrier()
+    assert [pulled(kv, key) for key in keys] == [weight] * 2
+    kv.barrier()
+    kv.set_optimizer(kvstore.optimizer.SGD(lr_scheduler=FactorScheduler(2, 0.5)))
+    with pytest.raises(UserWarning, match="lr_scheduler"):
+        kv.set_learning_rate(0.5)
+    kv.barrier()
 
 
 def spread() -> None:
@@ -521,6 +558,8 @@ OPTIMIZERS = [
     ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}, "float32"),
     ("sgd", {"learning_rate": 0.1, "clip_gradient": 0.5}, "float64"),
     ("adam", {"wd": 0.01}, "float32"),
+    ("sgd", {"momentum": 0.9, "lr_scheduler": FactorScheduler(2, 0.5, base_lr=0.2)}, "float32"),
+    ("adam", {"lr_scheduler": CosineScheduler(6, base_lr=0.2, warmup_steps=2)}, "float32"),
 ]
 
 
@@ -529,6 +568,11 @@ def test_an_optimizer_gives_the_bits_that_it_gives_in_one_process(ranks: Ranks, 
         for where, started in (("dist_async", ranks), ("dist_sync", synchronous)):
             results = started.run(trained, *arguments, where)
             assert results == [results[0]] * started.size
+
+
+def test_the_learning_rate_is_set_for_all_workers(ranks: Ranks, synchronous: Ranks) -> None:
+    for where, started in (("dist_async", ranks), ("dist_sync", ranks), ("dist_sync", synchronous)):
+        started.run(new_rates, where)
 
 
 def test_rounds_with_updates_on_two_servers(synchronous: Ranks) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from effort import examples
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.kvstore.lr_schedulers import FactorScheduler
 from hvdlab.collectives.kvstore.optimizers import SGD, Updater, portable
 from hvdlab.collectives.kvstore.servers import memory
 from hvdlab.collectives.kvstore.servers import messages as m
@@ -215,8 +216,8 @@ class World:
         first.request(lambda n: m.Init(n, STORE, KEY, value.shape, value.dtype.str[1:], offset))
         self.drain()
 
-    def set_optimizer(self, optimizer: Any) -> None:
-        self.workers[0].request(lambda n: m.SetOptimizer(n, STORE, portable(optimizer)))
+    def set_optimizer(self, optimizer: Any, *, keeps_states: bool = False) -> None:
+        self.workers[0].request(lambda n: m.SetOptimizer(n, STORE, portable(optimizer), keeps_states))
         self.drain()
 
     def push(self, rank: int, array: Any, seen: int = 0, epoch: int = 0) -> int:
@@ -357,6 +358,41 @@ def test_a_server_may_end_at_every_step_of_a_training(steps: Steps) -> None:
         assert world.value(0, expected).tobytes() == expected.tobytes(), f"killed at step {step}"
         step += 1
     assert step > 20
+
+
+def test_the_learning_rate_goes_on_with_a_server_that_ends_at_any_step(steps: Steps) -> None:
+    """That of a scheduler, which counts updates; then a new rate, with the states that there are."""
+    step, ended = 0, True
+    while ended:
+        world = World(1, steps, synchronous=True)
+        expected = np.ones(3, "f4")
+        world.init(expected)
+        world.set_optimizer(SGD(momentum=0.5, lr_scheduler=FactorScheduler(1, 0.5, base_lr=0.25)))
+        updater = Updater(SGD(momentum=0.5, lr_scheduler=FactorScheduler(1, 0.5, base_lr=0.25)))
+        steps.left = step
+        for number in range(4):
+            if number == 2:
+                later = SGD(learning_rate=2.0, momentum=0.5)
+                world.set_optimizer(later, keeps_states=True)
+                updater.optimizer = later
+            world.push(0, np.full(3, 1 + number, "f4"))
+            world.drain()
+            updater(KEY, np.full(3, 1 + number, "f4"), expected)
+        ended, steps.left = world.kills > 0, -1
+        assert world.value(0, expected).tobytes() == expected.tobytes(), f"killed at step {step}"
+        step += 1
+    assert step > 20
+
+
+def test_states_of_another_optimizer_are_not_kept(steps: Steps) -> None:
+    world = World(1, steps, synchronous=True)
+    world.init(np.zeros(2, "f4"))
+    world.set_optimizer(SGD(learning_rate=1.0, momentum=0.5))
+    world.push(0, np.ones(2, "f4"))
+    world.set_optimizer(create_test(), keeps_states=True)
+    world.push(0, np.ones(2, "f4"))
+    world.drain()
+    assert world.value(0, np.zeros(2, "f4")).tolist() == [0.0] * 2
 
 
 def test_staleness_counts_pushes_of_others_since_the_pull(steps: Steps) -> None:

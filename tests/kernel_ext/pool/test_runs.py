@@ -8,7 +8,8 @@ from typing import Any, cast
 from hvdlab.collectives.client import Client
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.elastic import Bounds
-from hvdlab.kernel_ext.cells.sink import NullSink
+from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.newcomers import Newcomers
 from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Entered, decode_to_rank, encode
 from hvdlab.kernel_ext.runs import Runs
@@ -44,14 +45,14 @@ def runs_of(client: Said) -> Runs:
     return Runs(cast(Client, client), reason=lambda rank: "", stall_time=None)
 
 
-def start(runs: Runs, cell: str, elastic: Bounds | None = None) -> CellHandle:
+def start(runs: Runs, cell: str, elastic: Bounds | None = None, sink: OutputSink | None = None) -> CellHandle:
     return runs.dispatch(
         cell,
         [0, 1],
         "pass",
         label="[1]",
         line_offset=1,
-        sink=NullSink(),
+        sink=sink or NullSink(),
         timeout=None,
         want_value=True,
         elastic=elastic,
@@ -90,6 +91,38 @@ def test_an_interrupt_is_for_one_cell() -> None:
     runs.resync([0, 1], told={"b": (0, 1)})
     assert ("interrupt", (0, 1)) not in client.said
     assert ("RunCell", (0, 1)) in client.said
+
+
+class TellingSink(NullSink):
+    """Something happens to the pool while the end of a cell is written."""
+
+    def __init__(self) -> None:
+        self.runs: Runs | None = None
+        self.notes: list[str] = []
+        self.taken: list[bool] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def finished(self, results: CellResults) -> None:
+        assert self.runs is not None
+        self.taken.append(self.runs.tell("the coordinator was replaced"))
+
+
+def test_a_line_that_comes_while_a_cell_ends_is_not_lost() -> None:
+    client, sink = Said(), TellingSink()
+    untold: list[str] = []
+    sink.runs = runs = Runs(
+        cast(Client, client), reason=lambda rank: "", stall_time=None, untold=untold.append
+    )
+    handle = start(runs, "a", sink=sink)
+    assert runs.tell("in time")
+    for rank in (0, 1):
+        client.mail[TO_POOL](rank, encode(CellDone("a", None, 0.0)))
+    assert handle.wait(PATIENCE).ok
+    assert sink.taken == [True]  # the cell was there yet
+    assert (sink.notes, untold) == (["in time"], ["the coordinator was replaced"])
+    assert not runs.tell("later")
 
 
 def test_a_rank_that_joined_is_a_newcomer_until_it_says_that_it_entered() -> None:

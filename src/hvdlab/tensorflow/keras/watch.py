@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
-from hvdlab.collectives import context
+from hvdlab.bindings.training_watch import TrainingWatch, check_every, record
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics import names
 from hvdlab.collectives.metrics.steps import StepMeter
@@ -33,15 +33,13 @@ _NOTHING = -1.0
 """The value of the norm's variable until a norm has been computed."""
 
 
-class Watch:
+class Watch(TrainingWatch):
     """What :func:`watch` returns. Recording ends with :meth:`close`, or when the optimizer is watched anew."""
 
     def __init__(self, model: Any, optimizer: Any, batch_size: float | None, every: int) -> None:
-        self._model, self._optimizer, self._every = model, optimizer, every
-        self._inner = without_scaling(optimizer)
-        #: Whether the user has set the batch size, so that ``fit`` does not set it.
-        self.knows_batch_size = batch_size is not None
-        self._meter: StepMeter = getattr(self._inner, "hvdlab_meter", None) or StepMeter()
+        self._optimizer, self._inner = optimizer, without_scaling(optimizer)
+        meter = getattr(self._inner, "hvdlab_meter", None) or StepMeter()
+        super().__init__(model, meter, batch_size, every)
         if batch_size is not None:
             self._meter.batch_size = batch_size
         #: Whether the next step computes the norm, as in the variable ``_due``, which traced functions read.
@@ -60,28 +58,7 @@ class Watch:
             model.train_function = None  # so that Keras traces the step anew
         self._prepare(1)
 
-    @property
-    def batch_size(self) -> float | None:
-        """Samples that this rank trains with in a step; ``None`` if that is not known. May be set at any time.
-
-        Raises:
-            InvalidRequestError: Set to a number that is not positive and finite.
-        """
-        return self._meter.batch_size
-
-    @batch_size.setter
-    def batch_size(self, samples: float | None) -> None:
-        self._meter.batch_size = samples
-        self.knows_batch_size = samples is not None
-
-    @property
-    def step(self) -> int:
-        """Steps that were seen. Set it to continue the count of an earlier training."""
-        return self._meter.count
-
-    @step.setter
-    def step(self, count: int) -> None:
-        self._meter.count = count
+    def _step_set(self) -> None:
         self._prepare(1)
 
     def step_ended(self, steps: int = 1) -> None:
@@ -89,7 +66,7 @@ class Watch:
         self._meter.step(steps)
         rate = plain_variable(getattr(self._inner, "_learning_rate", None))
         if hasattr(rate, "assign") or self._measuring:  # a schedule would compute the rate at each step
-            _record(names.LEARNING_RATE, learning_rate(self._inner), self.step, time.monotonic_ns())
+            record(names.LEARNING_RATE, learning_rate(self._inner), self.step, time.monotonic_ns())
         self.counted(steps)
 
     def counted(self, steps: int) -> None:
@@ -98,9 +75,9 @@ class Watch:
         if self._measuring:
             norm = float(self._norm.numpy())
             if norm != _NOTHING:  # else loss scaling has skipped the step
-                _record(names.GRADIENT_NORM, norm, self.step, now)
+                record(names.GRADIENT_NORM, norm, self.step, now)
             if self._scale is not None:
-                _record(names.LOSS_SCALE, self._scale, self.step, now)
+                record(names.LOSS_SCALE, self._scale, self.step, now)
         self._prepare(steps)
 
     def _prepare(self, steps: int) -> None:
@@ -146,15 +123,6 @@ class Watch:
         object.__delattr__(self._inner, "hvdlab_watch")
         if not isinstance(self._inner, Distributed):
             object.__delattr__(self._inner, "hvdlab_meter")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<Watch of {type(self._model).__name__}, {self.step} steps>"
 
 
 class _Watched:
@@ -227,16 +195,10 @@ def watch(model: Any, optimizer: Any = None, *, batch_size: float | None = None,
         )
     if not is_keras_optimizer(chosen):
         raise InvalidRequestError(f"hvd.watch() takes an optimizer of Keras, not a {type(chosen).__name__}.")
-    if every < 0:
-        raise InvalidRequestError(f"every= is a number of steps, not {every}.")
+    check_every(every)
     StepMeter().batch_size = batch_size  # raises for a wrong one before anything is changed
     record_fits(sys.modules[package_of_optimizer(chosen)])
     before: Watch | None = getattr(without_scaling(chosen), "hvdlab_watch", None)
     if before is not None:
         before.close()
     return Watch(model, chosen, batch_size, every)
-
-
-def _record(name: str, value: float, step: int, time_ns: int) -> None:
-    if context.is_initialized():
-        context.engine().metric(name, value, step, time_ns)

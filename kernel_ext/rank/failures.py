@@ -16,7 +16,6 @@ from IPython.core.error import StdinNotImplementedError, UsageError
 from hvdlab.bindings import step_record
 from hvdlab.bindings.framework_hooks import names
 from hvdlab.collectives.errors import AbortedError, CauseKind, HvdlabError, MismatchError, call_name
-from hvdlab.collectives.uncaught import put_back_cause
 from hvdlab.kernel_ext.payloads import CellError
 from hvdlab.kernel_ext.rank.compiler import label_of
 from hvdlab.kernel_ext.rank.wire_text import wire_text
@@ -56,7 +55,6 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
         shell: The InteractiveShell whose settings (``%xmode``, colours) the traceback follows.
         before_exec: Whether the cell failed before its code began to run.
     """
-    put_back_cause(error)
     aborted = _in_chain(error, AbortedError)
     mismatch = _in_chain(error, MismatchError)
     cause = aborted.cause if aborted is not None else None

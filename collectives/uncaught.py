@@ -7,10 +7,11 @@ import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import msgspec
 
-from hvdlab.collectives.errors import AbortedError, HvdlabError
+from hvdlab.collectives.errors import AbortedError, CollectiveError, HvdlabError
 
 TOPIC = "hvdlab.uncaught"
 """Topic of the mail to clients; its body is :class:`Uncaught` as JSON."""
@@ -44,7 +45,6 @@ def report(error: BaseException) -> None:
 
 def describe(error: BaseException, rank: int) -> Uncaught:
     """The report about an exception of this rank."""
-    put_back_cause(error)
     lines = traceback.format_exception_only(error)
     line = lines[-1].strip().split("\n", 1)[0] if lines else type(error).__name__
     # Python leaves `builtins.` out, but not the modules of other exceptions.
@@ -55,20 +55,44 @@ def describe(error: BaseException, rank: int) -> Uncaught:
     return Uncaught(line if len(line) <= LONGEST else line[: LONGEST - 1] + "…", culprits)
 
 
-def put_back_cause(error: BaseException) -> None:
-    """If a framework's native code has made ``error`` from the text of an error of hvdlab's, make that its ``__cause__``.
+E = TypeVar("E", bound=BaseException)
 
-    DDP's backward pass waits for collectives in C++, which raises a ``RuntimeError``.
+
+def own_error(error: E) -> E | CollectiveError:
+    """hvdlab's own error, if a framework's native code has made ``error`` of its text; else ``error``.
+
+    C++ that waits for collectives, as DDP's does, raises a ``RuntimeError`` with the text of ours, words of its own before that and a stack of
+    hvdlab's frames behind it. Each own error comes back once, with the traceback and the context of what it replaces.
     """
     from hvdlab.collectives import context
 
-    if type(error) is not RuntimeError or error.__cause__ is not None or not context.is_initialized():
-        return
-    text = str(error)
-    for ours in reversed(context.engine().sent_through_native):
-        if str(ours).partition("\n")[0] in text:
-            error.__cause__ = ours
-            return
+    if type(error) is not RuntimeError or not context.is_initialized():
+        return error
+    sent, text = context.engine().sent_through_native, str(error)
+    for own in reversed(list(sent)):  # a copy, since other threads add to it
+        if str(own).partition("\n")[0] in text:
+            sent.remove(own)
+            own.__cause__, own.__context__ = error.__cause__, error.__context__
+            own.__suppress_context__ = error.__suppress_context__
+            return own.with_traceback(error.__traceback__)
+    return error
+
+
+def with_own_errors(error: BaseException) -> BaseException:
+    """The same, also for all that ``error`` came from: what users get to see, and what programs end with."""
+    first = link = own_error(error)
+    seen = {id(first)}
+    while True:
+        before = link.__cause__ or link.__context__
+        if before is None or id(before) in seen:
+            return first
+        own = own_error(before)
+        if own is not before and link.__cause__ is not None:
+            link.__cause__ = own
+        elif own is not before:
+            link.__context__ = own
+        link = own
+        seen.add(id(link))
 
 
 def _in_chain(error: BaseException | None) -> AbortedError | None:
@@ -104,6 +128,9 @@ def watch() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
+            own = with_own_errors(error)
+            if own is not error:
+                kind, error, trace = type(own), own, own.__traceback__
             report(error)
             if isinstance(error, HvdlabError):
                 cut_own_frames(trace)

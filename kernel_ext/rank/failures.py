@@ -23,7 +23,7 @@ from hvdlab.collectives.errors import (
     MismatchError,
     call_name,
 )
-from hvdlab.collectives.uncaught import put_back_cause
+from hvdlab.collectives.uncaught import with_own_errors
 from hvdlab.kernel_ext.payloads import CellError
 from hvdlab.kernel_ext.rank.compiler import label_of
 from hvdlab.kernel_ext.rank.wire_text import wire_text
@@ -63,7 +63,6 @@ def describe(shell: Any, error: BaseException, when: int, *, before_exec: bool) 
         shell: The InteractiveShell whose settings (``%xmode``, colours) the traceback follows.
         before_exec: Whether the cell failed before its code began to run.
     """
-    put_back_cause(error)
     aborted = _in_chain(error, AbortedError)
     mismatch = _in_chain(error, MismatchError)
     cause = aborted.cause if aborted is not None else None
@@ -94,7 +93,7 @@ def held_interrupt(error: BaseException) -> BaseException:
     Args:
         error: What has ended a cell whose interrupt was held. One that is not from a collective is returned as it is.
     """
-    put_back_cause(error)
+    error = with_own_errors(error)
     # Whatever it says: the other ranks are interrupted as well, and the first of them to end its cell may be the cause.
     if _in_chain(error, CollectiveError) is None:
         return error

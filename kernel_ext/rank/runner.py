@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from hvdlab.bindings import framework_hooks
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.uncaught import with_own_errors
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, RunCell
 from hvdlab.kernel_ext.rank import origin
 from hvdlab.kernel_ext.rank.capture import Capture
@@ -193,7 +194,7 @@ class CellRunner:
         if self._gate.held:
             error = held_interrupt(error)
         if run.error is None:
-            error = cut_debugger(error)
+            error = with_own_errors(cut_debugger(error))
             run.error, run.when, run.ran = error, time.monotonic_ns(), self._inside
             self._end_for_others(run)
 

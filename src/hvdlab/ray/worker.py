@@ -18,7 +18,7 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import free_port, thread_counts
 from hvdlab.collectives.errors import HvdlabError
-from hvdlab.collectives.uncaught import cut_own_frames, describe
+from hvdlab.collectives.uncaught import cut_own_frames, describe, with_own_errors
 from hvdlab.runner.function import raised, returned, unpickled_call
 
 Kind = Literal["class", "method", "function"]
@@ -178,7 +178,8 @@ class BaseHorovodWorker:
         """
         try:
             return Reply(returned(self._perform(call, what, cell, interrupts)))
-        except BaseException as error:  # noqa: BLE001  # SystemExit, too: it would end the actor without a word
+        except BaseException as raw:  # noqa: BLE001  # SystemExit, too: it would end the actor without a word
+            error = with_own_errors(raw)
             said = describe(error, self.world_rank)
             while (
                 trace := error.__traceback__

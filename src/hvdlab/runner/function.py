@@ -77,10 +77,11 @@ def main() -> None:
     try:
         function, args, kwargs = unpickled_call(data)
         value = function(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001  # the caller gets it
+    except Exception as raw:  # noqa: BLE001  # the caller gets it
         from hvdlab.collectives.errors import HvdlabError
-        from hvdlab.collectives.uncaught import cut_own_frames, report
+        from hvdlab.collectives.uncaught import cut_own_frames, report, with_own_errors
 
+        error = with_own_errors(raw)
         report(error)
         _cut(error)
         if isinstance(error, HvdlabError):

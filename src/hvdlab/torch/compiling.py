@@ -35,6 +35,20 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return outer
 
 
+def untraced_frame(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep ``torch.compile`` out of a function's own code. What it calls is compiled as without it.
+
+    For what stands between two functions of torch's. Before torch 2.7 it has no effect.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:
+        return function
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 def untraced_methods(cls: C) -> C:
     """Keep ``torch.compile`` out of the methods of a class, and out of what they call.
 

@@ -101,7 +101,7 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
         ("if rank: dist.all_reduce(torch.ones(2))", "AbortedError", "rank 0 finished its cell without it"),
         (
             "if rank: step()\nelse: raise ValueError('bad batch')",
-            "RuntimeError",
+            "AbortedError",
             "rank 0 failed: ValueError: bad batch",
         ),
         (
@@ -118,7 +118,10 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
         for rank in (1, 2):
             assert " of group default_pg" in errors[rank].evalue
             assert kind == errors[rank].ename
-            # Also where the error has come through DDP's C++, it is known whose it is.
+            # Also where the error has come through DDP's C++, it is ours, and known whose fault it is.
+            assert errors[rank].evalue.startswith(("all_reduce #", "`all_reduce #")), errors[rank].evalue
+            assert "\nAt:\n" not in errors[rank].evalue
+            assert not any("running the callback" in line for line in errors[rank].traceback)
             assert errors[rank].mismatch or (errors[rank].aborted and results.origin(rank) == {0})
         assert list(pool.run(GOOD)) == [True] * 3, wrong
     for wrong, ranks, told in (
@@ -148,7 +151,9 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
     run = pool.start_run("print('in', flush=True)\nwhile rank == 0: pass\nstep()", out=started)
     started.wait_for_note("ranks 1,2 have waited", PATIENCE)
     run.interrupt()
-    assert set(run.wait(PATIENCE).errors) == {0, 1, 2}
+    errors = run.wait(PATIENCE).errors
+    assert set(errors) == {0, 1, 2}
+    assert not any("running the callback" in line for error in errors.values() for line in error.traceback)
     assert list(pool.run(GOOD)) == [True] * 3
     default = Recorder()
     assert pool.run(DEFAULT, out=default).errors == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdlab.torch.c10d.backward import keep_errors
 from hvdlab.torch.c10d.group import HvdlabProcessGroup
 from hvdlab.torch.c10d.world import current_world, world_of_group
 
@@ -19,6 +20,7 @@ def create(options: Any) -> HvdlabProcessGroup:
         InvalidRequestError: The default group has another rank or size than hvdlab's world.
         StartError, AbortedError: There is no coordinator, or a rank that is needed did not answer, died or failed.
     """
+    keep_errors()
     members = tuple(options.global_ranks_in_group)
     rank, size = options.group_rank, options.group_size
     world = current_world() if members else world_of_group(options.store, rank, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -214,9 +215,12 @@ class HvdlabWork(dist.Work):
         try:
             self._complete(None)
         except CollectiveError as error:
-            self._engine.sent_through_native.append(error)
-            raise
-        return self._outputs
+            # What is kept must not be what is raised: its frames would keep the operation, and the data plane that has failed.
+            raised = copy.copy(error)
+            self._engine.sent_through_native.append(error.with_traceback(None))
+        else:
+            return self._outputs
+        raise raised
 
     def _one_ended(self, result: Result | None, error: Exception | None, /) -> None:
         with self._lock:

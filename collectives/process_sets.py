@@ -6,7 +6,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,27 @@ from hvdlab.collectives.planes.buffers import host_view
 GLOBAL_ID = 0
 
 
+class _Registered(NamedTuple):
+    """A set as it was registered.
+
+    Attributes:
+        ranks: Its ranks in the core.
+        epoch: Epoch of the world then.
+        processes: Rank, host and process id of each rank of the world then.
+    """
+
+    ranks: tuple[int, ...]
+    epoch: int
+    processes: frozenset[tuple[int, str, int]]
+
+    def remaining(self) -> list[int]:
+        """Its ranks that are in the world still; one that was replaced is another process, which is not in the set."""
+        now = context.engine().processes()[1]
+        return [member[0] for member in now if member[0] in self.ranks and member in self.processes]
+
+
 class _Known:
-    """The sets that were registered with one engine, but for the global one: ranks by id.
+    """The sets that were registered with one engine, but for the global one, by id.
 
     Attributes:
         world: Number of the engine in this process. An id of one world means nothing, or another set, in the next.
@@ -30,7 +49,7 @@ class _Known:
 
     def __init__(self) -> None:
         self.world = next(_worlds)
-        self.ranks: dict[int, tuple[int, ...]] = {}
+        self.sets: dict[int, _Registered] = {}
 
 
 _worlds = itertools.count(1)
@@ -76,7 +95,7 @@ class ProcessSet:
         if not context.is_initialized():
             return None
         known = _known()
-        there = known.world == self._world and self._id in known.ranks
+        there = known.world == self._world and self._id in known.sets
         return self._id if there and context.engine().knows_process_set(self._id) else None
 
     @property
@@ -84,9 +103,9 @@ class ProcessSet:
         id = self.process_set_id
         if id is None or (id == GLOBAL_ID and not context.is_initialized()):
             return list(self._ranks)
-        return [
-            shown_number(rank) for rank in members(id)
-        ] or self._ranks.copy()  # a rank outside need not know its members
+        # A rank outside need not know its members.
+        there = members(id) or (_known().sets[id].remaining() if id != GLOBAL_ID else ())
+        return [shown_number(rank) for rank in there]
 
     def size(self) -> int | None:
         """Number of ranks in the set; ``None`` if it is not registered."""
@@ -110,7 +129,7 @@ class ProcessSet:
         return shown_number(context.engine("hvd.ProcessSet.included()").rank) in self.ranks
 
     def __repr__(self) -> str:
-        which = "all" if self._id == GLOBAL_ID else self._ranks
+        which = "all" if self._id == GLOBAL_ID else self.ranks
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={which})"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -186,8 +205,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The set, ready to be used as ``process_set=``.
 
     Raises:
-        InvalidRequestError: It is registered already, or another set of the same ranks is (then nothing was sent); or it names
-            ranks that are not there (raised on all).
+        InvalidRequestError: It is registered already, or another set of the same ranks is (then nothing was sent; where elastic
+            training has begun anew, a set of before does not count); or it names ranks that are not there (raised on all).
         MismatchError, AbortedError: The ranks disagree, or one of them failed before it got here.
     """
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -202,11 +221,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def register(process_set: ProcessSet) -> None:
     """Register a set, even if there is another one of the same ranks. Raises what :func:`add_process_set` does."""
     known = _known("hvd.add_process_set()")
+    epoch, processes = context.engine().processes()
     ids: dict[tuple[int, ...], int] = {}
     for ranks in _named_by_all(process_set):
         members = tuple(sorted(core_rank(rank) for rank in ranks))
         ids[ranks] = context.engine().add_process_set(members)
-        known.ranks[ids[ranks]] = members
+        known.sets[ids[ranks]] = _Registered(members, epoch, frozenset(processes))
     process_set._id, process_set._world = ids[tuple(process_set._ranks)], known.world
     process_set._together = tuple(ids.values())
 
@@ -234,8 +254,11 @@ def _refuse_second(ranks: tuple[int, ...]) -> None:
     wanted = tuple(sorted(core_rank(rank) for rank in ranks))
     if wanted == tuple(sorted(engine.ranks())):
         raise InvalidRequestError(f"A set of the ranks {list(ranks)} exists: it is hvd.global_process_set.")
-    for id, others in _known().ranks.items():
-        if others == wanted and engine.knows_process_set(id):
+    # Elastic training begins anew with ranks that came later and know no set of an earlier epoch, or the set has lost a rank: all
+    # register it again then, and one that refused would let the others wait. Within an epoch all know the same sets.
+    epoch = engine.processes()[0] if engine.elastic.training else None
+    for id, known in _known().sets.items():
+        if known.ranks == wanted and epoch in (None, known.epoch) and engine.knows_process_set(id):
             raise InvalidRequestError(
                 f"A set of the ranks {list(ranks)} is registered already, as process set {id}; use that one, or "
                 "remove it first with hvd.remove_process_set(...)."
@@ -264,7 +287,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     for each in process_set._together or (id,):
         engine.remove_process_set(each)
-        _known().ranks.pop(each, None)
+        _known().sets.pop(each, None)
     process_set._id = None
     return True
 

@@ -17,7 +17,7 @@ from hvdlab.collectives.environment import sizes
 from hvdlab.collectives.errors import StartError, format_ranks
 from hvdlab.kernel_ext.members import (
     Answered,
-    Ask,
+    AskReady,
     Died,
     Effect,
     Event,
@@ -164,7 +164,7 @@ class Group:
                     for rank in ranks:
                         variables = sizes(rank, size, self._starter.place(rank, size))
                         self._client.post(ENVIRONMENT, msgspec.msgpack.encode(variables), [rank])
-                case Ask(ranks):
+                case AskReady(ranks):
                     self._client.post(WHO, b"", ranks)
                 case Died(rank, pid, reason):
                     self._died(rank, reason)

@@ -135,7 +135,7 @@ class Resized:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskReady:
     """Ask these ranks to say again that they take mail."""
 
     ranks: tuple[int, ...]
@@ -162,7 +162,7 @@ class Gone:
     died: str = ""
 
 
-Effect = Expect | LetGo | Start | Leave | Resized | Ask | Died | Gone
+Effect = Expect | LetGo | Start | Leave | Resized | AskReady | Died | Gone
 
 
 class Members:
@@ -232,7 +232,7 @@ class Members:
             case Reconnected():
                 starting = self.in_state(MemberState.STARTING)
                 again: list[Effect] = [Resized(self.ready, len(self._wanted))]
-                return self._world() + again + ([Ask(starting)] if starting else [])
+                return self._world() + again + ([AskReady(starting)] if starting else [])
 
     def _found(self, event: Found) -> list[Effect]:
         self._wanted = tuple(sorted(event.ranks))

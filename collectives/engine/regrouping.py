@@ -79,6 +79,12 @@ class Regrouping:
         )
 
     @property
+    def training(self) -> bool:
+        """Whether this rank is in elastic training."""
+        with self._lock:
+            return self._depth > 0
+
+    @property
     def leaving(self) -> tuple[int, ...]:
         """Ranks that leave where the world may change."""
         return self._world.leaving

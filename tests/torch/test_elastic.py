@@ -296,6 +296,40 @@ def test_ranks_outside_of_the_process_set_that_failed_come_back_too(four_ranks: 
     assert all(kinds == [CauseKind.WITHDRAWN] for _, kinds in results[1:])
 
 
+def registered_anew() -> Any:
+    """Each beginning registers the same process set. Rank 1, which is not in it, fails in the first one; rank 2 is lost in the second."""
+    hvd.init()
+    state = elastic.TorchState(step=0)
+    pairs: list[Any] = []
+    refused = 0
+
+    @elastic.run
+    def train(state: Any) -> Any:
+        nonlocal refused
+        if hvd.size() == 2:
+            return [(pair.ranks, pair.size(), pair.included(), repr(pair)) for pair in pairs]
+        pairs.append(hvd.add_process_set([0, 2]))
+        try:
+            hvd.add_process_set([0, 2])
+        except ValueError:
+            refused += 1
+        if len(pairs) == 1 and hvd.rank() == 1:
+            raise hvd.HorovodInternalError("alone")
+        if len(pairs) == 2 and hvd.rank() == 2:
+            die(state)
+        return hvd.allreduce(torch.ones(1), name="all")
+
+    return train(state), refused
+
+
+def test_a_process_set_is_registered_anew_where_training_begins_again(world: Ranks) -> None:
+    outcomes = world.outcomes(registered_anew, timeout=60)
+    assert isinstance(outcomes[2], RankGone)
+    for rank in (0, 1):  # what is left of the sets, also as one sees it who is not in them
+        left = [([0], 1, rank == 0, f"ProcessSet(process_set_id={id}, ranks=[0])") for id in (1, 2)]
+        assert outcomes[rank] == (left, 2)
+
+
 # -- lost ranks -----------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hvdlab.kernel_ext.members import (
     Answered,
-    Ask,
+    AskReady,
     Died,
     Effect,
     Ended,
@@ -96,7 +96,7 @@ def test_a_successor_of_the_coordinator_lets_ranks_go_at_their_commit_as_well() 
 def test_a_successor_of_the_coordinator_hears_from_ranks_that_were_starting() -> None:
     members = ready_members(1)
     members.handle(Wanted((0, 1)))
-    assert members.handle(Reconnected()) == [Expect((0, 1)), Resized((0,), 2), Ask((1,))]
+    assert members.handle(Reconnected()) == [Expect((0, 1)), Resized((0,), 2), AskReady((1,))]
 
 
 def test_other_changes_leave_a_rank_that_leaves_at_a_commit_its_time() -> None:
@@ -124,7 +124,7 @@ def test_a_rank_that_another_process_has_let_go_leaves_at_its_commit() -> None:
         Expect((0, 1, 2)),
         LetGo((2,)),
         Resized((), 2),
-        Ask((0, 1)),
+        AskReady((0, 1)),
     ]
     assert members.handle(Ended(2, 102, "exit code 0")) == [Gone(2, 102), Expect((0, 1))]
 

@@ -4,6 +4,7 @@
     python benchmarks/chaos.py --count 1000 --json benchmarks/results/chaos.json
     python benchmarks/chaos.py --seed 4 --plane gloo --first 17 --count 1 -v      # one trial again, with its story
     python benchmarks/chaos.py --shared-memory 64                               # with 64 MiB of it, as in a container
+    python benchmarks/chaos.py --fault DDP                                      # only what befalls wrapped models
     python benchmarks/chaos.py --partitions 30                                  # hosts that are cut off, instead of pools
     python benchmarks/chaos.py --elastic 1000                                   # ranks that come and go while they train
 
@@ -29,13 +30,13 @@ from pages import write
 
 from chaos.campaign import Campaign
 from chaos.elastic import LEAST, MOST, ElasticCampaign
-from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, RESIZES, STALL
+from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, RESIZES, STALL, WRAPPED
 from chaos.figures import Outcome, markdown, rows, story, table
 from chaos.partitions import Partitions
 from chaos.scarcity import little_shared_memory
 from hosts import missing
 
-EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS, *RESIZES)
+EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS, *RESIZES, *WRAPPED)
 
 
 def chosen(words: list[str]) -> list[Any]:

@@ -160,6 +160,10 @@ class Campaign:
         self.seed, self.plane, self.size, self.faults = seed, plane, size, tuple(faults)
         self.hang_after = hang_after
         self.with_views = views
+        #: Whether ranks have a wrapped model beside the training.
+        self.wraps = any(fault.loop == "wrapped" for fault in self.faults)
+        #: Steps that the wrapped model has been trained for.
+        self._trained = 0
         self._views: OpenViews | None = None
         self.pools = 0
         self._pool: Pool | None = None
@@ -201,7 +205,13 @@ class Campaign:
             "TMPDIR": str(self.temporary),
             "XDG_RUNTIME_DIR": str(self.directory / "run"),
             "IPYTHONDIR": str(self.directory / "ipython"),
-            "HVDLAB_PRELOAD": "torch" if self.plane == "gloo" else "numpy",
+            # The import of torch's compiler makes it.
+            "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"),
+            "HVDLAB_PRELOAD": "torch._dynamo,hvdlab.torch.c10d"
+            if self.wraps
+            else "torch"
+            if self.plane == "gloo"
+            else "numpy",
             "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL),
             "OMP_NUM_THREADS": "1",
         }
@@ -233,6 +243,9 @@ class Campaign:
             self.pools += 1
             self.set_up(range(self.size))
             self.cell("training.check()")
+            if self.wraps:
+                self._trained = 0
+                self.train_on()
             self._join()
             if self.with_views:
                 from chaos.views import OpenViews
@@ -304,7 +317,11 @@ class Campaign:
 
     def set_up(self, ranks: Sequence[int]) -> None:
         """Give ranks what they lack: the training, and all that belongs to it."""
-        source = f"from chaos.victim import Training\ntraining = Training({self.seed}, {self.mailbox.path!r})\ntraining.memory()"
+        given = f"({self.seed}, {self.mailbox.path!r})"
+        source = f"from chaos.victim import Training\ntraining = Training{given}\n"
+        if self.wraps:
+            source += f"from chaos.wrapped import Wrapped\nwrapped = Wrapped{given}\n"
+        source += "training.memory()"
         for rank, memory in self.values(source, list(ranks)).items():
             self._expected[rank] = memory
 
@@ -326,6 +343,19 @@ class Campaign:
                 lost.append(f"rank {rank}: went back from step {wanted['steps']} to {found['steps']}")
             self._expected[rank] = found
         return lost
+
+    def train_on(self) -> list[str]:
+        """Let all ranks train their wrapped model for some steps. Returns what is not as it should be: they differ, or have lost steps."""
+        found = self.values("wrapped.check()")
+        # Ranks that have exchanged messages keep what they did it by until the epoch ends, which is no leak.
+        self.values("wrapped.end_epoch()", [min(found)])
+        if len(set(found.values())) > 1:
+            return [f"the ranks' wrapped models differ: {found}"]
+        before = self._trained
+        self._trained, _ = next(iter(found.values()))
+        if self._trained < before:
+            return [f"the wrapped model went back from step {before} to {self._trained}"]
+        return []
 
     def _join(self) -> None:
         """Let all ranks be ipyparallel's engines, as they become in quiet moments: that takes descriptors and threads."""

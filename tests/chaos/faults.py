@@ -34,6 +34,8 @@ class Fault:
         deadly: Whether the rank is lost.
         weight: How often it is drawn, compared with the others.
         says: A word that the report must have.
+        loop: What the ranks are in: ``training`` (:mod:`chaos.victim`), or ``wrapped``, which trains a model that is wrapped in
+            ``DistributedDataParallel`` (:mod:`chaos.wrapped`).
     """
 
     name: str
@@ -46,6 +48,7 @@ class Fault:
     deadly: bool = False
     weight: int = 2
     says: str = ""
+    loop: str = "training"
 
 
 FAULTS = (
@@ -115,6 +118,47 @@ RESIZES = (
     Fault("new ranks lack what a cell needs", "resizing", "", 5.0, spots=("between",), says="NameError"),
 )
 """Faults of which the views have little to show: nothing was matched."""
+
+WRAPPED = (
+    Fault("DDP: a rank raises", "failing", "raise", says="Boom", loop="wrapped"),
+    Fault(
+        "DDP: a rank skips a backward pass",
+        "failing",
+        "skip",
+        limit=2.0,
+        spots=("instead",),
+        says="finished",
+        loop="wrapped",
+    ),
+    Fault(
+        "DDP: a rank is in another collective",
+        "failing",
+        "other",
+        limit=2.0,
+        spots=("instead",),
+        says="DDP bucket 0",
+        loop="wrapped",
+    ),
+    Fault(
+        "DDP: a rank gives another shape",
+        "failing",
+        "mismatch",
+        limit=2.0,
+        spots=("instead",),
+        says="DDP bucket 0",
+        loop="wrapped",
+    ),
+    Fault(
+        "DDP: interrupt, ranks wait in C++",
+        "interrupting_waiting",
+        "linger",
+        limit=2.0,
+        says="interrupted",
+        loop="wrapped",
+    ),
+    Fault("DDP: SIGKILL", "dying", "kill", outside=True, deadly=True, says="SIGKILL", loop="wrapped"),
+)
+"""What befalls a rank that trains with ``DistributedDataParallel`` on hvdlab's group. The same wrapped model trains on afterwards."""
 
 DEATHS_OF_PARTS = (
     Fault(

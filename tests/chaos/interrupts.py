@@ -39,6 +39,23 @@ class Interrupts(Pieces):
         if not results.interrupted or results.deaths:
             self.outcome.wrong.append(f"the cell ended with {results.root_cause}")
 
+    def interrupting_waiting(self) -> None:
+        """The others wait for one rank, in a library's C++ that holds no lock of Python's."""
+        run = self.begin(seconds=10 * self.campaign.hang_after)
+        self.await_fault()
+
+        def awaited(text: str) -> bool:
+            return "waited" in text and names(text, self.victim)
+
+        if self.sink.await_line(awaited, self.campaign.hang_after) is None:
+            self.outcome.wrong.append("nobody said whom the others wait for")
+        at = time.monotonic()
+        run.interrupt()
+        results = self.await_end(run)
+        self.outcome.report = time.monotonic() - at
+        if not results.interrupted or results.deaths:
+            self.outcome.wrong.append(f"the cell ended with {results.root_cause}")
+
     def interrupting_deaf(self) -> None:
         run = self.begin(seconds=4.5)
         self.await_fault()

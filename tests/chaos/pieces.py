@@ -109,7 +109,7 @@ class Pieces:
             order["victim"] = -2  # nobody does it to himself
         self.event(f"order {order}")
         campaign.mailbox.clear()
-        return campaign.pool.start_run(f"training.run({order!r})", out=self.sink, label="[7]")
+        return campaign.pool.start_run(f"{self.fault.loop}.run({order!r})", out=self.sink, label="[7]")
 
     def await_fault(self, ranks: set[int] | None = None) -> float:
         """The time at which the last of the victims was hit."""
@@ -169,6 +169,8 @@ class Pieces:
             campaign.set_up([self._new])
         if len(left) < campaign.size or self._new is not None:
             self.check(list(range(campaign.size)))
+        if self.fault.loop == "wrapped":
+            outcome.lost += campaign.train_on()
 
     _new: int | None = None
     """A rank that was started anew already."""

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,10 @@ def _left_to_gloo() -> list[int]:
 LEFT = _left_to_gloo()
 
 
+Deed = Callable[[Any, dict[str, Any]], bool | None]
+"""What a rank does to itself, by the order of the campaign. True ends its cell."""
+
+
 class GroupChanged(Exception):
     """Not all ranks are there any more with which the training began."""
 
@@ -60,24 +64,54 @@ def digest(array: npt.NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
 
 
-class Training:
+class Victim:
+    """A rank that trains, and to which faults happen.
+
+    Args:
+        mailbox: Socket of the campaign's mailbox.
+
+    Attributes:
+        deeds: What the rank can do to itself, by name.
+        rank: This rank.
+        steps: Steps completed.
+    """
+
+    deeds: ClassVar[dict[str, Deed]]
+
+    def __init__(self, mailbox: str) -> None:
+        context.init()
+        self.rank = context.engine().rank
+        self.steps = 0
+        self._mailbox = mailbox
+
+    def tell(self, what: str) -> None:
+        """Say something to the campaign."""
+        message = {"rank": self.rank, "what": what, "at": time.monotonic_ns() / 1e9, "step": self.steps}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(json.dumps(message).encode(), self._mailbox)
+
+    def strike(self, order: dict[str, Any]) -> bool:
+        """Let the fault happen to this rank. Returns true if the cell is to end here."""
+        self.tell("fault")
+        ends = bool(self.deeds[order["deed"]](self, order))
+        self.tell("over")
+        return ends
+
+
+class Training(Victim):
     """A rank's model, data and place in the training.
 
     Attributes:
         kept: Arrays that nothing changes.
         weights, digest: The model, and its hash as of the last step that was completed.
-        steps: Steps completed.
     """
 
     def __init__(self, seed: int, mailbox: str) -> None:
-        context.init()
-        self.rank = context.engine().rank
-        self._mailbox = mailbox
+        super().__init__(mailbox)
         rng = np.random.default_rng([seed, self.rank])
         self.kept: dict[str, npt.NDArray[Any]] = {f"data{i}": rng.standard_normal(20_000) for i in range(4)}
         self.kept["labels"] = rng.integers(0, 10, 5_000)
         self.weights = np.zeros(BIG, np.float32)
-        self.steps = 0
         self.digest = digest(self.weights)
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -172,21 +206,6 @@ class Training:
             **{name: digest(array) for name, array in self.kept.items()},
         }
 
-    # -- faults ---------------------------------------------------------------------------------------------------
-
-    def tell(self, what: str) -> None:
-        """Say something to the campaign."""
-        message = {"rank": self.rank, "what": what, "at": time.monotonic_ns() / 1e9, "step": self.steps}
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            sock.sendto(json.dumps(message).encode(), self._mailbox)
-
-    def strike(self, order: dict[str, Any]) -> bool:
-        """Let the fault happen to this rank. Returns true if the cell is to end here."""
-        self.tell("fault")
-        ends = bool(DEEDS[order["deed"]](self, order))
-        self.tell("over")
-        return ends
-
 
 def check_one(number: int, rank: int, ranks: tuple[int, ...]) -> None:
     """One of the collectives other than allreduce, on enough elements to take several steps of a plane."""
@@ -210,47 +229,47 @@ def check_one(number: int, rank: int, ranks: tuple[int, ...]) -> None:
         raise AssertionError(f"{kind} gave {result} instead of {wanted}")
 
 
-def _raise(training: Training, order: dict[str, Any]) -> None:
+def _raise(victim: Victim, order: dict[str, Any]) -> None:
     raise Boom(order["name"])
 
 
-def _end(training: Training, order: dict[str, Any]) -> bool:
+def _end(victim: Victim, order: dict[str, Any]) -> bool:
     return True
 
 
-def _kill(training: Training, order: dict[str, Any]) -> None:
+def _kill(victim: Victim, order: dict[str, Any]) -> None:
     os.kill(os.getpid(), order["signal"])
     time.sleep(60)  # one that stops is continued here
 
 
-def _stop(training: Training, order: dict[str, Any]) -> None:
+def _stop(victim: Victim, order: dict[str, Any]) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _crash(training: Training, order: dict[str, Any]) -> None:
+def _crash(victim: Victim, order: dict[str, Any]) -> None:
     ctypes.string_at(0)
 
 
-def _exit(training: Training, order: dict[str, Any]) -> None:
+def _exit(victim: Victim, order: dict[str, Any]) -> None:
     os._exit(order["code"])
 
 
-def _other(training: Training, order: dict[str, Any]) -> None:
-    api.broadcast(np.zeros(10), training.rank, "other.tensor")
+def _other(victim: Victim, order: dict[str, Any]) -> None:
+    api.broadcast(np.zeros(10), victim.rank, "other.tensor")
 
 
-def _mismatch(training: Training, order: dict[str, Any]) -> None:
+def _mismatch(victim: Victim, order: dict[str, Any]) -> None:
     api.allreduce(np.zeros(BIG + 1, np.float32), "grad.big", op=api.Sum)
 
 
-def _compute(training: Training, order: dict[str, Any]) -> None:
+def _compute(victim: Victim, order: dict[str, Any]) -> None:
     """Busy in Python."""
     until = time.monotonic() + order["seconds"]
     while time.monotonic() < until:
         sum(range(1000))
 
 
-def _call_c(training: Training, order: dict[str, Any]) -> None:
+def _call_c(victim: Victim, order: dict[str, Any]) -> None:
     """Busy in a C function that no signal ends; it lets other threads run. Longer than it should on a busy machine."""
     rounds, began = 20_000, time.thread_time()  # not what passes while others run: it would be too short then
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", rounds)
@@ -258,12 +277,12 @@ def _call_c(training: Training, order: dict[str, Any]) -> None:
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", int(speed * order["seconds"]))
 
 
-def _linger(training: Training, order: dict[str, Any]) -> None:
+def _linger(victim: Victim, order: dict[str, Any]) -> None:
     """Stay in this place until the interrupt has come."""
     time.sleep(order["seconds"])
 
 
-def _exhaust(training: Training, order: dict[str, Any]) -> None:
+def _exhaust(victim: Victim, order: dict[str, Any]) -> None:
     """Want more memory than the limit allows."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -274,7 +293,7 @@ def _exhaust(training: Training, order: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _exhaust_descriptors(training: Training, order: dict[str, Any]) -> None:
+def _exhaust_descriptors(victim: Victim, order: dict[str, Any]) -> None:
     """Open one more than there may be."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.open(os.devnull, os.O_RDONLY)
@@ -286,11 +305,11 @@ def _exhaust_descriptors(training: Training, order: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def _break(training: Training, order: dict[str, Any]) -> None:
+def _break(victim: Victim, order: dict[str, Any]) -> None:
     raise OSError(5, "the transport failed, as the campaign wants it")
 
 
-def _flood(training: Training, order: dict[str, Any]) -> None:
+def _flood(victim: Victim, order: dict[str, Any]) -> None:
     """Write this many bytes, in lines of 80."""
     line, left = "x" * 79 + "\n", order["bytes"]
     while left > 0:
@@ -298,7 +317,7 @@ def _flood(training: Training, order: dict[str, Any]) -> None:
         left -= 1_000_000
 
 
-DEEDS: dict[str, Callable[[Training, dict[str, Any]], bool | None]] = {
+Training.deeds = {
     "raise": _raise,
     "end": _end,
     "kill": _kill,

@@ -15,7 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
-from hvdlab.collectives.errors import CollectiveError
+from hvdlab.collectives import context
+from hvdlab.collectives.errors import CollectiveError, MismatchError
+from hvdlab.collectives.uncaught import own_error
 from hvdlab.torch.c10d.buckets import NESTED, Bucket, Layout, bucket_text
 from ranks import Ranks
 
@@ -285,6 +287,24 @@ def test_errors_name_the_bucket_on_all_ranks(world: Ranks) -> None:
     for text in (first, second):
         assert "test_c10d_buckets.py:" in text
         assert ", DDP bucket 0: 0.bias, 0.weight): allreduce float32[272]" in text
+
+
+def _waits_for_a_future() -> tuple[bool, bool]:
+    """Whether an error that a future of torch's has raised is known as hvdlab's, and whether what was kept of it holds no frames."""
+    if dist.get_rank() == 1:
+        with pytest.raises(MismatchError):
+            dist.broadcast(torch.zeros(3), 0)
+        return True, True
+    work: Any = dist.all_reduce(torch.zeros(2), async_op=True)
+    with pytest.raises(RuntimeError, match="MismatchError: `all_reduce #") as caught:
+        work.get_future().wait()
+    kept = context.engine().sent_through_native[-1]
+    frames = kept.__traceback__
+    return own_error(caught.value) is kept, frames is None
+
+
+def test_an_error_of_a_future_is_known_as_ours_and_keeps_nothing_alive(world: Ranks) -> None:
+    assert world.run(_waits_for_a_future, timeout=60) == [(True, True)] * SIZE
 
 
 def _skips_a_backward(rounds: int) -> str:

@@ -436,6 +436,181 @@ class Adam(Optimizer):
 
 
 @register
+class NAG(Optimizer):
+    """Nesterov's accelerated gradient.
+
+    With ``d = lr*(c(rescale_grad*g) + wd*w)``, where ``c`` clips, and ``v' = momentum*v``: ``w = w - v' + (momentum + 1)*(v' - d)``; then
+    ``v = v' - d`` with the decay of the new ``w``, as MXNet computes it. Without momentum ``w = (1 - lr*wd)*w - lr*c(rescale_grad*g)``, of a
+    row-sparse gradient's rows only.
+
+    Args:
+        momentum: Part of the last step that is made again; with any, gradients are dense.
+        **kwargs: See :class:`Optimizer`.
+    """
+
+    def __init__(self, momentum: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.momentum = momentum
+
+    def create_state(self, index: Key, weight: Array) -> State:
+        return np.zeros_like(weight) if self.momentum else None
+
+    def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
+        self._update_count(index)
+        lr, wd = _constant(self._get_lr(index), weight), _constant(self._get_wd(index), weight)
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            if isinstance(grad, RowSparse):
+                if state is not None:
+                    raise KVStoreError(
+                        f"NAG with momentum can't use the row-sparse gradient of key {index!r}: use SGD",
+                        index,
+                    )
+                rows = weight[grad.indices]
+                self._plain_step(rows, grad.data, lr, wd)
+                weight[grad.indices] = rows
+                return
+            for weights, grads, velocities in _blocks(weight, grad, state):
+                if velocities is None:
+                    self._plain_step(weights, grads, lr, wd)
+                else:
+                    self._step(weights, grads, velocities, lr, wd)
+
+    def _plain_step(self, weight: Array, grad: Array, lr: Any, wd: Any) -> None:
+        rescale = _constant(self.rescale_grad, weight)
+        scaled = lr * self._clipped(rescale * grad) if self.clip_gradient else (lr * rescale) * grad
+        np.multiply(weight.dtype.type(1) - lr * wd, weight, out=weight)
+        np.subtract(weight, scaled, out=weight)
+
+    def _step(self, weight: Array, grad: Array, velocity: Array, lr: Any, wd: Any) -> None:
+        momentum, one = _constant(self.momentum, weight), weight.dtype.type(1)
+        grad = self._clipped(_constant(self.rescale_grad, weight) * grad)
+        np.multiply(momentum, velocity, out=velocity)
+        step = (momentum + one) * (velocity - lr * (grad + wd * weight))
+        np.subtract(weight, velocity, out=weight)
+        np.add(weight, step, out=weight)
+        np.subtract(velocity, lr * (grad + wd * weight), out=velocity)
+
+    def _clipped(self, grad: Array) -> Array:
+        if not self.clip_gradient:
+            return grad
+        bound = _constant(self.clip_gradient, grad)
+        clipped: Array = np.clip(grad, -bound, bound)
+        return clipped
+
+
+@register
+class AdaGrad(Optimizer):
+    """AdaGrad: ``g' = c(g*rescale_grad)``; ``h = h + g'*g'``; ``w = w - lr*(g'/sqrt(h + eps) + wd*w)``, where ``c`` clips.
+
+    Args:
+        eps: Is added to the sum of squares, so that the root is never 0.
+        **kwargs: See :class:`Optimizer`.
+
+    With a row-sparse gradient only its rows change, and ``wd`` has to be 0, as in MXNet.
+    """
+
+    def __init__(self, eps: float = 1e-7, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.float_stable_eps = eps
+
+    def create_state(self, index: Key, weight: Array) -> State:
+        return np.zeros_like(weight)
+
+    def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
+        self._update_count(index)
+        lr, wd = self._get_lr(index), self._get_wd(index)
+        with np.errstate(all="ignore"):
+            if isinstance(grad, RowSparse):
+                if wd:
+                    raise KVStoreError(
+                        f"AdaGrad has no weight decay for the row-sparse gradient of key {index!r}: set wd=0",
+                        index,
+                    )
+                rows, squares = weight[grad.indices], state[grad.indices]
+                part = self._part(grad.data, squares)
+                weight[grad.indices], state[grad.indices] = rows - weight.dtype.type(lr) * part, squares
+                return
+            for weights, grads, squares in _blocks(weight, grad, state):
+                real = weights.dtype.type
+                step = (self._part(grads, squares) + weights * real(wd)) * real(-lr)
+                np.add(weights, step, out=weights)
+
+    def _part(self, grad: Array, squares: Array) -> Array:
+        real = grad.dtype.type
+        grad = grad * real(self.rescale_grad)
+        if self.clip_gradient:
+            np.clip(grad, real(-self.clip_gradient), real(self.clip_gradient), out=grad)
+        np.add(squares, grad * grad, out=squares)
+        part: Array = grad / np.sqrt(squares + real(self.float_stable_eps))
+        return part
+
+
+@register
+class RMSProp(Optimizer):
+    """RMSProp. ``g' = c(rescale_grad*g + wd*w)``, where ``c`` clips; ``n = (1 - gamma1)*g'*g' + gamma1*n``.
+
+    Then ``w = w - lr*g'/sqrt(n + epsilon)`` (Tieleman and Hinton); with ``centered`` (Graves) ``m = (1 - gamma1)*g' + gamma1*m``,
+    ``d = gamma2*d - lr*g'/sqrt(n - m*m + epsilon)`` and ``w = w + d``.
+
+    Args:
+        learning_rate: How far a step goes.
+        gamma1: Decay of the mean of squares, and of that of gradients.
+        gamma2: With ``centered``: part of the last step that is made again.
+        epsilon: Is added under the root.
+        centered: Whether the variance of the gradients is taken in place of the mean of their squares.
+        clip_weights: Bound of each weight's size; ``None`` or 0 for none.
+        **kwargs: See :class:`Optimizer`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float = 0.001,
+        gamma1: float = 0.9,
+        gamma2: float = 0.9,
+        epsilon: float = 1e-8,
+        centered: bool = False,
+        clip_weights: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(learning_rate, **kwargs)
+        self.gamma1, self.gamma2, self.epsilon = gamma1, gamma2, epsilon
+        self.centered, self.clip_weights = centered, clip_weights
+
+    def create_state(self, index: Key, weight: Array) -> State:
+        return tuple(np.zeros_like(weight) for _ in range(3 if self.centered else 1))
+
+    def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
+        self._update_count(index)
+        lr, wd = _constant(self._get_lr(index), weight), _constant(self._get_wd(index), weight)
+        dense = grad.todense() if isinstance(grad, RowSparse) else grad
+        with np.errstate(all="ignore"):
+            for weights, grads, *parts in _blocks(weight, dense, *state):
+                self._step(weights, grads, parts, lr, wd)
+
+    def _step(self, weight: Array, grad: Array, parts: list[Array], lr: Any, wd: Any) -> None:
+        one, gamma1 = weight.dtype.type(1), _constant(self.gamma1, weight)
+        epsilon = _constant(self.epsilon, weight)
+        grad = _constant(self.rescale_grad, weight) * grad + wd * weight
+        if self.clip_gradient:
+            bound = _constant(self.clip_gradient, weight)
+            np.clip(grad, -bound, bound, out=grad)
+        squares = parts[0]
+        if self.centered:
+            _, mean, step = parts
+            np.add((one - gamma1) * grad * grad, gamma1 * squares, out=squares)
+            np.add((one - gamma1) * grad, gamma1 * mean, out=mean)
+            move = lr * grad / np.sqrt(squares - mean * mean + epsilon)
+            np.subtract(_constant(self.gamma2, weight) * step, move, out=step)
+            np.add(weight, step, out=weight)
+        else:
+            np.add((one - gamma1) * (grad * grad), gamma1 * squares, out=squares)
+            np.subtract(weight, lr * (grad / np.sqrt(squares + epsilon)), out=weight)
+        if self.clip_weights:
+            bound = _constant(self.clip_weights, weight)
+            np.clip(weight, -bound, bound, out=weight)
+
+
+@register
 class Test(Optimizer):
     """``w = w + g*rescale_grad``: for tests, since sums of small integers are exact."""
 

@@ -661,15 +661,12 @@ class ServerStore(KVStore):
         with self._lock:
             optimizer = self._running_optimizer()
             optimizer.set_learning_rate(float(lr))
-            if (
-                self._synchronous
-            ):  # else a bound on staleness may hold a push back until others have pushed, too
-                for part in self._places.kept(self._parts):
-                    for ticket in part.pushed:
-                        if not part.link.lost:
-                            part.link.wait(
-                                ticket
-                            )  # what the server refuses is raised by the next pull of the key
+            # Not in an asynchronous store, where a bound on staleness may hold a push back until others have pushed more.
+            pushed = self._places.kept(self._parts) if self._synchronous else []
+            for part in pushed:
+                for ticket in part.pushed:
+                    if not part.link.lost:
+                        part.link.wait(ticket)  # the next pull of the key raises what a server has refused
             self.barrier()
             self._send_optimizer(portable(optimizer), keeps_states=True)
             self.barrier()

@@ -292,8 +292,8 @@ def trained_on_servers(name: str, scheduler: str = "") -> list[list[list[float]]
     assert isinstance(store, mx.kvstore.KVStore)
     optimizer = made()
     optimizer.set_lr_mult({1: 0.5})
-    with pytest.raises(kvstore.KVStoreError, match="not MXNet's RMSProp"):
-        store.set_optimizer(mx.optimizer.create("rmsprop"))
+    with pytest.raises(kvstore.KVStoreError, match="not MXNet's FTML"):
+        store.set_optimizer(mx.optimizer.create("ftml"))
     with pytest.raises(kvstore.KVStoreError, match="not a OwnScheduler, which would have to travel as code"):
         store.set_optimizer(mx.optimizer.create("sgd", lr_scheduler=OwnScheduler(2)))
     store.set_optimizer(optimizer)
@@ -321,7 +321,17 @@ class OwnScheduler(mx.lr_scheduler.FactorScheduler):  # type: ignore[misc]  # MX
 
 
 def test_mxnets_optimizers_on_servers_give_mxnets_bits(ranks: Ranks) -> None:
-    for settings in (("sgd",), ("adam",), ("test",), ("sgd", "used"), ("sgd", "cosine"), ("adam", "cosine")):
+    for settings in (
+        ("sgd",),
+        ("nag",),
+        ("adam",),
+        ("adagrad",),
+        ("rmsprop",),
+        ("test",),
+        ("sgd", "used"),
+        ("sgd", "cosine"),
+        ("adam", "cosine"),
+    ):
         for ours, theirs in ranks.run(trained_on_servers, *settings, timeout=100):
             assert ours == theirs
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from hvdlab.collectives.kvstore.optimizers import (
+    NAG,
     SGD,
+    AdaGrad,
     Adam,
     Optimizer,
+    RMSProp,
     Test,
     Updater,
     create,
@@ -13,4 +16,16 @@ from hvdlab.collectives.kvstore.optimizers import (
     register,
 )
 
-__all__ = ["SGD", "Adam", "Optimizer", "Test", "Updater", "create", "get_updater", "register"]
+__all__ = [
+    "NAG",
+    "SGD",
+    "AdaGrad",
+    "Adam",
+    "Optimizer",
+    "RMSProp",
+    "Test",
+    "Updater",
+    "create",
+    "get_updater",
+    "register",
+]

@@ -16,6 +16,9 @@ from hvdlab.collectives.process_sets import ProcessSet
 
 _mxnets_create = mx.kvstore.create
 
+_ON_SERVERS = ("SGD", "NAG", "Adam", "AdaGrad", "RMSProp", "Test")
+"""MXNet's optimizers of which hvdlab has the same formulas."""
+
 
 class Horovod(kvstore.Horovod, mx.kvstore.KVStoreBase):  # type: ignore[misc]  # MXNet has no types
     __doc__ = kvstore.Horovod.__doc__
@@ -113,8 +116,8 @@ class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MX
         """Update the stored values on the servers by what is pushed; see :func:`hvdlab.kvstore.create`.
 
         Args:
-            optimizer: MXNet's SGD, Adam or Test, of which hvdlab has the same formulas, with a scheduler of MXNet's or none; or what
-                hvdlab's stores take. Alike on all workers. Learning rate and multipliers are those of now; parameters' own are among
+            optimizer: MXNet's SGD, NAG, Adam, AdaGrad, RMSProp or Test, of which hvdlab has the same formulas, with a scheduler of
+                MXNet's or none; or what hvdlab's stores take. Alike on all workers. Learning rate and multipliers are those of now; parameters' own are among
                 them.
 
         Raises:
@@ -127,11 +130,10 @@ class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MX
 
 def _ours(theirs: Any) -> kvstore.optimizer.Optimizer:
     """hvdlab's optimizer with the arithmetic and the settings of one of MXNet's."""
-    name = type(theirs).__name__.lower()
-    if type(theirs) not in (mx.optimizer.SGD, mx.optimizer.Adam, mx.optimizer.Test):
+    name = type(theirs).__name__
+    if name not in _ON_SERVERS or getattr(mx.optimizer, name) is not type(theirs):
         raise kvstore.KVStoreError(
-            f"servers have the optimizers SGD, Adam and Test, not MXNet's {type(theirs).__name__}; a dist_sync store runs it on the "
-            "workers"
+            f"servers have the optimizers {', '.join(_ON_SERVERS)}, not MXNet's {name}; a dist_sync store runs it on the workers"
         )
     ours = kvstore.optimizer.create(name)
     for attribute in vars(ours).keys() & vars(theirs).keys():

@@ -558,6 +558,9 @@ OPTIMIZERS = [
     ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}, "float32"),
     ("sgd", {"learning_rate": 0.1, "clip_gradient": 0.5}, "float64"),
     ("adam", {"wd": 0.01}, "float32"),
+    ("nag", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}, "float32"),
+    ("adagrad", {"learning_rate": 0.1, "wd": 0.01}, "float64"),
+    ("rmsprop", {"learning_rate": 0.1, "centered": True, "clip_weights": 2.0}, "float32"),
     ("sgd", {"momentum": 0.9, "lr_scheduler": FactorScheduler(2, 0.5, base_lr=0.2)}, "float32"),
     ("adam", {"lr_scheduler": CosineScheduler(6, base_lr=0.2, warmup_steps=2)}, "float32"),
 ]

@@ -134,7 +134,7 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("row_sparse_pull", (3, RowSparse([], [], (2, 2)), 0, ones(1)), KVStoreError, "key 3 is dense"),
     ("set_gradient_compression", ({"type": "2bit"},), KVStoreError, "not supported for this type"),
     ("set_optimizer", (3,), TypeError, "no optimizer"),
-    ("set_optimizer", ("sgdd",), ValueError, "adam, sgd, test"),
+    ("set_optimizer", ("sgdd",), ValueError, "adagrad, adam, nag, rmsprop, sgd, test"),
     ("is_capable", ("magic",), ValueError, "Unknown capability: magic"),
     ("save_optimizer_states", ("x",), AssertionError, "Cannot save states"),
     ("load_optimizer_states", ("x",), AssertionError, "Cannot load states"),
@@ -398,6 +398,71 @@ def test_learning_rates_and_decay_by_key() -> None:
         scheduled.set_learning_rate(1)
     with pytest.warns(UserWarning, match="registered again"):
         kvstore.optimizer.register(kvstore.optimizer.SGD)
+
+
+def trained(name: str, weight: Any, gradients: Any, **settings: Any) -> Any:
+    """A weight after some updates, in double precision: how MXNet's are rounded is compared beside it."""
+    updater = kvstore.optimizer.get_updater(kvstore.optimizer.create(name, **settings))
+    weight = weight.copy()
+    for gradient in gradients:
+        updater(0, gradient.copy(), weight)
+    return weight
+
+
+def test_nesterov_adagrad_and_rmsprop_follow_their_formulas() -> None:
+    rng = np.random.default_rng(0)
+    start, gradients = rng.standard_normal(20_000), rng.standard_normal((3, 20_000))
+    lr, wd, scale, bound = 0.1, 0.01, 0.5, 0.4
+    settings = {"learning_rate": lr, "wd": wd, "rescale_grad": scale, "clip_gradient": bound}
+    nag, plain, adagrad, rmsprop, centered = (start.copy() for _ in range(5))
+    v, h, n, c, m, d = (np.zeros(20_000) for _ in range(6))
+    for gradient in gradients:
+        clipped = np.clip(scale * gradient, -bound, bound)
+        v = 0.9 * v
+        nag, before = nag - v + 1.9 * (v - lr * (clipped + wd * nag)), v
+        v = before - lr * (clipped + wd * nag)
+        plain = plain - lr * wd * plain - lr * clipped
+        h = h + clipped**2
+        adagrad = adagrad - lr * (clipped / np.sqrt(h + 1e-7) + wd * adagrad)
+        g = np.clip(scale * gradient + wd * rmsprop, -bound, bound)
+        n = 0.1 * g**2 + 0.9 * n
+        rmsprop = np.clip(rmsprop - lr * g / np.sqrt(n + 1e-8), -1.5, 1.5)
+        g = np.clip(scale * gradient + wd * centered, -bound, bound)
+        c, m = 0.1 * g**2 + 0.9 * c, 0.1 * g + 0.9 * m
+        d = 0.7 * d - lr * g / np.sqrt(c - m**2 + 1e-8)
+        centered = centered + d
+    for expected, found in (
+        (nag, trained("nag", start, gradients, momentum=0.9, **settings)),
+        (plain, trained("nag", start, gradients, **settings)),
+        (adagrad, trained("adagrad", start, gradients, **settings)),
+        (rmsprop, trained("rmsprop", start, gradients, clip_weights=1.5, **settings)),
+        (centered, trained("rmsprop", start, gradients, centered=True, gamma2=0.7, **settings)),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["nag", "adagrad"])
+def test_rows_without_a_gradient_stay(name: str) -> None:
+    start, rows = np.ones((5, 2)), kvstore.RowSparse(np.full((2, 2), 0.5), np.array([1, 3]), (5, 2))
+    updater = kvstore.optimizer.get_updater(kvstore.optimizer.create(name, learning_rate=0.1))
+    found = start.copy()
+    updater(0, rows, found)
+    dense = trained(name, start, [rows.todense()], learning_rate=0.1)
+    assert found.tolist() == dense.tolist()
+    assert (found[[0, 2, 4]] == 1).all()
+    assert (found[[1, 3]] < 1).all()
+
+
+@pytest.mark.parametrize(("name", "settings"), [("nag", {"momentum": 0.9}), ("adagrad", {"wd": 0.1})])
+def test_rows_that_an_optimizer_has_no_formula_for(name: str, settings: dict[str, Any]) -> None:
+    kv = kvstore.create()
+    kv.set_optimizer(kvstore.optimizer.create(name, **settings))
+    kv.init("w", ones(5, 2))
+    with pytest.raises(KVStoreError, match=r"row-sparse gradient.* of key 'w'"):
+        kv.push("w", kvstore.RowSparse(ones(1, 2), np.array([1]), (5, 2)))
+    assert pulled(kv, "w", 5, 2) == [[1.0, 1.0]] * 5
+    kv.push("w", ones(5, 2))
+    assert pulled(kv, "w", 5, 2)[0][0] < 1
 
 
 def test_gradients_of_another_type_are_refused() -> None:

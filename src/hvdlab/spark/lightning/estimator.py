@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import cloudpickle  # type: ignore[import-untyped]
-
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.spark.common.backend import Backend
-from hvdlab.spark.common.estimator import HorovodEstimator, new_run, with_output_shapes
+from hvdlab.spark.common.estimator import new_run
 from hvdlab.spark.common.params import declared
-from hvdlab.spark.common.util import check_shape_compatibility, to_list
 from hvdlab.spark.lightning.installed import lightning, package_of
-from hvdlab.spark.lightning.training import LightningTraining
-from hvdlab.spark.torch.estimator import TorchModel, for_each_label
+from hvdlab.spark.lightning.training import LightningTrained, LightningTraining
+from hvdlab.spark.torch.estimator import ModuleEstimator, TorchModel
 
 __all__ = ["LightningEstimator", "TorchModel"]
 
 
-class LightningEstimator(HorovodEstimator):
+class LightningEstimator(ModuleEstimator):
     """Trains a LightningModule on ranks, or a module of torch by Lightning; ``horovod.spark.lightning.TorchEstimator``.
 
     Its parameters are keyword arguments, and each has ``setX`` and ``getX``. ``training_step`` and ``validation_step`` get a dictionary
@@ -51,8 +48,6 @@ class LightningEstimator(HorovodEstimator):
         TypeError: There is no such parameter.
     """
 
-    input_shapes = declared("input_shapes", "shape of each feature, with the batch as -1")
-    loss_constructors = declared("loss_constructors", "functions that make the losses, on each rank")
     train_minibatch_fn = declared("train_minibatch_fn", "not there: training_step is for that")
     num_gpus = declared("num_gpus", "0 keeps ranks from using GPUs")
     logger = declared("logger", "Lightning's logger; by default a CSV file in the store")
@@ -83,32 +78,13 @@ class LightningEstimator(HorovodEstimator):
         if self.getTrainMinibatchFn():
             raise InvalidRequestError("train_minibatch_fn is not there with Lightning; write training_step.")
         if package_of(self.getModel()) is None:
-            if not self.getOptimizer():
-                raise InvalidRequestError("Optimizer parameter is required")
-            if bool(self.getLoss()) == bool(self.getLossConstructors()):
-                raise InvalidRequestError("Give one of loss and loss_constructors.")
+            self._check_objective()
         return backend
 
     def _train_on(self, backend: Backend, index: int | None, rows: int, val_rows: int, metadata: Any) -> Any:
-        labels, run_id = self.getLabelCols(), self.getRunId() or new_run()
-        # A transformation may change them.
-        shapes = {} if self.getTransformationFn() else metadata
-        if shapes:
-            check_shape_compatibility(
-                metadata,
-                self.getFeatureCols(),
-                labels,
-                self.getInputShapes(),
-                label_shapes=self.getLabelShapes(),
-            )
+        run_id = self.getRunId() or new_run()
         training = LightningTraining(
-            **self._plan(run_id, index, rows, val_rows, shapes),
-            model=self.getModel(),
-            optimizer=self.getOptimizer(),
-            losses=to_list(self.getLoss(), len(labels))
-            or [make() for make in to_list(self.getLossConstructors(), len(labels)) or ()],
-            metrics=for_each_label(self.getMetrics(), len(labels)),
-            input_shapes=self.getInputShapes(),
+            **self._plan(run_id, index, rows, val_rows, metadata),
             num_gpus=self.getNumGpus(),
             logger=self.getLogger(),
             log_every_n_steps=self.getLogEveryNSteps(),
@@ -116,21 +92,7 @@ class LightningEstimator(HorovodEstimator):
             profiler=self.getProfiler(),
             trainer_args=dict(self.getTrainerArgs() or {}),
         )
-        trained = next(each for each in backend.run(training) if each is not None)
-        # The estimator's own module and optimizer stay as they were.
-        model, optimizer = cloudpickle.loads(cloudpickle.dumps((self.getModel(), self.getOptimizer())))
-        model.load_state_dict(trained.model)
-        if optimizer is not None:
-            optimizer.load_state_dict(trained.optimizers[0])
-        return TorchModel(
-            model=model,
-            optimizer=optimizer,
-            history=trained.history,
-            feature_columns=self.getFeatureCols(),
-            label_columns=labels,
-            input_shapes=self.getInputShapes(),
-            loss=self.getLoss(),
-            loss_constructors=self.getLossConstructors(),
-            run_id=run_id,
-            metadata=with_output_shapes(metadata, labels, ()),
-        )
+        trained: LightningTrained = next(each for each in backend.run(training) if each is not None)
+        # With a module of torch there is one optimizer, the estimator's; a LightningModule makes its own.
+        optimizer_state = trained.optimizers[0] if trained.optimizers else None
+        return self._model(run_id, metadata, trained.model, optimizer_state, trained.history)

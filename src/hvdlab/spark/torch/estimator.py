@@ -20,7 +20,74 @@ from hvdlab.spark.torch.objective import dtype_of, tensor_of
 from hvdlab.spark.torch.training import Trained, Training
 
 
-class TorchEstimator(HorovodEstimator):
+class ModuleEstimator(HorovodEstimator):
+    """What estimators of torch's modules share, whatever trains these."""
+
+    input_shapes = declared("input_shapes", "shape of each feature, with the batch as -1")
+    loss_constructors = declared("loss_constructors", "functions that make the losses, on each rank")
+
+    def _check_objective(self) -> None:
+        """Refuse a module without an optimizer or a loss."""
+        if not self.getOptimizer():
+            raise InvalidRequestError("Optimizer parameter is required")
+        if bool(self.getLoss()) == bool(self.getLossConstructors()):
+            raise InvalidRequestError("Give one of loss and loss_constructors.")
+
+    def _plan(
+        self, run_id: str, index: int | None, rows: int, val_rows: int, metadata: Any
+    ) -> dict[str, Any]:
+        labels = self.getLabelCols()
+        # A transformation may change them.
+        shapes = {} if self.getTransformationFn() else metadata
+        if shapes:
+            check_shape_compatibility(
+                metadata,
+                self.getFeatureCols(),
+                labels,
+                self.getInputShapes(),
+                label_shapes=self.getLabelShapes(),
+            )
+        return {
+            **super()._plan(run_id, index, rows, val_rows, shapes),
+            "model": self.getModel(),
+            "optimizer": self.getOptimizer(),
+            "losses": to_list(self.getLoss(), len(labels))
+            or [make() for make in to_list(self.getLossConstructors(), len(labels)) or ()],
+            "metrics": for_each_label(self.getMetrics(), len(labels)),
+            "input_shapes": self.getInputShapes(),
+        }
+
+    def _model(
+        self,
+        run_id: str,
+        metadata: Any,
+        model_state: dict[str, Any],
+        optimizer_state: dict[str, Any] | None,
+        history: list[dict[str, Any]],
+        output_shapes: Sequence[tuple[int, ...]] = (),
+    ) -> TorchModel:
+        """What has been trained, of these states; an optimizer without one stays as it is."""
+        # The estimator's own module and optimizer stay as they were.
+        model, optimizer = cloudpickle.loads(cloudpickle.dumps((self.getModel(), self.getOptimizer())))
+        model.load_state_dict(model_state)
+        if optimizer is not None and optimizer_state is not None:
+            optimizer.load_state_dict(optimizer_state)
+        labels = self.getLabelCols()
+        return TorchModel(
+            model=model,
+            optimizer=optimizer,
+            history=history,
+            feature_columns=self.getFeatureCols(),
+            label_columns=labels,
+            input_shapes=self.getInputShapes(),
+            loss=self.getLoss(),
+            loss_constructors=self.getLossConstructors(),
+            run_id=run_id,
+            metadata=with_output_shapes(metadata, labels, output_shapes),
+        )
+
+
+class TorchEstimator(ModuleEstimator):
     """Trains a torch module on ranks; its parameters are keyword arguments, and each has ``setX`` and ``getX``.
 
     Floating columns come in the type of the model's parameters, whole numbers as int64. A label gets the shape of its output if it has the
@@ -53,8 +120,6 @@ class TorchEstimator(HorovodEstimator):
         TypeError: There is no such parameter.
     """
 
-    input_shapes = declared("input_shapes", "shape of each feature, with the batch as -1")
-    loss_constructors = declared("loss_constructors", "functions that make the losses, on each rank")
     train_minibatch_fn = declared("train_minibatch_fn", "does one batch instead of the usual way")
 
     OWN_DEFAULTS: ClassVar[dict[str, Any]] = {
@@ -64,54 +129,16 @@ class TorchEstimator(HorovodEstimator):
     }
 
     def _checked(self, dataset: Any) -> Backend:
-        if not self.getOptimizer():
-            raise InvalidRequestError("Optimizer parameter is required")
-        if bool(self.getLoss()) == bool(self.getLossConstructors()):
-            raise InvalidRequestError("Give one of loss and loss_constructors.")
+        self._check_objective()
         return super()._checked(dataset)
 
     def _train_on(self, backend: Backend, index: int | None, rows: int, val_rows: int, metadata: Any) -> Any:
-        labels, run_id = self.getLabelCols(), self.getRunId() or new_run()
-        # A transformation may change them.
-        shapes = {} if self.getTransformationFn() else metadata
-        if shapes:
-            check_shape_compatibility(
-                metadata,
-                self.getFeatureCols(),
-                labels,
-                self.getInputShapes(),
-                label_shapes=self.getLabelShapes(),
-            )
-        training = Training(
-            **self._plan(run_id, index, rows, val_rows, shapes),
-            model=self.getModel(),
-            optimizer=self.getOptimizer(),
-            losses=to_list(self.getLoss(), len(labels))
-            or [make() for make in to_list(self.getLossConstructors(), len(labels)) or ()],
-            metrics=for_each_label(self.getMetrics(), len(labels)),
-            input_shapes=self.getInputShapes(),
-            minibatch=self.getTrainMinibatchFn(),
-        )
-        trained = next(each for each in backend.run(training) if each is not None)
-        return self._model(trained, run_id, metadata)
-
-    def _model(self, trained: Trained, run_id: str, metadata: Any) -> TorchModel:
-        # The estimator's own module and optimizer stay as they were.
-        model, optimizer = cloudpickle.loads(cloudpickle.dumps((self.getModel(), self.getOptimizer())))
-        model.load_state_dict(trained.model)
-        optimizer.load_state_dict(trained.optimizer)
-        labels = self.getLabelCols()
-        return TorchModel(
-            model=model,
-            optimizer=optimizer,
-            history=trained.history,
-            feature_columns=self.getFeatureCols(),
-            label_columns=labels,
-            input_shapes=self.getInputShapes(),
-            loss=self.getLoss(),
-            loss_constructors=self.getLossConstructors(),
-            run_id=run_id,
-            metadata=with_output_shapes(metadata, labels, trained.output_shapes),
+        run_id = self.getRunId() or new_run()
+        plan = self._plan(run_id, index, rows, val_rows, metadata)
+        found = backend.run(Training(**plan, minibatch=self.getTrainMinibatchFn()))
+        trained: Trained = next(each for each in found if each is not None)
+        return self._model(
+            run_id, metadata, trained.model, trained.optimizer, trained.history, trained.output_shapes
         )
 
 

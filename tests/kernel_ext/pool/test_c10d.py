@@ -202,6 +202,20 @@ def stop_at(bucket):
         step()
     finally:
         Calls.begin = plain
+
+def stop_in_a_future():
+    "The same in the search for tensors that a future of C++ begins."
+    extractor = torch._jit_internal._TensorExtractor
+    def stop(*args, **kwargs):
+        torch._jit_internal._TensorExtractor = extractor
+        print("there", flush=True)
+        while not engine.interrupt_is_held(): pass
+        return extractor(*args, **kwargs)
+    torch._jit_internal._TensorExtractor = stop
+    try:
+        step()
+    finally:
+        torch._jit_internal._TensorExtractor = extractor
 """
 
 
@@ -218,6 +232,7 @@ def test_an_interrupt_within_ddps_backward_leaves_the_model_as_it_was(
         ("stop_at(1)", "stop_at(1)"),
         ("stop_at(1)", "stop_at(2)"),
         ("stop_at(2)", "print('there', flush=True)\n    while True: pass"),
+        ("stop_in_a_future()", "stop_in_a_future()"),
     )
     for first, second in cases:
         said = Recorder()

@@ -41,8 +41,13 @@ _SWITCHES = tuple(
 )
 
 
-# What torch's C++ calls in the middle of a backward pass, and the function of torch from which that pass is started.
-_GROUPS = (os.path.join("hvdlab", "torch", "c10d", ""), os.path.join("hvdlab", "torch", "compiling.py"))
+# What torch's C++ calls in the middle of a backward pass (the process group, its futures' search for tensors), and the function of
+# torch from which that pass is started.
+_CALLED_BY_CPP = (
+    os.path.join("hvdlab", "torch", "c10d", ""),
+    os.path.join("hvdlab", "torch", "compiling.py"),
+    os.path.join("torch", "_jit_internal.py"),
+)
 _BACKWARD = "_engine_run_backward"
 _GRAPH = os.path.join("torch", "autograd", "graph.py")
 
@@ -195,18 +200,19 @@ class TorchHooks(FrameworkHooks):
     def must_return(self, frame: FrameType) -> bool:
         # DDP's reducer counts the gradients that are ready, and calls the process group as soon as a bucket is full. An exception of
         # the group would leave its counts as they are in the middle of the pass, and DDP refuses the next one. The reducer bears
-        # an exception at the end alone, where it waits for the buckets' futures.
+        # an exception at the end alone, where it waits for the buckets' futures. An exception in a future's search for tensors would
+        # reach the user as a RuntimeError of pybind11's.
         at: FrameType | None = frame
-        in_group = False
+        called_by_cpp = False
         while at is not None:
             code = at.f_code
-            if any(part in code.co_filename for part in _GROUPS):
+            if any(part in code.co_filename for part in _CALLED_BY_CPP):
                 if code.co_name == "wait":  # of FSDP's hooks, in Python
                     return False
-                in_group = True
+                called_by_cpp = True
             elif code.co_name == _BACKWARD and code.co_filename.endswith(_GRAPH):
                 # Without a frame within, C++ may be between two calls of the group: it looks for signals, too.
-                return in_group or at is frame
+                return called_by_cpp or at is frame
             at = at.f_back
         return False
 

@@ -90,7 +90,31 @@ def refusals() -> None:
     works()
 
 
-@pytest.mark.parametrize("function", [disagreement, refusals], ids=lambda function: function.__name__)
+def without_threads() -> None:
+    """Where no thread can be started, a kernel fails before the core gets its memory."""
+    tf, hvd = _modules()
+    from hvdlab.tensorflow import waiting
+
+    while waiting._watch._looking is not None:  # it ends by itself soon after the last collective
+        time.sleep(0.01)
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    function = tf.function(lambda: hvd.allreduce(tf.ones(3), name="threadless"), autograph=False)
+    function.get_concrete_function()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            function()
+    assert not waiting._watch.sets()
+    assert function().numpy().tolist() == [1, 1, 1]
+    works()
+
+
+@pytest.mark.parametrize(
+    "function", [disagreement, refusals, without_threads], ids=lambda function: function.__name__
+)
 def test_what_fails_on_all_ranks(two: Ranks, function: Callable[[], None]) -> None:
     two.run(function, timeout=PATIENCE)
 

@@ -151,6 +151,37 @@ def first_optimizers() -> None:
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(0.1)))
 
 
+def gradients_of_some_passes() -> None:
+    """A variable that has no gradient in some passes of a step moves by those of the others."""
+    tf, hvd, _ = _modules()
+    mean = (hvd.size() + 1) / 2
+
+    def reduced(gradients: Any, variables: Any) -> Any:
+        return hvd.grouped_allreduce(gradients, op=hvd.Average, name="sums")
+
+    for compiled in (False, True):
+        helper = hvd.LocalGradientAggregationHelper(2, reduced, False, False, 0, None)
+        v = [tf.Variable(0.0) for _ in range(4)]
+
+        def step(gradients: Any, helper: Any = helper, v: Any = v) -> Any:
+            found = helper.compute_gradients(gradients, v)
+            assert found[3] is None
+
+            def apply() -> None:
+                for each, gradient in zip(v, found, strict=True):
+                    if gradient is not None:
+                        each.assign_add(gradient)
+
+            return helper.apply_gradients(apply, None)
+
+        call = tf.function(step) if compiled else step
+        own = tf.constant(float(hvd.rank() + 1))
+        for _ in range(2):
+            call([own, own, None, None])
+            call([own, None, own, None])
+        assert [float(each) for each in v] == [4 * mean, 2 * mean, 2 * mean, 0.0]
+
+
 def steps_that_are_given_up() -> None:
     """Where the ranks can't reduce in a step's last pass, the next pass begins a step of its own."""
     tf, hvd, _ = _modules()
@@ -569,6 +600,18 @@ def normalization() -> None:
         hvd.SyncBatchNormalization(fused=True)
 
 
+def far_from_zero() -> None:
+    """A variance that is small beside the mean is not lost in rounding."""
+    tf, hvd, _ = _modules()
+    every = [
+        np.random.default_rng(r).normal(3000 + r, 0.5, (64, 3)).astype(np.float32) for r in range(hvd.size())
+    ]
+    layer = hvd.SyncBatchNormalization(momentum=0.0)
+    layer(tf.constant(every[hvd.rank()]), training=True)
+    expected = np.concatenate(every).astype(np.float64).var(0)
+    np.testing.assert_allclose(layer.moving_variance, expected, rtol=1e-3)
+
+
 def masked_normalization() -> None:
     """Elements that a mask leaves out do not count on any rank; also in half precision."""
     tf, hvd, _ = _modules()
@@ -712,7 +755,7 @@ def test_only_the_users_functions_are_rewritten(two: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [tapes, partial_tapes, first_optimizers, values, normalization, masked_normalization, states, variables_differ, steps_that_are_given_up, computed_gradients, compiled, mixed_precision, best_models],
+    [tapes, partial_tapes, first_optimizers, values, normalization, masked_normalization, far_from_zero, gradients_of_some_passes, states, variables_differ, steps_that_are_given_up, computed_gradients, compiled, mixed_precision, best_models],
     ids=lambda function: function.__name__,
 )  # fmt: skip
 def test_training(two: Ranks, function: Callable[[], None]) -> None:

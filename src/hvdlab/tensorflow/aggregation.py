@@ -55,6 +55,8 @@ class LocalGradientAggregationHelper:
         self._name = name
         self._local: set[Any] = set()
         self._sums: list[Any] = []
+        #: Numbers of the variables that have had a gradient; the others take no part.
+        self._seen: set[int] = set()
         #: In a graph: the operations that a pass has to run before apply_gradients() reads the counter.
         self._computed: list[Any] = []
         self.counter: Any = None
@@ -64,7 +66,10 @@ class LocalGradientAggregationHelper:
         self._local.add(vars_to_refs(var))
 
     def build(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Make the variables for the sums and the counter, if there are none yet."""
+        """Make the variables for the sums and the counter, if there are none yet.
+
+        Also for gradients that are ``None``: they may be there in a later pass, when a ``tf.function`` can make no more variables.
+        """
         if self.counter is not None:
             return
         prefix = f"{self._name}_" if self._name else ""
@@ -73,10 +78,11 @@ class LocalGradientAggregationHelper:
                 0, trainable=False, dtype=tf.int32, name=f"{prefix}aggregation_counter"
             )
             self._sums = [
-                None
-                if gradient is None
-                else tf.Variable(
-                    tf.zeros(tuple(variable.shape), gradient.dtype),
+                tf.Variable(
+                    tf.zeros(
+                        tuple(variable.shape),
+                        tf.as_dtype((variable if gradient is None else gradient).dtype).base_dtype,
+                    ),
                     trainable=False,
                     name=f"{prefix}aggregated_{number}",
                 )
@@ -87,7 +93,8 @@ class LocalGradientAggregationHelper:
         """Add these gradients, and return the sums: reduced in a step's last pass, otherwise this rank's own.
 
         Args:
-            grads: Tensors, ``tf.IndexedSlices`` or ``None``.
+            grads: Tensors, ``tf.IndexedSlices`` or ``None``, which adds nothing. Where all passes of a variable had ``None`` so far, its
+                sum is ``None``, too.
             vars: Their variables, in the same order.
 
         Raises:
@@ -100,12 +107,13 @@ class LocalGradientAggregationHelper:
         # Where the ranks could not reduce the sums of the last pass, they are there still, and that step is given up.
         before = self.counter.read_value()
         given_up = tf.greater_equal(before, self.backward_passes_per_step)
-        sums = [
-            None
-            if total is None or gradient is None
-            else total.assign(tf.where(given_up, gradient, total.read_value() + gradient))
-            for total, gradient in zip(self._sums, dense, strict=True)
-        ]
+        sums: list[Any] = []
+        for number, (total, gradient) in enumerate(zip(self._sums, dense, strict=True)):
+            if gradient is not None:
+                self._seen.add(number)
+            more = tf.zeros_like(total) if gradient is None else gradient
+            summed = number in self._seen
+            sums.append(total.assign(tf.where(given_up, more, total.read_value() + more)) if summed else None)
         counter = self.counter.assign(tf.where(given_up, 1, before + 1))
         present = [i for i, each in enumerate(sums) if each is not None]
         with tf.control_dependencies(

@@ -238,10 +238,15 @@ def _run(execution: Execution, call: Call) -> None:
     # If no other kernel waits, this thread announces the collective itself, which costs less than to wake the control thread.
     # Otherwise the control thread announces it, together with others that come meanwhile.
     alone, engine = waiting.idle(), core.engine(kind.label)
-    if call.grouped:
-        handle = _BINDING.submit_group(operation, tensors, call.name, announce=not alone, site=call.site)
-    else:
-        handle = _BINDING.submit(operation, tensors[0], call.name, announce=not alone, site=call.site)
+    waiting.expect()
+    try:
+        if call.grouped:
+            handle = _BINDING.submit_group(operation, tensors, call.name, announce=not alone, site=call.site)
+        else:
+            handle = _BINDING.submit(operation, tensors[0], call.name, announce=not alone, site=call.site)
+    except BaseException:
+        waiting.failed()
+        raise
     count = len(tensors)
 
     def finished(handle: Handle) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdlab.bindings.arguments import Sum
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.tensorflow.installed import tf
-from hvdlab.tensorflow.ops import allreduce
+from hvdlab.tensorflow.ops import allgather, size_op
 
 _Base: Any = tf.keras.layers.BatchNormalization
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator,unused-ignore]
+def _summed_gradient(tensor: Any) -> tuple[Any, Any]:
+    """The tensor; its gradient is multiplied by the number of ranks, over which an allgather's gradient is averaged."""
+    return tf.identity(tensor), lambda gradient: gradient * tf.cast(size_op(), gradient.dtype)
 
 
 class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
@@ -36,23 +41,27 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
         super().__init__(**kwargs)
 
     def _over_all_ranks(self, inputs: Any, axes: list[int], keep: bool, mask: Any) -> tuple[Any, Any]:
-        """Mean and biased variance over all ranks, from one allreduce of the count, the sums and the sums of squares."""
+        """Mean and biased variance over all ranks, from one allgather of each rank's count, mean and sum of squared deviations.
+
+        A variance from sums of squares would be lost in rounding where it is small beside the mean. The formula for parts is that of
+        Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
+        """
         wide = tf.cast(inputs, tf.float32) if inputs.dtype in (tf.float16, tf.bfloat16) else inputs
-        if mask is None:
-            total, squares = tf.reduce_sum(wide, axes), tf.reduce_sum(wide * wide, axes)
-            elements = tf.cast(tf.size(wide), wide.dtype)
-        else:
+        weights = tf.ones_like(wide)
+        if mask is not None:
             weights = tf.broadcast_to(tf.cast(mask, wide.dtype)[..., None], tf.shape(wide))
-            total = tf.reduce_sum(wide * weights, axes)
-            squares = tf.reduce_sum(wide * wide * weights, axes)
-            elements = tf.reduce_sum(weights)
-        count = elements / tf.cast(tf.size(total), wide.dtype)
-        flat = [tf.reshape(total, [-1]), tf.reshape(squares, [-1]), [count]]
-        sums = allreduce(tf.concat(flat, 0), op=Sum, name=f"{self.name}.moments")
-        features = tf.size(total)
-        mean = tf.math.divide_no_nan(sums[:features], sums[-1])
-        variance = tf.maximum(tf.math.divide_no_nan(sums[features:-1], sums[-1]) - mean * mean, 0)
-        shape = tf.shape(tf.reduce_sum(wide, axes, keepdims=True)) if keep else tf.shape(total)
+        count = tf.reduce_sum(weights, axes, keepdims=True)
+        mean = tf.math.divide_no_nan(tf.reduce_sum(wide * weights, axes, keepdims=True), count)
+        squares = tf.reduce_sum(weights * tf.math.squared_difference(wide, mean), axes, keepdims=True)
+        kept = tf.shape(mean)
+        parts = tf.stack([tf.reshape(each, [-1]) for each in (count, mean, squares)])
+        every = allgather(_summed_gradient(parts[None]), name=f"{self.name}.moments")
+        counts, means, deviations = every[:, 0], every[:, 1], every[:, 2]
+        elements = tf.reduce_sum(counts, 0)
+        mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), elements)
+        between = tf.reduce_sum(counts * tf.math.squared_difference(means, mean), 0)
+        variance = tf.math.divide_no_nan(tf.reduce_sum(deviations, 0) + between, elements)
+        shape = kept if keep else tf.shape(mean)
         return tf.reshape(mean, shape), tf.reshape(variance, shape)
 
     def _moments(self, inputs: Any, *arguments: Any, **keywords: Any) -> tuple[Any, Any]:

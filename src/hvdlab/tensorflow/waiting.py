@@ -50,20 +50,41 @@ class _Watch:
         self._pending: dict[Handle, int] = {}
         #: The thread that withdraws collectives after Ctrl-C; ``None`` before :meth:`begin`.
         self._thread: threading.Thread | None = None
+        #: How many kernels are between :meth:`expect` and :meth:`started` or :meth:`failed`.
+        self._expected = 0
         #: How many collectives kernels have started.
         self._count = 0
-        #: The thread that looks whether this process computes. It ends when none is pending and none has started since its last look.
+        #: The thread that looks whether this process computes. It ends when no kernel is expected, none is pending and none has started
+        #: since its last look.
         self._looking: threading.Thread | None = None
+
+    def expect(self) -> None:
+        """Begin to watch before a kernel submits a collective. :meth:`started` or :meth:`failed` must follow.
+
+        The thread is started here and not in :meth:`started`: a kernel that fails after its collective was submitted would give
+        TensorFlow the memory back while the core reads and writes it.
+
+        Raises:
+            RuntimeError: The process may not have more threads.
+        """
+        with self._lock:
+            if self._looking is None:
+                looking = threading.Thread(target=self._look, name="hvdlab-tensorflow-waiting", daemon=True)
+                looking.start()
+                self._looking = looking
+            self._expected += 1
 
     def started(self, handle: Handle, process_set: int) -> None:
         """Remember that a kernel waits for this handle."""
         with self._lock:
             self._pending[handle] = process_set
+            self._expected -= 1
             self._count += 1
-            if self._looking is not None:
-                return
-            self._looking = threading.Thread(target=self._look, name="hvdlab-tensorflow-waiting", daemon=True)
-            self._looking.start()
+
+    def failed(self) -> None:
+        """Forget a kernel that has submitted nothing."""
+        with self._lock:
+            self._expected -= 1
 
     def ended(self, handle: Handle) -> None:
         """Forget a handle that has ended."""
@@ -86,7 +107,7 @@ class _Watch:
             time.sleep(_BLOCKED_AFTER)
             with self._lock:
                 now = next(iter(self._pending), None)
-                over = now is None and count == self._count
+                over = now is None and count == self._count and not self._expected
                 if over:
                     self._looking = None
             computed = time.process_time() - cpu > _NOTHING
@@ -160,5 +181,6 @@ def _place() -> tuple[int, int] | None:
 
 
 _watch = _Watch()
-begin, idle, started, ended = _watch.begin, _watch.idle, _watch.started, _watch.ended
+begin, idle = _watch.begin, _watch.idle
+expect, started, failed, ended = _watch.expect, _watch.started, _watch.failed, _watch.ended
 os.register_at_fork(after_in_child=_watch.after_fork)

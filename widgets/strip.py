@@ -51,9 +51,8 @@ class StripWidget(anywidget.AnyWidget):
         self._recording, self._ranks, self._label, self._begun = recording, tuple(ranks), label, begun
         self._show = show
         self.failures = Failures(recording.failures)
-        self._since_ns: int | None = None
-        with self.failures.guard("the strip"):
-            self._since_ns = cell_begin(recording, ranks, label)
+        #: When the cell began on its first rank, on the recording's axis; ``None`` until a rank has reported that.
+        self._cell_begin_ns: int | None = None
         self._end, self._moved = recording.end, 0.0
         self._timeline: Any = None
         self._pace = Pace()
@@ -120,7 +119,8 @@ class StripWidget(anywidget.AnyWidget):
         end = self._recording.end
         if end != self._end:
             self._end, self._moved = end, now
-            self._pace = pace(self._recording, since_ns=self._since_ns)
+            since_ns = self._since_ns()
+            self._pace = Pace() if since_ns is None else pace(self._recording, since_ns=since_ns)
         known = {one.rank: one for one in self._pace.ranks}
         slowest = self._pace.slowest
         if slowest is not None and slowest.held_up < NOTEWORTHY:
@@ -144,15 +144,25 @@ class StripWidget(anywidget.AnyWidget):
         note = f"others wait for rank {slowest.rank} ({slowest.held_up:.0%})" if slowest else ""
         return self._bare_state(stalled) | {
             "ranks": ranks,
-            "rate": self._rate(self._pace),
+            "rate": self._rate(self._pace, self._since_ns()),
             "note": note,
             "paused": paused_text({r: why for r, why in self._recording.paused.items() if r in self._ranks}),
             "elapsed": round(now - self._begun, 1),
             "silent": round(now - self._moved, 1) if self._moved else -1,
         }
 
-    def _rate(self, found: Pace) -> str:
-        steps = steps_per_second(self._recording, self._ranks, self._since_ns)
+    def _since_ns(self) -> int | None:
+        """The time from which on what was recorded may be of this cell; ``None`` if that is not known."""
+        if self._cell_begin_ns is None:
+            offset = self._recording.clock_offset_ns()
+            begun_ns = None if offset is None else int(self._begun * 1e9) + offset
+            self._cell_begin_ns = cell_begin(self._recording, self._ranks, self._label, begun_ns)
+            if self._cell_begin_ns is None:  # the ranks begin no earlier than this process does
+                return begun_ns
+        return self._cell_begin_ns
+
+    def _rate(self, found: Pace, since_ns: int | None) -> str:
+        steps = None if since_ns is None else steps_per_second(self._recording, self._ranks, since_ns)
         if steps is not None:
             return f"{_digits(steps)} steps/s"
         return f"{_digits(found.per_second)} collectives/s" if found.collectives else ""
@@ -174,7 +184,10 @@ class StripWidget(anywidget.AnyWidget):
         return str(self.failures.all()[-1])
 
     def _summary(self, now: float) -> str:
-        found = pace(self._recording, None, since_ns=self._since_ns, most=SUMMARY_ROWS)
+        since_ns = self._since_ns()
+        if since_ns is None:
+            return ""
+        found = pace(self._recording, None, since_ns=since_ns, most=SUMMARY_ROWS)
         if not found.ranks:
             return ""
         compute, wait, work = (
@@ -183,7 +196,7 @@ class StripWidget(anywidget.AnyWidget):
         )
         elapsed = now - self._begun
         parts = [_count(len(self._ranks), "rank"), seconds(elapsed * 1e9)]
-        parts.append(self._rate(found))
+        parts.append(self._rate(found, since_ns))
         where = "" if found.seconds > elapsed / 2 else f" (of the last {seconds(found.seconds * 1e9)})"
         parts.append(
             f"computing {compute:.0%}, waiting for others {wait:.0%}, in collectives {work:.0%}{where}"
@@ -212,12 +225,25 @@ class StripWidget(anywidget.AnyWidget):
         self._timeline.show_with(self._show)
 
 
-def cell_begin(recording: Recording, ranks: Sequence[int], label: str) -> int | None:
-    """When a cell that runs now began on its first rank, on the recording's axis; ``None`` if that is not known."""
+def cell_begin(
+    recording: Recording, ranks: Sequence[int], label: str, not_before_ns: int | None = None
+) -> int | None:
+    """When a cell began on its first rank, on the recording's axis; ``None`` if that is not known.
+
+    Args:
+        recording: The recording with the ranks' marks.
+        ranks: The ranks of the cell.
+        label: The name that users know the cell by. Earlier cells may have had it, if notebooks that have ended ran them.
+        not_before_ns: A time before the cell began and after earlier ones of this label. ``None`` if no such time is known: then a cell that
+            has ended is taken for an earlier one.
+    """
     begins = [
         mark.begin_ns
         for mark in recording.marks()
-        if mark.kind == "cell" and mark.end_ns is None and mark.text == label and mark.rank in ranks
+        if mark.kind == "cell"
+        and mark.text == label
+        and mark.rank in ranks
+        and (mark.end_ns is None if not_before_ns is None else mark.begin_ns >= not_before_ns)
     ]
     return min(begins, default=None)
 

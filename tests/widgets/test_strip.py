@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("anywidget")
 
 from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import CellBegin, Metric
+from hvdlab.collectives.timeline.clock import clock_domain
+from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Metric
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets.strip import StripWidget, cell_begin, summary_html
 from timeline_traces import START_NS, steps
@@ -26,7 +27,7 @@ def show(*arguments: Any) -> None:
 @pytest.fixture
 def strip() -> Iterator[StripWidget]:
     shown.clear()
-    recording = Recording()
+    recording = Recording(label="[{}]".format)
     recording.feed(0, encode(0, [CellBegin("7", START_NS - 5000)]))
     widget = StripWidget(recording, range(4), "[7]", time.monotonic(), show)
     yield widget
@@ -92,7 +93,7 @@ def test_steps_are_told_if_ranks_report_them(strip: StripWidget) -> None:
 
 def test_the_summary_is_one_short_line(strip: StripWidget) -> None:
     feed(strip)
-    text = strip.summary(time.monotonic() + 2)
+    text = strip.summary(strip._begun + 2)
     assert text.startswith("4 ranks · 2")
     assert "waiting for others" in text
     assert "\n" not in text
@@ -109,6 +110,35 @@ def test_only_the_cell_itself_counts() -> None:
     recording.feed(0, encode(0, [CellBegin("8", end)]))
     assert cell_begin(recording, [0, 1], "8") == end
     assert cell_begin(recording, [1], "8") is None
+
+
+def test_nothing_of_earlier_cells_is_claimed_where_the_cell_s_begin_comes_late() -> None:
+    """Ranks that call no collective report the begin of their cell late, or after its end."""
+    recording = Recording(label="[{}]".format)
+    for rank, batch in steps(2, 5):
+        recording.feed(rank, batch)
+    widget = StripWidget(recording, range(2), "[8]", time.monotonic(), show)
+    try:
+        widget.refresh(widget._begun + 1, "")
+        assert widget.text() == "2 ranks · running [8]"
+        assert widget.summary(widget._begun + 1) == ""
+        end = int(recording.rows_since(0)[1]["arrival"].max()) + 10**9
+        recording.feed(0, encode(0, [CellBegin("8", end)]))
+        assert widget.summary(widget._begun + 1) == ""
+    finally:
+        widget.close()
+
+
+def test_a_cell_that_has_ended_is_told_from_an_earlier_one_by_this_clock() -> None:
+    recording = Recording()
+    begun = time.monotonic_ns()
+    for at in (begun - 10**9, begun + 1000):
+        recording.feed(
+            0, encode(0, [CellBegin("8", at), CellEnd("8", at + 500, ok=True)], clock=clock_domain())
+        )
+    assert recording.clock_offset_ns() == 0
+    assert cell_begin(recording, [0], "8") is None
+    assert cell_begin(recording, [0], "8", begun) == begun + 1000
 
 
 def test_a_click_shows_the_timeline_under_the_cell(strip: StripWidget) -> None:

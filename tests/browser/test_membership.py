@@ -63,7 +63,8 @@ def test_a_pool_is_changed_by_buttons_while_it_trains(tmp_path: Path) -> None:
         errors = page_errors(lab.page)
         lab.finish(LOAD)
         # Before there is any pool: it waits for one.
-        assert "waiting for ranks" in lab.finish(MEMBERSHIP)
+        lab.finish(MEMBERSHIP)
+        lab.wait_for_text(MEMBERSHIP, "waiting for ranks")
         lab.finish(VIEWS)
         lab.finish(SET_UP)
         widget = View(lab.page.locator(".jp-Notebook .hvd-membership"))
@@ -127,6 +128,14 @@ class View:
         )
         return [" ".join(word for word in text.split() if word.isascii()) for text in reversed(found)]
 
+    def wait_until_happened(self, *happened: str) -> None:
+        """Until all of these are in the history."""
+        for _ in range(WAIT_MS // 100):
+            if set(happened) <= set(self.history()):
+                return
+            self.root.page.wait_for_timeout(100)
+        raise AssertionError(f"{happened} in {self.history()}")
+
 
 def grow(view: View) -> None:
     """More ranks: nothing ends by it, so nothing is asked."""
@@ -135,7 +144,7 @@ def grow(view: View) -> None:
     view.wait_for_ranks(4)
     assert not view.root.locator(".hvd-question").is_visible()
     view.root.locator(".hvd-status", has_text="trains on ranks 0-3").wait_for(timeout=WAIT_MS)
-    assert {"2 joined", "3 joined", "2 admitted", "formed"} <= set(view.history())
+    view.wait_until_happened("2 joined", "3 joined", "2 admitted", "formed")
 
 
 def survive(view: View) -> None:
@@ -166,7 +175,7 @@ def ask_before_ranks_end(view: View) -> None:
     view.button("End ranks 2, 3").click()
     view.wait_until_said("the pool has 2 ranks")
     view.wait_for_ranks(2)
-    assert {"2 left", "3 left"} <= set(view.history())
+    view.wait_until_happened("2 left", "3 left")
 
 
 def refuse(view: View) -> None:
@@ -271,7 +280,7 @@ def test_a_model_trains_through_ten_changes_that_are_shown(tmp_path: Path) -> No
             trains.changes()
             change(view)
             trains.on(ranks)
-            assert set(happened) <= set(view.history()), change
+            view.wait_until_happened(*happened)
             assert lab.page.locator(".hvd-failures:visible").count() == 0
         end.touch()
         lab.wait_until_ended(TRAINED)

@@ -14,7 +14,7 @@ NAME = "hvdlab"
 
 
 def register() -> None:
-    """Let ``dist.init_process_group("hvdlab")`` and ``dist.new_group(backend="hvdlab")`` make groups of ours.
+    """Let ``dist.init_process_group("hvdlab")`` and ``dist.new_group(backend="hvdlab")`` make groups of hvdlab's.
 
     Does nothing if that was done, or if this torch was built without ``torch.distributed``.
     """
@@ -62,7 +62,7 @@ def _of_any_backend(original: Any) -> Any:
 
 
 def _create(options: Any, _: object) -> Any:
-    """Torch's creator of a group. Only now is anything of ours imported."""
+    """Torch's creator of a group. Only now are other modules of hvdlab's imported."""
     from hvdlab.torch.c10d.creating import create
 
     return create(options)

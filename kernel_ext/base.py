@@ -16,6 +16,7 @@ from hvdlab.collectives.environment import World, free_port
 from hvdlab.collectives.errors import HvdlabError, StartError, compact_ranks, format_ranks
 from hvdlab.kernel_ext import checks, leftovers, transfer
 from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.sink import NullSink
 from hvdlab.kernel_ext.forked import PROGRAM_NAME, decode_left
 from hvdlab.kernel_ext.foundation import address_for, base_for
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group
@@ -39,7 +40,7 @@ from hvdlab.launch.forkserver.messages import Exited, FromServer
 from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.local import LocalStarter, check_loaded
 from hvdlab.launch.options import parse
-from hvdlab.launch.processes import start_time
+from hvdlab.launch.processes import start_time, started_at
 from hvdlab.launch.starter import Capability, Ended, Launcher, Started, Waiting
 
 Progress = Callable[[str], None]
@@ -190,8 +191,9 @@ class PoolBase:
             raise
         try:
             self.group.reconnected()
-            told = self._take_cells_over(show) if show is not None else {}
+            left = self._take_cells_over(show)
             members = self.group.members
+            told = {handle.cell: handle.ranks for handle in self.resumed}
             self.runs.resync((*members.wanted, *members.let_go), told)
             for handle in self.resumed:
                 handle.drive_in_background()
@@ -200,17 +202,33 @@ class PoolBase:
                 self.tell(f"{format_ranks(silent)} did not answer yet; `%hvd_pool status` tells when")
             self.note_kept()
             self._note_arrivals("attach", self.group.pids())
+            if without := {rank for cell in left if cell.order is not None for rank in cell.without}:
+                self.bring_in(sorted(without), deadline.remaining() or ANSWER_WITHIN)
         except BaseException:
             self.leave()
             raise
         return self
 
-    def _take_cells_over(self, show: leftovers.Show) -> dict[str, tuple[int, ...]]:
-        """Go on with the cells that the process before this one has left. Returns their ids, and the ranks that run them."""
+    def _take_cells_over(self, show: leftovers.Show | None) -> list[leftovers.LeftCell]:
+        """Go on with the cells that the process before this one has left, and return them.
+
+        Without ``show`` these are only the elastic ones that run: ranks must be able to join and leave them.
+        """
         self._own(self.group.pids())
-        left = leftovers.find(self.runs.questions, self.group.pids())
-        self.resumed = [leftovers.go_on(cell, self.runs, self.transcripts, show(cell)) for cell in left]
-        return {handle.cell: handle.ranks for handle in self.resumed}
+        pids = self.group.pids()
+        left = leftovers.find(self.runs.questions, pids)
+        if show is None:
+            left = [cell for cell in left if cell.order is not None and cell.running]
+        came = {rank for cell in left if cell.order is not None for rank in (*cell.joined, *cell.without)}
+        self.newcomers.found({rank: started_at(pids[rank]) for rank in came})
+        leaving = self.group.members.let_go
+        self.resumed = [
+            leftovers.go_on(
+                cell, self.runs, self.transcripts, NullSink() if show is None else show(cell), leaving
+            )
+            for cell in left
+        ]
+        return left
 
     def _own(self, ranks: Iterable[int]) -> None:
         """Tell ranks that this process takes what they write; they need its id, since they outlive it."""
@@ -227,7 +245,7 @@ class PoolBase:
         coordinator = self._base.coordinator
         if isinstance(coordinator, AttachedCoordinator) and coordinator.replaced and self.keeping is not None:
             # The replaced coordinator has never heard of ranks that ended before it started: go by the pool's size.
-            wanted = tuple(range(self.keeping.kept.size))
+            wanted = tuple(rank for rank in range(self.keeping.kept.size) if rank not in world.leaving)
         self.group.handle(Found(wanted, pids, world.leaving))
         for rank in set(wanted) - set(pids):
             self.group.handle(Ended(rank, 0, "it ended while no notebook was attached"))

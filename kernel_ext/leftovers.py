@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import format_ranks
@@ -12,7 +12,7 @@ from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import TimePassed, Told
 from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.output.record import Transcripts
-from hvdlab.kernel_ext.payloads import AskCells, Cells, HeldCell
+from hvdlab.kernel_ext.payloads import AskCells, Cells, HeldCell, RunCell
 from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.runs import Runs
 
@@ -30,11 +30,13 @@ class LeftCell:
     Attributes:
         cell, label: Its id, and the name that users know it by, such as ``[7]``.
         parts: What each rank has of it.
+        without: Ranks that have nothing of it. An elastic cell runs on all ranks: these came later, and were not sent it yet.
     """
 
     cell: str
     label: str
     parts: dict[int, HeldCell]
+    without: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -45,6 +47,16 @@ class LeftCell:
     def running(self) -> tuple[int, ...]:
         """Ranks that have not ended the cell."""
         return tuple(rank for rank, part in self.parts.items() if part.running)
+
+    @property
+    def order(self) -> RunCell | None:
+        """What ranks were sent, if the cell is elastic."""
+        return next((part.order for part in self.parts.values() if part.order is not None), None)
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Ranks that were sent the cell, which is elastic, while others ran it."""
+        return tuple(rank for rank, part in self.parts.items() if part.order is not None and part.order.joins)
 
     @property
     def missing(self) -> str:
@@ -66,17 +78,29 @@ def find(questions: Questions, pids: Mapping[int, int]) -> list[LeftCell]:
     if slow:
         answers |= questions.ask(AskCells, slow, Deadline(SLOW_WITHIN))
     found: dict[str, LeftCell] = {}
-    for rank, answer in sorted(answers.items()):
-        for part in answer.cells if isinstance(answer, Cells) else ():
+    held = {rank: answer.cells for rank, answer in sorted(answers.items()) if isinstance(answer, Cells)}
+    for rank, parts in held.items():
+        for part in parts:
             found.setdefault(part.cell, LeftCell(part.cell, part.label, {})).parts[rank] = part
-    return list(found.values())
+    return [
+        replace(cell, without=tuple(rank for rank in held if rank not in cell.parts))
+        for cell in found.values()
+    ]
 
 
-def go_on(left: LeftCell, runs: Runs, transcripts: Transcripts, sink: OutputSink) -> CellHandle:
-    """Take such a cell over. What ranks have of it comes with the next :meth:`Runs.resync`."""
+def go_on(
+    left: LeftCell, runs: Runs, transcripts: Transcripts, sink: OutputSink, leaving: tuple[int, ...] = ()
+) -> CellHandle:
+    """Take such a cell over. What ranks have of it comes with the next :meth:`Runs.resync`.
+
+    Args:
+        leaving: Ranks that leave at the next commit of elastic training.
+    """
     recorder = transcripts.record(left.cell, left.label, left.ranks, sink)
     before = {rank: part.before for rank, part in left.parts.items()}
-    handle = runs.take_over(left.cell, left.label, before, recorder)
+    handle = runs.take_over(
+        left.cell, left.label, before, recorder, order=left.order, joined=left.joined, leaving=leaving
+    )
     recorder.driven(lambda: handle.feed(TimePassed()))
     if left.missing:
         handle.feed(Told(left.missing))

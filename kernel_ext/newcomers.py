@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from hvdlab.collectives.errors import compact_ranks, format_ranks
 from hvdlab.collectives.visible import visible
 
+BEFORE = "resize or repair"
+"""How a rank came that is known to be a newcomer only by what it runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
     """A rank that has nothing of what cells made before it came.
 
     Attributes:
-        how: What started it: ``resize``, ``repair`` or ``restart``.
+        how: What started it: ``resize``, ``repair`` or ``restart``; :data:`BEFORE` if the notebook before has started it.
         when: When it came, in seconds since 1970.
     """
 
@@ -51,6 +54,12 @@ class Newcomers:
             came = self._came | {rank: Newcomer(how) for rank in ranks}
             came = {rank: one for rank, one in came.items() if rank in wanted}
             self._came = came if len(came) < len(wanted) else {}
+        self._changed()
+
+    def found(self, came: Mapping[int, float]) -> None:
+        """Another process has started these ranks after others; each is given with the time of that, in seconds since 1970."""
+        with self._lock:
+            self._came |= {rank: Newcomer(BEFORE, when) for rank, when in came.items()}
         self._changed()
 
     def join(self, cell: str, ranks: Collection[int]) -> None:

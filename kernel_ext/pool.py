@@ -127,7 +127,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
             name: The pool's name; ``hvdlab pools`` on the command line lists them.
             show: Called with each cell whose end the former process has not seen; it returns the sink for the cell's output:
                 the newest 4 MiB of each rank and what follows. :attr:`resumed` has these cells. Without it nothing is
-                shown of them.
+                shown of them, and only elastic cells that run are among these: ranks go on joining and leaving them.
             timeout: Seconds.
             on_progress: As for :meth:`start`.
 

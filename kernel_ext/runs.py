@@ -23,6 +23,7 @@ from hvdlab.kernel_ext.cells.events import (
     RankDied,
     RanksReleased,
     Stalled,
+    TakenOver,
     Told,
     Unasked,
 )
@@ -60,13 +61,13 @@ class _Run:
     """A cell that is running.
 
     Attributes:
-        order: The message that ranks were sent; without the source if another process sent it.
+        order: The message that ranks were sent; without the source if another process sent it and the cell is not elastic.
         arrivals: What has come from the ranks.
         handle: Takes what has come, and is what the caller waits on.
         watch: Asks ranks where they are.
         elastic: How many ranks the cell may have, if ranks may come and go.
         joined: Ranks that were sent the cell while others ran it.
-        taken_over: Whether another process sent the cell, so that it can't be sent again from here.
+        unknown: Whether another process sent the cell and its source is not known here, so that it can't be sent again.
     """
 
     order: RunCell
@@ -75,7 +76,7 @@ class _Run:
     watch: Watch
     elastic: Bounds | None = None
     joined: set[int] = field(default_factory=set)
-    taken_over: bool = False
+    unknown: bool = False
     # Mail arrives on the client's thread, the news of a rank's end on the starter's: both feed arrivals and handle.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -171,7 +172,7 @@ class Runs:
         elastic: Bounds | None = None,
     ) -> CellHandle:
         """Send a cell to ranks. The caller drives the run: by waiting on the handle, or by having it driven in the background."""
-        at_least = elastic.at_least if elastic is not None else 0
+        at_least, at_most = (elastic.at_least, elastic.at_most) if elastic is not None else (0, None)
         order = RunCell(
             cell,
             label,
@@ -181,6 +182,7 @@ class Runs:
             store_history=store_history,
             file=file,
             at_least=at_least,
+            at_most=at_most,
         )
         run = self._begin(order, Arrivals(ranks), ranks, sink, timeout, prompter, elastic)
         try:
@@ -192,14 +194,35 @@ class Runs:
         self._tell_dead(run)
         return run.handle
 
-    def take_over(self, cell: str, label: str, before: Mapping[int, int], sink: OutputSink) -> CellHandle:
+    def take_over(
+        self,
+        cell: str,
+        label: str,
+        before: Mapping[int, int],
+        sink: OutputSink,
+        *,
+        order: RunCell | None = None,
+        joined: Collection[int] = (),
+        leaving: tuple[int, ...] = (),
+    ) -> CellHandle:
         """Go on with a cell that another process has sent; the next :meth:`resync` has the ranks send what they have.
 
         Args:
             before: Rank to the bytes of its output that will not come, for the ranks that have the cell.
+            order: The message that ranks were sent, if the cell is elastic: ranks can then join and leave it as before.
+            joined: Ranks that were sent it while others ran it. They count as newcomers until they have said that they entered
+                it, which those that have will say again.
+            leaving: Ranks that leave at the next commit.
         """
-        run = self._begin(RunCell(cell, label, ""), Arrivals(before, before), tuple(before), sink, None)
-        run.taken_over = True
+        elastic = Bounds(order.at_least, order.at_most) if order is not None else None
+        if joined:
+            self._newcomers.join(cell, joined)
+        order = msgspec.structs.replace(order, joins=False) if order is not None else RunCell(cell, label, "")
+        run = self._begin(order, Arrivals(before, before), tuple(before), sink, None, elastic=elastic)
+        run.joined.update(joined)
+        run.unknown = elastic is None
+        if elastic is not None:
+            run.handle.feed(TakenOver(leaving))
         self._tell_dead(run)
         return run.handle
 
@@ -401,7 +424,7 @@ class Runs:
                 rank for rank in waiting if rank not in known
             ]:  # of a cell that it knows some may have joined
                 self._client.cell_started(run.order.cell, new, label=run.order.label)
-            if not run.taken_over:
+            if not run.unknown:
                 for order, ranks in run.orders(waiting):
                     self._client.post(TO_RANK, encode(order), ranks)
 

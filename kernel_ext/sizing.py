@@ -44,7 +44,12 @@ class Sizing:
             if leaving:
                 self._base.runs.release(leaving)
             if leaving or self._base.group.members.let_go:  # an earlier call may not have waited long enough
-                self._base.group.let_go([r for r in self._base.group.members.wanted if r < wanted], deadline)
+                try:
+                    self._base.group.let_go(
+                        [r for r in self._base.group.members.wanted if r < wanted], deadline
+                    )
+                finally:
+                    self._base.note_kept()  # the ranks have been let go, also if they have not left in time
             self._base.group.want(range(wanted), deadline)
             new = [rank for rank in self._base.group.ready() if rank not in before]
             self._base.came("resize", new)

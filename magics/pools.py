@@ -164,7 +164,8 @@ class PoolMagics(Magics):
 
     def _show_left(self, left: LeftCell) -> OutputSink:
         """The sink for a cell that the notebook before has left: its output is shown under the cell that runs now."""
-        state = f"still runs on {format_ranks(left.running)}" if left.running else "has ended"
+        does = "trains" if left.order is not None else "runs"
+        state = f"still {does} on {format_ranks(left.running)}" if left.running else "has ended"
         print(
             f"cell {left.label or left.cell} of the notebook before {state}; what it wrote meanwhile follows"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
 
@@ -36,6 +36,11 @@ class Recorder:
             assert self._changed.wait_for(
                 lambda: all(text in self.text.get(rank, "") for rank in ranks), timeout
             )
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 30) -> None:
+        """Wait until this holds of what was written and noted."""
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout), (self.text, self.notes)
 
     def done(self, rank: int, done: CellDone | None) -> None:
         pass

@@ -84,7 +84,7 @@ class Participants:
         return rank in self.released and stopped
 
     def lost(self, running: Collection[int]) -> str:
-        """A rank died. Returns the line that says that too few are left, the first time; else an empty text."""
+        """Ranks have died. Returns the line that says that too few are left, the first time; else an empty text."""
         if self.ended or self._too_few or not running or len(running) >= self.bounds.at_least:
             return ""
         self._too_few = True

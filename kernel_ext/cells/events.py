@@ -66,6 +66,17 @@ class RanksReleased:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenOver:
+    """Another process has begun the elastic cell, and this one goes on with it.
+
+    Attributes:
+        leaving: Ranks that leave at the next commit.
+    """
+
+    leaving: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class InterruptRequested:
     """The user wants the cell to end."""
 
@@ -134,6 +145,7 @@ Event = (
     | RankDied
     | RanksJoined
     | RanksReleased
+    | TakenOver
     | InterruptRequested
     | TimePassed
     | Told

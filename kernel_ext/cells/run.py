@@ -38,6 +38,7 @@ from hvdlab.kernel_ext.cells.events import (
     SendCredit,
     StackArrived,
     Stalled,
+    TakenOver,
     TimePassed,
     Told,
     Unasked,
@@ -223,6 +224,16 @@ class CellRun:
         if self._participants is None or not ranks:
             return []
         return [Note(self._participants.leaving(ranks))]
+
+    @_on.register
+    def _taken_over(self, event: TakenOver, now: float) -> list[Effect]:
+        participants, leaving = self._participants, [rank for rank in event.leaving if rank in self.running]
+        if participants is None:
+            return []
+        lines = [participants.leaving(leaving)] if leaving else []
+        if said := participants.lost(self.running):
+            lines.append(said)
+        return [Note(line) for line in lines]
 
     def _announce(self) -> list[Effect]:
         """Say which ranks have died, and that too few are left."""

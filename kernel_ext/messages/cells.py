@@ -22,6 +22,8 @@ class RunCell(Payload, frozen=True):
         store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]``.
         file: The file by which the frontend's debugger knows the whole cell.
         at_least: Ranks that elastic training needs in this cell; 0 in a cell that is not elastic.
+        at_most: Ranks that the pool may have while an elastic cell runs; None for no limit. It is for the pool, and for the process
+            that takes the pool over.
         joins: Whether other ranks have been running it for a while: this one enters the world first.
     """
 
@@ -34,6 +36,7 @@ class RunCell(Payload, frozen=True):
     store_history: bool = True
     file: str = ""
     at_least: int = 0
+    at_most: int | None = None
     joins: bool = False
 
 
@@ -227,6 +230,7 @@ class HeldCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
         before: Bytes of its output that the rank does not have any more.
         dropped: Those of them that no process has taken: they were too much to be kept.
         running: Whether it has not ended.
+        order: What the rank was sent, if the cell is elastic: ranks that come later have to get it, too.
     """
 
     cell: str
@@ -234,6 +238,7 @@ class HeldCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
     before: int
     dropped: int
     running: bool
+    order: RunCell | None = None
 
 
 class Cells(Payload, frozen=True):

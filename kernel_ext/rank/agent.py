@@ -242,7 +242,7 @@ class RankAgent:
 
     def _expect(self, cell: RunCell) -> None:
         """Take a cell. It may come twice: a pool that may have missed mail sends again what it waits for."""
-        if self._capture.sent.expect(cell.cell, cell.label):
+        if self._capture.sent.expect(cell.cell, cell.label, cell if cell.at_least else None):
             self._gate.expect()
             self._enqueue(cell)
 

@@ -15,7 +15,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Chunk, HeldCell, Late, Output, Stream, encode
+from hvdlab.kernel_ext.payloads import (
+    TO_POOL,
+    CellDone,
+    Chunk,
+    HeldCell,
+    Late,
+    Output,
+    RunCell,
+    Stream,
+    encode,
+)
 
 UNATTENDED = 4 << 20
 """Bytes of a cell's output that are kept while no process takes it."""
@@ -29,6 +39,7 @@ class _Cell:
 
     Attributes:
         label: The name that users know it by.
+        order: The message that it came with, if the cell is elastic.
         outputs: Messages that were sent and not taken, with the total that they reach.
         total: Bytes sent.
         before: Bytes before the first of ``outputs``.
@@ -37,6 +48,7 @@ class _Cell:
     """
 
     label: str = ""
+    order: RunCell | None = None
     outputs: deque[tuple[int, bytes]] = field(default_factory=deque)
     total: int = 0
     before: int = 0
@@ -62,7 +74,7 @@ class Sent:
         with self._lock:
             self._holding = True
             return tuple(
-                HeldCell(cell, known.label, known.before, known.dropped, known.done is None)
+                HeldCell(cell, known.label, known.before, known.dropped, known.done is None, known.order)
                 for cell, known in self._cells.items()
             )
 
@@ -71,12 +83,16 @@ class Sent:
         with self._lock:
             self._holding = False
 
-    def expect(self, cell: str, label: str = "") -> bool:
-        """A cell came; False if it came before, and must not run again."""
+    def expect(self, cell: str, label: str = "", order: RunCell | None = None) -> bool:
+        """A cell came; False if it came before, and must not run again.
+
+        Args:
+            order: The message that it came with, if the next process that uses this rank may have to send it to other ranks.
+        """
         with self._lock:
             if cell in self._cells:
                 return False
-            self._cells[cell] = _Cell(label)
+            self._cells[cell] = _Cell(label, order)
             return True
 
     def output(self, cell: str, chunks: Sequence[Chunk], size: int, *, unattended: bool = False) -> int:

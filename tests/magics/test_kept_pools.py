@@ -9,7 +9,7 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.leftovers import LeftCell, Show
-from hvdlab.kernel_ext.payloads import HeldCell
+from hvdlab.kernel_ext.payloads import HeldCell, RunCell
 from magics_fakes import FakePool, Notebook
 
 
@@ -63,14 +63,17 @@ def test_cells_that_the_notebook_before_has_left_go_on_under_the_attach(
     notebook: Notebook, left: list[LeftCell], sinks: list[OutputSink]
 ) -> None:
     running, ended = HeldCell("c", "[7]", 0, 0, True), HeldCell("c", "[7]", 0, 0, False)
+    trains = HeldCell("e", "[9]", 0, 0, True, RunCell("e", "[9]", "train(state)", at_least=1))
     left += [LeftCell("c", "[7]", {0: ended, 1: running}), LeftCell("d", "[8]", {2: ended})]
+    left += [LeftCell("e", "[9]", {0: trains, 1: trains})]
     lines = notebook.run("%hvd_pool attach mine").stdout.splitlines()
     assert lines == [
         "cell [7] of the notebook before still runs on rank 1; what it wrote meanwhile follows",
         "cell [8] of the notebook before has ended; what it wrote meanwhile follows",
+        "cell [9] of the notebook before still trains on ranks 0,1; what it wrote meanwhile follows",
         "ranks 0-2 are ready, with all variables",
     ]
-    assert len(sinks) == 2
+    assert len(sinks) == 3
 
 
 def test_unloading_leaves_a_kept_pool_alone(notebook: Notebook) -> None:

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import struct
+import time
 
 from hvdlab.collectives.linux import EXIT_CODE, GROUP, SESSION, START_TIME, STATE, process_status
 
@@ -21,6 +22,13 @@ def start_time(pid: int) -> int:
     """When the process started, in clock ticks since the boot; 0 if there is no such process."""
     fields = process_status(pid)
     return int(fields[START_TIME]) if fields else 0
+
+
+def started_at(pid: int) -> float:
+    """When the process started, in seconds since 1970; now, if there is no such process."""
+    ticks, now = start_time(pid), time.time()
+    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return now - since_boot + ticks / os.sysconf("SC_CLK_TCK") if ticks else now
 
 
 def open_process(pid: int, started: int) -> int:

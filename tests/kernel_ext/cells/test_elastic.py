@@ -17,6 +17,7 @@ from hvdlab.kernel_ext.cells.events import (
     RankEnded,
     RanksJoined,
     RanksReleased,
+    TakenOver,
     TimePassed,
 )
 from hvdlab.kernel_ext.cells.results import CellResults
@@ -132,3 +133,17 @@ def test_bounds_that_no_number_fulfils() -> None:
     with pytest.raises(InvalidRequestError, match="--min-np 3 is more than --max-np 2"):
         Bounds(3, 2).check()
     Bounds(2, 2).check()
+
+
+def test_a_cell_that_is_taken_over_says_which_ranks_leave_and_that_too_few_are_left() -> None:
+    cell = elastic(2, at_least=3)
+    leaves, too_few = notes(cell.handle(TakenOver((1, 5)), 1.0))
+    assert leaves == "rank 1 leaves at the next commit"  # and rank 5 is not in the cell
+    assert too_few.startswith("2 of at least 3 ranks are left: training waits until")
+    assert notes(cell.handle(RankDied(1, "it left the pool", 1, left=True), 1.1)) == [
+        "rank 1 has left; nothing is lost by that"
+    ]
+
+
+def test_a_cell_that_is_taken_over_whole_says_nothing() -> None:
+    assert elastic(2).handle(TakenOver(()), 1.0) == []

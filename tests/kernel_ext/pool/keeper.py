@@ -1,9 +1,17 @@
-"""A process that keeps a pool: ``python keeper.py RANKS [busy|talkative|waiting]``. Says ``up``; ends with its input."""
+"""A process that keeps a pool: ``python keeper.py RANKS [CELL]``, with the name of a cell. Says ``up``; ends with its input.
+
+With an elastic cell it does what each line of its input says (see :data:`ACTS`), and says ``did`` after each.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable
 
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.cells.sink import NullSink
 from hvdlab.kernel_ext.payloads import Chunk, Stream
 from hvdlab.kernel_ext.pool import Pool
@@ -18,12 +26,63 @@ me, mine = int(os.environ["RANK"]), os.getpid()
 memory = np.random.default_rng(me).integers(0, 1 << 30, 1 << 16)
 secret = hash(memory.tobytes())
 """
+ELASTIC = """
+import os, signal
+import hvdlab.numpy as hvd
+import numpy as np
+from hvdlab.bindings.elastic.handlers import HandlerRegistry
+from hvdlab.bindings.elastic.state import HandledState
+from hvdlab.collectives.elastic import run_fn
+
+hvd.init()
+state = HandledState(HandlerRegistry([]), step=0, sizes={}, stop=0)
+STOP = [0]
+held = set()
+signal.signal(signal.SIGUSR1, lambda *_: STOP.__setitem__(0, 1))
+
+def train(state, *hold):
+    rank, said = int(os.environ["RANK"]), 0
+    while not state.stop:
+        if said != hvd.size():
+            said = hvd.size()
+            print("size", said, flush=True)
+        if rank in hold and rank not in held:
+            held.add(rank)
+            print("on", flush=True)
+            open(f"{os.environ['DOOR']}{rank}").read()
+        state.stop = int(hvd.allreduce(np.array([STOP[0]]), op=hvd.Sum, name="stop")[0] > 0)
+        state.step += 1
+        state.sizes[hvd.size()] = state.sizes.get(hvd.size(), 0) + 1
+        state.commit()
+        if state.step == 3:
+            print("on", flush=True)
+    return state.step, state.sizes
+
+train = run_fn(train, lambda: None)
+"""
 CELLS = {
     "busy": "print('on', flush=True)\nwhile True: pass",
     "waiting": "print('on', flush=True)\nopen(f'{os.environ[\"DOOR\"]}{me}').read()\n"
     "for n in range(12):\n    print(str(n % 10) * (1 << 20))\nprint('the end')\nme",
     "talkative": "print('on', flush=True)\nfor written in range(1, 65):\n    print('x' * (1 << 20))",
+    "elastic": "train(state)",
+    "held": "train(state, 1)",
 }
+
+
+def let_go(pool: Pool) -> None:
+    """Let the last rank go, which does not come to a commit."""
+    with contextlib.suppress(StartError):
+        pool.resize(pool.size - 1, timeout=0.1)
+
+
+ACTS: dict[str, Callable[[Pool], object]] = {
+    "grow": lambda pool: pool.resize(pool.size + 1),
+    "let go": let_go,
+    # All that this process does before it is killed in the middle of a resize.
+    "start a rank": lambda pool: pool._base.group.want(range(pool.size + 1), Deadline(60)),
+}
+"""What it can do while an elastic cell runs."""
 
 
 class Begun(NullSink):
@@ -32,11 +91,39 @@ class Begun(NullSink):
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
         if any(isinstance(chunk, Stream) and "on\n" in chunk.text for chunk in chunks):
             print("up", flush=True)
-            sys.stdin.readline()  # takes no more
+            self.begun()
+
+    def begun(self) -> None:
+        sys.stdin.readline()  # takes no more
+
+
+class BegunElastic(Begun):
+    """Says ``up`` with the first, and takes all that follows."""
+
+    def __init__(self) -> None:
+        self._up = False
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        if not self._up:
+            super().output(rank, chunks)
+
+    def begun(self) -> None:
+        self._up = True
+
+
+def train(pool: Pool, cell: str) -> None:
+    assert pool.run(ELASTIC).errors == {}
+    pool.start_run(cell, out=BegunElastic(), label="[7]", elastic=Bounds(2, 3))
+    for line in sys.stdin:
+        ACTS[line.strip()](pool)
+        print("did", flush=True)
 
 
 def main() -> None:
     pool = Pool.start(int(sys.argv[1]), keep="mine")
+    if sys.argv[2:] and sys.argv[2] in ("elastic", "held"):
+        train(pool, CELLS[sys.argv[2]])
+        return
     assert pool.run(SET_UP).errors == {}
     if len(sys.argv) > 2:
         pool.run(

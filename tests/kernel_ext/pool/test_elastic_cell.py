@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.cells.sink import NullSink
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
 from hvdlab.kernel_ext.pool import Pool
+from hvdlab.widgets.rank_rows import rank_rows
 from patience import PATIENCE
 
 StartPool = Callable[..., Pool]
@@ -285,6 +287,86 @@ def test_a_rank_that_is_let_go_finishes_its_step_although_the_coordinator_dies(
     assert list(results) == [(2, [3, 2])] * 2, "no step was lost"
     assert (pool.ranks, pool.lost, pool.client.membership().expected) == ((0, 1), {}, (0, 1))
     assert "rank 2 has left; nothing is lost by that" in "\n".join(said.notes)
+
+
+ASKING = """
+import torch
+import hvdlab.torch as hvd
+
+hvd.init()
+state = hvd.elastic.TorchState(step=0)
+sizes, said = [], []
+
+@hvd.elastic.run
+def train(state):
+    sizes.append(hvd.size())
+    asking = {(2, 0): 1, (3, 1): 2, (2, 2): 0}.get((hvd.size(), state.step))
+    if asking == hvd.rank() == 2:
+        breakpoint()
+    elif asking == hvd.rank():
+        said.append(input("go on? "))
+    hvd.allreduce(torch.ones(1), name="together")  # where the others wait meanwhile
+    state.step += 1
+    state.commit()
+    return state.step, sizes, said
+"""
+
+
+class Users:
+    """Does one thing after another when asked; each returns the answer."""
+
+    shows_beside = False
+
+    def __init__(self, *acts: Callable[[], str]) -> None:
+        self._acts = iter(acts)
+        self.prompts: list[str] = []
+
+    def ask(self, prompt: str, *, hidden: bool) -> str:
+        self.prompts.append(prompt)
+        return next(self._acts)()
+
+
+@pytest.mark.timeout(240)
+def test_ranks_come_and_go_while_one_is_at_a_prompt(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    recording = pool.client.recording
+    paused: queue.SimpleQueue[dict[int, str]] = queue.SimpleQueue()
+
+    def row(rank: int) -> tuple[str, str]:
+        """What the table of ranks says of it, once it is known to be at its prompt."""
+        while rank not in paused.get(timeout=PATIENCE):
+            pass
+        pool.client.flush(PATIENCE)  # the recording has all news by then
+        shown = rank_rows(recording)[rank]
+        return shown["paused"], shown["reason"]
+
+    def grow() -> str:
+        pool.resize(3, timeout=PATIENCE)
+        pool.client.wait_for(lambda now: now.waiting == (2,), PATIENCE)
+        assert row(1) == ("at a prompt", "")
+        assert pool.elastic().members[2] == "waits to be let in"
+        return "one"
+
+    def shrink() -> str:
+        with pytest.raises(StartError, match="rank 2 did not come to a commit"):
+            pool.resize(2, timeout=0.1)
+        pool.client.wait_for(lambda now: now.leaving == (2,), PATIENCE)
+        assert row(2) == ("at a prompt", "leaves at the next commit")
+        return "continue"
+
+    def lose() -> str:
+        os.kill(pids(pool)[0], signal.SIGKILL)
+        threading.Event().wait()  # until the question is withdrawn
+        raise AssertionError
+
+    pool.client.on_paused(lambda now: paused.put(dict(now)))
+    user = Users(grow, shrink, lose)
+    assert pool.run(ASKING).ok
+    results = pool.run("train(state)", label="[3]", prompter=user, elastic=Bounds())
+    assert results.ok, results.root_cause
+    assert results.ranks == (1,)
+    assert results[1] == (3, [2, 3, 2, 1], ["one"])
+    assert [prompt.split("]")[0] for prompt in user.prompts] == ["[rank 1", "[rank 2", "[rank 0"]
 
 
 @pytest.mark.timeout(240)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext import keeping, leftovers
+from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.cells.sink import NullSink
 from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.pool import Pool
@@ -221,6 +223,163 @@ def test_a_cell_of_a_pool_that_is_let_go_is_not_over(doors: Callable[[int], None
     pool = Pool.start(1)
     assert pool.resumed == ()
     pool.stop()
+
+
+def act(process: subprocess.Popen[str], what: str) -> None:
+    """Have a keeper of an elastic cell do this."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{what}\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "did\n"
+
+
+def pids_of(pool: Pool) -> dict[int, int]:
+    """Rank to its process, also while ranks are busy or leave."""
+    return {status.rank: status.pid for status in pool.status()}
+
+
+def last_size(out: Recorder, rank: int) -> int:
+    """How many ranks this one has trained with last, as far as it has said that here."""
+    sizes = re.findall(r"size (\d+)", out.text.get(rank, ""))
+    return int(sizes[-1]) if sizes else 0
+
+
+def wait_for_size(out: Recorder, size: int, ranks: Sequence[int]) -> None:
+    out.wait_until(lambda: {last_size(out, rank) for rank in ranks} == {size}, PATIENCE)
+
+
+def test_ranks_join_and_leave_an_elastic_cell_of_the_notebook_before() -> None:
+    kill(keeper("2", "elastic"))
+    out = Recorder()
+    with Pool.attach("mine", show=lambda cell: out) as pool:
+        (run,) = pool.resumed
+        assert pool.elastic().cells == [("[7]", Bounds(2, 3), (0, 1))]
+        with pytest.raises(InvalidRequestError, match=r"4 ranks are more than --max-np 3 of cell \[7\]"):
+            pool.resize(4)
+        before = pids_of(pool)
+        pool.resize(3)
+        wait_for_size(out, 3, [0, 1, 2])
+        assert pool.newcomers == ()
+
+        # Over the death of the coordinator: its successor is sent the cell again, and no rank runs it a second time.
+        back = threading.Event()
+        pool.client.on_reconnected(lambda membership: back.set())
+        os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
+        assert back.wait(PATIENCE)
+        assert pool._base.rebuilder.settle(PATIENCE)
+
+        os.kill(before[0], signal.SIGKILL)
+        wait_for_size(out, 2, [1, 2])
+        assert pool.repair() == (0,)
+        wait_for_size(out, 3, [0, 1, 2])
+        pool.resize(2)
+        out.wait_for_note("rank 2 has left; nothing is lost by that", PATIENCE)
+        wait_for_size(out, 2, [0, 1])
+        os.kill(before[1], signal.SIGUSR1)
+        results = run.wait(PATIENCE)
+        assert results.ok, (results.root_cause, out.notes)
+        assert results.ranks == (0, 1)
+        assert results[0] == results[1]
+        step, sizes = results[1]
+        assert sum(sizes.values()) == step
+        assert pids_of(pool)[1] == before[1]
+        assert list(pool.run("hvd.allreduce(np.ones(1), op=hvd.Sum).item()")) == [2.0, 2.0]
+
+
+def test_a_rank_that_waits_to_be_let_in_joins_for_the_next_notebook(doors: Callable[[int], None]) -> None:
+    process = keeper("2", "held")
+    act(process, "grow")
+    kill(process)
+    out = Recorder()
+    with Pool.attach("mine", show=lambda cell: out) as pool:
+        (run,) = pool.resumed
+        pool.client.wait_for(lambda now: now.waiting == (2,), PATIENCE)
+        assert pool.elastic().members[2] == "waits to be let in"
+        assert pool.newcomers == ()
+        doors(1)
+        wait_for_size(out, 3, [0, 1, 2])
+        run.interrupt()
+        assert set(run.wait(PATIENCE).errors) == {0, 1, 2}
+        assert pool.newcomers == (), "it has entered, and knows all"
+
+
+@pytest.mark.soak
+def test_a_rank_whose_cell_ended_before_it_entered_is_a_newcomer_for_the_next_notebook(
+    doors: Callable[[int], None],
+) -> None:
+    process = keeper("2", "held")
+    act(process, "grow")
+    kill(process)
+    with Pool.attach("mine") as pool:
+        (run,) = pool.resumed  # an elastic cell goes on with the pool, also if nothing shows its output
+        pool.client.wait_for(lambda now: now.waiting == (2,), PATIENCE)
+        run.interrupt()
+        assert set(run.wait(PATIENCE).errors) == {0, 1, 2}
+        assert pool.newcomers == (2,)
+        failed = pool.run("state")
+        assert failed.errors[2].ename == "NameError"
+        assert set(failed.newcomers) == {2}
+
+
+def test_a_rank_that_was_let_go_leaves_for_the_next_notebook(doors: Callable[[int], None]) -> None:
+    process = keeper("3", "held")
+    act(process, "let go")
+    kill(process)
+    out = Recorder()
+    with Pool.attach("mine", show=lambda cell: out) as pool:
+        (run,) = pool.resumed
+        assert pool.ranks == (0, 1)
+        assert pool.elastic().members[2] == "leaves at the next commit"
+        out.wait_for_note("rank 2 leaves at the next commit", PATIENCE)
+        doors(1)
+        wait_for_size(out, 2, [0, 1])
+        out.wait_for_note("rank 2 has left; nothing is lost by that", PATIENCE)
+        os.kill(pids_of(pool)[0], signal.SIGUSR1)
+        results = run.wait(PATIENCE)
+        assert results.ok, (results.root_cause, out.notes)
+        assert results.ranks == (0, 1)
+        step, sizes = results[0]
+        assert sum(sizes.values()) == step, "no step was lost"
+
+
+@pytest.mark.soak
+def test_a_rank_that_was_not_sent_the_cell_before_the_notebook_ended_is_sent_it_by_the_next(
+    doors: Callable[[int], None],
+) -> None:
+    process = keeper("2", "held")
+    act(process, "start a rank")
+    kill(process)
+    out = Recorder()
+    with Pool.attach("mine", show=lambda cell: out) as pool:
+        (run,) = pool.resumed
+        out.wait_for_note("rank 2 joins at the others' next commit", PATIENCE)
+        doors(1)
+        wait_for_size(out, 3, [0, 1, 2])
+        os.kill(pids_of(pool)[0], signal.SIGUSR1)
+        results = run.wait(PATIENCE)
+        assert results.ok, (results.root_cause, out.notes)
+        assert results.ranks == (0, 1, 2)
+
+
+@pytest.mark.soak
+def test_too_few_ranks_are_told_of_and_repaired_in_an_elastic_cell_of_the_notebook_before() -> None:
+    process = keeper("2", "elastic")
+    kept = Registry().get("mine")
+    (first, second) = sorted(psutil.Process(kept.warm.pid).children(), key=psutil.Process.name)
+    kill(process)
+    first.kill()
+    psutil.wait_procs([first], timeout=GONE)
+    out = Recorder()
+    with Pool.attach("mine", show=lambda cell: out) as pool:
+        (run,) = pool.resumed
+        out.wait_for_note("1 of at least 2 ranks is left", PATIENCE)
+        assert pool.repair() == (0,)
+        wait_for_size(out, 2, [0, 1])
+        os.kill(second.pid, signal.SIGUSR1)
+        results = run.wait(PATIENCE)
+        assert results.ok, (results.root_cause, out.notes)
+        assert results.ranks == (0, 1)
 
 
 @pytest.mark.soak

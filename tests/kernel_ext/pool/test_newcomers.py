@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.kernel_ext.newcomers import Newcomers
+from hvdlab.kernel_ext.newcomers import BEFORE, Newcomer, Newcomers
 
 
 def test_a_rank_is_a_newcomer_until_it_has_entered_the_cell() -> None:
@@ -30,6 +30,16 @@ def test_what_was_brought_is_lost_with_the_cell() -> None:
     # It entered just before that, and its mail comes only now.
     newcomers.entered("a", 1)
     assert newcomers.all() == {}
+
+
+def test_ranks_that_another_process_has_started_after_others() -> None:
+    newcomers = Newcomers()
+    newcomers.found({1: 1000.0, 2: 2000.0})
+    newcomers.join("a", [1])
+    assert newcomers.all() == {2: Newcomer(BEFORE, 2000.0)}
+    newcomers.entered("a", 1)  # which it says again, since it is asked for the cell's messages
+    newcomers.cell_ended("a")
+    assert set(newcomers.all()) == {2}
 
 
 def test_mail_of_a_process_before_this_one_says_nothing() -> None:

@@ -144,6 +144,24 @@ def test_a_cell_that_nobody_attends_writes_on_and_its_newest_output_is_kept(rank
     rank.play(script)
 
 
+def test_the_order_of_an_elastic_cell_is_kept_for_the_next_process(rank: Rank) -> None:
+    rank.shell.user_ns["go"] = go = threading.Event()
+
+    def script(pool: Pool) -> None:
+        trains = pool.start("go.wait()", at_least=2, at_most=3)
+        queued = pool.start("pass")
+        pool.engine.mail(AskCells(7))
+        elastic, other = pool.expect(Cells).cells
+        assert elastic.order is not None
+        assert (elastic.order.source, elastic.order.at_least, elastic.order.at_most) == ("go.wait()", 2, 3)
+        assert other.order is None
+        go.set()
+        pool.finish(trains)
+        pool.finish(queued)
+
+    rank.play(script)
+
+
 def test_what_somebody_was_told_of_is_not_dropped_until_he_is_gone() -> None:
     sent = Sent(lambda topic, body: None)
     sent.expect("a", "[1]")

@@ -59,6 +59,7 @@ class Settings:
         kv_staleness: How many pushes of a key a worker may be ahead of the slowest; ``None`` for no bound.
         kv_update: Where the optimizer of a ``dist_sync`` store runs, ``workers`` or ``servers``.
         kv_bigarray_bound: Elements from which on a key is spread over all servers.
+        kv_partition_bytes: Bytes of the parts in which a ``byteps`` store sums a large array that the caller does not wait for.
         thread_affinity: Cores for the engine's threads, by local rank; empty leaves them alone.
     """
 
@@ -95,6 +96,7 @@ class Settings:
     kv_staleness: int | None = None
     kv_update: str = "workers"
     kv_bigarray_bound: int = 1_000_000
+    kv_partition_bytes: int = 4_096_000
     thread_affinity: tuple[int, ...] = ()
 
     @classmethod

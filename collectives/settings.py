@@ -54,6 +54,7 @@ class Settings:
         cache_capacity: Tensors that the coordinator knows by number, at most.
         require_encryption: Empty if data may travel between hosts in the clear; ``1`` if it may not; or the networks, separated by
             commas, that count as encrypted.
+        kv_optimizers: Modules that parameter servers import.
         kv_replicas: Further hosts on which servers keep a copy of each value.
         kv_servers: Parameter servers on each host.
         kv_staleness: How many pushes of a key a worker may be ahead of the slowest; ``None`` for no bound.
@@ -91,6 +92,7 @@ class Settings:
     log_hide_time: bool = False
     cache_capacity: int = 4096
     require_encryption: str = ""
+    kv_optimizers: tuple[str, ...] = ()
     kv_replicas: int = 0
     kv_servers: int = 1
     kv_staleness: int | None = None

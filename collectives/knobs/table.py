@@ -15,6 +15,7 @@ from hvdlab.collectives.knobs.kinds import (
     FRACTION,
     LEVEL,
     MILLISECONDS,
+    MODULES,
     POSITIVE,
     SECONDS,
     TEXT,
@@ -92,6 +93,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HVDLAB_START_TIMEOUT", SECONDS, _R, "60", "how long `hvd.init()` waits for all ranks", "start_timeout"),
     Knob("HOROVOD_GLOO_TIMEOUT_SECONDS", SECONDS, _R, "60", "the same, if `HVDLAB_START_TIMEOUT` is unset", "start_timeout"),
     # -- key-value stores -----------------------------------------------------------------------------------------
+    Knob("HVDLAB_KV_OPTIMIZERS", MODULES, _R, "-", "modules, with commas between them, that parameter servers import, so that they have the [optimizers of your own](../how-to/kvstore.md#optimizers-of-your-own-on-servers) which these register", "kv_optimizers"),
     Knob("HVDLAB_KV_REPLICAS", COUNT, _R, "0", "on how many further hosts servers keep a copy of each value, which [takes over](../how-to/kvstore.md#servers) when a host is lost", "kv_replicas"),
     Knob("HVDLAB_KV_SERVERS", POSITIVE, _R, "1", "processes on each host that keep the values of [key-value stores](../how-to/kvstore.md#servers) which need servers", "kv_servers"),
     Knob("HVDLAB_KV_STALENESS", COUNT, _R, "-", "how many pushes of a key a worker may be ahead of the slowest one in a `dist_async` store; a push that would go further waits; unset there is no bound", "kv_staleness"),

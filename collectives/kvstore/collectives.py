@@ -26,6 +26,8 @@ from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.keys import Key
 from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, position, set_id
 
+_TEXT_BYTES = 2048
+
 
 def joined() -> Engine:
     """This rank's engine; joins the world if that has not happened yet."""
@@ -133,6 +135,14 @@ class Workers:
             anonymous=True,
         )
         return context.engine("broadcast").submit(request)
+
+    def first_says(self, text: str, name: str) -> str:
+        """The text of the first worker, on all of them; a long one is cut. All workers call it together."""
+        said = np.zeros(_TEXT_BYTES, np.uint8)
+        encoded = text.encode()[:_TEXT_BYTES]
+        said[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+        self.submit_broadcast(said, name).wait()
+        return said.tobytes().rstrip(b"\0").decode(errors="ignore")
 
     def submit_gather(self, array: Array, name: str) -> Handle:
         """Start to concatenate the rows of all workers; the result has the numbers of rows of each worker in its tables."""

@@ -10,8 +10,9 @@ busy when those come that the next forward pass needs first. Three ways to make 
 * ``in order``: each layer waits for its own gradient right before its forward pass; gradients are summed in the order of the backward pass;
 * ``urgent first``: the same, with ``byteps``'s parts and priorities, so that those of the first layers go first.
 
-A figure is the median over the rounds of the slowest rank's time for a step. All three must end with the same weights, to the bit. The hosts are
-network namespaces on this machine (``tests/hosts.py``), so the ranks share its cores.
+A figure is the median over the rounds of the slowest rank's time for a step. ``first back`` is when the first layer's gradient is there after a backward
+pass, by when all are: a share that depends less on what else the machine does. All three must end with the same weights, to the bit. The hosts are network
+namespaces on this machine (``tests/hosts.py``), so the ranks share its cores.
 """
 
 from __future__ import annotations
@@ -77,19 +78,31 @@ class Trained:
                 weight -= LEARNING_RATE * weight.grad
             weight.grad = None
 
-    def step(self) -> float:
-        """One step; returns its seconds."""
+    def _backward(self) -> None:
         import torch
 
-        start = perf_counter()
         hidden = self.inputs
         for place, layer in enumerate(self.layers):
             self._update(place)
             hidden = torch.relu(layer(hidden))
         hidden.square().mean().backward()
+
+    def step(self) -> float:
+        """One step; returns its seconds."""
+        start = perf_counter()
+        self._backward()
         if self.way == "all at once":
             self.finish()
         return perf_counter() - start
+
+    def first_back(self) -> float:
+        """One step; returns when the first layer's gradient was there after the backward pass, by when all were."""
+        self._backward()
+        start = perf_counter()
+        self._update(0)
+        first = perf_counter()
+        self.finish()
+        return (first - start) / (perf_counter() - start)
 
     def finish(self) -> None:
         for place in range(len(self.layers)):
@@ -103,11 +116,11 @@ class Trained:
 MODELS: dict[str, Trained] = {}
 
 
-def steps(way: str, count: int) -> list[float]:
-    """On a rank: seconds of each step; what is on its way when they begin and end is that of one step."""
+def steps(way: str, count: int) -> tuple[list[float], float]:
+    """On a rank: seconds of each step, and ``first back``. What is on its way when the steps begin and end is that of one step."""
     model = MODELS.get(way) or MODELS.setdefault(way, Trained(way))
     api.barrier()
-    return [model.step() for _ in range(count)]
+    return [model.step() for _ in range(count)], model.first_back()
 
 
 def weights(way: str) -> tuple[list[bytes], str]:
@@ -142,25 +155,35 @@ def main() -> None:
             urgent = stack.enter_context(RanksOnHosts(network, 1, env={"MASTER_PORT": str(PORT + 1)}))
         worlds = dict(zip(WAYS, (plain, plain, urgent), strict=True))
         times: dict[str, list[float]] = {way: [] for way in WAYS}
+        shares: dict[str, list[float]] = {way: [] for way in WAYS}
         for turn in range(arguments.rounds + 1):
             for way, world in worlds.items():
                 taken = world.run(steps, way, arguments.steps, timeout=300)
                 if turn:
-                    times[way] += [max(alike) for alike in zip(*(mine[1:] for mine in taken), strict=True)]
+                    times[way] += [max(alike) for alike in zip(*(mine[1:] for mine, _ in taken), strict=True)]
+                    shares[way] += [share for _, share in taken]
         ends = {way: world.run(weights, way, timeout=300) for way, world in worlds.items()}
     (first, plane), *others = [rank for way in WAYS for rank in ends[way]]
     assert all(rank == (first, plane) for rank in others), "the ways end with different weights"
-    report(times, plane, arguments)
+    report(times, shares, plane, arguments)
 
 
-def report(times: dict[str, list[float]], plane: str, arguments: argparse.Namespace) -> None:
+def report(
+    times: dict[str, list[float]],
+    shares: dict[str, list[float]],
+    plane: str,
+    arguments: argparse.Namespace,
+) -> None:
     """Print the medians, and write them to a file if wanted."""
     medians = {way: round(1e3 * statistics.median(taken), 1) for way, taken in times.items()}
+    first = {way: round(statistics.median(found), 2) for way, found in shares.items()}
     load = round(os.getloadavg()[0], 1)
     mib = sum(4 * wide * next_ for wide, next_ in itertools.pairwise(WIDTHS)) / (1 << 20)
     print(f"{mib:.1f} MiB of gradients on {plane}, load {load}")
     for way, milliseconds in medians.items():
-        print(f"{way:14} {milliseconds:9.1f} ms   {milliseconds / medians[WAYS[0]]:.2f}")
+        print(
+            f"{way:14} {milliseconds:9.1f} ms   {milliseconds / medians[WAYS[0]]:.2f}   first back {first[way]:.2f}"
+        )
     if arguments.json:
         found = {
             "bits_per_second": None if arguments.here else arguments.rate,
@@ -170,6 +193,7 @@ def report(times: dict[str, list[float]], plane: str, arguments: argparse.Namesp
             "cores": os.cpu_count(),
             "load": load,
             "milliseconds": medians,
+            "first_back": first,
         }
         Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")
 

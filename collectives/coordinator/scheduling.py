@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hvdlab.collectives.coordinator.rounds import Round
 
-SCHEDULING_CREDIT = 8 * 1024 * 1024
+SCHEDULING_CREDIT = 4 * 1024 * 1024
 """Bytes of tensors with a priority that are ordered and not executed yet, at most (one that alone is larger is ordered nevertheless)."""
 
 

@@ -76,7 +76,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HOROVOD_CYCLE_TIME", MILLISECONDS, _C, "0", "flush delay: how long what is ready is held for more to fuse with it (small collectives that a rank waits for may go [another way](../design/overview.md#the-direct-way)); 0 executes at once, which is quickest unless an application submits very many tensors slowly", "flush_delay"),
     Knob("HOROVOD_DISABLE_GROUP_FUSION", FLAG, _C, "0", "1 fuses the tensors of a `grouped_*` call with each other only", "separate_groups"),
     Knob("HOROVOD_CACHE_CAPACITY", COUNT, _R, "4096", "tensors (name, shape, type, operation, call site) that ranks and coordinator remember, so that they are announced by number; the longest unused makes room", "cache_capacity"),
-    Knob("HVDLAB_SCHEDULING_CREDIT", BYTES, _C, "8388608", "bytes of tensors [with a priority](../how-to/kvstore.md#priorities) that ranks execute at a time, before the coordinator chooses the most urgent of the others; 0 chooses none, but executes in the order of becoming ready", "scheduling_credit"),
+    Knob("HVDLAB_SCHEDULING_CREDIT", BYTES, _C, "4194304", "bytes of tensors [with a priority](../how-to/kvstore.md#priorities) that ranks execute at a time, before the coordinator chooses the most urgent of the others; 0 chooses none, but executes in the order of becoming ready", "scheduling_credit"),
     # -- stalls ---------------------------------------------------------------------------------------------------
     Knob("HOROVOD_STALL_CHECK_DISABLE", FLAG, _C, "0", "1 neither reports nor ends collectives that wait for ranks", "stall_disable"),
     Knob("HOROVOD_STALL_CHECK_TIME_SECONDS", SECONDS, _C, "10", "after how long, and how often, a collective that waits for ranks is reported; 0 never", "stall_seconds"),

@@ -122,14 +122,18 @@ class PushPull:
     def wait(self) -> None:
         """Wait for the sum and write it to the outputs. Called again it does nothing, or raises the same error.
 
+        If the sum fails, outputs are unchanged.
+
         Raises:
-            KVStoreError: The ranks gave arrays of different shapes or types.
-            AbortedError: A rank died, failed, left or was interrupted. Outputs are unchanged, as after any error.
+            KVStoreError: The ranks gave arrays of different shapes or types. Where these are summed in parts, this ends the sums of other
+                keys that are in flight as well, with an ``AbortedError``.
+            AbortedError: A rank died, failed, left or was interrupted.
+            TypeError: An output is read-only, or can't be written to otherwise.
         """
         completed([(self.key, handle) for handle in self._handles])
-        targets, self._targets = self._targets, []
-        for target in targets:
+        for target in self._targets:
             write(target, self._total)
+        self._targets = []
 
 
 @KVStoreBase.register

@@ -64,6 +64,7 @@ class Planes:
         for entry in job.entries:
             if me.state.finish(entry) and isinstance(entry, SimEntry):
                 entry.complete(("done", *here, names, result))
+        me.state.executed(job)
 
     def _result(self, me: SimRank, job: RunBatch, names: tuple[str, ...]) -> object:
         """What comes out on this rank, as far as it may not differ from what comes out on others."""

@@ -65,6 +65,7 @@ class Schedule:
             size=None if self.tracked else self.size,
             fusion_threshold=chance.choice([0, 32, 1 << 20]),
             flush_delay=chance.choice([0.0, 0.0, 0.0, 0.2]),
+            scheduling_credit=chance.choice([1, 20, 8000, 0]),
             reattach=1.0,
         )
         self.sim = Simulation(
@@ -76,6 +77,8 @@ class Schedule:
             validate=0.05,
             lacking=chance.choice([0.0, 0.0, 0.1]),
         )
+        #: Priorities that allreduces have in this schedule.
+        self.priorities = chance.choice([[None], [None], [None, 0], [0, 0, 7, -3]])
         self.cells = 0
         self.script = False  # whether nobody but the ranks knows anything
         self.resized = False
@@ -126,12 +129,15 @@ class Schedule:
                 f"   rank {me.rank}: {request.kind.label} {request.name} in {request.process_set}: {done!r}"
             )
 
+    def allreduce(self, name: str | None, shape: tuple[int, ...] = (4,), **changes: object) -> Request:
+        return allreduce(name, shape, priority=self.chance.choice(self.priorities), **changes)
+
     # -- what users do --------------------------------------------------------------------------------------------
 
     def do_submit(self) -> None:
         me = self.someone()
         if me is not None:
-            self.submit(me, allreduce(self.chance.choice(_NAMES), process_set=self.somewhere(me)))
+            self.submit(me, self.allreduce(self.chance.choice(_NAMES), process_set=self.somewhere(me)))
 
     def do_everywhere(self) -> None:
         """What programs that are right do: the same on all ranks, which are not equally fast."""
@@ -142,7 +148,7 @@ class Schedule:
         for me in self.free():
             if where in me.state.sets or where == 0:
                 for name in names:
-                    self.submit(me, allreduce(name, shape, process_set=where))
+                    self.submit(me, self.allreduce(name, shape, process_set=where))
             for _ in range(self.chance.randint(0, 3)):
                 self.sim.step()
 
@@ -157,7 +163,7 @@ class Schedule:
                     directly = self.chance.random() < 0.95
                     shape = usual if self.chance.random() < 0.97 else (5,)
                     done = self.sim.submit(
-                        me.rank, allreduce(name, shape, process_set=where), directly=directly
+                        me.rank, self.allreduce(name, shape, process_set=where), directly=directly
                     )
                     self._say(f"rank {me.rank}: {name} in {where}, directly {directly}: {done!r}")
                 for _ in range(self.chance.randint(0, 3)):
@@ -181,7 +187,7 @@ class Schedule:
     def do_mismatch(self) -> None:
         me = self.someone()
         if me is not None:
-            self.submit(me, allreduce(self.chance.choice(_NAMES), (5,), process_set=self.somewhere(me)))
+            self.submit(me, self.allreduce(self.chance.choice(_NAMES), (5,), process_set=self.somewhere(me)))
 
     def do_group(self) -> None:
         members = [f"g{i}" for i in range(3)]
@@ -190,7 +196,7 @@ class Schedule:
             if self.chance.random() < 0.8 and (where in me.state.sets or where == 0):
                 self.chance.shuffle(members)
                 for name in members:
-                    self.submit(me, allreduce(name, group=("g", 3), process_set=where))
+                    self.submit(me, self.allreduce(name, group=("g", 3), process_set=where))
 
     def do_gather(self) -> None:
         for me in self.free():

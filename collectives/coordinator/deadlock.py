@@ -69,6 +69,8 @@ def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
     defined = peer.definitions.get(wait.local)
     if ps is None or ps.epoch != wait.epoch or defined is None:
         return None
+    if any(kept.heads.get(peer.rank) is defined for kept in ps.matcher.schedule):
+        return None  # it will be executed; a later round of the name, which may be incomplete, is not what the rank waits for
     current = ps.matcher.rounds.get(defined.info.name)
     if current is not None and peer.rank in current.heads:
         if current.disputed is not None:

@@ -63,7 +63,7 @@ class Matcher(PendingRounds):
             return None
         current = self.rounds.get(info.name)
         if current is None:
-            current = self.rounds[info.name] = Round(info, defined.local, now)
+            current = self.rounds[info.name] = Round(info, defined.local, now, defined.priority)
         elif rank in current.heads:
             if current.behind is None:
                 current.behind = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvdlab.collectives.coordinator.rounds import Round, report_round
+from hvdlab.collectives.coordinator.scheduling import Schedule
 from hvdlab.collectives.coordinator.verdicts import Debts, Rejection
 from hvdlab.collectives.protocol.messages import AbortedCollective
 
@@ -20,6 +21,7 @@ class PendingRounds:
         rounds: Rounds that are not complete, by name, oldest first.
         held: Complete rounds whose group is not.
         ready: Complete rounds to be released, in order.
+        schedule: Complete rounds with a priority, of which some wait for their turn.
         rejections: Submissions that got a verdict, in order.
         conflict: Text of a disagreement that can't be limited to one name, or empty.
         disputes: Incomplete rounds in which ranks disagree, by name, oldest first.
@@ -34,6 +36,7 @@ class PendingRounds:
         self.rounds: dict[str, Round] = {}
         self.held: dict[str, list[Round]] = {}
         self.ready: list[Round] = []
+        self.schedule = Schedule()
         self.rejections: list[Rejection] = []
         self.conflict = ""
         self.disputes: dict[str, Round] = {}
@@ -43,7 +46,7 @@ class PendingRounds:
     @property
     def pending(self) -> bool:
         """Whether some rank waits for a decision."""
-        return bool(self.rounds or self.held or self.ready)
+        return bool(self.rounds or self.held or self.ready or self.schedule)
 
     @property
     def joined(self) -> tuple[int, ...]:
@@ -80,7 +83,10 @@ class PendingRounds:
         return {rank for head in current.heads.values() for rank in head.info.between or self.ranks}
 
     def waiting(self) -> Iterable[tuple[Round, tuple[int, ...]]]:
-        """Undecided rounds with the ranks that are missing (none for those held back by their group)."""
+        """Undecided rounds with the ranks that are missing (none for those held back by their group).
+
+        Those that wait for their turn are not among them: nothing is missing, and they will be executed.
+        """
         for current in self.rounds.values():
             yield current, self.missing(current)
         for held in self.held.values():
@@ -91,7 +97,7 @@ class PendingRounds:
 
     def report(self) -> tuple[AbortedCollective, ...]:
         """What is pending, for error texts."""
-        waiting = list(self.waiting())
+        waiting = [*self.waiting(), *((current, ()) for current in self.schedule)]
         full = sum(len(current.heads) for current, _ in waiting) <= SITES_LIMIT
         joined = self.joined
         return tuple(report_round(current, missing, joined, all_sites=full) for current, missing in waiting)
@@ -100,6 +106,7 @@ class PendingRounds:
         """Assert what must hold between calls."""
         members = self.members
         assert not self.rejections
+        self.schedule.validate()
         assert all(current.info.fuse_key is not None for current in self.ready), "held, but never fused"
         for name, current in self.rounds.items():
             assert name == current.info.name

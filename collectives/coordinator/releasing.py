@@ -27,6 +27,8 @@ def decide(state: CoordinatorState, ps: ProcessSet) -> None:
         state.sets.abort(ps, CauseKind.MISMATCH, (), matcher.conflict)
         return
     ready, matcher.ready = matcher.ready, []
+    if matcher.schedule or any(current.priority is not None for current in ready):
+        ready = _schedule(state, ps, ready)
     if matcher.rejections:
         rejections, matcher.rejections = matcher.rejections, []
         done = 0
@@ -42,13 +44,42 @@ def decide(state: CoordinatorState, ps: ProcessSet) -> None:
         state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
 
 
+def _schedule(state: CoordinatorState, ps: ProcessSet, ready: list[Round]) -> list[Round]:
+    """Order the rounds with a priority whose turn it is, and keep the others with one back.
+
+    Where a round that is kept would be in the way, none is: it would be aborted with what waits for a rank that has no cell, has left or
+    begins again; and no verdict may overtake it, since ranks take both out of the same queues.
+
+    Returns:
+        The rounds that are still to be released, in order.
+    """
+    matcher, credit = ps.matcher, state.options.scheduling_credit
+    schedule = matcher.schedule
+    leaving = ps.gone or state.elastic.ready or not matcher.members.isdisjoint(state.cells.idle)
+    if leaving or matcher.rejections or not credit:
+        run(state, ps, schedule.next())
+        return ready
+    others: list[Round] = []
+    for current in ready:
+        if schedule.concerns(current):
+            schedule.add((current,))
+        else:
+            others.append(current)
+    _release(state, ps, others)
+    due = schedule.next(credit)
+    if due:
+        # Two batches at least, so that ranks execute one of them while the end of the other is reported.
+        _run_together(state, ps, due, min(state.fusion_threshold, credit // 2), reported=True)
+    return []
+
+
 def run(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> None:
     """Have these rounds executed, fused as far as they may be."""
     for between, some in itertools.groupby(rounds, lambda current: current.info.between):
         if between:
             _run_messages(state, ps, tuple(some), between)
         else:
-            _run_together(state, ps, tuple(some))
+            _run_together(state, ps, tuple(some), state.fusion_threshold)
 
 
 def _run_messages(
@@ -63,16 +94,25 @@ def _run_messages(
     execute(ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, state.outbox)
 
 
-def _run_together(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> None:
+def _run_together(
+    state: CoordinatorState,
+    ps: ProcessSet,
+    rounds: Sequence[Round],
+    threshold: int,
+    *,
+    reported: bool = False,
+) -> None:
     if rounds:
         ps.sequence += 1
         batches: Sequence[Sequence[Round]] = (rounds,)
         if len(rounds) > 1:
-            batches = fuse(rounds, state.fusion_threshold, separate_groups=state.options.separate_groups)
+            batches = fuse(rounds, threshold, separate_groups=state.options.separate_groups)
         tuned = state.options.tuning is not None
         if tuned:
             state.tuning.before(state, ps)
-        execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.outbox)
+        if reported:
+            ps.matcher.schedule.ordered(ps.sequence, batches)
+        execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.outbox, reported=reported)
         if tuned:
             state.tuning.executed(ps, rounds)
 

@@ -52,12 +52,13 @@ class Interned:
 
 
 class Defined:
-    """What a rank's local id stands for."""
+    """What a rank's local id stands for. Only allreduces have a priority."""
 
-    __slots__ = ("info", "local", "site")
+    __slots__ = ("info", "local", "priority", "site")
 
-    def __init__(self, local: int, info: Interned, site: str) -> None:
+    def __init__(self, local: int, info: Interned, site: str, priority: int | None = None) -> None:
         self.local, self.info, self.site = local, info, site
+        self.priority = priority if info.fuse_key is not None else None
 
 
 class SignatureTable:
@@ -80,7 +81,7 @@ class SignatureTable:
             info = self._interned[signature] = Interned(signature)
         info.references += 1
         old = definitions.get(definition.local)
-        definitions[definition.local] = Defined(definition.local, info, definition.site)
+        definitions[definition.local] = Defined(definition.local, info, definition.site, definition.priority)
         if old is not None:
             self._release(old.info)
 

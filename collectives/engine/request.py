@@ -80,6 +80,8 @@ class Request:
         ranks: To add a process set, its ranks; of a message, the rank that sends and the rank that receives.
         on_done: Called once when the request is finished; see :class:`CompletionHook`.
         label: What recordings call it, if that is not its name. There should be few different ones, since recordings keep them all.
+        priority: Of the allreduces that have one, the highest is executed first among those that are ready and have not begun; also,
+            they have others without a priority, barriers included, go before them. ``None``: in the order of becoming ready.
         about: What errors and stall lines say behind the call site, on all ranks, such as `` for layers.3``. There should be few different
             ones, since each is defined once.
     """
@@ -104,6 +106,7 @@ class Request:
     on_done: CompletionHook | None = None
     label: str = ""
     about: str = ""
+    priority: int | None = None
 
 
 @dataclass(slots=True)

@@ -145,7 +145,7 @@ def test_two_threads_ask_about_one_group_at_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(history, "PATIENCE", HOUR)  # nothing but the answers ends a wait
     mail: Any = Mail()
     histories = Histories(mail)
-    for call in said("a b a b a b a b".split()).calls:
+    for call in said(["a", "b", "a", "b", "a", "b", "a", "b"]).calls:
         histories.add("group", 3, call)
     found: list[queue.Queue[str]] = [queue.Queue(), queue.Queue()]
     threads, questions = [], []

@@ -29,7 +29,11 @@ class Stuck(NamedTuple):
 
 
 def _in_round(ps: ProcessSet, current: Round, site: str, missing: tuple[int, ...]) -> Stuck:
-    return Stuck(ps, call_name(kind_label(current.info.kind), current.info.name), site, missing)
+    info = current.info
+    what = call_name(kind_label(info.kind), info.name)
+    if info.from_any:  # the same words on all ranks that wait so
+        what = call_name("recv from any rank", info.signature.channel)
+    return Stuck(ps, what, site, missing)
 
 
 def find_deadlock(

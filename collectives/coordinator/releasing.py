@@ -128,7 +128,7 @@ def free_from_idle(state: CoordinatorState, now: float) -> None:
             _free_messages(state, ps, idle, now)
             for current, missing in ps.matcher.waiting():
                 absent = [r for r in (missing or ps.members) if r in idle]
-                if absent:
+                if absent and not current.info.from_any:  # else another rank may send
                     why = state.cells.absence(absent, current.heads)
                     state.sets.abort(ps, why.kind, why.ranks, why.text)
                     break
@@ -138,11 +138,11 @@ def free_from_idle(state: CoordinatorState, now: float) -> None:
 
 def _free_messages(state: CoordinatorState, ps: ProcessSet, idle: AbstractSet[int], now: float) -> None:
     """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
-    vain = {
-        current.info.name: absent
-        for current, missing in ps.matcher.waiting()
-        if current.info.between and (absent := [rank for rank in missing if rank in idle])
-    }
+    vain: dict[str, list[int]] = {}
+    for waiting, missing in ps.matcher.waiting():
+        absent, info = [rank for rank in missing if rank in idle], waiting.info
+        if info.between and absent and (not info.from_any or len(absent) == len(missing)):
+            vain[info.name] = absent
     for name, absent in vain.items():
         while (current := ps.matcher.rounds.get(name)) is not None and not current.heads.keys() & {*absent}:
             why = state.cells.absence(absent, current.heads)

@@ -154,6 +154,7 @@ def signature_of(request: Request, name: str, shape: tuple[int, ...]) -> Signatu
         group,
         count,
         request.ranks,
+        channel=request.channel,
     )
 
 

@@ -50,7 +50,7 @@ class Locals:
             request.postscale = math.nan
         key: Key = (
             entry.name, request.kind, shape, request.dtype, request.op, entry.site, request.process_set, request.root,
-            request.prescale, request.postscale, request.group, request.device, request.ranks, request.about,
+            request.prescale, request.postscale, request.group, request.device, request.ranks, request.channel, request.about,
             request.priority,
         )  # fmt: skip
         local = self._by_key.get(key)

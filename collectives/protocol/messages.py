@@ -34,6 +34,9 @@ class Signature(Record, frozen=True):
 
     For allgather and alltoall ``shape`` leaves out the first dimension, which may differ between ranks and travels
     with each announcement.
+
+    Messages with the same ``channel`` and receiver are those that a receive from any rank on this channel may get. Such a receive has its
+    own rank alone as ``ranks``.
     """
 
     kind: int
@@ -49,6 +52,7 @@ class Signature(Record, frozen=True):
     group_size: int = 0
     ranks: tuple[int, ...] = ()
     splits: bool = False
+    channel: str = ""
 
 
 class Definition(Record, frozen=True):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import msgspec
 import pytest
 
-from hvdlab.torch.c10d.history import KEPT, Call, Drift, Said, Shift, find_drift, find_shift
+from hvdlab.torch.c10d import history
+from hvdlab.torch.c10d.history import KEPT, Call, Drift, Histories, Said, Shift, find_drift, find_shift
+from patience import HOUR, PATIENCE
 
 
 def said(lines: Sequence[str], first: int = 0) -> Said:
@@ -111,3 +117,53 @@ def test_who_is_ahead_is_told_by_both_sides_alike() -> None:
             "rank 0 made all_reduce #4 (a.py:3) after 1 step of its optimizers, and rank 1 made it after 2 steps"
         )
     )
+
+
+class Mail:
+    """What :class:`Histories` uses of the engine of rank 0: the mail that it sends waits here."""
+
+    rank, living = 0, (0, 1, 2)
+
+    def __init__(self) -> None:
+        self.sent: queue.Queue[tuple[Said, tuple[int, ...]]] = queue.Queue()
+        self.receive: Callable[[int, bytes], None] = lambda sender, body: None
+
+    def on_mail(self, topic: str, receive: Callable[[int, bytes], None]) -> None:
+        self.receive = receive
+
+    def post(self, topic: str, body: bytes, to: Sequence[int]) -> None:
+        self.sent.put((msgspec.msgpack.decode(body, type=Said), tuple(to)))
+
+    def answer(self, rank: int, question: Said, lines: str) -> None:
+        """This rank answers with calls from these lines."""
+        calls = tuple(Call(i + 1, "all_reduce", line) for i, line in enumerate(lines.split()))
+        said = msgspec.structs.replace(question, calls=calls, asks=False)
+        self.receive(rank, msgspec.msgpack.encode(said))
+
+
+def test_two_threads_ask_about_one_group_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "PATIENCE", HOUR)  # nothing but the answers ends a wait
+    mail: Any = Mail()
+    histories = Histories(mail)
+    for call in said(["a", "b", "a", "b", "a", "b", "a", "b"]).calls:
+        histories.add("group", 3, call)
+    found: list[queue.Queue[str]] = [queue.Queue(), queue.Queue()]
+    threads, questions = [], []
+    for missing, texts in zip(([1], [1, 2]), found, strict=True):
+        thread = threading.Thread(
+            target=lambda missing, texts: texts.put(histories.explain("group", 3, missing)),
+            args=(missing, texts),
+            daemon=True,
+        )
+        thread.start()
+        threads.append(thread)
+        question, to = mail.sent.get(timeout=PATIENCE)
+        assert to == tuple(missing)
+        questions.append(question)
+    mail.answer(1, questions[0], "a b a b")
+    assert found[0].get(timeout=PATIENCE) == ""
+    mail.answer(1, questions[1], "a b a b")
+    mail.answer(2, questions[1], "a b a a b a b")
+    assert found[1].get(timeout=PATIENCE).startswith("rank 2 skipped a call")
+    for thread in threads:
+        thread.join(PATIENCE)

@@ -16,7 +16,8 @@ from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
 from hvdlab.torch.c10d.store import Answer, Ask, StoreState
-from patience import PATIENCE
+from hvdlab.torch.c10d.world import World
+from patience import HOUR, PATIENCE
 from ranks import RankGone, Ranks
 
 
@@ -71,10 +72,25 @@ def test_who_gave_up_gets_no_answer_and_a_new_group_ends_waits_of_the_one_before
     assert ask(0, "set", "c", space="t", values=(b"2",)) == [(0, Answer(8)), (1, Answer(5, (b"2",)))]
 
 
+def test_what_is_asked_of_a_former_group_is_answered_at_once() -> None:
+    ask = Asking()
+    ask(0, "open", space="s")
+    ask(0, "set", "a", space="s", values=(b"1",))
+    ask(0, "open", space="t")
+    assert ask(1, "get", "never", space="s") == [(1, Answer(4, gone=True))]
+    assert ask(1, "set", "a", space="s", values=(b"2",)) == [(1, Answer(5, gone=True))]
+    assert ask(1, "get", "b", space="u") == [], "its ranks have met, and the keeper has not opened it yet"
+    assert ask(0, "open", space="u") == [(0, Answer(7))]
+    assert ask(1, "check", "a", space="s") == ask.state.handle(1, Ask(8, "s", "check", ("a",)))
+    assert ask(0, "set", "b", space="u", values=(b"3",)) == [(0, Answer(9)), (1, Answer(6, (b"3",)))]
+
+
 def _used() -> None:
     dist.init_process_group("hvdlab")
     rank, size = dist.get_rank(), dist.get_world_size()
     default: Any = dist.distributed_c10d._get_default_store()
+    former = context.companion(World).store
+    assert former is not None
     prefixed: Any = dist.distributed_c10d.PrefixStore("prefix", default)
     for name, store in (("direct", default), ("prefix", prefixed)):
         store.set("bytes", bytes(range(256)))
@@ -113,6 +129,8 @@ def _used() -> None:
         dist.init_process_group("hvdlab", rank=5, world_size=9)
     dist.init_process_group("hvdlab")
     assert dist.distributed_c10d._get_default_store().num_keys() == 0  # nothing of the former group
+    with pytest.raises(AbortedError, match="was made anew"):
+        former.wait(["never"], timedelta(seconds=HOUR))
     with pytest.raises(ValueError, match="twice"):
         dist.init_process_group("hvdlab")
     assert "MASTER_ADDR" not in os.environ

@@ -55,7 +55,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 class Said(msgspec.Struct, frozen=True, array_like=True):
     """Mail between ranks: the last calls of a group in one epoch; with ``asks``, a request for these.
 
-    ``first`` is how many calls of this epoch came before ``calls``.
+    ``first`` is how many calls of this epoch came before ``calls``. ``number`` is the asking rank's count of its requests; the answer
+    has the same.
     """
 
     group: str
@@ -63,6 +64,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     first: int = 0
     calls: tuple[Call, ...] = ()
     asks: bool = False
+    number: int = 0
 
 
 class Shift(msgspec.Struct, frozen=True):
@@ -187,8 +189,10 @@ class Histories:
         self._engine = engine
         self._changed = threading.Condition()
         self._records: dict[str, _Record] = {}
-        #: The answers of other ranks, by group and epoch and then by rank, as long as a thread waits for them.
-        self._answers: dict[tuple[str, int], dict[int, Said]] = {}
+        #: How many requests this rank has sent.
+        self._number = 0
+        #: The answers to each request, by rank, as long as a thread waits for them: several may ask about one group at once.
+        self._answers: dict[int, dict[int, Said]] = {}
         engine.on_mail(_TOPIC, self._on_mail)
 
     def add(self, group: str, epoch: int, call: Call) -> None:
@@ -222,15 +226,19 @@ class Histories:
         return ""
 
     def _ask(self, group: str, epoch: int, others: Sequence[int]) -> dict[int, Said]:
-        key, deadline = (group, epoch), Deadline(PATIENCE)
+        deadline, answers = Deadline(PATIENCE), dict[int, Said]()
         with self._changed:
-            answers = self._answers.setdefault(key, {})
-            question = Said(group, epoch, asks=True)
-            self._engine.post(_TOPIC, msgspec.msgpack.encode(question), others)
-            while not answers.keys() >= set(others) and not deadline.expired:
-                self._changed.wait(deadline.remaining())
-            self._answers.pop(key, None)
-            return dict(answers)
+            self._number += 1
+            number = self._number
+            self._answers[number] = answers
+            try:
+                question = Said(group, epoch, asks=True, number=number)
+                self._engine.post(_TOPIC, msgspec.msgpack.encode(question), others)
+                while not answers.keys() >= set(others) and not deadline.expired:
+                    self._changed.wait(deadline.remaining())
+            finally:
+                del self._answers[number]
+        return answers
 
     def _said(self, group: str, epoch: int) -> Said:
         with self._changed:
@@ -243,11 +251,11 @@ class Histories:
         """Handle another rank's request for calls, or its answer. Control thread."""
         said = msgspec.msgpack.decode(body, type=Said)
         if said.asks:
-            answer = self._said(said.group, said.epoch)
+            answer = msgspec.structs.replace(self._said(said.group, said.epoch), number=said.number)
             self._engine.post(_TOPIC, msgspec.msgpack.encode(answer), [sender])
             return
         with self._changed:
-            answers = self._answers.get((said.group, said.epoch))
+            answers = self._answers.get(said.number)
             if answers is not None:
                 answers[sender] = said
                 self._changed.notify_all()

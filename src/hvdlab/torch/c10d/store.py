@@ -21,6 +21,8 @@ from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, NotInitial
 _ASK, _ANSWER = "c10d.store.ask", "c10d.store.answer"
 _REMEMBERED = 256
 """Answers to each rank that the keeper remembers, for asks that come again."""
+_FORMER = 4096
+"""Former spaces that the keeper remembers, for asks that come after their end."""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +67,9 @@ class StoreState:
 
     def __init__(self) -> None:
         self._spaces: dict[str, dict[str, bytes]] = {}
+        #: Spaces of former default groups, the oldest first: what is asked of them is answered with ``gone``. A space that is neither
+        #: here nor there is about to be opened: the ranks have met, and this one has asked before the keeper has opened it.
+        self._former: dict[str, None] = {}
         #: Asks whose keys are not all set yet, each with its sender.
         self._waiting: list[tuple[int, Ask]] = []
         #: The latest answers to each rank, by the asks' numbers.
@@ -82,6 +87,8 @@ class StoreState:
             return []
         if (sender, ask) in self._waiting:
             return []
+        if ask.space in self._former:
+            return [(sender, Answer(ask.number, gone=True))]
         if ask.operation == "open":
             found = self._open(ask.space)
         else:
@@ -101,6 +108,9 @@ class StoreState:
 
     def _open(self, space: str) -> list[tuple[int, Answer]]:
         """Begin a space and drop all others, since a new default group is made; returns answers to asks that waited in those."""
+        self._former |= dict.fromkeys(each for each in self._spaces if each != space)
+        while len(self._former) > _FORMER:
+            del self._former[next(iter(self._former))]
         self._spaces = {space: self._spaces.get(space, {})}
         gone = [(rank, Answer(ask.number, gone=True)) for rank, ask in self._waiting if ask.space != space]
         self._waiting = [each for each in self._waiting if each[1].space == space]

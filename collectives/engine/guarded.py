@@ -264,8 +264,8 @@ class GuardedState:
             for entry, result in zip(entries, results, strict=True):
                 if finish(entry):
                     complete(entry, result, None)
-            # Under the mark: a report that Ctrl-C tore away would keep back whatever has a priority for ever.
-            self.state.executed(batch)
+            if batch.reported:  # under the mark: a report that Ctrl-C tore away would keep back whatever has a priority for ever
+                self.state.executed(batch)
             self._finishing = ()
             self._torn = False
         if batch.reported:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +9,9 @@ import numpy as np
 import pytest
 
 from hvdlab import kvstore
-from hvdlab.collectives import api, context
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.kvstore import KVStoreError
-from patience import PATIENCE
 from ranks import Ranks
 
 PARTS_OF = 64
@@ -104,40 +102,6 @@ def refused() -> None:
     assert value[0] == kv.num_workers
 
 
-def order_of_a_backward_pass(layers: int) -> list[int]:
-    """Push the last layer's gradient first, while rank 0 executes nothing; returns in which order this rank executes them then."""
-    kv: Any = kvstore.create("byteps")
-    engine: Any = context.engine()
-    executor, told = engine._executor, engine._executor._outcomes
-    done: list[str] = []
-    gate, missing = threading.Event(), threading.Semaphore(0)
-    report = told.batch_done
-
-    def batch_done(batch: Any, *rest: Any) -> None:
-        done.extend(entry.name for entry in batch.entries)
-        report(batch, *rest)
-
-    engine.on_mail("all are pushed", lambda sender, body: missing.release())
-    api.barrier()
-    told.batch_done = batch_done
-    if kv.rank == 0:
-        executor.put(gate.wait)
-        executor.ring()
-    try:
-        gradients = [np.ones(10, np.float32) for _ in range(layers)]
-        flying = [kv.pushpull_async(n, gradients[n], priority=-n) for n in reversed(range(layers))]
-        engine.post("all are pushed", b"", to=[0])  # behind what was announced
-        if kv.rank == 0:
-            for _ in range(kv.num_workers):
-                assert missing.acquire(timeout=PATIENCE)
-    finally:
-        gate.set()
-    for one in flying:
-        one.wait()
-    told.batch_done = report
-    return [int(name.removeprefix("kv.byteps.")) for name in done]
-
-
 FLYING: list[Any] = []
 """In a rank: sums that it has begun."""
 
@@ -165,13 +129,6 @@ def wait_for_the_dead() -> str:
 )
 def test_on_ranks(ranks: Ranks, function: Any) -> None:
     ranks.run(function)
-
-
-def test_the_first_layer_overtakes_those_that_were_pushed_before(ranks: Ranks) -> None:
-    layers = 6
-    for order in ranks.run(order_of_a_backward_pass, layers):
-        assert sorted(order) == list(range(layers))
-        assert order[1:] == sorted(order[1:]), "the first one had begun before the others were there"
 
 
 def test_a_worker_that_dies_ends_the_sums_in_flight() -> None:

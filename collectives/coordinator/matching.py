@@ -65,7 +65,7 @@ class Matcher(PendingRounds):
             self._reject(rank, defined, verdict)
             return None
         if info.from_any and info.between != (rank,):
-            raise ValueError(f"a receive of rank {info.between[0]}")
+            raise ValueError("a receive from any rank in place of another rank")
         current = self.rounds.get(info.name)
         if current is None:
             current = Round(info, defined.local, now, defined.priority)

@@ -167,7 +167,6 @@ class Calls:
         source: int | None = -1,
         opts: Any = None,
         inputs: Any = None,
-        profiled_as: str = "",
     ) -> HvdlabWork:
         """Submit an operation.
 
@@ -180,7 +179,6 @@ class Calls:
             opts: Torch's options. If they say that the caller waits at once, it is that wait that announces the operation, which is
                 quicker.
             inputs: The tensors that profilers show, if not the outputs.
-            profiled_as: What profilers call it, if not as ``operation`` says.
 
         Returns:
             The operation in flight.
@@ -193,7 +191,7 @@ class Calls:
         work = HvdlabWork(
             self.engine,
             self.process_set,
-            self.label(operation, part),
+            self.label("recv from any rank" if source is None else operation, part),
             outputs,
             submission.deliver(),
             self.seconds,
@@ -206,7 +204,8 @@ class Calls:
         recorded_as = self.recorded_as(operation, part)
         for request in submission.requests:
             request.label, request.about = recorded_as, part.about
-        work.record(f"hvdlab:{profiled_as or operation}", outputs if inputs is None else inputs)
+        profiled_as = "recvAnySource" if source is None else operation  # as torch calls it
+        work.record(f"hvdlab:{profiled_as}", outputs if inputs is None else inputs)
         coalesced = getattr(self._coalescing, "works", None)
         if coalesced is not None:
             coalesced.append(work)

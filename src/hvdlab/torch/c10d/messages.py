@@ -47,9 +47,7 @@ class Messages:
         given = [single("recv", tensors)]
         submission = self._moved(given, None, self._rank, tag)
         name = self._name("any", self._rank, tag)
-        return self._calls.submit(
-            "recv from any rank", given, submission, name=name, source=None, profiled_as="recvAnySource"
-        )
+        return self._calls.submit("recv", given, submission, name=name, source=None)
 
     def _require_other(self, operation: str, other: int, tag: int) -> None:
         require_member(operation, other, len(self._members))

@@ -11,9 +11,11 @@ NBYTES = 16
 """Of each tensor here."""
 
 
-def simulate(credit: int = NBYTES, *, tracked: bool = False, size: int = 2) -> Simulation:
+def simulate(
+    credit: int = NBYTES, *, tracked: bool = False, size: int = 2, flush_delay: float = 0.0
+) -> Simulation:
     """Ranks whose reports of executed batches the test sends itself."""
-    sim = Simulation(CoordinatorOptions(size=size, scheduling_credit=credit))
+    sim = Simulation(CoordinatorOptions(size=size, scheduling_credit=credit, flush_delay=flush_delay))
     sim.connect_client()
     for rank in sim.world(*range(size), tracked=tracked):
         rank.reports = []
@@ -203,3 +205,15 @@ def test_a_rank_that_waits_for_what_is_kept_back_is_in_no_deadlock() -> None:
     assert other.outcome is None, "rank 0 goes on when its tensor's turn has come"
     report(sim)
     assert isinstance(waited.outcome, m.Execute)
+
+
+def test_what_is_held_to_be_fused_does_not_hold_up_what_was_kept_back() -> None:
+    sim = simulate(flush_delay=10.0)
+    submit(sim, "first", 0)
+    sim.tick(10.0)
+    submit(sim, "kept", 0)
+    sim.tick(10.0)
+    assert executed(sim) == ["first"]
+    submit(sim, "held", None)
+    report(sim)
+    assert executed(sim) == ["first", "held", "kept"]

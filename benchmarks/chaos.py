@@ -7,6 +7,7 @@
     python benchmarks/chaos.py --fault DDP                                      # only what befalls wrapped models
     python benchmarks/chaos.py --partitions 30                                  # hosts that are cut off, instead of pools
     python benchmarks/chaos.py --elastic 1000                                   # ranks that come and go while they train
+    python benchmarks/chaos.py --elastic 100 --hosts                            # whole hosts that do (needs root)
 
 Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. What the faults are, where they
 strike and what is looked at afterwards is in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
@@ -30,6 +31,7 @@ from pages import write
 
 from chaos.campaign import Campaign
 from chaos.elastic import LEAST, MOST, ElasticCampaign
+from chaos.elastic_hosts import HOSTS, SLOTS, ElasticHosts
 from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, RESIZES, STALL, WRAPPED
 from chaos.figures import Outcome, markdown, rows, story, table
 from chaos.partitions import Partitions
@@ -104,6 +106,22 @@ def elastic(given: argparse.Namespace, plane: str, count: int) -> tuple[list[Out
     return outcomes, {"plane": plane, "pools": played.pools, "left_at_the_end": left}
 
 
+def elastic_hosts(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
+    """Let whole hosts come and go while their ranks train."""
+    if reason := missing():
+        sys.exit(reason)
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    with ElasticHosts(given.seed) as played:
+        for outcome in played.play(given.elastic, given.first):
+            outcomes.append(outcome)
+            tell(outcome, began, verbose=given.verbose)
+            if time.monotonic() - began > given.minutes * 60:
+                outcome.wrong += played.finish()
+                break
+    return outcomes, {"plane": "tls", "pools": played.jobs, "left_at_the_end": []}
+
+
 def publish(result: dict[str, Any], page: Path | None) -> None:
     """Write the table of a result into a page, or print it."""
     text = markdown(result)
@@ -111,6 +129,13 @@ def publish(result: dict[str, Any], page: Path | None) -> None:
         print(text)
     else:
         write(page, result.get("campaign", "chaos"), text)
+
+
+def ranks_of(given: argparse.Namespace) -> int | str:
+    """How many ranks there are at once."""
+    if given.hosts:
+        return f"1 to {1 + SLOTS * (HOSTS - 1)}"
+    return f"{LEAST} to {MOST}" if given.elastic else int(given.ranks)
 
 
 def with_shared_memory(mebibytes: int) -> None:
@@ -150,6 +175,11 @@ def main() -> None:
         metavar="N",
         help="change the ranks of elastic training N times, and nothing else",
     )
+    parser.add_argument(
+        "--hosts",
+        action="store_true",
+        help="with --elastic: whole hosts come and go, instead of ranks of a pool (needs root)",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path, help="page whose table is written anew")
     parser.add_argument(
@@ -165,10 +195,12 @@ def main() -> None:
     planes = given.plane or ["shm", "gloo"]
     outcomes: list[Outcome] = []
     pools: list[dict[str, Any]] = []
-    if given.partitions:
-        outcomes, pool = partitions(given)
+    if given.hosts and not given.elastic:
+        parser.error("--hosts belongs to --elastic")
+    if given.partitions or given.hosts:
+        outcomes, pool = elastic_hosts(given) if given.hosts else partitions(given)
         pools.append(pool)
-    for plane in () if given.partitions else planes:
+    for plane in () if given.partitions or given.hosts else planes:
         play, count = (elastic, given.elastic) if given.elastic else (campaign, given.count)
         played, pool = play(given, plane, count // len(planes))
         outcomes += played
@@ -178,11 +210,11 @@ def main() -> None:
     bad = [story(outcome) for outcome in outcomes if not outcome.ok]
     result = {
         "benchmark": "chaos",
-        "campaign": "elastic" if given.elastic else "chaos",
+        "campaign": "elastic-hosts" if given.hosts else "elastic" if given.elastic else "chaos",
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[1], 1),
         "python": platform.python_version(),
-        "ranks": f"{LEAST} to {MOST}" if given.elastic else given.ranks,
+        "ranks": ranks_of(given),
         "seed": given.seed,
         "stall_time_s": STALL,
         "faults": len(outcomes),

@@ -140,6 +140,15 @@ class Host:
         """Let nothing come in, or nothing go out, over its slow cable; or again, when it is called again."""
         self._network.links[self._number].process.send_signal(signal.SIGUSR1 if incoming else signal.SIGUSR2)
 
+    def fail(self) -> None:
+        """Kill all its processes at once, as if its power had failed; other ones can be started there afterwards."""
+        namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
+        assert namespace != os.readlink("/proc/self/ns/pid")
+        while found := [pid for pid in _processes_in(namespace) if pid != self.pid]:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End it, with all its processes."""
         self._holder.close()
@@ -263,6 +272,17 @@ class _Holder:
         for pipe in (self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
+
+
+def _processes_in(namespace: str) -> list[int]:
+    """Processes of this namespace, seen from outside, that have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        # One that has ended has no namespace any more, nor one that may not be looked at.
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and os.readlink(entry / "ns" / "pid") == namespace:
+                found.append(int(entry.name))
+    return found
 
 
 def _only_child(pid: int) -> int:

@@ -172,6 +172,8 @@ class CellRunner:
                 await gate.drive(eval(code_obj, *variables))
             else:
                 exec(code_obj, *variables)  # noqa: S102  # running cells is what a rank is for
+            if gate.held:  # the statement ended before the interrupt was requested again
+                raise KeyboardInterrupt
         except BaseException as error:  # noqa: BLE001  # SystemExit and KeyboardInterrupt end the cell, not the rank
             if self._run is not None and os.getpid() != self._run.pid:
                 end_child(error)

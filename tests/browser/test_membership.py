@@ -17,6 +17,7 @@ pytest.importorskip("playwright.sync_api")
 from playwright.sync_api import Locator
 
 from chromium import CHROMIUM, page_errors
+from hvdlab.collectives.errors import format_ranks
 from lab_page import LabPage, lab_page
 
 pytestmark = [
@@ -62,7 +63,8 @@ def test_a_pool_is_changed_by_buttons_while_it_trains(tmp_path: Path) -> None:
         errors = page_errors(lab.page)
         lab.finish(LOAD)
         # Before there is any pool: it waits for one.
-        assert "waiting for ranks" in lab.finish(MEMBERSHIP)
+        lab.finish(MEMBERSHIP)
+        lab.wait_for_text(MEMBERSHIP, "waiting for ranks")
         lab.finish(VIEWS)
         lab.finish(SET_UP)
         widget = View(lab.page.locator(".jp-Notebook .hvd-membership"))
@@ -109,14 +111,30 @@ class View:
             timeout=WAIT_MS,
         )
 
+    def ranks(self) -> list[int]:
+        """Those in the world."""
+        found: list[int] = self.root.locator(".hvd-members .hvd-state[data-state=running]").evaluate_all(
+            "states => states.map(state => Number(state.closest('tr').dataset.rank))"
+        )
+        return found
+
     def pid(self, rank: int) -> int:
         return int(self.root.locator(f"tr[data-rank='{rank}'] td").nth(1).inner_text().split("·")[1])
 
     def history(self) -> list[str]:
         """What happened to ranks and to the world, oldest first: ``1 died``, ``formed``."""
-        rows = self.root.locator(".hvd-history tbody tr").all()
-        found = [" ".join(row.locator("td").nth(i).inner_text() for i in (1, 2)) for row in reversed(rows)]
-        return [" ".join(word for word in text.split() if word.isascii()) for text in found]
+        found: list[str] = self.root.locator(".hvd-history tbody tr").evaluate_all(
+            "rows => rows.map(row => row.cells[1].innerText + ' ' + row.cells[2].innerText)"
+        )
+        return [" ".join(word for word in text.split() if word.isascii()) for text in reversed(found)]
+
+    def wait_until_happened(self, *happened: str) -> None:
+        """Until all of these are in the history."""
+        for _ in range(WAIT_MS // 100):
+            if set(happened) <= set(self.history()):
+                return
+            self.root.page.wait_for_timeout(100)
+        raise AssertionError(f"{happened} in {self.history()}")
 
 
 def grow(view: View) -> None:
@@ -126,7 +144,7 @@ def grow(view: View) -> None:
     view.wait_for_ranks(4)
     assert not view.root.locator(".hvd-question").is_visible()
     view.root.locator(".hvd-status", has_text="trains on ranks 0-3").wait_for(timeout=WAIT_MS)
-    assert {"2 joined", "3 joined", "2 admitted", "formed"} <= set(view.history())
+    view.wait_until_happened("2 joined", "3 joined", "2 admitted", "formed")
 
 
 def survive(view: View) -> None:
@@ -157,7 +175,7 @@ def ask_before_ranks_end(view: View) -> None:
     view.button("End ranks 2, 3").click()
     view.wait_until_said("the pool has 2 ranks")
     view.wait_for_ranks(2)
-    assert {"2 left", "3 left"} <= set(view.history())
+    view.wait_until_happened("2 left", "3 left")
 
 
 def refuse(view: View) -> None:
@@ -206,3 +224,151 @@ def keeps_its_tables(lab: LabPage) -> None:
         if "generation" in text
     )
     assert "the pool was resized" in still
+
+
+MODEL_CELLS = [
+    "%env HVDLAB_PRELOAD=torch,torch._dynamo\n%load_ext hvdlab\nimport hvdlab",
+    "hvdlab.membership()",
+    """\
+%%hvd_run -np 2
+import os, time, torch, hvdlab.torch as hvd
+hvd.init()
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, stop=0)
+
+@hvd.elastic.run
+def train(state):
+    ranks = hvd.global_process_set.ranks
+    if hvd.rank() == min(ranks):
+        print('goes on with', list(ranks), flush=True)
+    while not state.stop:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()  # a gradient of 1 on each rank
+        optimizer.step()
+        state.step += 1
+        time.sleep(0.02)
+        state.stop = int(hvd.allreduce(torch.tensor(float(os.path.exists({end!r}))), name='stop', op=hvd.Sum) > 0)
+        state.commit()""",
+    """\
+%%hvd_run --elastic --min-np 1 --max-np 4
+train(state)
+print('ended with', hvd.size(), 'ranks,', state.step + model.weight.item(), 'steps too few')""",
+    "%hvd_pool stop",
+]
+MODEL, TRAINED, STOPPED = 2, 3, 4
+
+
+@pytest.mark.soak
+def test_a_model_trains_through_ten_changes_that_are_shown(tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    sources = [source.replace("{end!r}", repr(str(end))) for source in MODEL_CELLS]
+    notebook = new_notebook(
+        cells=[new_code_cell(source) for source in sources],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+    )
+    with lab_page(tmp_path, notebook, width=1400, height=1900) as lab:
+        errors = page_errors(lab.page)
+        for cell in (LOAD, MEMBERSHIP, MODEL):
+            lab.finish(cell)
+        view = View(lab.page.locator(".jp-Notebook .hvd-membership"))
+        lab.run(TRAINED)
+        trains = Training(lab, view)
+        trains.on([0, 1])
+        for change, ranks, happened in TEN_CHANGES:
+            trains.changes()
+            change(view)
+            trains.on(ranks)
+            view.wait_until_happened(*happened)
+            assert lab.page.locator(".hvd-failures:visible").count() == 0
+        end.touch()
+        lab.wait_until_ended(TRAINED)
+        assert "ended with 3 ranks, 0.0 steps too few" in lab.output(TRAINED)
+        lab.finish(STOPPED)
+        assert errors == []
+
+
+class Training:
+    """The cell that trains, with its membership view."""
+
+    def __init__(self, lab: LabPage, view: View) -> None:
+        self._lab, self._view = lab, view
+        #: How often training had begun, as shown under the cell, before the last change.
+        self._begun = 0
+
+    def changes(self) -> None:
+        """A change is about to be made."""
+        self._begun = self._lab.output(TRAINED).count("goes on with [")
+
+    def on(self, ranks: list[int]) -> None:
+        """Wait until training goes on with these ranks after the last change, and until the view shows just them."""
+        self._lab.page.wait_for_function(
+            """([cell, begun, wanted]) => {
+                const shown = document.querySelectorAll(".jp-Notebook-cell")[cell].querySelector(".jp-OutputArea");
+                const lines = (shown?.innerText ?? "").match(/goes on with \\[[^\\]]*\\]/g) ?? [];
+                return lines.length > begun && lines[lines.length - 1] === wanted;
+            }""",
+            arg=[TRAINED, self._begun, f"goes on with {ranks}"],
+            timeout=WAIT_MS,
+        )
+        self._view.wait_for_ranks(len(ranks))
+        said = f"trains on {format_ranks(ranks)}, at least 1, at most 4"
+        self._view.root.locator(".hvd-status", has_text=said).wait_for(timeout=WAIT_MS)
+        assert self._view.ranks() == ranks
+
+
+def resize(np: int, *ending: int) -> Callable[[View], None]:
+    """By the view's button, which asks if ranks end by it."""
+
+    def change(view: View) -> None:
+        view.resize(np)
+        if ending:
+            view.root.locator(".hvd-question .hvd-ends").click()
+        view.wait_until_said(f"the pool has {np} ranks")
+
+    return change
+
+
+def lose(*ranks: int) -> Callable[[View], None]:
+    def change(view: View) -> None:
+        for pid in [view.pid(rank) for rank in ranks]:
+            os.kill(pid, signal.SIGKILL)
+        for rank in ranks:
+            view.root.locator(f"tr[data-rank='{rank}'] .hvd-state[data-state=lost]").wait_for(timeout=WAIT_MS)
+
+    return change
+
+
+def repair(view: View) -> None:
+    view.button("Repair").click()
+    view.wait_until_said("back, with empty memory")
+
+
+def repair_and_grow(view: View) -> None:
+    repair(view)
+    resize(3)(view)
+
+
+def restart(rank: int) -> Callable[[View], None]:
+    def change(view: View) -> None:
+        view.root.get_by_role("button", name=f"Restart rank {rank}").click()
+        view.root.locator(".hvd-question .hvd-ends").click()
+        view.wait_until_said(f"rank {rank} started again")
+
+    return change
+
+
+TEN_CHANGES: list[tuple[Callable[[View], None], list[int], list[str]]] = [
+    (resize(3), [0, 1, 2], ["2 joined"]),
+    (lose(0), [1, 2], ["0 died"]),
+    (repair, [0, 1, 2], ["0 joined"]),
+    (resize(4), [0, 1, 2, 3], ["3 joined"]),
+    (lose(2, 3), [0, 1], ["2 died", "3 died"]),
+    (repair, [0, 1, 2, 3], []),
+    (restart(1), [0, 1, 2, 3], ["1 died", "1 joined"]),
+    (resize(2, 2, 3), [0, 1], ["2 left", "3 left"]),
+    (lose(1), [0], []),
+    (repair_and_grow, [0, 1, 2], []),
+]
+"""Each with the ranks that train afterwards, and what the history has by then."""

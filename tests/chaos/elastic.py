@@ -20,8 +20,9 @@ from typing import Any
 
 from chaos import census
 from chaos.campaign import HANG, Campaign, Hang, Sink
-from chaos.elastic_victim import SET_UP, TRAIN, replayed
+from chaos.elastic_victim import SET_UP, TRAIN
 from chaos.figures import Outcome
+from chaos.journal import replayed
 from chaos.parts import PARTS
 from chaos.phases import PHASES
 from hvdlab.collectives.errors import StartError

@@ -1,28 +1,20 @@
-"""What runs inside the ranks of an elastic campaign: training whose every result can be calculated again.
-
-All numbers are whole ones in 64-bit floats, so that sums are exact in whatever order they are made: the model after any
-steps depends on the ranks of each step alone (:func:`replayed`).
-"""
+"""What runs inside the ranks of an elastic campaign: training whose every result can be calculated again (:mod:`chaos.journal`)."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hvdlab.torch as hvd
+from chaos.journal import COMMIT_EVERY, Journal, factor, with_step
 from chaos.phases import Ambush
 from chaos.victim import Training, digest
 from hvdlab.collectives import context
-
-COMMIT_EVERY = 3
-"""Steps between commits, more than which must not be lost."""
 
 PHASE_WITHIN = 2.0
 """Seconds in which a phase of a collective must come."""
@@ -65,25 +57,8 @@ class Model(torch.nn.Module):
         self.big, self.small = big, small
 
 
-def replayed(groups: Sequence[tuple[tuple[int, ...], int]]) -> tuple[float, float]:
-    """Any element of the model and of its momentum after these ranks have trained so many steps each."""
-    weight = momentum = step = 0
-    for ranks, count in groups:
-        for _ in range(count):
-            momentum += sum(rank + 1 for rank in ranks) * (1 + step % 7)
-            weight -= momentum
-            step += 1
-    return float(weight), float(momentum)
-
-
 class ElasticTraining(Training):
-    """A rank's part in the training, what it remembers of it, and orders to harm itself.
-
-    Attributes:
-        done: Steps that this process has completed.
-        committed: Steps that it has committed.
-        back: Each time it went back: from which step, to which one, and with which commit.
-    """
+    """A rank's part in the training, what it remembers of it, and orders to harm itself."""
 
     def __init__(self, seed: int, mailbox: str, plane: str) -> None:
         super().__init__(seed, mailbox)
@@ -92,41 +67,33 @@ class ElasticTraining(Training):
 
     def _become(self) -> None:
         """This object is in another process than before: another rank's memory was brought to it."""
-        self._pid, self.rank = os.getpid(), context.engine().rank
-        self.done = self.committed = 0
-        self.back: list[tuple[int, int, int]] = []
+        self.journal = Journal(self._mailbox)
+        self.rank = self.journal.rank
         #: The order that waits for a phase, and when it is carried out anyway: a plane may not have that phase now.
         self._order: dict[str, Any] | None = None
         self._due = 0.0
 
     def begin(self, state: Any) -> None:
         """Training begins, or goes on with other ranks."""
-        if self._pid != os.getpid():
+        if self.journal.pid != os.getpid():
             self._become()
-        if state.step < self.done:
-            self.back.append((self.done, state.step, self.committed))
-        self.done = state.step
+        self.journal.begin(state.step)
 
     def step(self, model: Model, optimizer: Any, state: Any) -> bool:
         """One step, and a commit if it is due. Returns whether the campaign wants the cell to end."""
         self._obey()
         ranks, number = context.engine().ranks(), state.step
         optimizer.zero_grad()
-        ((model.big.sum() + model.small.sum()) * ((self.rank + 1) * (1 + number % 7))).backward()
+        ((model.big.sum() + model.small.sum()) * ((self.rank + 1) * factor(number))).backward()
         optimizer.step()
-        groups = [*state.groups]
-        if groups and groups[-1][0] == ranks:
-            groups[-1] = (ranks, groups[-1][1] + 1)
-        else:
-            groups.append((ranks, 1))
-        state.step, state.groups = number + 1, groups
-        self.done = state.step
+        state.step, state.groups = number + 1, with_step(state.groups, ranks)
+        self.journal.done = state.step
         ends = float((self._directory / "stop").exists())
         over = float(hvd.allreduce(torch.tensor(ends), name="over", op=hvd.Sum)) > 0
         if over or state.step % COMMIT_EVERY == 0:
-            self.committed = state.step  # the state is saved before anything in a commit can fail
+            self.journal.committed = state.step  # the state is saved before anything in a commit can fail
             state.commit()
-            self._report(ranks)
+            self.journal.tell(ranks, digest(self.kept["data0"]))
         return over
 
     def result(self, model: Model, optimizer: Any, state: Any) -> dict[str, Any]:
@@ -140,30 +107,13 @@ class ElasticTraining(Training):
             "momenta": sorted(momenta),
         }
 
-    def _report(self, ranks: Sequence[int]) -> None:
-        letter = {
-            "rank": self.rank,
-            "what": "step",
-            "at": time.monotonic_ns() / 1e9,
-            "step": self.done,
-            "group": list(ranks),
-            "pid": os.getpid(),
-            "back": self.back,
-            "kept": digest(self.kept["data0"]),
-        }
-        self._send(letter)
-
-    def _send(self, letter: dict[str, Any]) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            sock.sendto(json.dumps(letter).encode(), self._mailbox)
-
     def _obey(self) -> None:
         """Look for an order to this rank: to die in a phase of a collective, or soon if there is no such phase."""
         path = self._directory / f"order-{self.rank}"
         if self._order is None and path.exists():
             order = self._order = json.loads(path.read_text())
             path.unlink()
-            self.steps, self._due = self.done, time.monotonic() + PHASE_WITHIN
+            self.steps, self._due = self.journal.done, time.monotonic() + PHASE_WITHIN
             Ambush(self._plane, order["phase"], order["after"], lambda: self.strike(order))
         elif self._order is not None and time.monotonic() > self._due:
             self.strike({**self._order, "phase": ""})

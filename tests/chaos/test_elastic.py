@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from chaos.elastic import CHANGES, ElasticCampaign
-from chaos.elastic_victim import replayed
 from chaos.figures import Outcome, rows, table
+from chaos.journal import replayed
 
 pytestmark = pytest.mark.usefixtures("own_compiler_cache")
 

@@ -83,6 +83,22 @@ def test_a_process_there_takes_signals_and_tells_how_it_ended(network: Network) 
         assert process.wait(PATIENCE) == -signal.SIGTERM
 
 
+def test_a_host_that_fails_has_no_processes_and_can_be_used_again() -> None:
+    with Network(2) as network:
+        one, other = network.hosts
+        command = ["sh", "-c", "echo up; sleep 1000; true"]  # a process with a child
+        with other.popen(command, stdout=subprocess.PIPE) as stays:
+            with one.popen(command, stdout=subprocess.PIPE) as process:
+                for started in (process, stays):
+                    assert started.stdout is not None
+                    assert started.stdout.readline() == b"up\n"
+                one.fail()
+                assert process.wait(PATIENCE) == -signal.SIGKILL
+            assert one.run("echo", "again") == "again\n"
+            assert stays.poll() is None
+            stays.kill()
+
+
 def test_closing_ends_all_processes() -> None:
     with Network(1) as network:
         command = ["sh", "-c", "echo up; exec sleep 1000"]

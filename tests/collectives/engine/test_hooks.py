@@ -287,6 +287,7 @@ def test_a_mismatch_is_told_as_it_is_raised(two: Ranks) -> None:
 
 def test_what_is_withdrawn_is_told(two: Ranks) -> None:
     assert two.run(withdrawn) == [("withdrawn", [1])] * 2
+    two.catch_up()
     assert two.run(chained, 1) == [(2.0, 1)] * 2
 
 

@@ -68,7 +68,10 @@ def test_variables_stay_between_cells(rank: Rank) -> None:
 
 
 def test_magics_and_shell_commands(rank: Rank) -> None:
-    assert rank.run("%precision 3\nimport math\nmath.pi").done.value_repr == "3.142"
+    try:
+        assert rank.run("%precision 3\nimport math\nmath.pi").done.value_repr == "3.142"
+    finally:
+        rank.run("%precision")  # the shell goes on with it, in other tests
     assert "'one'" in rank.run("words = !echo one\nwords[0]").done.value_repr
     assert rank.run("%%time\n21 * 2").done.value_repr == "42"
 

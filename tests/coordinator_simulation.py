@@ -66,6 +66,7 @@ class Submission:
     local: int = -1
     epoch: int = 0
     outcome: m.Message | None = None
+    priority: int | None = None
 
     def end(self, message: m.Message) -> None:
         assert self.outcome is None, f"{self.signature.name} ends twice: {self.outcome}, {message}"
@@ -96,12 +97,20 @@ class SimulatedRank:
         self.executed: dict[tuple[int, int], list[tuple[object, ...]]] = defaultdict(list)
         self.cells: set[str] = set()
         self.left = False
-        self._locals: dict[m.Signature, int] = {}
+        #: Reports of executed batches that the test sends itself; ``None``: each is sent at once.
+        self.reports: list[m.Executed] | None = None
+        self._locals: dict[tuple[m.Signature, int | None], int] = {}
 
     # -- the user -------------------------------------------------------------------------------------------------
 
-    def submit(self, sig: m.Signature, process_set: int = 0, extra: tuple[int, ...] = ()) -> Submission:
-        submission = Submission(sig, extra)
+    def submit(
+        self,
+        sig: m.Signature,
+        process_set: int = 0,
+        extra: tuple[int, ...] = (),
+        priority: int | None = None,
+    ) -> Submission:
+        submission = Submission(sig, extra, priority=priority)
         self.submissions.append(submission)
         view = self.sets[process_set]
         view.pending.append(submission)
@@ -118,12 +127,12 @@ class SimulatedRank:
     def _announce(self, process_set: int, submissions: list[Submission]) -> None:
         definitions = []
         for s in submissions:
-            if s.signature not in self._locals:
-                self._locals[s.signature] = (
-                    len(self._locals) * 3 + self.rank % 2
-                )  # ids differ between some ranks
-                definitions.append(m.Definition(self._locals[s.signature], s.signature, f"line {self.rank}"))
-            s.local = self._locals[s.signature]
+            known = s.signature, s.priority
+            if known not in self._locals:
+                self._locals[known] = len(self._locals) * 3 + self.rank % 2  # ids differ between some ranks
+                site = f"line {self.rank}"
+                definitions.append(m.Definition(self._locals[known], s.signature, site, s.priority))
+            s.local = self._locals[known]
             s.epoch = self.sets[process_set].epoch
         extra = tuple(s.extra for s in submissions) if any(s.extra for s in submissions) else ()
         locals = tuple(s.local for s in submissions)
@@ -181,7 +190,10 @@ class SimulatedRank:
         view = self.sets[message.process_set]
         assert message.epoch == view.epoch
         assert view.open
-        for batch in message.batches:
+        for number, batch in enumerate(message.batches):
+            if batch.reported and view.ranks[0] == self.rank:
+                report = m.Executed(message.process_set, message.epoch, message.sequence, number)
+                (self.outgoing if self.reports is None else self.reports).append(report)
             names: list[object] = []
             for local in batch.locals:
                 if local < 0:  # it has joined

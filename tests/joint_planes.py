@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.operations import source_of
 from joint_ranks import Operation, SimEntry, SimRank
 
 
@@ -15,11 +18,13 @@ class Planes:
 
     Attributes:
         results: What came out of each operation, as far as it may not differ from rank to rank.
+        received: The newest message that each process has received in an epoch, by sender and channel.
     """
 
     def __init__(self, by_pid: Mapping[int, SimRank]) -> None:
         self._by_pid = by_pid
         self.results: dict[Operation, object] = {}
+        self.received: dict[tuple[int, int, int, int, str], int] = {}
 
     def can_run(self, me: SimRank) -> bool:
         """Whether the next operation of this rank can end."""
@@ -29,7 +34,7 @@ class Planes:
         here = _operation(job)
         if here[:2] in me.aborted or here[:2] in me.broken or _is_local(job):
             return True
-        others = [self._by_pid[pid] for pid in me.members[here[:2]]]
+        others = self._parties(me, job)
         return all(
             here in o.done or (o.alive and o.jobs and not o.keeps_lane and _operation(o.jobs[0]) == here)
             for o in others
@@ -38,7 +43,7 @@ class Planes:
     def meets_nobody(self, me: SimRank) -> bool:
         """Whether the plane notices that somebody else will not come."""
         here = _operation(me.jobs[0])
-        others = [self._by_pid[pid] for pid in me.members[here[:2]]]
+        others = self._parties(me, me.jobs[0])
         return not me.keeps_lane and any(
             here not in o.done and (not o.alive or here[:2] in o.broken) for o in others
         )
@@ -55,6 +60,9 @@ class Planes:
         here = _operation(job)
         if here[:2] in me.aborted or here[:2] in me.broken:
             return
+        if job.entries[0].request.kind is OpKind.SENDRECV:
+            self._run_message(me, job)
+            return
         me.done.add(here)
         if not _is_local(job):
             me.operations[here[:2]] += 1
@@ -64,6 +72,40 @@ class Planes:
         for entry in job.entries:
             if me.state.finish(entry) and isinstance(entry, SimEntry):
                 entry.complete(("done", *here, names, result))
+        me.state.executed(job)
+
+    def _parties(self, me: SimRank, job: RunBatch) -> list[SimRank]:
+        """The ranks that an operation concerns."""
+        members = [self._by_pid[pid] for pid in me.members[job.process_set, job.epoch]]
+        request = job.entries[0].request
+        if request.kind is not OpKind.SENDRECV:
+            return members
+        return [other for other in members if other.rank in (source_of(job), request.ranks[-1])]
+
+    def _run_message(self, me: SimRank, job: RunBatch) -> None:
+        """A message ends on this rank: those of one sender and channel are received in the order in which they were sent."""
+        here, source = _operation(job), source_of(job)
+        (entry,) = job.entries
+        request = entry.request
+        parties = self._parties(me, job)
+        assert {other.rank for other in parties} == {source, request.ranks[-1]}
+        known = self.results.get(here)
+        if job.payloads:
+            number = int(np.frombuffer(job.payloads[0], np.float32)[0])
+        elif known is not None:
+            _, number = known  # type: ignore[misc]  # what this function has put there
+        else:
+            sends = job if me.rank == source else next(x.jobs[0] for x in parties if x.rank == source)
+            assert _operation(sends) == here
+            number = sends.entries[0].number  # type: ignore[attr-defined]  # nobody sends zeros
+        assert self.results.setdefault(here, (source, number)) == (source, number), "two messages for one"
+        if me.rank == request.ranks[-1]:
+            key = (me.pid, *here[:2], source, request.channel)
+            assert number > self.received.get(key, 0), "a message overtakes another"
+            self.received[key] = number
+        me.done.add(here)
+        if me.state.finish(entry) and isinstance(entry, SimEntry):
+            entry.complete(("message", *here, source, number))
 
     def _result(self, me: SimRank, job: RunBatch, names: tuple[str, ...]) -> object:
         """What comes out on this rank, as far as it may not differ from what comes out on others."""

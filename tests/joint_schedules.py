@@ -26,12 +26,12 @@ import numpy as np
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.engine.entry import ANNOUNCED, EXECUTING, HELD, POSTED
+from hvdlab.collectives.engine.entry import ANNOUNCED, EXECUTING, HELD, POSTED, Entry
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry, SimRank
-from joint_simulation import Simulation, allreduce
+from joint_simulation import Simulation, allreduce, message
 
 Play = Callable[[int], str]
 """Runs the schedule of a seed; returns what went wrong, or an empty text."""
@@ -41,7 +41,7 @@ GROWTH = 2
 """Ranks beyond those of the start that a world may get."""
 ACTIONS = (
     *["submit"] * 6, *["everywhere"] * 5, *["steps"] * 6,
-    *["directly"] * 4, "alone", "group", "gather", "exchange", "copy", "barrier", "join", "mismatch", "add_set", "remove_set",
+    *["directly"] * 4, *["messages"] * 4, "give_up", "alone", "group", "gather", "exchange", "copy", "barrier", "join", "mismatch", "add_set", "remove_set",
     "withdraw", "tear", "kill", "cut", "leave", "come", "come", "resize", "restart", "block", "wait", "cell", "end_cell", "pause", "go_on",
     "settle",
 )  # fmt: skip
@@ -65,6 +65,7 @@ class Schedule:
             size=None if self.tracked else self.size,
             fusion_threshold=chance.choice([0, 32, 1 << 20]),
             flush_delay=chance.choice([0.0, 0.0, 0.0, 0.2]),
+            scheduling_credit=chance.choice([1, 20, 8000, 0]),
             reattach=1.0,
         )
         self.sim = Simulation(
@@ -76,6 +77,8 @@ class Schedule:
             validate=0.05,
             lacking=chance.choice([0.0, 0.0, 0.1]),
         )
+        #: Priorities that allreduces have in this schedule.
+        self.priorities = chance.choice([[None], [None], [None, 0], [0, 0, 7, -3]])
         self.cells = 0
         self.script = False  # whether nobody but the ranks knows anything
         self.resized = False
@@ -126,12 +129,15 @@ class Schedule:
                 f"   rank {me.rank}: {request.kind.label} {request.name} in {request.process_set}: {done!r}"
             )
 
+    def allreduce(self, name: str | None, shape: tuple[int, ...] = (4,), **changes: object) -> Request:
+        return allreduce(name, shape, priority=self.chance.choice(self.priorities), **changes)
+
     # -- what users do --------------------------------------------------------------------------------------------
 
     def do_submit(self) -> None:
         me = self.someone()
         if me is not None:
-            self.submit(me, allreduce(self.chance.choice(_NAMES), process_set=self.somewhere(me)))
+            self.submit(me, self.allreduce(self.chance.choice(_NAMES), process_set=self.somewhere(me)))
 
     def do_everywhere(self) -> None:
         """What programs that are right do: the same on all ranks, which are not equally fast."""
@@ -142,7 +148,7 @@ class Schedule:
         for me in self.free():
             if where in me.state.sets or where == 0:
                 for name in names:
-                    self.submit(me, allreduce(name, shape, process_set=where))
+                    self.submit(me, self.allreduce(name, shape, process_set=where))
             for _ in range(self.chance.randint(0, 3)):
                 self.sim.step()
 
@@ -157,7 +163,7 @@ class Schedule:
                     directly = self.chance.random() < 0.95
                     shape = usual if self.chance.random() < 0.97 else (5,)
                     done = self.sim.submit(
-                        me.rank, allreduce(name, shape, process_set=where), directly=directly
+                        me.rank, self.allreduce(name, shape, process_set=where), directly=directly
                     )
                     self._say(f"rank {me.rank}: {name} in {where}, directly {directly}: {done!r}")
                 for _ in range(self.chance.randint(0, 3)):
@@ -181,7 +187,7 @@ class Schedule:
     def do_mismatch(self) -> None:
         me = self.someone()
         if me is not None:
-            self.submit(me, allreduce(self.chance.choice(_NAMES), (5,), process_set=self.somewhere(me)))
+            self.submit(me, self.allreduce(self.chance.choice(_NAMES), (5,), process_set=self.somewhere(me)))
 
     def do_group(self) -> None:
         members = [f"g{i}" for i in range(3)]
@@ -190,7 +196,7 @@ class Schedule:
             if self.chance.random() < 0.8 and (where in me.state.sets or where == 0):
                 self.chance.shuffle(members)
                 for name in members:
-                    self.submit(me, allreduce(name, group=("g", 3), process_set=where))
+                    self.submit(me, self.allreduce(name, group=("g", 3), process_set=where))
 
     def do_gather(self) -> None:
         for me in self.free():
@@ -210,6 +216,34 @@ class Schedule:
         for me in self.free():
             tensor = np.zeros(3, np.float32)
             self.submit(me, Request(OpKind.BROADCAST, "r", tensor, tensor, dtype=DType.F32, root=root))
+
+    def do_messages(self) -> None:
+        """Messages from some ranks to one that names the senders, or receives from any, on one of two channels."""
+        where, channel = self.chance.choice([0, 0, 0, 1]), self.chance.choice("xy")
+        target = self.chance.randrange(self.most)
+        shape = (2000,) if self.chance.random() < 0.3 else (4,)  # the former meet on the plane
+        for _ in range(self.chance.randint(1, 3)):
+            for me in self.chance.sample(self.free(), len(self.free())):
+                if where and where not in me.state.sets:
+                    continue
+                if me.rank == target:
+                    source = self.chance.randrange(self.most) if self.chance.random() < 0.4 else None
+                    self.submit(me, message(source, target, channel, shape, where, receives=True))
+                elif self.chance.random() < 0.6:
+                    used = shape if self.chance.random() < 0.97 else (5,)
+                    self.submit(me, message(me.rank, target, channel, used, where, receives=False))
+                for _ in range(self.chance.randint(0, 3)):
+                    self.sim.step()
+
+    def do_give_up(self) -> None:
+        """A user gives up a message that waits for the other rank."""
+        me = self.someone()
+        if me is not None:
+            waiting = [e for e in me.entries if e.outcome is None and e.request.kind is OpKind.SENDRECV]
+            if waiting:
+                entry = self.chance.choice(waiting)
+                given_up = me.state.cancel(entry, CauseKind.TIMEOUT, "it took too long")
+                self._say(f"rank {me.rank} gives {entry.name} up: {given_up}")
 
     def do_barrier(self) -> None:
         for me in self.free():
@@ -386,6 +420,9 @@ class Schedule:
                     assert awaited or at_the_door, what
                     continue
                 assert entry.phase == ANNOUNCED, what
+                if entry.request.kind is OpKind.SENDRECV:
+                    self.check_message(me, entry, what)
+                    continue
                 missing = [m for m in self.members(me, group.id) if not _has(m, group.id, entry.name)]
                 if entry.request.kind is not OpKind.JOIN:
                     missing = [m for m in missing if not _has(m, group.id, "join.noname")]
@@ -396,6 +433,25 @@ class Schedule:
                     )
                 assert missing or entry.request.group, f"{what} waits for nobody"
 
+    def check_message(self, me: SimRank, entry: Entry, what: str) -> None:
+        """A message waits only for a rank that may still submit its part."""
+        awaited = self.awaited(me, entry)
+        assert awaited, f"{what} waits for nobody"
+        for other in awaited:
+            assert other.alive, f"{what} waits for rank {other.rank}, which is gone"
+        assert not self.tracked or any(other.cells for other in awaited), f"{what} waits for idle ranks"
+
+    def awaited(self, me: SimRank, entry: Entry) -> list[SimRank]:
+        """The ranks that may submit the other part of a message, and have not; none if one has, so that nothing is to wait for."""
+        number, request = entry.request.process_set, entry.request
+        others = [other for other in self.members(me, number) if other is not me]
+        if len(request.ranks) > 1:
+            others = [other for other in others if other.rank in request.ranks]
+            found = any(_has(other, number, entry.name) for other in others)
+        else:
+            found = any(_sends_to(other, me.rank, request) for other in others)
+        return [] if found else [other for other in others if not _has(other, number, "join.noname")]
+
     def check_deadlock(self) -> None:
         """Ranks that wait for each other are told."""
         stuck: dict[SimRank, list[SimRank]] = {}
@@ -404,6 +460,9 @@ class Schedule:
             if entry is None or entry.outcome is not None or entry.request.group or entry.phase != ANNOUNCED:
                 continue
             if me.state.memory.paused:
+                continue
+            if entry.request.kind is OpKind.SENDRECV:
+                stuck[me] = self.awaited(me, entry)
                 continue
             others = [o for o in self.members(me, entry.request.process_set) if o is not me]
             names = (entry.name,) if entry.request.kind is OpKind.JOIN else (entry.name, "join.noname")
@@ -493,6 +552,13 @@ class Schedule:
 def _has(me: SimRank, process_set: int, name: str) -> bool:
     group = me.state.sets.get(process_set)
     return group is not None and any(entry.name == name for entry in group.pending)
+
+
+def _sends_to(me: SimRank, rank: int, received: Request) -> bool:
+    """Whether a message of this rank waits that a receive from any rank of ``rank`` may get."""
+    group = me.state.sets.get(received.process_set)
+    wanted = (me.rank, rank), received.channel
+    return group is not None and any((e.request.ranks, e.request.channel) == wanted for e in group.pending)
 
 
 def _tells_who_left(outcome: object) -> bool:

@@ -555,3 +555,28 @@ def allreduce(name: str | None, shape: tuple[int, ...] = (4,), **changes: object
     for key, value in changes.items():
         setattr(request, key, value)
     return request
+
+
+def message(
+    source: int | None,
+    target: int,
+    channel: str,
+    shape: tuple[int, ...],
+    process_set: int,
+    *,
+    receives: bool,
+) -> Request:
+    """One part of a message on a channel; without a ``source`` the receive of one from any rank."""
+    tensor = np.zeros(shape, np.float32)
+    return Request(
+        OpKind.SENDRECV,
+        f"{'any' if source is None else source}>{target}.{channel}",
+        tensor,
+        tensor if receives else None,
+        dtype=DType.F32,
+        root=-1 if source is None else source,
+        ranks=(target,) if source is None else (source, target),
+        channel=channel,
+        process_set=process_set,
+        anonymous=True,
+    )

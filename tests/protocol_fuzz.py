@@ -13,6 +13,7 @@ import contextlib
 import random
 import struct
 import time
+import types
 import typing
 from collections.abc import Callable
 from typing import Any, get_args, get_origin
@@ -65,6 +66,9 @@ def some(kind: Any, chance: random.Random, *, tame: bool = False) -> Any:
         if len(items) > 1:
             return tuple(some(item, chance, tame=tame) for item in items)
         return tuple(some(items[0], chance, tame=tame) for _ in range(chance.choice((0, 1, 1, 2, 3))))
+    if isinstance(kind, types.UnionType):
+        chosen = chance.choice(get_args(kind))
+        return None if chosen is types.NoneType else some(chosen, chance, tame=tame)
     if get_origin(kind) is dict:
         return {some(str, chance): some(str, chance) for _ in range(chance.randint(0, 2))}
     return make(kind, chance, tame=tame)

@@ -29,7 +29,11 @@ class Stuck(NamedTuple):
 
 
 def _in_round(ps: ProcessSet, current: Round, site: str, missing: tuple[int, ...]) -> Stuck:
-    return Stuck(ps, call_name(kind_label(current.info.kind), current.info.name), site, missing)
+    info = current.info
+    what = call_name(kind_label(info.kind), info.name)
+    if info.from_any:  # the same words on all ranks that wait so
+        what = call_name("recv from any rank", info.signature.channel)
+    return Stuck(ps, what, site, missing)
 
 
 def find_deadlock(
@@ -69,6 +73,8 @@ def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
     defined = peer.definitions.get(wait.local)
     if ps is None or ps.epoch != wait.epoch or defined is None:
         return None
+    if any(kept.heads.get(peer.rank) is defined for kept in ps.matcher.schedule):
+        return None  # it will be executed; a later round of the name, which may be incomplete, is not what the rank waits for
     current = ps.matcher.rounds.get(defined.info.name)
     if current is not None and peer.rank in current.heads:
         if current.disputed is not None:

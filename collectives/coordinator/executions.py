@@ -92,8 +92,9 @@ class Executions:
         for key, operation in self._operations.items():
             ps = state.sets.by_id[key.process_set]
             if operation.asked is None and now >= _ask_at(operation, every):
-                between = next(iter(waits[key][1].values())).info.between
-                operation.asked, operation.silent = now, set(between or ps.members) - ps.gone
+                info = next(iter(waits[key][1].values())).info
+                members = ps.members if info.from_any else info.between or ps.members
+                operation.asked, operation.silent = now, set(members) - ps.gone
                 state.outbox.send(ps.peers, m.Ping(0))
             elif operation.asked is not None and now >= operation.asked + ANSWER_WITHIN:
                 operation.asked = None

@@ -39,11 +39,13 @@ class Holding:
     def keep(self, ps: ProcessSet, now: float, delay: float, enough: int) -> bool:
         """Whether to hold the ready rounds of ``ps``.
 
-        Not for longer than ``delay`` seconds, not if they are ``enough`` bytes, and not if one of them is never fused, such as a
-        barrier.
+        Not for longer than ``delay`` seconds, not if they are ``enough`` bytes, not if one of them is never fused, such as a
+        barrier, and not if it is the turn of rounds that were kept back for their priority.
         """
         matcher = ps.matcher
         ready = matcher.ready
+        if matcher.schedule and not matcher.schedule.under_way:
+            return self._let_go(ps)
         if delay <= 0 or not ready or matcher.rejections or matcher.conflict or ps.gone:
             return self._let_go(ps)
         held = self._held.get(ps)

@@ -12,6 +12,7 @@ from hvdlab.collectives.autotune.options import TuningOptions
 from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
 from hvdlab.collectives.coordinator.history import HISTORY_BYTES
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.scheduling import SCHEDULING_CREDIT
 from hvdlab.collectives.knobs import Reader, for_reader
 
 
@@ -55,6 +56,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fusion_threshold: int = FUSION_THRESHOLD
     flush_delay: float = 0.0
     separate_groups: bool = False
+    scheduling_credit: int = SCHEDULING_CREDIT
     stall_disable: bool = False
     stall_seconds: float = 10.0
     stall_shutdown: float = 0.0
@@ -106,6 +108,7 @@ def state_options(launch: Launch) -> CoordinatorOptions:
         fusion_threshold=launch.fusion_threshold,
         flush_delay=launch.flush_delay,
         separate_groups=launch.separate_groups,
+        scheduling_credit=launch.scheduling_credit,
         stall_seconds=0.0 if launch.stall_disable else launch.stall_seconds,
         stall_shutdown=0.0 if launch.stall_disable else launch.stall_shutdown,
         history_bytes=launch.history_bytes,

@@ -9,7 +9,10 @@ another one to make the same mistake.
 No round waits for a rank that has *joined*: it is complete without it. Joining is a round, too, the one that
 every member has to submit.
 
-A message of one member to another is a round that only these two have to submit.
+A message of one member to another is a round that only these two have to submit. A receive from any rank is a round of its own as
+long as it waits. Where it and a message of its channel wait at the same time, it becomes the receiver's part of the message's round;
+the order then says which rank has sent. A receive that names the sender gets a message before those from any rank do, and of several
+messages the oldest is received.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from hvdlab.collectives.coordinator.joining import refuse_incomplete, refuse_with_joined
-from hvdlab.collectives.coordinator.pending import PendingRounds
+from hvdlab.collectives.coordinator.pending import PendingRounds, waits_for_receiver
 from hvdlab.collectives.coordinator.rounds import Extra, Item, Round, parties_of, report_round
 from hvdlab.collectives.coordinator.signatures import Defined, Interned
 from hvdlab.collectives.coordinator.verdicts import DuplicateName, InVain, Mismatch, Rejection, Verdict
@@ -61,9 +64,12 @@ class Matcher(PendingRounds):
         if self.debts and (verdict := self.debts.settle(rank, info)) is not None:
             self._reject(rank, defined, verdict)
             return None
+        if info.from_any and info.between != (rank,):
+            raise ValueError("a receive from any rank in place of another rank")
         current = self.rounds.get(info.name)
         if current is None:
-            current = self.rounds[info.name] = Round(info, defined.local, now)
+            current = Round(info, defined.local, now, defined.priority)
+            self.add(current)
         elif rank in current.heads:
             if current.behind is None:
                 current.behind = {}
@@ -86,9 +92,9 @@ class Matcher(PendingRounds):
         elif defined.local != current.local:
             current.agree = False
         if look:
-            if self.joining is not None or info.kind == _JOIN:
+            if self.joining is not None or info.kind == _JOIN or current.info.between:
                 self._look(current, now)
-            elif len(heads) == self.size or (current.info.between and self.is_complete(current)):
+            elif len(heads) == self.size:
                 self._complete(current, now)
         return current
 
@@ -109,8 +115,46 @@ class Matcher(PendingRounds):
     def _look(self, current: Round, now: float) -> None:
         if current.info.kind == _JOIN:
             self._join(current, now)
+        current = self._pair(current, now)
         if self.is_complete(current):
             self._complete(current, now)
+
+    def _pair(self, current: Round, now: float) -> Round:
+        """If a message and a receive from any rank wait for each other, make one round of them.
+
+        Args:
+            current: A round that has a new head.
+            now: The time, in monotonic seconds.
+
+        Returns:
+            The round of the message, which is complete now; else ``current``.
+        """
+        channel = current.info.channel
+        if channel is None or current.disputed is not None:
+            return current
+        received: Round | None = current
+        sent: Round | None = current
+        if current.info.from_any:
+            sent = self.oldest_sent(channel)
+        elif waits_for_receiver(current):
+            received = self.oldest_received(channel)
+        else:
+            return current
+        if received is None or sent is None:
+            return current
+        (target, defined), *_ = received.heads.items()
+        self._take_out(received.info.name)
+        sent.heads[target] = defined
+        sent.agree = False
+        sent.extras = dict.fromkeys(
+            sent.info.between, sent.info.between[:1]
+        )  # tells the receiver which rank has sent
+        if not defined.info.may_get(sent.info):
+            sent.disputed = now
+            self.disputes[sent.info.name] = sent
+        if received.behind:
+            self._advance(received.info.name, received.behind, now)
+        return sent
 
     def _join(self, joining: Round, now: float) -> None:
         """A rank has run out of work: no round but the joining itself waits for it any more."""
@@ -136,7 +180,7 @@ class Matcher(PendingRounds):
             if verdict is not None:
                 self._decide(complete, verdict, now)
                 return
-        del self.rounds[info.name]
+        self.remove(complete)
         if self.joining is not None:
             self._progress(complete, now)
         if not info.group:
@@ -179,6 +223,10 @@ class Matcher(PendingRounds):
             current.behind = behind or None
             if current.info.kind == _JOIN:
                 self._join(current, now)
+            paired = self._pair(current, now)
+            if paired is not current:
+                self._complete(paired, now)
+                return  # what waits behind went on when the first one was given to the message
             if not self.is_complete(current):
                 return
             if current.info.group and self._gets_verdict(current):
@@ -194,7 +242,7 @@ class Matcher(PendingRounds):
 
     def _lacks(self, complete: Round) -> bool:
         """Whether a complete round lacks some of the ranks that it concerns, because they have joined."""
-        return len(complete.heads) < (len(complete.info.between) or self.size)
+        return complete.info.from_any or len(complete.heads) < (len(complete.info.between) or self.size)
 
     # -- verdicts -------------------------------------------------------------------------------------------------
 
@@ -274,7 +322,8 @@ class Matcher(PendingRounds):
 
     def _take_out(self, name: str) -> Round:
         """Take out a round that ends before it is complete."""
-        current = self.rounds.pop(name)
+        current = self.rounds[name]
+        self.remove(current)
         self.disputes.pop(name, None)
         if current is self.joining:
             self.joining = None

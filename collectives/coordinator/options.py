@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hvdlab.collectives.autotune.options import TuningOptions
 from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
 from hvdlab.collectives.coordinator.history import HISTORY_BYTES
+from hvdlab.collectives.coordinator.scheduling import SCHEDULING_CREDIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class CoordinatorOptions:
         fusion_threshold: Bytes that are fused into one operation at most; 0 fuses nothing.
         flush_delay: Seconds that what is ready is held for more to fuse with it; 0 executes at once.
         separate_groups: Whether tensors of a group are fused with each other only.
+        scheduling_credit: Bytes of tensors with a priority that are executed at a time; 0 orders all at once, whatever their priorities.
         stall_seconds: After how long (and then how often) a waiting collective is reported; 0 never.
         stall_shutdown: After how long a waiting collective ends its epoch; 0 never.
         failure_grace: Seconds that a plane's failure waits for the news that explains it, a rank's death.
@@ -39,6 +41,7 @@ class CoordinatorOptions:
     fusion_threshold: int = FUSION_THRESHOLD
     flush_delay: float = 0.0
     separate_groups: bool = False
+    scheduling_credit: int = SCHEDULING_CREDIT
     stall_seconds: float = 10.0
     stall_shutdown: float = 0.0
     failure_grace: float = 0.25

@@ -19,12 +19,17 @@ def execute(
     ranks: tuple[int, ...],
     peers: tuple[int, ...],
     outbox: Outbox,
+    *,
+    reported: bool = False,
 ) -> None:
-    """Order all members to execute ``batches``; members whose local ids agree share a message."""
+    """Order all members to execute ``batches``; members whose local ids agree share a message.
+
+    The end of each batch is ``reported`` by the member at position 0, if wanted.
+    """
     if len(batches) == 1 and len(batches[0]) == 1:
         (only,) = batches[0]
         if only.agree and not only.extras:  # a short way for the common case
-            one = Batch((only.local,), (), _payloads(batches[0], ranks))
+            one = Batch((only.local,), (), _payloads(batches[0], ranks), (), reported)
             outbox.send(peers, Execute(process_set, epoch, sequence, (one,)))
             return
     tables = [_tables(batch, ranks) for batch in batches]
@@ -32,7 +37,7 @@ def execute(
     if all(current.agree for batch in batches for current in batch):
         same = tuple(
             [
-                Batch(tuple([current.local for current in batch]), table, payload)
+                Batch(tuple([current.local for current in batch]), table, payload, (), reported)
                 for batch, table, payload in zip(batches, tables, payloads, strict=True)
             ]
         )
@@ -44,7 +49,7 @@ def execute(
     for locals, alike in told.items():
         own = tuple(
             [
-                Batch(numbers, table, payload, _zeros(batch, numbers))
+                Batch(numbers, table, payload, _zeros(batch, numbers), reported)
                 for batch, numbers, table, payload in zip(batches, locals, tables, payloads, strict=True)
             ]
         )

@@ -134,6 +134,14 @@ def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFa
         ps.plane_failed_before(due, message.epoch, rank.rank, message.text)
 
 
+def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, now: float) -> None:
+    """A batch of tensors with a priority has ended: it is the turn of the next ones."""
+    ps = state.open_set(rank, message)
+    if ps is not None:
+        ps.matcher.schedule.executed(message.sequence, message.batch)
+        state.touched[ps] = None
+
+
 def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: float) -> None:
     ps = state.open_set(rank, message)
     if ps is not None:
@@ -241,6 +249,7 @@ TO_RANKS: dict[type, Reaction] = {
     m.DeclinePost: _on_decline_post,
     m.BoardMissing: _on_board_missing,
     m.PlaneFailed: _on_plane_failed,
+    m.Executed: _on_executed,
     m.Renew: _on_renew,
     m.CellBegin: _on_cell_begin,
     m.CellEnd: _on_cell_end,

@@ -27,6 +27,8 @@ def decide(state: CoordinatorState, ps: ProcessSet) -> None:
         state.sets.abort(ps, CauseKind.MISMATCH, (), matcher.conflict)
         return
     ready, matcher.ready = matcher.ready, []
+    if matcher.schedule or any(current.priority is not None for current in ready):
+        ready = _schedule(state, ps, ready)
     if matcher.rejections:
         rejections, matcher.rejections = matcher.rejections, []
         done = 0
@@ -42,13 +44,42 @@ def decide(state: CoordinatorState, ps: ProcessSet) -> None:
         state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
 
 
+def _schedule(state: CoordinatorState, ps: ProcessSet, ready: list[Round]) -> list[Round]:
+    """Order the rounds with a priority whose turn it is, and keep the others with one back.
+
+    Where a round that is kept would be in the way, none is: it would be aborted with what waits for a rank that has no cell, has left or
+    begins again; and no verdict may overtake it, since ranks take both out of the same queues.
+
+    Returns:
+        The rounds that are still to be released, in order.
+    """
+    matcher, credit = ps.matcher, state.options.scheduling_credit
+    schedule = matcher.schedule
+    leaving = ps.gone or state.elastic.ready or not matcher.members.isdisjoint(state.cells.idle)
+    if leaving or matcher.rejections or not credit:
+        run(state, ps, schedule.next())
+        return ready
+    others: list[Round] = []
+    for current in ready:
+        if schedule.concerns(current):
+            schedule.add((current,))
+        else:
+            others.append(current)
+    _release(state, ps, others)
+    due = schedule.next(credit)
+    if due:
+        # Two batches at least, so that ranks execute one of them while the end of the other is reported.
+        _run_together(state, ps, due, min(state.fusion_threshold, credit // 2), reported=True)
+    return []
+
+
 def run(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> None:
     """Have these rounds executed, fused as far as they may be."""
     for between, some in itertools.groupby(rounds, lambda current: current.info.between):
         if between:
             _run_messages(state, ps, tuple(some), between)
         else:
-            _run_together(state, ps, tuple(some))
+            _run_together(state, ps, tuple(some), state.fusion_threshold)
 
 
 def _run_messages(
@@ -63,16 +94,25 @@ def _run_messages(
     execute(ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, state.outbox)
 
 
-def _run_together(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> None:
+def _run_together(
+    state: CoordinatorState,
+    ps: ProcessSet,
+    rounds: Sequence[Round],
+    threshold: int,
+    *,
+    reported: bool = False,
+) -> None:
     if rounds:
         ps.sequence += 1
         batches: Sequence[Sequence[Round]] = (rounds,)
         if len(rounds) > 1:
-            batches = fuse(rounds, state.fusion_threshold, separate_groups=state.options.separate_groups)
+            batches = fuse(rounds, threshold, separate_groups=state.options.separate_groups)
         tuned = state.options.tuning is not None
         if tuned:
             state.tuning.before(state, ps)
-        execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.outbox)
+        if reported:
+            ps.matcher.schedule.ordered(ps.sequence, batches)
+        execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.outbox, reported=reported)
         if tuned:
             state.tuning.executed(ps, rounds)
 
@@ -88,7 +128,7 @@ def free_from_idle(state: CoordinatorState, now: float) -> None:
             _free_messages(state, ps, idle, now)
             for current, missing in ps.matcher.waiting():
                 absent = [r for r in (missing or ps.members) if r in idle]
-                if absent:
+                if absent and not current.info.from_any:  # else another rank may send
                     why = state.cells.absence(absent, current.heads)
                     state.sets.abort(ps, why.kind, why.ranks, why.text)
                     break
@@ -98,11 +138,11 @@ def free_from_idle(state: CoordinatorState, now: float) -> None:
 
 def _free_messages(state: CoordinatorState, ps: ProcessSet, idle: AbstractSet[int], now: float) -> None:
     """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
-    vain = {
-        current.info.name: absent
-        for current, missing in ps.matcher.waiting()
-        if current.info.between and (absent := [rank for rank in missing if rank in idle])
-    }
+    vain: dict[str, list[int]] = {}
+    for waiting, missing in ps.matcher.waiting():
+        absent, info = [rank for rank in missing if rank in idle], waiting.info
+        if info.between and absent and (not info.from_any or len(absent) == len(missing)):
+            vain[info.name] = absent
     for name, absent in vain.items():
         while (current := ps.matcher.rounds.get(name)) is not None and not current.heads.keys() & {*absent}:
             why = state.cells.absence(absent, current.heads)

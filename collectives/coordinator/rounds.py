@@ -25,13 +25,15 @@ class Round:
         reported: How often it was reported as stalled.
         disputed: When the first signature that differs came, or ``None``.
         absent: Once it is complete, members that have joined and did not submit it.
+        priority: That of the first submission, or ``None`` if that had none.
     """
 
     __slots__ = (
-        "absent", "agree", "behind", "disputed", "extras", "heads", "info", "local", "payloads", "reported", "since",
+        "absent", "agree", "behind", "disputed", "extras", "heads", "info", "local", "payloads", "priority", "reported",
+        "since",
     )  # fmt: skip
 
-    def __init__(self, info: Interned, local: int, since: float) -> None:
+    def __init__(self, info: Interned, local: int, since: float, priority: int | None = None) -> None:
         self.info = info
         self.local = local
         self.agree = True
@@ -43,6 +45,7 @@ class Round:
         self.reported = 0
         self.disputed: float | None = None
         self.absent: tuple[int, ...] = ()
+        self.priority = priority
 
 
 def report_round(

@@ -10,6 +10,8 @@ import msgspec
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.protocol.messages import Definition, Signature
 
+Channel = tuple[str, int]
+"""The channel of messages, and the rank that receives them."""
 FuseKey = tuple[int, int, str, float, float]
 
 
@@ -21,19 +23,26 @@ class Interned:
         group: Equal for the tensors that are released together; empty for one that stands alone.
         fuse_key: Equal for allreduces that may be one operation; ``None`` for collectives that are never fused.
         nbytes: Size of the tensor in bytes, for the fusion threshold.
-        between: The two ranks that a message goes between; empty for a collective of all members.
+        between: The two ranks that a message goes between, or the one that receives from any rank; empty for a collective of all members.
+        channel: The channel of a message, whose receives from any rank may get it; ``None`` if it has none.
+        from_any: Whether it is a receive from any rank.
     """
 
     __slots__ = (
-        "between", "fuse_key", "group", "group_size", "kind", "name", "nbytes", "references", "signature",
+        "between", "channel", "from_any", "fuse_key", "group", "group_size", "kind", "name", "nbytes", "references", "signature",
     )  # fmt: skip
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         self.name = signature.name
         self.kind = signature.kind
-        two = signature.kind == OpKind.SENDRECV and len({*signature.ranks}) == len(signature.ranks) == 2
-        self.between = signature.ranks if two else ()
+        is_message, ranks = signature.kind == OpKind.SENDRECV, signature.ranks
+        self.from_any = is_message and len(ranks) == 1 and bool(signature.channel)
+        two = is_message and len({*ranks}) == len(ranks) == 2
+        self.between = ranks if two or self.from_any else ()
+        self.channel: Channel | None = None
+        if self.between and signature.channel:
+            self.channel = signature.channel, ranks[-1]
         # Ranks never put a message into a group. If a peer does, the group is ignored: others must not wait for the rest of it.
         grouped = signature.group_size > 0 and not self.between
         self.group = f"{signature.group_size}:{signature.group}" if grouped else ""
@@ -50,14 +59,20 @@ class Interned:
                 signature.postscale,
             )
 
+    def may_get(self, message: Interned) -> bool:
+        """Whether this receive from any rank fits a message of its channel."""
+        own, other = self.signature, message.signature
+        return (own.dtype, own.shape, own.device) == (other.dtype, other.shape, other.device)
+
 
 class Defined:
-    """What a rank's local id stands for."""
+    """What a rank's local id stands for. Only allreduces have a priority."""
 
-    __slots__ = ("info", "local", "site")
+    __slots__ = ("info", "local", "priority", "site")
 
-    def __init__(self, local: int, info: Interned, site: str) -> None:
+    def __init__(self, local: int, info: Interned, site: str, priority: int | None = None) -> None:
         self.local, self.info, self.site = local, info, site
+        self.priority = priority if info.fuse_key is not None else None
 
 
 class SignatureTable:
@@ -80,7 +95,7 @@ class SignatureTable:
             info = self._interned[signature] = Interned(signature)
         info.references += 1
         old = definitions.get(definition.local)
-        definitions[definition.local] = Defined(definition.local, info, definition.site)
+        definitions[definition.local] = Defined(definition.local, info, definition.site, definition.priority)
         if old is not None:
             self._release(old.info)
 
@@ -145,6 +160,8 @@ def describe(signature: Signature, *, device: bool = False) -> str:
         words.append(f"from rank {signature.root}")
     if kind == OpKind.SENDRECV and len(signature.ranks) == 2:
         words.append("from rank {} to rank {}".format(*signature.ranks))
+    elif kind == OpKind.SENDRECV and len(signature.ranks) == 1:
+        words.append(f"from any rank to rank {signature.ranks[0]}")
     if signature.splits:
         words.append("with splits")
     if device or signature.device != "cpu":

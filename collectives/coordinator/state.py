@@ -243,7 +243,7 @@ class CoordinatorState:
         if self.flush_delay and matcher.ready:
             return False
         if matcher.ready:
-            if matcher.ready[0].info.kind not in _PLAIN:
+            if matcher.ready[0].info.kind not in _PLAIN or matcher.schedule.concerns(matcher.ready[0]):
                 return False
             ready, matcher.ready = matcher.ready, []
             releasing.run(self, ps, ready)
@@ -256,6 +256,8 @@ class CoordinatorState:
         urgent = bool(self.cells.idle) or self.check_blocked
         if self.holding.due is not None:
             self.touched |= dict.fromkeys(self.holding.over(now, all=urgent))
+        if self.cells.idle or self.elastic.ready:
+            self.touched |= {ps: None for ps in self.sets if ps.matcher.schedule}
         if releasing.end_disputes(self, now):
             self._check_later(now)  # what waited behind a dispute may wait in vain now that it is over
         if self.touched:
@@ -320,6 +322,7 @@ class CoordinatorState:
         assert sum(info.references for info in self.signatures) == references
         for ps in self.sets:
             assert not ps.matcher.ready or ps in self.holding
-            if ps.matcher.pending:
+            if next(iter(ps.matcher.waiting()), None) is not None:
                 assert self.stalls.due is not None
+            if ps.matcher.pending:
                 assert not ps.gone

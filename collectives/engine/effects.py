@@ -14,7 +14,8 @@ class RunBatch:
     """Execute these entries as one operation of the plane of this process set, epoch and device class.
 
     With ``payloads``, every member's small tensor by position, no plane is needed.
-    ``(process_set, sequence, batch)`` names the operation and is equal on all members.
+    ``(process_set, sequence, batch)`` names the operation and is equal on all members. ``reported``: this rank tells the coordinator when
+    it has been executed.
     """
 
     process_set: int
@@ -25,6 +26,7 @@ class RunBatch:
     tables: tuple[tuple[tuple[int, ...], ...], ...]
     payloads: tuple[bytes, ...] = ()
     device: str = HOST
+    reported: bool = False
 
 
 @dataclass(frozen=True, slots=True)

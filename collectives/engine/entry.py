@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import CauseKind
-from hvdlab.collectives.protocol.messages import Member, Signature
+from hvdlab.collectives.protocol.messages import Definition, Member, Signature
 
 if TYPE_CHECKING:
     from hvdlab.collectives.engine.posting import Seat
@@ -61,18 +61,27 @@ class Local:
         id: The integer.
         key: What it stands for.
         queue: Entries that were announced under this id and not decided yet, oldest first.
+        priority: As in :class:`Request`.
         defined: Whether this rank has sent the coordinator the definition.
     """
 
-    __slots__ = ("defined", "id", "key", "queue", "signature", "site")
+    __slots__ = ("defined", "id", "key", "priority", "queue", "signature", "site")
 
-    def __init__(self, id: int, key: Key, signature: Signature, site: str) -> None:
+    def __init__(
+        self, id: int, key: Key, signature: Signature, site: str, priority: int | None = None
+    ) -> None:
         self.id = id
         self.key = key
         self.signature = signature
         self.site = site
+        self.priority = priority
         self.queue: deque[Entry] = deque()
         self.defined = False
+
+    def definition(self) -> Definition:
+        """What tells the coordinator what the id stands for, which is sent once."""
+        self.defined = True
+        return Definition(self.id, self.signature, self.site, self.priority)
 
 
 NO_LOCAL = Local(-1, (), Signature(0, "", 0, 0, ()), "")
@@ -145,6 +154,7 @@ def signature_of(request: Request, name: str, shape: tuple[int, ...]) -> Signatu
         group,
         count,
         request.ranks,
+        channel=request.channel,
     )
 
 

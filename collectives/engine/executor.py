@@ -22,7 +22,7 @@ from typing import Protocol
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.hooks import Hooks
-from hvdlab.collectives.engine.operations import run_batch, run_message
+from hvdlab.collectives.engine.operations import run_batch, run_message, source_of
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.slots import PlaneSlot, Scope
 from hvdlab.collectives.engine.small import Folds, run_small
@@ -174,13 +174,14 @@ class Executor:
         finished = False
         completion: Completion | None = None
         try:
+            sender = source_of(batch) if batch.entries[0].request.kind is OpKind.SENDRECV else -1
             if batch.payloads:
-                results = [run_small(batch.entries[0].request, batch.payloads, lane.folds)]
+                results = [run_small(batch.entries[0].request, batch.payloads, lane.folds, sender)]
             elif batch.entries[0].request.kind is OpKind.JOIN:
                 results = [Result(last_joined=batch.tables[0][0][0])]  # after all that the other members did
-            elif batch.entries[0].request.kind is OpKind.SENDRECV:
+            elif sender >= 0:
                 # Not counted among the plane's operations, which are the same on all members.
-                results = [run_message(slot.pairs(), batch.entries[0].request, phases)]
+                results = [run_message(slot.pairs(), batch.entries[0].request, sender, phases)]
             else:
                 slot.operations += 1
                 results, completion = run_batch(slot.open(), batch, phases)

@@ -36,6 +36,11 @@ def fit(group: SetState, entry: Entry) -> None:
 
 
 def _fit_message(group: SetState, request: Request) -> None:
+    if request.group is not None:
+        raise InvalidRequestError("a message can't be one of a group of tensors.")
+    if len(request.ranks) == 1:
+        _fit_receive_from_any(group, request)
+        return
     source, target = request.ranks
     for rank in request.ranks:
         if group.configured and rank not in group.ranks:
@@ -48,8 +53,17 @@ def _fit_message(group: SetState, request: Request) -> None:
         raise InvalidRequestError(
             f"rank {group.ranks[group.index]} is neither rank {source}, which sends, nor rank {target}, which receives."
         )
-    if request.group is not None:
-        raise InvalidRequestError("a message can't be one of a group of tensors.")
+
+
+def _fit_receive_from_any(group: SetState, request: Request) -> None:
+    if not request.channel:
+        raise InvalidRequestError("a receive from any rank needs a channel.")
+    if group.configured and group.ranks == request.ranks:
+        raise InvalidRequestError(f"process set {group.id} has no other rank that could send.")
+    if group.configured and group.ranks[group.index] != request.ranks[0]:
+        raise InvalidRequestError(
+            f"rank {group.ranks[group.index]} can't receive in place of rank {request.ranks[0]}."
+        )
 
 
 def _fit_device(group: SetState, request: Request) -> None:

@@ -251,8 +251,9 @@ class GuardedState:
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def finish(self, entries: tuple[Entry, ...], results: list[Result]) -> None:
+    def finish(self, batch: RunBatch, results: list[Result]) -> None:
         """End the handles of an executed batch, those that have not been failed in the meantime."""
+        entries = batch.entries
         with self._lock:
             if self._torn:
                 self._mend()
@@ -263,8 +264,12 @@ class GuardedState:
             for entry, result in zip(entries, results, strict=True):
                 if finish(entry):
                     complete(entry, result, None)
+            if batch.reported:  # under the mark: a report that Ctrl-C tore away would keep back whatever has a priority for ever
+                self.state.executed(batch)
             self._finishing = ()
             self._torn = False
+        if batch.reported:
+            self.flush_direct()
         if overdue:
             self._wake()  # the coordinator has been told that it takes long; the control thread sends that it has ended
 

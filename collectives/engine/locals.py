@@ -50,7 +50,8 @@ class Locals:
             request.postscale = math.nan
         key: Key = (
             entry.name, request.kind, shape, request.dtype, request.op, entry.site, request.process_set, request.root,
-            request.prescale, request.postscale, request.group, request.device, request.ranks, request.about,
+            request.prescale, request.postscale, request.group, request.device, request.ranks, request.channel, request.about,
+            request.priority,
         )  # fmt: skip
         local = self._by_key.get(key)
         if local is None:
@@ -81,9 +82,9 @@ class Locals:
 
     def _define(self, key: Key, entry: Entry, shape: tuple[int, ...]) -> Local:
         id = self._free_id()
-        local = Local(
-            id, key, signature_of(entry.request, entry.name, shape), entry.site + entry.request.about
-        )
+        request = entry.request
+        signature = signature_of(request, entry.name, shape)
+        local = Local(id, key, signature, entry.site + request.about, request.priority)
         self._by_key[key] = local
         self.by_id[id] = local
         return local

@@ -150,20 +150,28 @@ def _barrier(plane: Plane, request: Request, table: Tables, phases: Phases) -> B
     return Result(), plane.start_barrier(phases)
 
 
-def run_message(pairs: Pairs, request: Request, phases: Phases) -> Result:
-    """Send or receive a message. When this returns, the receiver has it, or the sender's buffer has been read.
+def source_of(batch: RunBatch) -> int:
+    """The rank that sends a message."""
+    ranks = batch.entries[0].request.ranks
+    return (
+        batch.tables[0][0][0] if len(ranks) == 1 else ranks[0]
+    )  # the order says which one a receive from any rank gets
+
+
+def run_message(pairs: Pairs, request: Request, sender: int, phases: Phases) -> Result:
+    """Send a message, or receive one of the rank ``sender``. When this returns, the receiver has it, or the sender's buffer has been read.
 
     Blocks and raises as planes do.
     """
     ranks = pairs.context.ranks
-    source, target = (ranks.index(rank) for rank in request.ranks)
+    source, target = ranks.index(sender), ranks.index(request.ranks[-1])
     if pairs.context.index == source:
         assert request.input is not None
         pairs.send(host_view(buffer_of(request.input, request.dtype)), target, phases)
         return Result()
     assert request.output is not None
     pairs.receive(host_view(buffer_of(request.output, request.dtype)), source, phases)
-    return Result(request.output)
+    return Result(request.output, source=sender)
 
 
 def scatter_rows(rows: int, members: int) -> list[int]:

@@ -57,6 +57,7 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
                     batch.tables,
                     batch.payloads,
                     entries[0].request.device,
+                    reported=batch.reported and group.index == 0,
                 )
             )
     return effects

@@ -29,7 +29,7 @@ class Told:
     def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None:
         """A batch was executed. Called by whichever thread ran it."""
         finished = _monotonic_ns()
-        self._guarded.finish(batch.entries, results)
+        self._guarded.finish(batch, results)
         if self._spans.batch(batch, started, finished, phases):
             self._schedule_events()
 

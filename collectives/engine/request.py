@@ -68,7 +68,7 @@ class Request:
         op: Reduction operator; AVERAGE is a sum divided by the number of members at execution.
         prescale: Multiplies the input.
         postscale: Multiplies the result.
-        root: *Rank* that a broadcast or a message comes from.
+        root: *Rank* that a broadcast or a message comes from; -1 for a receive from any rank.
         splits: Rows (of dimension 0) for each member of an alltoall; ``None`` for even ones.
         process_set: Id of the process set.
         group: Name of the group of tensors that this one is executed together with, and how many they are.
@@ -77,9 +77,14 @@ class Request:
         device: Device class of the tensors, equal on all ranks. Any but ``cpu`` needs a data plane for it, see
             :meth:`Engine.device_plane`; where there is none, the caller stages tensors through the host.
         anonymous: Whether several of this name may be in flight; true by itself if ``name`` is ``None``.
-        ranks: To add a process set, its ranks; of a message, the rank that sends and the rank that receives.
+        ranks: To add a process set, its ranks; of a message, the rank that sends and the rank that receives; of a receive from any rank,
+            this rank alone.
+        channel: Of a message, for what the receiver calls its receives from any rank, if any may get it: such a receive gets the oldest
+            message with the same channel that no receive waits for that names the sender. Empty for none.
         on_done: Called once when the request is finished; see :class:`CompletionHook`.
         label: What recordings call it, if that is not its name. There should be few different ones, since recordings keep them all.
+        priority: Of the allreduces that have one, the highest is executed first among those that are ready and have not begun; also,
+            they have others without a priority, barriers included, go before them. ``None``: in the order of becoming ready.
         about: What errors and stall lines say behind the call site, on all ranks, such as `` for layers.3``. There should be few different
             ones, since each is defined once.
     """
@@ -101,9 +106,11 @@ class Request:
     device: str = HOST
     anonymous: bool = False
     ranks: tuple[int, ...] = ()
+    channel: str = ""
     on_done: CompletionHook | None = None
     label: str = ""
     about: str = ""
+    priority: int | None = None
 
 
 @dataclass(slots=True)
@@ -116,6 +123,7 @@ class Result:
         tables: The numbers each member announced, by position (allgather: first dimensions; alltoall: splits).
         process_set: Id of the set that was added, else -1.
         last_joined: The rank that joined last (join), else -1.
+        source: The rank that has sent a message, on the rank that received it; else -1.
     """
 
     output: Tensor | None = None
@@ -123,6 +131,7 @@ class Result:
     tables: tuple[tuple[int, ...], ...] = ()
     process_set: int = -1
     last_joined: int = -1
+    source: int = -1
 
 
 @dataclass(frozen=True, slots=True)

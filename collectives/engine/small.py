@@ -39,13 +39,17 @@ def payload_of(request: Request, members: int) -> bytes:
     return host_view(source).tobytes()
 
 
-def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds) -> Result:
-    """Compute an allreduce from all members' bytes, or take in a message. The caller keeps ``folds``, for one thread at a time."""
+def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds, source: int = -1) -> Result:
+    """Compute an allreduce from all members' bytes, or take in a message of rank ``source``.
+
+    The caller keeps ``folds``, for one thread at a time.
+    """
     storage = storage_type(request.dtype)
     if request.kind is OpKind.SENDRECV:
         if request.output is not None:
             host_view(request.output).reshape(-1)[...] = np.frombuffer(payloads[0], storage)
-        return Result(request.output)
+            return Result(request.output, source=source)
+        return Result()
     return run_parts(request, [np.frombuffer(payload, storage) for payload in payloads], folds)
 
 

@@ -212,9 +212,7 @@ class RankState:
             local = self.locals.local_of(entry)
             group = self.sets[entry.request.process_set]
             if not local.defined:
-                local.defined = True
-                definition = m.Definition(local.id, local.signature, local.site)
-                self._messages.append(m.Announce(group.id, entry.epoch, (), (definition,)))
+                self._messages.append(m.Announce(group.id, entry.epoch, (), (local.definition(),)))
             entry.waited = seconds
             self._messages.append(m.Blocked(group.id, entry.epoch, local.id, seconds, executing=True))
 
@@ -259,8 +257,7 @@ class RankState:
         for entry in entries:
             local = entry.local
             if not local.defined:
-                local.defined = True
-                definitions += (m.Definition(local.id, local.signature, local.site),)
+                definitions += (local.definition(),)
             if entry.extra:
                 extra = True
         return m.Announce(
@@ -375,6 +372,11 @@ class RankState:
             return False
         self.end(entry)
         return True
+
+    def executed(self, batch: RunBatch) -> None:
+        """The executor is done with this batch: tell the coordinator, if it wants to know."""
+        if batch.reported:
+            self._messages.append(m.Executed(batch.process_set, batch.epoch, batch.sequence, batch.batch))
 
     def end(self, entry: Entry) -> None:
         """The entry is over, well or badly; its name is free."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-Value = bool | int | float | str | tuple[int, ...]
+Value = bool | int | float | str | tuple[int, ...] | tuple[str, ...]
 
 _YES = frozenset(("1", "true", "yes", "on"))
 _NO = frozenset(("0", "false", "no", "off"))
@@ -69,6 +69,13 @@ def _cores(text: str) -> tuple[int, ...]:
     return tuple(_whole(0)(piece) for piece in text.split(","))
 
 
+def _modules(text: str) -> tuple[str, ...]:
+    names = tuple(piece.strip() for piece in text.split(","))
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError(text)
+    return names
+
+
 def _encryption(text: str) -> str:
     if text.lower() in _NO:
         return ""
@@ -96,6 +103,7 @@ LEVEL = Kind("level", f"one of {', '.join(LEVELS)}", _level)
 ENCRYPTION = Kind(
     "0, 1 or networks", "0, 1, or networks such as 10.8.0.0/24 with commas between them", _encryption
 )
+MODULES = Kind("modules", "names of modules with commas between them", _modules)
 TEXT = Kind("text", "a text", str)
 FILE = Kind("file", "a file name", str)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.errors import KVStoreError
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse, is_array, view_of, write
 from hvdlab.collectives.kvstore.base import KVStoreBase
 from hvdlab.collectives.kvstore.collectives import Workers, completed
-from hvdlab.collectives.kvstore.keys import Key, pairs, require
+from hvdlab.collectives.kvstore.keys import INT_MAX, INT_MIN, Key, pairs, require
 from hvdlab.collectives.process_sets import ProcessSet
 
 
@@ -100,6 +102,40 @@ class Horovod(RankStore):
         return "horovod"
 
 
+class PushPull:
+    """A sum in flight. Made by :meth:`BytePS.pushpull_async`.
+
+    Attributes:
+        key: The key under which it was pushed.
+    """
+
+    def __init__(self, key: Key, handles: list[Handle], total: Array, targets: list[Any]) -> None:
+        self.key = key
+        self._handles = handles
+        self._total = total
+        self._targets = targets
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly. Never blocks."""
+        return all(handle.done() for handle in self._handles)
+
+    def wait(self) -> None:
+        """Wait for the sum and write it to the outputs. Called again it does nothing, or raises the same error.
+
+        If the sum fails, outputs are unchanged.
+
+        Raises:
+            KVStoreError: The ranks gave arrays of different shapes or types. Where these are summed in parts, this ends the sums of other
+                keys that are in flight as well, with an ``AbortedError``.
+            AbortedError: A rank died, failed, left or was interrupted.
+            TypeError: An output is read-only, or can't be written to otherwise.
+        """
+        completed([(self.key, handle) for handle in self._handles])
+        for target in self._targets:
+            write(target, self._total)
+        self._targets = []
+
+
 @KVStoreBase.register
 class BytePS(RankStore):
     """Sums and broadcasts by the names of BytePS; joins the world when it is made. Nothing is stored."""
@@ -143,6 +179,37 @@ class BytePS(RankStore):
         for target in targets:
             write(target, total)
 
+    def pushpull_async(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> PushPull:
+        """Begin to sum an array over all ranks, and return at once. Every rank calls it, in any order of keys.
+
+        Of all arrays that are summed so and are ready on all ranks the one with the highest priority goes first, and a large one is summed
+        in parts (``BYTEPS_PARTITION_BYTES``), between which a more urgent one may go. So if gradients are pushed as a backward pass
+        computes them, with the negative number of their layer as priority, that of the first layer does not have to wait for those that
+        were ready before it. ``HVDLAB_SCHEDULING_CREDIT`` says how many bytes of them are executed at a time.
+
+        Args:
+            key: An int or a str, the same on all ranks. It may be pushed again before the first sum is there.
+            value: An array or a list of one. It is copied, and may be overwritten at once.
+            out: An array or a list of arrays, which all get the sum when :meth:`PushPull.wait` returns, and are left alone before that;
+                ``None`` for ``value``.
+            priority: The larger the more urgent. It changes when a sum is there, and never its value.
+
+        Returns:
+            The sum in flight. Its end has to be waited for before the cell or the script ends.
+
+        Raises:
+            AssertionError, TypeError, ValueError: An argument is no key or no array, ``value`` is a list of several, or the priority is no
+                number of 32 bits.
+            KVStoreError: ``out`` has another shape.
+            AbortedError: The coordinator is lost. Other failures are raised by :meth:`PushPull.wait`.
+        """
+        single = _only(key, value)
+        targets = _outputs(key, single if out is None else out)
+        total = _contiguous(single)
+        _check_shapes(key, total, targets)
+        handles = self._workers.submit_sum_in_parts(total, f"kv.byteps.{key}", _priority(priority))
+        return PushPull(key, handles, total, targets)
+
     @property
     def type(self) -> str:
         """``byteps``."""
@@ -154,6 +221,13 @@ def _only(key: Any, value: Any) -> Any:
     found = pairs(key, value)
     require(len(found) == 1, f"key {key!r} was given {len(found)} arrays, but a push has one")
     return found[0][1]
+
+
+def _priority(given: Any) -> int:
+    priority = operator.index(given)
+    if not INT_MIN <= priority <= INT_MAX:
+        raise ValueError(f"priority {priority} does not fit into 32 bits")
+    return priority
 
 
 def _contiguous(value: Any) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,8 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import (
+    AbortedError,
+    CauseKind,
     HvdlabError,
     KVStoreError,
     MismatchError,
@@ -22,6 +25,8 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.keys import Key
 from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, position, set_id
+
+_TEXT_BYTES = 2048
 
 
 def joined() -> Engine:
@@ -89,6 +94,33 @@ class Workers:
         )
         return context.engine("pushpull").submit(request, at_once=at_once)
 
+    def submit_sum_in_parts(self, array: Array, name: str, priority: int) -> list[Handle]:
+        """Start the sum over all workers, in place: of the tensors that are submitted so, the highest priority goes first.
+
+        A large array is summed in parts, between which a more urgent one may go. They are a group, so workers that give arrays of
+        different shapes fail alike.
+        """
+        dtype, flat = _dtype(array), array.reshape(-1)
+        engine = context.engine("pushpull_async")
+        count = max(1, math.ceil(array.nbytes / engine.settings.kv_partition_bytes))
+        parts = [flat[len(flat) * n // count : len(flat) * (n + 1) // count] for n in range(count)]
+        requests = [
+            Request(
+                OpKind.ALLREDUCE,
+                f"{name}[{number}]" if number else name,
+                part,
+                part,
+                dtype,
+                ReduceOp.SUM,
+                process_set=self.id,
+                group=(f"{name} {array.shape}", count) if count > 1 else None,
+                anonymous=True,
+                priority=priority,
+            )
+            for number, part in enumerate(parts if count > 1 else [array])
+        ]
+        return engine.submit_group(requests) if count > 1 else [engine.submit(requests[0])]
+
     def submit_broadcast(self, array: Array, name: str) -> Handle:
         """Start the broadcast from the first worker, in place."""
         root = 0 if self.id == GLOBAL_ID else self.ranks[0]
@@ -103,6 +135,14 @@ class Workers:
             anonymous=True,
         )
         return context.engine("broadcast").submit(request)
+
+    def first_says(self, text: str, name: str) -> str:
+        """The text of the first worker, on all of them; a long one is cut. All workers call it together."""
+        said = np.zeros(_TEXT_BYTES, np.uint8)
+        encoded = text.encode()[:_TEXT_BYTES]
+        said[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+        self.submit_broadcast(said, name).wait()
+        return said.tobytes().rstrip(b"\0").decode(errors="ignore")
 
     def submit_gather(self, array: Array, name: str) -> Handle:
         """Start to concatenate the rows of all workers; the result has the numbers of rows of each worker in its tables."""
@@ -135,21 +175,34 @@ def completed(handles: list[tuple[Key, Handle]]) -> None:
     """Wait for all, then raise the first error, so that nothing is written to afterwards.
 
     Raises:
-        KVStoreError: The ranks gave arrays of different shapes or types under one key.
+        KVStoreError: The ranks gave arrays of different shapes or types under one key. Where one of them is so large that it has
+            parts, this also ends what else is in flight, with an ``AbortedError``.
         AbortedError: A rank died, failed, left or was interrupted.
     """
     first: Exception | None = None
     for key, handle in handles:
         try:
             handle.wait()
-        except MismatchError as error:
-            if first is None:
-                first = KVStoreError(f"the workers disagree about key {key!r}: {error}", key)
-                first.__cause__ = error
         except HvdlabError as error:
-            first = first or error
+            if first is None:
+                first = _of_key(key, handle, error)
     if first is not None:
         raise first
+
+
+def _of_key(key: Key, handle: Handle, error: HvdlabError) -> HvdlabError:
+    """What to raise for the failed sum of a key."""
+    disagree = isinstance(error, MismatchError)
+    if isinstance(error, AbortedError) and error.cause.kind is CauseKind.MISMATCH:
+        # The whole epoch ends when ranks disagree about a group. Only the sum that they disagree about gets this error.
+        group = handle.request.group
+        names = (handle.name,) if group is None else (handle.name, group[0])
+        disagree = any(f"`{name}`" in error.cause.text for name in names)
+    if not disagree:
+        return error
+    found = KVStoreError(f"the workers disagree about key {key!r}: {error}", key)
+    found.__cause__ = error
+    return found
 
 
 def _dtype(array: Array) -> DType:

@@ -12,7 +12,7 @@ from hvdlab.collectives.kvstore.arrays import adopted, is_array
 
 Key = int | str
 
-_INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
 def pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
@@ -34,7 +34,7 @@ def pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
         return found
     require(isinstance(keys, int | str), f"unexpected type for keys: {type(keys)}")
     key: Key = str(keys) if isinstance(keys, str) else int(keys)
-    if isinstance(key, int) and not _INT_MIN <= key <= _INT_MAX:
+    if isinstance(key, int) and not INT_MIN <= key <= INT_MAX:
         raise ValueError(f"key {key} does not fit into 32 bits")
     if type(values) is np.ndarray:
         return [(key, values)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -256,18 +256,24 @@ def restored(spec: state_format.OptimizerSpec) -> Optimizer:
     return optimizer
 
 
-def portable(optimizer: Optimizer) -> state_format.OptimizerSpec:
+def portable(optimizer: Optimizer, modules: Collection[str] = ()) -> state_format.OptimizerSpec:
     """An optimizer as name and numbers, for :func:`restored` in another process.
 
+    Args:
+        optimizer: One of those here, or of a registered class of one of the modules.
+        modules: Those that the other process has imported as well.
+
     Raises:
-        KVStoreError: It is of a class of the program's own, its scheduler of the learning rate is, or it has an attribute that is neither
-            a number nor text nor a dict of such.
+        KVStoreError: It is of another class of the program's own, its scheduler of the learning rate is, or it has an attribute that is
+            neither a number nor text nor a dict of such.
     """
-    name = type(optimizer).__name__.lower()
-    if _registered.get(name) is not type(optimizer) or type(optimizer).__module__ != __name__:
+    klass = type(optimizer)
+    name = klass.__name__.lower()
+    if _registered.get(name) is not klass or klass.__module__ not in (__name__, *modules):
         raise KVStoreError(
-            f"servers have the optimizers {', '.join(_OWN)}, not {type(optimizer).__name__}: it would have to travel as code. "
-            "A dist_sync store runs it on the workers."
+            f"servers have the optimizers {', '.join(_OWN)}, not {klass.__name__} of {klass.__module__}: code does not travel. Put it "
+            "into a module of its own, with kvstore.optimizer.register, and the module's name into HVDLAB_KV_OPTIMIZERS before the first "
+            "store is made, or use a dist_sync store, which runs it on the workers"
         )
     attributes = {
         attribute: value.item() if isinstance(value, np.generic) else value

@@ -614,24 +614,33 @@ class ServerStore(KVStore):
         of it have no effect here: use :meth:`set_learning_rate`.
 
         Args:
-            optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, or its name.
+            optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, or one that a module of ``HVDLAB_KV_OPTIMIZERS`` has
+                registered; or its name.
 
         Raises:
             TypeError: It is neither.
             ValueError: There is no optimizer of this name.
-            KVStoreError: It, or its scheduler of the learning rate, is of a class that servers don't have.
+            KVStoreError: It, or its scheduler of the learning rate, is of a class that servers don't have; or a server could not import it.
         """
         found = create(optimizer) if isinstance(optimizer, str) else optimizer
         if not isinstance(found, Optimizer):
             if callable(found):
                 raise KVStoreError(
                     f"a {self.type} store runs optimizers on its servers, to which functions don't travel: give one of "
-                    "hvdlab.kvstore.optimizer, or use a dist_sync store, whose workers run functions"
+                    "hvdlab.kvstore.optimizer, or a subclass that servers import (HVDLAB_KV_OPTIMIZERS), or use a dist_sync store, whose "
+                    "workers run functions"
                 )
             raise TypeError(f"a {type(found).__name__} is no optimizer and no name of one")
-        spec = portable(found)
+        spec = portable(found, _importable())
         with self._lock:
-            self._send_optimizer(spec, keeps_states=False)
+            failed = ""
+            try:
+                self._send_optimizer(spec, keeps_states=False)
+            except KVStoreError as error:  # only the first worker knows
+                failed = str(error)
+            failed = self._workers.first_says(failed, f"kv.{self._id}.set_optimizer")
+            if failed:
+                raise KVStoreError(failed)
             self._multi_precision = found.multi_precision
             # Says what may be pushed, and how the learning rate is given; it is not called here.
             self._updater = Updater(restored(spec))
@@ -668,7 +677,7 @@ class ServerStore(KVStore):
                     if not part.link.lost:
                         part.link.wait(ticket)  # the next pull of the key raises what a server has refused
             self.barrier()
-            self._send_optimizer(portable(optimizer), keeps_states=True)
+            self._send_optimizer(portable(optimizer, _importable()), keeps_states=True)
             self.barrier()
 
     def _set_updater(self, updater: UserUpdater | Updater | None) -> None:
@@ -743,6 +752,11 @@ class ServerStore(KVStore):
 
     def _name_of(self, key: Key) -> str:
         return f"kv.{self._id}.{key}"
+
+
+def _importable() -> tuple[str, ...]:
+    """The modules that servers have imported."""
+    return context.engine("kvstore").settings.kv_optimizers
 
 
 def _nothing(dtype: np.dtype[Any], shape: tuple[int, ...], *, sparse: bool) -> Value:

@@ -34,6 +34,9 @@ class Signature(Record, frozen=True):
 
     For allgather and alltoall ``shape`` leaves out the first dimension, which may differ between ranks and travels
     with each announcement.
+
+    Messages with the same ``channel`` and receiver are those that a receive from any rank on this channel may get. Such a receive has its
+    own rank alone as ``ranks``.
     """
 
     kind: int
@@ -49,14 +52,19 @@ class Signature(Record, frozen=True):
     group_size: int = 0
     ranks: tuple[int, ...] = ()
     splits: bool = False
+    channel: str = ""
 
 
 class Definition(Record, frozen=True):
-    """``local`` stands for this signature and call site from now on, on the connection that sends it."""
+    """``local`` stands for this signature and call site from now on, on the connection that sends it.
+
+    An allreduce may have a ``priority``: of those that have one the highest goes first. Ranks need not agree on it.
+    """
 
     local: int
     signature: Signature
     site: str
+    priority: int | None = None
 
 
 class Member(Record, frozen=True):
@@ -329,6 +337,15 @@ class PlaneFailed(Message, frozen=True):
     text: str
 
 
+class Executed(Message, frozen=True):
+    """The ``batch``-th batch of order ``sequence`` has been executed here, and the coordinator wants to know."""
+
+    process_set: int
+    epoch: int
+    sequence: int
+    batch: int
+
+
 class Renew(Message, frozen=True):
     """The memory of this epoch did not reach this rank, which could take it now: begin the next epoch, for what is pending."""
 
@@ -509,12 +526,15 @@ class Batch(Record, frozen=True):
 
     A rank that has joined takes part with zeros in what it did not submit: ``locals`` has -1, -2, … there, for the
     first, second, … of ``zeros``.
+
+    ``reported``: the member at position 0 says when it has executed this (:class:`Executed`).
     """
 
     locals: tuple[int, ...]
     tables: tuple[tuple[tuple[int, ...], ...], ...] = ()
     payloads: tuple[bytes, ...] = ()
     zeros: tuple[Signature, ...] = ()
+    reported: bool = False
 
 
 class Execute(Message, frozen=True):
@@ -719,6 +739,7 @@ FromRank = (
     | DeclinePost
     | BoardMissing
     | PlaneFailed
+    | Executed
     | Renew
     | CellBegin
     | CellEnd

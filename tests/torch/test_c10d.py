@@ -24,6 +24,7 @@ from hvdlab.collectives.errors import (
     StartError,
     UnsupportedError,
 )
+from hvdlab.torch.c10d import messages
 from ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -498,6 +499,63 @@ def test_a_message_that_takes_too_long_is_given_up_alone(world: Ranks) -> None:
     world.run(_late_message, timeout=60)
 
 
+MANY = 40
+"""More than there are threads on which futures end."""
+
+
+def _many_from_any() -> list[float]:
+    """Rank 0 asks for the futures of receives from any rank before there is a message for one."""
+    rank = dist.get_rank()
+    if rank == 0:
+        outputs = [torch.zeros(1) for _ in range(MANY)]
+        works = [dist.irecv(output, tag=11) for output in outputs]
+        futures = [work.get_future() for work in works]  # type: ignore[union-attr]
+        total = dist.all_reduce(torch.ones(1), async_op=True)
+        dist.send(torch.ones(1), 1, tag=12)
+        values = [future.wait()[0].item() for future in futures]
+        assert total.get_future().wait()[0].item() == dist.get_world_size()
+        assert [work._source_rank() for work in works] == [1] * MANY  # type: ignore[union-attr]
+        return values
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0, tag=12)
+        for value in range(MANY):
+            dist.send(torch.full((1,), float(value)), 0, tag=11)
+    dist.all_reduce(torch.ones(1))
+    return []
+
+
+def test_more_receives_from_any_rank_than_threads_have_futures(world: Ranks) -> None:
+    assert world.run(_many_from_any, timeout=60)[0] == [float(value) for value in range(MANY)]
+
+
+def _one_from_any_fails() -> None:
+    """What fails on this rank alone, such as for want of memory, fails where it is called, and later receives get the messages."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank:
+        dist.send(torch.full((2,), float(rank)), 0, tag=13)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "writable_array", _lacks_memory)
+        with pytest.raises(MemoryError, match="no memory left"):
+            dist.irecv(torch.zeros(2), tag=13).wait()  # type: ignore[union-attr]
+    outputs = [torch.zeros(2) for _ in range(size - 1)]
+    sources = []
+    for output in outputs:
+        work = dist.irecv(output, tag=13)
+        work.wait()  # type: ignore[union-attr]
+        sources.append(work._source_rank())  # type: ignore[union-attr]
+    assert sorted(sources) == list(range(1, size))
+    assert [output[0].item() for output in outputs] == sources
+
+
+def _lacks_memory(tensor: torch.Tensor) -> None:
+    raise MemoryError("no memory left")
+
+
+def test_an_error_of_one_receive_from_any_rank_does_not_hold_up_others(world: Ranks) -> None:
+    world.run(_one_from_any_fails, timeout=60)
+
+
 def _group_roots(group: Group, rank: int, size: int) -> Tensors:
     found: Tensors = []
     for root in range(size):
@@ -772,11 +830,15 @@ def _failures() -> list[str]:
         with pytest.raises(UnsupportedError):
             refused()
     if rank == 0:
-        with pytest.raises(AbortedError, match="no rank has sent anything with tag 9"):
+        with pytest.raises(
+            AbortedError, match=r"recv from any rank #.* timeout of the process group"
+        ) as late:
             dist.irecv(torch.ones(2), tag=9).wait(timedelta(seconds=0.1))
+        assert late.value.pending.missing == tuple(range(1, size))
     dist.monitored_barrier(_GROUPS["gloo"])  # the others wait here, which hvdlab does not know
     with pytest.raises(
-        AbortedError, match=r"all wait for each other: ranks 0.* in recv from any rank with tag 9"
+        AbortedError,
+        match=r"all wait for each other: ranks 0.* in recv from any rank `c10d\.0\.9` \(test_c10d",
     ):
         dist.recv(torch.ones(2), tag=9)
     with pytest.raises(InvalidRequestError, match="times the elements"):  # Gloo would end the process

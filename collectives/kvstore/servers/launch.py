@@ -16,6 +16,8 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         certificate, key: PEM texts for that socket, or empty.
         coordinator, coordinator_token, coordinator_certificate: How to connect to the coordinator of the job, with which the server ends.
         reattach: A third of the seconds that the server waits for the coordinator's successor.
+        optimizers: Modules to import, which register optimizers.
+        path: Where the starter finds modules (``sys.path``), for these.
         generation: How many servers there have been before in this place.
     """
 
@@ -29,6 +31,8 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coordinator_token: str
     coordinator_certificate: str
     reattach: float
+    optimizers: tuple[str, ...]
+    path: tuple[str, ...]
     generation: int
 
 

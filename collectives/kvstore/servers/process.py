@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import importlib
 import math
 import os
 import select
@@ -18,6 +19,7 @@ import ssl
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -202,7 +204,7 @@ class Server:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._state = ServerState()
+        self._state = ServerState(_import_optimizers(launch))
         self._poller: Poller[_Connection | socket.socket | int] = Poller()
         self._connections: dict[int, _Connection] = {}
         #: Answers of this step by connection, sent together: one system call, and one wake-up of the worker, for all of them.
@@ -229,6 +231,7 @@ class Server:
             BrokenPipeError
         ):  # the worker that started the server has died meanwhile; other workers use it
             os.write(1, b"ready\n")
+        os.dup2(2, 1)  # no process reads the pipe any more, and an optimizer of the user's may print
         while not self._ending:  # SIGTERM's handler changes it
             self._step()
         for connection in list(self._connections.values()):
@@ -433,6 +436,27 @@ class Server:
                 self._poller.modify(connection, READ | WRITE)
         except ConnectionLost:
             return  # reading meets its end, too
+
+
+def _import_optimizers(launch: Launch) -> str:
+    """Import the modules of the user's optimizers, which register themselves; returns which failed, and why."""
+    failed = []
+    sys.path += [entry for entry in launch.path if entry not in sys.path]
+    ready = os.dup(1)
+    os.dup2(2, 1)  # the starter reads what is written to stdout
+    try:
+        for name in launch.optimizers:
+            try:
+                importlib.import_module(name)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (user's code; what needs it fails with this text)
+                for line in traceback.format_exc().splitlines():
+                    _log(line)
+                failed.append(f"import {name} failed on a server: {type(error).__name__}: {error}")
+        sys.stdout.flush()
+    finally:
+        os.dup2(ready, 1)
+        os.close(ready)
+    return "; ".join(failed)
 
 
 def _descriptor(endpoint: Endpoint) -> int:

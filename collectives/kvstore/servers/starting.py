@@ -76,6 +76,8 @@ class Starter:
             settings.token,
             settings.certificate or "",
             settings.reattach,
+            settings.kv_optimizers,
+            tuple(os.path.abspath(entry) for entry in sys.path) if settings.kv_optimizers else (),
             -1,
         )
         _write_private(Path(directory) / SETTINGS, msgspec.json.encode(launch))

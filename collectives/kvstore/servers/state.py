@@ -19,7 +19,7 @@ import numpy as np
 from hvdlab.collectives.errors import CauseKind, KVStoreError, ProtocolError, format_ranks
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse
 from hvdlab.collectives.kvstore.keys import Key
-from hvdlab.collectives.kvstore.optimizers import Optimizer, restored
+from hvdlab.collectives.kvstore.optimizers import Gradient, Optimizer, State, restored
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.memory import (
     Block,
@@ -30,6 +30,7 @@ from hvdlab.collectives.kvstore.servers.memory import (
     StoreRecord,
     element_type,
 )
+from hvdlab.collectives.kvstore.state_format import OptimizerSpec
 from hvdlab.collectives.kvstore.summing import add_up_rows
 from hvdlab.collectives.protocol.messages import Message
 
@@ -176,9 +177,14 @@ class _Store:
 
 
 class ServerState:
-    """One server. All methods belong to one thread."""
+    """One server. All methods belong to one thread.
 
-    def __init__(self) -> None:
+    Args:
+        not_imported: Which modules of the user's optimizers could not be imported here, and why; empty if all were.
+    """
+
+    def __init__(self, not_imported: str = "") -> None:
+        self._not_imported = not_imported
         self._stores: dict[int, _Store] = {}
         #: Memory that workers have brought for stores that none has opened here yet.
         self._brought: dict[int, StoreMemory] = {}
@@ -439,7 +445,7 @@ class ServerState:
         assert record is not None
         optimizer = None
         if record.optimizer is not None:
-            optimizer = restored(record.optimizer)
+            optimizer = self._restored(record.optimizer)
             updates = [
                 int(block.current.head[2])
                 for block in memory.blocks.values()
@@ -450,6 +456,16 @@ class ServerState:
         for rank, reason in self._dead.items():
             if rank not in self._workers and number in self._stores:
                 self._leave_store(number, rank, reason)
+
+    def _restored(self, spec: OptimizerSpec) -> Optimizer:
+        """The optimizer that a server before this one had."""
+        try:
+            return restored(spec)
+        except KVStoreError as error:  # its module could be imported then, and can't any more
+            return _Unavailable(spec, self._refusal(error))
+
+    def _refusal(self, error: KVStoreError) -> str:
+        return "; ".join(filter(None, (str(error), self._not_imported)))
 
     def _open(self, rank: int, request: m.Open) -> None:
         if request.store not in self._stores:
@@ -524,7 +540,7 @@ class ServerState:
         try:
             optimizer = restored(request.optimizer)
         except KVStoreError as error:
-            self._fail(rank, request.sequence, str(error))
+            self._fail(rank, request.sequence, self._refusal(error))
             return
         generation = store.record.generation
         if request.keeps_states and type(store.optimizer) is type(optimizer):
@@ -721,6 +737,21 @@ class ServerState:
             index = store.memory.blocks[key].record.index
             store.structures[key] = store.optimizer.create_state(index, value)
         return _with_arrays(store.structures[key], iter(arrays))
+
+
+class _Unavailable(Optimizer):
+    """Stands for an optimizer whose class is not here: every push is refused, and values and states stay as they are."""
+
+    def __init__(self, spec: OptimizerSpec, text: str) -> None:
+        super().__init__()
+        vars(self).update(spec.attributes())
+        self._text = text
+
+    def create_state(self, index: Key, weight: Array) -> State:
+        raise KVStoreError(self._text)
+
+    def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
+        raise KVStoreError(self._text)
 
 
 def _arrays_of(state: Any) -> Iterator[Array]:

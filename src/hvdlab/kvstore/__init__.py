@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hvdlab.bindings.kvstore_arrays import register_frameworks
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore.allreduce_stores import BytePS, Horovod
+from hvdlab.collectives.kvstore.allreduce_stores import BytePS, Horovod, PushPull
 from hvdlab.collectives.kvstore.arrays import ArrayType, RowSparse, register_array_type
 from hvdlab.collectives.kvstore.base import KVStoreBase, TestStore
 from hvdlab.collectives.kvstore.creating import TYPES, create
@@ -27,6 +27,7 @@ __all__ = [
     "KVStoreBase",
     "KVStoreError",
     "KVStoreServer",
+    "PushPull",
     "RowSparse",
     "ServerInfo",
     "TestStore",

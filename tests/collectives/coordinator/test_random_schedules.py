@@ -14,6 +14,7 @@ from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
 
 ANONYMOUS, JOIN = "allreduce.noname", "join.noname"
+priorities = st.sampled_from([None, None, None, 0, 0, 3])
 plain_names = st.sampled_from(["a", "b", "c", ANONYMOUS])
 extents = st.sampled_from([4, 4, 4, 5])
 index = st.integers(0, 1_000_000)
@@ -36,7 +37,9 @@ class RandomSchedules(RuleBasedStateMachine):
         self.size, self.tracked, self.delay = size, tracked, delay
         #: Planes of which a rank has said that they failed.
         self.failed: list[tuple[SimulatedRank, int, int]] = []
-        options = CoordinatorOptions(size=size, fusion_threshold=threshold, flush_delay=delay)
+        options = CoordinatorOptions(
+            size=size, fusion_threshold=threshold, flush_delay=delay, scheduling_credit=20
+        )
         self.sim = Simulation(options)
         self.sim.connect_client()
         for rank in range(size):
@@ -73,25 +76,30 @@ class RandomSchedules(RuleBasedStateMachine):
 
     # -- what users do --------------------------------------------------------------------------------------------
 
-    @rule(who=index, where=index, name=plain_names, extent=extents)
-    def submit(self, who: int, where: int, name: str, extent: int) -> None:
+    @rule(who=index, where=index, name=plain_names, extent=extents, priority=priorities)
+    def submit(self, who: int, where: int, name: str, extent: int, priority: int | None) -> None:
         rank = self.pick(who)
         if rank is None or (set_id := self.target(rank, where)) is None:
             return
         if name != ANONYMOUS and rank.in_flight(name, set_id):
             rank.say(m.Duplicate(set_id, rank.sets[set_id].epoch, name, "first", "second"))
             return
-        rank.submit(signature(name, shape=(extent,)), set_id)
+        rank.submit(signature(name, shape=(extent,)), set_id, priority=priority)
 
-    @rule(where=index, names=st.lists(plain_names, min_size=1, max_size=4), skipped=index)
-    def submit_everywhere(self, where: int, names: list[str], skipped: int) -> None:
+    @rule(
+        where=index,
+        names=st.lists(plain_names, min_size=1, max_size=4),
+        skipped=index,
+        priority=priorities,
+    )
+    def submit_everywhere(self, where: int, names: list[str], skipped: int, priority: int | None) -> None:
         """The same on all ranks, sometimes but one: most programs are right most of the time."""
         for rank in list(self.sim.ranks.values()):
             if rank.left or rank.rank == skipped % 8 or (set_id := self.target(rank, where)) is None:
                 continue
             for name in names:
                 if name == ANONYMOUS or not rank.in_flight(name, set_id):
-                    rank.submit(signature(name), set_id)
+                    rank.submit(signature(name), set_id, priority=priority)
 
     @rule(who=index, where=index, rows=st.integers(0, 9))
     def gather(self, who: int, where: int, rows: int) -> None:

@@ -42,6 +42,22 @@ def submit(source: int, target: int, values: Any, tag: int = 0) -> Handle:
         dtype=DType.F32,
         root=source,
         ranks=(source, target),
+        channel=str(tag),
+        anonymous=True,
+    )
+    return engine.submit(request)
+
+
+def submit_from_any(buffer: Any, tag: int = 0) -> Handle:
+    engine = context.engine()
+    request = Request(
+        OpKind.SENDRECV,
+        f"any>{engine.rank}.{tag}",
+        input=buffer,
+        output=buffer,
+        dtype=DType.F32,
+        ranks=(engine.rank,),
+        channel=str(tag),
         anonymous=True,
     )
     return engine.submit(request)
@@ -64,6 +80,70 @@ def exchange(count: int) -> list[float]:
 def test_a_ring_of_small_and_large_ones(three: Ranks) -> None:
     for count in (1, 100_000):
         assert three.run(exchange, count) == [[2.0, 12.0], [0.0, 10.0], [1.0, 11.0]]
+
+
+def collect(count: int) -> list[tuple[int, float]]:
+    """Rank 0 receives two messages of each other rank, in whatever order they come; which ranks sent what."""
+    engine = context.engine()
+    if engine.rank:
+        for i in range(2):
+            submit(engine.rank, 0, np.full(count, engine.rank + 10.0 * i)).wait(PATIENCE)
+        return []
+    buffers = [np.zeros(count, np.float32) for _ in range(4)]
+    works = [submit_from_any(buffer) for buffer in buffers]
+    sources = [work.wait(PATIENCE).source for work in works]
+    assert all((buffer == buffer[:1]).all() for buffer in buffers)
+    return [(source, float(buffer[0])) for source, buffer in zip(sources, buffers, strict=True)]
+
+
+def test_small_and_large_ones_from_any_rank(three: Ranks) -> None:
+    for count in (1, 100_000):
+        found = three.run(collect, count)[0]
+        assert [each for each in found if each[0] == 1] == [(1, 1.0), (1, 11.0)]
+        assert [each for each in found if each[0] == 2] == [(2, 2.0), (2, 12.0)]
+
+
+def give_up_one_from_any() -> list[Any]:
+    """Rank 0 gives a receive from any rank up; the next one gets what comes after all, and the epoch goes on."""
+    engine = context.engine()
+    if engine.rank:
+        api.barrier()
+        if engine.rank == 2:
+            submit(2, 0, [7.0], tag=4).wait(PATIENCE)
+        return []
+    before = engine.epoch()
+    with pytest.raises(AbortedError, match=r"sendrecv .*no message came") as caught:
+        submit_from_any(np.zeros(1, np.float32), tag=4).wait_or_withdraw(Limit(0.05, "no message came"))
+    assert (caught.value.cause.kind, caught.value.pending.missing) == (CauseKind.TIMEOUT, (1, 2))
+    api.barrier()
+    late = np.zeros(1, np.float32)
+    source = submit_from_any(late, tag=4).wait(PATIENCE).source
+    assert engine.epoch() == before
+    return [source, float(late[0])]
+
+
+def test_one_from_any_rank_that_takes_too_long_is_given_up_alone(three: Ranks) -> None:
+    assert three.run(give_up_one_from_any) == [[2, 7.0], [], []]
+
+
+def die_before_sending() -> None:
+    """Rank 2 ends once rank 0 waits for any rank."""
+    engine = context.engine()
+    if engine.rank == 2:
+        submit(0, 2, np.zeros(1)).wait(PATIENCE)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if engine.rank == 0:
+        received = submit_from_any(np.zeros(1, np.float32))
+        submit(0, 2, np.zeros(1))
+        with pytest.raises(AbortedError) as caught:
+            received.wait(PATIENCE)
+        assert (caught.value.cause.kind, caught.value.cause.ranks) == (CauseKind.RANK_DIED, (2,))
+
+
+def test_a_death_ends_a_receive_from_any_rank(three: Ranks) -> None:
+    outcomes = three.outcomes(die_before_sending, timeout=PATIENCE)
+    assert isinstance(outcomes[2], RankGone)
+    assert outcomes[:2] == [None, None]
 
 
 def give_up_one() -> list[Any]:
@@ -116,6 +196,14 @@ def refused() -> None:
     ):
         with pytest.raises(InvalidRequestError, match=why):
             submit(*wrong, np.zeros(1, np.float32))
+    other = (rank + 1) % 3
+    for ranks, channel, why in (((other,), "c", "in place of"), ((rank,), "", "needs a channel")):
+        buffer = np.zeros(1, np.float32)
+        request = Request(
+            OpKind.SENDRECV, "any", input=buffer, output=buffer, dtype=DType.F32, ranks=ranks, channel=channel
+        )
+        with pytest.raises(InvalidRequestError, match=why):
+            engine.submit(request)
 
 
 def test_wrong_ones_are_told_to_the_two_and_the_group_goes_on(three: Ranks) -> None:

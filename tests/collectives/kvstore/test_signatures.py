@@ -27,7 +27,7 @@ SIGNATURES: dict[Any, dict[str, str]] = {
     kvstore.KVStoreBase: {**BASE, "register": "klass"},
     kvstore.TestStore: BASE,
     kvstore.Horovod: BASE,
-    kvstore.BytePS: BASE,
+    kvstore.BytePS: {**BASE, "pushpull_async": SUM},
     kvstore.KVStore: {
         **BASE,
         "init": "self, key, value",

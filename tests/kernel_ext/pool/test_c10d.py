@@ -135,7 +135,7 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
         (
             "dist.barrier() if rank else dist.recv(torch.ones(1))",
             {0, 1, 2},
-            "rank 0 in recv from any rank with tag 0",
+            "rank 0 in recv from any rank `c10d.",
         ),
     ):
         errors = pool.run(wrong).errors

@@ -88,7 +88,7 @@ class Calls:
         seconds: As above; may be changed.
         process_set: Id of the group's process set.
         name_in_core: The core's name for the group's collectives.
-        counted_as: The group's name in mail between the ranks.
+        name_in_mail: The group's name in mail between the ranks.
         sequence: How many operations this rank has called.
         closed: Whether the group takes no more operations.
     """
@@ -102,10 +102,10 @@ class Calls:
         self.process_set = world.process_set(members)
         self.name_in_core = world.name_in_core(name, self.members)
         self._epoch, self._processes = self._present()
-        # The store's space, which each init_process_group draws anew, is part of the name: ranks that were replaced have sent
-        # nothing yet, so a group that is made anew must count its messages from the beginning.
+        # The store's space, which each init_process_group draws anew, is part of the name: the calls of a group that is made anew
+        # are not compared with those of the former one.
         space = world.store.space if world.store is not None else ""
-        self.counted_as = f"{space}.{self.name_in_core}"
+        self.name_in_mail = f"{space}.{self.name_in_core}"
         #: Operations for whose futures C++ may wait, where Ctrl-C has no effect: :meth:`interrupted` gives them up.
         self._with_future: weakref.WeakSet[HvdlabWork] = weakref.WeakSet()
         #: Held while an operation is added to them, or all are looked at: by a user's thread, or by the control thread.
@@ -153,7 +153,7 @@ class Calls:
     def close(self) -> None:
         """Take no more operations. The process set stays, for later groups of the same ranks."""
         self.closed = True
-        self.world.histories.forget(self.counted_as)
+        self.world.histories.forget(self.name_in_mail)
 
     # -- submitting ---------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Calls:
         submission: Submission,
         *,
         name: str | None = None,
-        source: int = -1,
+        source: int | None = -1,
         opts: Any = None,
         inputs: Any = None,
     ) -> HvdlabWork:
@@ -175,7 +175,7 @@ class Calls:
             outputs: The user's output tensors.
             submission: Its requests for the core.
             name: The core's name for a message; by default the group's, for collectives, which all members call in one order.
-            source: The sender's number in the group, for a receive.
+            source: The sender's number in the group, for a receive; ``None`` for one from any rank.
             opts: Torch's options. If they say that the caller waits at once, it is that wait that announces the operation, which is
                 quicker.
             inputs: The tensors that profilers show, if not the outputs.
@@ -191,19 +191,21 @@ class Calls:
         work = HvdlabWork(
             self.engine,
             self.process_set,
-            self.label(operation, part),
+            self.label("recv from any rank" if source is None else operation, part),
             outputs,
             submission.deliver(),
             self.seconds,
-            source,
+            -1 if source is None else source,
             self._has_future,
+            self.members if source is None else (),
         )
         work.about = part.about
         at_once = not getattr(opts, "asyncOp", True)
         recorded_as = self.recorded_as(operation, part)
         for request in submission.requests:
             request.label, request.about = recorded_as, part.about
-        work.record(f"hvdlab:{operation}", outputs if inputs is None else inputs)
+        profiled_as = "recvAnySource" if source is None else operation  # as torch calls it
+        work.record(f"hvdlab:{profiled_as}", outputs if inputs is None else inputs)
         coalesced = getattr(self._coalescing, "works", None)
         if coalesced is not None:
             coalesced.append(work)
@@ -213,7 +215,7 @@ class Calls:
         if name is None and work.handles:  # a collective, which all members call in one order
             epoch = work.handles[0].epoch
             call = Call(self.sequence, operation, site + part.about, self.world.steps.taken)
-            self.world.histories.add(self.counted_as, epoch, call)
+            self.world.histories.add(self.name_in_mail, epoch, call)
             work.explain = functools.partial(self._explain, epoch)
         return work
 
@@ -296,7 +298,7 @@ class Calls:
             asked = self.members
         else:
             return ""
-        return self.world.histories.explain(self.counted_as, epoch, asked)
+        return self.world.histories.explain(self.name_in_mail, epoch, asked)
 
 
 def _caller() -> FrameType | None:

@@ -56,6 +56,7 @@ class HvdlabWork(dist.Work):
         deliver: Copies results to the outputs; ``None`` if the core writes to the outputs themselves.
         seconds: Limit of a wait that gives none.
         source: The sender's number in the group, for a receive; -1 for other operations.
+        members: For a receive from any rank: the group's ranks, as ranks of the world. The sender is known once the message is there.
         on_future: Called with this object when torch or the user asks for its future.
     """
 
@@ -69,12 +70,13 @@ class HvdlabWork(dist.Work):
         seconds: float,
         source: int = -1,
         on_future: Callable[[HvdlabWork], None] | None = None,
+        members: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self._on_future = on_future
         self._engine, self._process_set = engine, process_set
         self.operation, self._outputs, self._deliver = operation, outputs, deliver
-        self._seconds, self._source = seconds, source
+        self._seconds, self._source, self._members = seconds, source, members
         #: The core's handles, one for each request; :meth:`Calls.begin` appends them as it submits the requests.
         self.handles: list[Handle] = []
         self._error: Exception | None = None
@@ -84,8 +86,6 @@ class HvdlabWork(dist.Work):
         self.about = ""
         #: Makes a sentence that is added to an error of the core; it may ask other ranks for that.
         self.explain: Callable[[HvdlabError], str] | None = None
-        #: Called once if the operation has failed: discounts a message.
-        self.on_failure: Callable[[], None] | None = None
         #: The profiler's event, which ends when the operation has.
         self._event: Any = None
         self._lock = threading.Lock()
@@ -139,12 +139,15 @@ class HvdlabWork(dist.Work):
                         why = "" if self.explain is None else self.explain(error)
                         self._error = renamed(error, self.operation, why, self.about)
             with self._lock:
-                if not self._over and self._error is None and self._deliver is not None:
-                    try:
-                        with torch.no_grad():
-                            self._deliver(results)
-                    except HvdlabError as error:
-                        self._error = error
+                if not self._over and self._error is None:
+                    if self._members:
+                        self._source = self._members.index(results[0].source)
+                    if self._deliver is not None:
+                        try:
+                            with torch.no_grad():
+                                self._deliver(results)
+                        except HvdlabError as error:
+                            self._error = error
                 self._over = True
                 self._deliver = None
             event, self._event = self._event, None
@@ -152,9 +155,6 @@ class HvdlabWork(dist.Work):
                 # End it on another thread than the one that began it: the profiler then takes it for asynchronous.
                 end = _profiling_thread(os.getpid()).submit(_profilers._record_function_with_args_exit, event)
                 end.result()
-            failed, self.on_failure = self.on_failure, None
-            if failed is not None and self._error is not None:
-                failed()
         if self._error is not None:
             raise self._error.with_traceback(None)
 

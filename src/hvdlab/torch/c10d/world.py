@@ -21,7 +21,6 @@ from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.settings import Settings
-from hvdlab.torch.c10d.any_source import AnySource
 from hvdlab.torch.c10d.history import Histories
 from hvdlab.torch.c10d.naming import is_local
 from hvdlab.torch.c10d.steps import Steps
@@ -68,7 +67,6 @@ class World:
         founded: Whether the world was made only for the default group.
         link: This rank's end of the default group's store.
         store: The default group's store, if that is not one of torch's; kept here since C++ does not keep it alive.
-        any_source: The counts of messages for receives from any source.
         histories: The last calls of each group.
         steps: The count of steps that this rank's optimizers have taken.
     """
@@ -78,7 +76,6 @@ class World:
         self.founded = False
         self.link = StoreLink(engine)
         self.store: HvdlabStore | None = None
-        self.any_source = AnySource(engine)
         self.histories = Histories(engine)
         self.steps = Steps()
         self._with_futures: weakref.WeakSet[Interruptible] = weakref.WeakSet()

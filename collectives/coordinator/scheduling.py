@@ -1,0 +1,93 @@
+"""Rounds with a priority: which of them is ordered next, and how many bytes of them are executed at a time.
+
+Ranks execute what was ordered in that order, whatever becomes ready meanwhile. So the coordinator keeps rounds with a priority back
+while others with one are being executed, up to a *credit* of bytes, and the member at position 0 reports the end of each of their
+batches. What becomes ready then goes before everything that was kept back and is less urgent.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+
+from hvdlab.collectives.coordinator.rounds import Round
+
+SCHEDULING_CREDIT = 4 * 1024 * 1024
+"""Bytes of tensors with a priority that are ordered and not executed yet, at most (one that alone is larger is ordered nevertheless)."""
+
+
+class Schedule:
+    """The rounds of an epoch that have a priority: those that are kept back, and the batches that are under way.
+
+    Iterating over it gives the rounds that are kept back.
+
+    Attributes:
+        under_way: Bytes of each batch that was ordered and whose end was not reported yet, by its order and its number in that.
+    """
+
+    def __init__(self) -> None:
+        #: A heap of (-priority, order of becoming ready, round).
+        self._kept: list[tuple[int, int, Round]] = []
+        self._added = 0
+        #: How many rounds of each name are kept, and the lowest priority that any of them has.
+        self._names: dict[str, tuple[int, int]] = {}
+        self.under_way: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[Round]:
+        return (current for _, _, current in self._kept)
+
+    def concerns(self, current: Round) -> bool:
+        """Whether a ready round has its place here: it has a priority, or an earlier round of its name is kept."""
+        if current.priority is not None:
+            return True
+        return current.info.name in self._names and current.info.fuse_key is not None
+
+    def add(self, rounds: Iterable[Round]) -> None:
+        """Keep these rounds until it is their turn.
+
+        Rounds of one name stay in order whatever their priorities, since a rank may have submitted all of them under one local id.
+        """
+        for current in rounds:
+            name = current.info.name
+            count, lowest = self._names.get(name, (0, 0))
+            priority = lowest if current.priority is None else current.priority
+            if count:
+                priority = min(priority, lowest)
+            self._names[name] = (count + 1, priority)
+            self._added += 1
+            heapq.heappush(self._kept, (-priority, self._added, current))
+
+    def next(self, credit: int | None = None) -> list[Round]:
+        """Take out the rounds whose turn it is, most urgent first, until ``credit`` bytes are under way; ``None`` for all rounds."""
+        room = None if credit is None else credit - sum(self.under_way.values())
+        due: list[Round] = []
+        while self._kept and (room is None or room > 0):
+            _, _, current = heapq.heappop(self._kept)
+            name = current.info.name
+            count, lowest = self._names.pop(name)
+            if count > 1:
+                self._names[name] = (count - 1, lowest)
+            if room is not None:
+                room -= current.info.nbytes
+            due.append(current)
+        return due
+
+    def ordered(self, sequence: int, batches: Iterable[Sequence[Round]]) -> None:
+        """These batches are the ``sequence``-th order, and the end of each will be reported."""
+        for number, batch in enumerate(batches):
+            self.under_way[sequence, number] = sum(current.info.nbytes for current in batch)
+
+    def executed(self, sequence: int, batch: int) -> None:
+        """A batch has ended."""
+        self.under_way.pop((sequence, batch), None)
+
+    def validate(self) -> None:
+        """Assert what must hold between calls."""
+        counts: dict[str, int] = {}
+        for _, _, current in self._kept:
+            counts[current.info.name] = counts.get(current.info.name, 0) + 1
+        assert counts == {name: count for name, (count, _) in self._names.items()}
+        assert not self._kept or self.under_way, "kept back, and no end of a batch is awaited"

@@ -5,8 +5,9 @@
 
 The contenders take turns within one run: ``plane`` (`cuda/ipc`, in place), ``staged`` (the same call without the plane, as
 ``HVDLAB_CUDA=0`` has it) and ``copy`` (one copy of as many bytes on the GPU, by all ranks at once). A figure is the median over the
-rounds of the slowest rank's time, in milliseconds. ``resnet50`` are the 161 gradients of a ResNet-50 as one group, and ``step`` is a training step
-of a small transformer, beside one process with the batch of all ranks.
+rounds of the slowest rank's time, in milliseconds. ``resnet50`` are the 161 gradients of a ResNet-50 as one group. ``step`` is a training step
+of a small transformer, beside one process with the batch of all ranks; what it costs is mostly to launch small kernels, of which a GPU that processes share by turns
+gets less done. ``large step`` is one that keeps the GPU busy.
 """
 
 from __future__ import annotations
@@ -92,19 +93,20 @@ def on_rank(sizes: list[int]) -> dict[str, dict[str, list[float]]]:
     gradients = [torch.zeros(shape, device="cuda") for shape in resnet50_shapes()]
     found["resnet50"] = measured(contenders(gradients, "resnet50"))
     del gradients
-    found["step"] = measured(steps())
+    found["step"] = measured(steps(width=256, layers=4, tokens=128))
+    found["large step"] = measured(steps(width=1024, layers=8, tokens=256))
     return found
 
 
-def steps() -> dict[str, Call]:
-    """A training step with a share of the batch on each rank, and one of rank 0 alone with the whole batch."""
+def steps(width: int, layers: int, tokens: int) -> dict[str, Call]:
+    """A training step of a transformer with a share of the batch on each rank, and one of rank 0 alone with the whole batch."""
     import torch
 
     import hvdlab.torch as hvd
 
     def model() -> torch.nn.Module:
-        layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
-        return torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).cuda()
+        layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        return torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).cuda()
 
     share, whole = model(), model()
     sharing = hvd.DistributedOptimizer(torch.optim.SGD(share.parameters(), 0.01), share.named_parameters())
@@ -112,7 +114,7 @@ def steps() -> dict[str, Call]:
 
     def step(network: torch.nn.Module, optimizer: Any, batch: int) -> None:
         optimizer.zero_grad()
-        network(torch.ones(batch, 128, 256, device="cuda")).square().mean().backward()
+        network(torch.ones(batch, tokens, width, device="cuda")).square().mean().backward()
         optimizer.step()
 
     batch = 64

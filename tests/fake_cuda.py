@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import mmap
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.cuda.device import HANDLE_BYTES, Allocation, DeviceFailed, Launch
+from hvdlab.collectives.planes.cuda.opened import OpenedPieces
 from hvdlab.collectives.reduce.fold import make_fold
 
 _ALIGNED = 1 << 63
@@ -93,6 +95,8 @@ class FakeCuda:
         self._events: dict[int, threading.Event] = {}
         self._memory: dict[int, tuple[mmap.mmap, int, Allocation, bool]] = {}
         self._opened: dict[int, mmap.mmap] = {}
+        self.owner = secrets.randbits(64)
+        self.opened = OpenedPieces(self)
 
     def __enter__(self) -> None: ...
 
@@ -186,6 +190,12 @@ class FakeCuda:
     def wait_event(self, stream: int, event: int) -> None:
         recorded = self._events[event]  # it may be given back before the stream comes to it
         self._put(stream, lambda: recorded.wait() and None)
+
+    def has_come(self, event: int) -> bool:
+        return self._events[event].is_set()
+
+    def is_idle(self, stream: int) -> bool:
+        return self._streams[stream].drained
 
     def synchronize(self, event: int) -> None:
         self._events[event].wait()

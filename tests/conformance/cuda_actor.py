@@ -19,7 +19,7 @@ from hvdlab.collectives.planes.base import Phases, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.gpus import CudaBuffer
+from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, StreamMark
 from hvdlab.collectives.planes.cuda.plane import CudaPlane
 from hvdlab.collectives.planes.host import HostPlane
 
@@ -67,7 +67,10 @@ class RealMemory(FakeMemory):
             if array.nbytes:
                 (status,) = driver.cuMemcpyHtoD(pointer + shift, array.ctypes.data, array.nbytes)
                 assert status == 0, status
-        return CudaBuffer(pointer + shift, array.shape, dtype, owner=pointer)
+        # The copy may still be on its way: the driver returns once it has read the array.
+        return CudaBuffer(
+            pointer + shift, array.shape, dtype, after=StreamMark(self.device, 0), owner=pointer
+        )
 
     def get(self, buffer: CudaBuffer, array: Array) -> None:
         from cuda.bindings import driver

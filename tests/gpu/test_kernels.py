@@ -88,4 +88,9 @@ def test_a_gpu_gives_the_bits_of_the_host(kernels: Any, dtype: DType, op: Reduce
         gpu.end_stream(stream)
     began, ended = (ctypes.c_uint64 * 2).from_buffer(host, 1 << 15)
     assert 0 < began <= ended
+    if (
+        dtype.is_floating and dtype is not DType.BF16
+    ):  # which of the many NaNs an addition gives is the processor's choice
+        assert (np.isnan(result) == np.isnan(expected)).all()
+        result[np.isnan(result)] = expected[np.isnan(expected)] = 0
     np.testing.assert_array_equal(result.view(np.uint8), expected.view(np.uint8))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
+from interrupting import press_ctrl_c, when_this_thread_waits
 from patience import PATIENCE
 from ranks import Ranks
 
@@ -155,9 +153,12 @@ def waiting() -> None:
 
 def interrupted() -> None:
     handle = hvd().allreduce_async(torch.ones(100_000, device=GPU), name="waits for rank 0")
-    if hvd().rank() == 1:
-        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT)).start()
-    hvd().synchronize(handle)
+    interrupt = when_this_thread_waits(press_ctrl_c) if hvd().rank() == 1 else None
+    try:
+        hvd().synchronize(handle)
+    finally:
+        if interrupt is not None:
+            interrupt.join()
 
 
 mine: torch.Tensor

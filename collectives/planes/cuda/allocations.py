@@ -7,13 +7,13 @@ piece is slow, so a worker does it once for each piece.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 
 import numpy as np
 
 from hvdlab.collectives.planes.cuda.board import ALLOCATIONS, Array64, Board
 from hvdlab.collectives.planes.cuda.device import HANDLE_BYTES, Allocation, Device, DeviceFailed
+from hvdlab.collectives.planes.cuda.opened import Opened
 
 NOWHERE = ALLOCATIONS
 """Slot of a tensor without elements, of which nothing is read or written."""
@@ -32,12 +32,11 @@ class Exports:
         self._closed: set[int] = set()
         #: Address of each piece, by slot.
         self.bases: dict[int, int] = {}
-        #: Pieces published so far.
-        self._count = 0
         #: The operation that tensors are located for, and the last one that has ended.
         self._operation = self._finished = 0
         #: Pieces of this operation: begin, end, slot. Many tensors lie in the same piece, and asking the driver for it takes longer.
         self._seen: list[tuple[int, int, int]] = []
+        board.owners[index] = device.owner
 
     def begin(self, operation: int, finished: int) -> None:
         """The tensors located next belong to this operation; operations up to ``finished`` need their pieces no more."""
@@ -67,11 +66,11 @@ class Exports:
         Raises:
             DeviceFailed: Other processes can't open this kind of memory, or the table is full.
         """
-        handle = self._device.export(base)
-        if handle is None or not self._free:
+        handle, found = self._device.export(base), self._device.allocation_of(base)
+        if handle is None or found is None or not self._free:
             raise DeviceFailed("the GPU's memory can't be opened by other processes on this system")
         slot = self._free.pop()
-        self._publish(slot, base, handle)
+        self._publish(slot, found, handle)
         return slot
 
     def _slot(self, found: Allocation) -> int | None:
@@ -80,8 +79,8 @@ class Exports:
             self._known[found.base] = (known[0], found, self._operation)
             self._known.move_to_end(found.base)
             return known[0]
-        if known is not None:  # the framework freed the piece, and the driver gave its address out again
-            self._withdraw(found.base)
+        # A new piece is rare. It may be where freed ones were, which others can't open before they have closed those.
+        self._withdraw_freed()
         handle = self._device.export(found.base)
         if handle is None:
             self._closed.add(found.serial)
@@ -93,16 +92,16 @@ class Exports:
             self._withdraw(oldest)
         slot = self._free.pop()
         self._known[found.base] = (slot, found, self._operation)
-        self._publish(slot, found.base, handle)
+        self._publish(slot, found, handle)
         return slot
 
-    def _publish(self, slot: int, base: int, handle: bytes) -> None:
+    def _publish(self, slot: int, piece: Allocation, handle: bytes) -> None:
         board = self._board
-        self.bases[slot] = base
+        self.bases[slot] = piece.base
         board.handles[self._index, slot] = np.frombuffer(handle, np.uint8, HANDLE_BYTES)
-        self._count += 1
+        board.bases[self._index, slot] = piece.base
         # After the handle: a worker that sees the version finds the handle.
-        board.versions[self._index, slot] = self._count
+        board.versions[self._index, slot] = piece.serial + 1
         board.generations[self._index] += np.uint64(1)
 
     def _withdraw(self, base: int) -> None:
@@ -118,12 +117,20 @@ class Exports:
         base, (slot, allocation, used) = next(iter(self._known.items()))
         if used > self._finished:
             return
-        found = self._device.allocation_of(base)
-        if found is None or found.serial != allocation.serial:
+        if self._is_freed(allocation):
             self._withdraw(base)
         else:
             self._known[base] = (slot, allocation, used)
             self._known.move_to_end(base)
+
+    def _withdraw_freed(self) -> None:
+        for base, (_, allocation, _) in list(self._known.items()):
+            if self._is_freed(allocation):
+                self._withdraw(base)
+
+    def _is_freed(self, piece: Allocation) -> bool:
+        found = self._device.allocation_of(piece.base)
+        return found is None or found.serial != piece.serial
 
 
 class Imports:
@@ -135,9 +142,15 @@ class Imports:
         #: The generation of each member's table when it was last read; ``_versions`` likewise, by member and slot.
         self._generations = [0] * members
         self._versions = np.zeros((members, ALLOCATIONS), np.uint64)
+        #: Pieces of other members, by member and slot.
+        self._open: dict[tuple[int, int], Opened] = {}
+        self.changes = 0
+        """How often an address changed."""
         self.bases = np.zeros((members, ALLOCATIONS + 1), np.uint64)
         """Addresses in this process, by member and slot; 0 if the piece is not open."""
         self.bases[:, NOWHERE] = _ANY_ADDRESS
+        #: Why a piece could not be opened, by member and slot.
+        self._refused: dict[tuple[int, int], str] = {}
 
     def refresh(self) -> None:
         """Open and close what has changed since the last call."""
@@ -148,26 +161,43 @@ class Imports:
 
     def _refresh(self, member: int) -> None:
         versions: Array64 = self._board.versions[member].copy()
-        for slot in np.flatnonzero(versions != self._versions[member]).tolist():
+        changed = np.flatnonzero(versions != self._versions[member]).tolist()
+        # All that is gone is closed before anything is opened, which may be at the same place.
+        for slot in changed:
             self._release(member, slot)
-            self._versions[member, slot] = versions[slot]
-            if not versions[slot]:
-                continue
-            if member == self._index:
-                self.bases[member, slot] = self._exports.bases[slot]
-                continue
-            # Opening may fail for a piece that its member has withdrawn by now, or is replacing: no operation will use that piece.
-            with contextlib.suppress(DeviceFailed):
-                self.bases[member, slot] = self._device.open(bytes(self._board.handles[member, slot]))
+        self._versions[member] = versions
+        self.changes += 1
+        for slot in changed:
+            if versions[slot]:
+                self._acquire(member, slot, int(versions[slot]) - 1)
+
+    def _acquire(self, member: int, slot: int, serial: int) -> None:
+        if member == self._index:
+            self.bases[member, slot] = self._exports.bases[slot]
+            return
+        board = self._board
+        owner, base = int(board.owners[member]), int(board.bases[member, slot])
+        # Opening may fail for a piece that its member has withdrawn by now, or is replacing: no operation will use that piece.
+        try:
+            piece = self._device.opened.open(owner, base, serial, bytes(board.handles[member, slot]))
+        except DeviceFailed as error:
+            self._refused[member, slot] = str(error)
+        else:
+            self._open[member, slot] = piece
+            self.bases[member, slot] = piece.pointer
+
+    def why_closed(self, member: int) -> str:
+        """What the driver said when it refused to open pieces of a member's."""
+        return "; ".join(sorted({text for (whose, _), text in self._refused.items() if whose == member}))
 
     def _release(self, member: int, slot: int) -> None:
-        base = int(self.bases[member, slot])
-        if base:
-            self.bases[member, slot] = 0
-            if member != self._index:
-                self._device.close(base)
+        self._refused.pop((member, slot), None)
+        self.bases[member, slot] = 0
+        piece = self._open.pop((member, slot), None)
+        if piece is not None:
+            self._device.opened.release(piece)
 
     def close(self) -> None:
         """Close everything."""
-        for member, slot in np.argwhere(self.bases[:, :ALLOCATIONS] != 0).tolist():
+        for member, slot in list(self._open):
             self._release(member, slot)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.planes.cuda.opened import OpenedPieces
 
 HANDLE_BYTES = 64
 """Size of a handle by which another process opens an allocation."""
@@ -80,6 +83,16 @@ class Device(Protocol):
         """The GPU's UUID: equal in all processes that see it."""
         ...
 
+    @property
+    def owner(self) -> int:
+        """A random number of this process, of at most 64 bits."""
+        ...
+
+    @property
+    def opened(self) -> OpenedPieces:
+        """The pieces of other processes' memory that this process has open on this GPU."""
+        ...
+
     def reaches(self, identity: str) -> bool:
         """Whether its kernels can read and write the memory of another GPU."""
         ...
@@ -127,6 +140,14 @@ class Device(Protocol):
     def record(self, event: int, stream: int) -> None: ...
 
     def wait_event(self, stream: int, event: int) -> None: ...
+
+    def has_come(self, event: int) -> bool:
+        """Whether the event has come."""
+        ...
+
+    def is_idle(self, stream: int) -> bool:
+        """Whether all that was enqueued has been done."""
+        ...
 
     def synchronize(self, event: int) -> None:
         """Sleep until the event has come."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import secrets
 import threading
+from time import monotonic_ns
 from types import TracebackType
 from typing import Any
 
@@ -12,13 +15,17 @@ from cuda.bindings import driver
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.cuda import kernels
 from hvdlab.collectives.planes.cuda.device import Allocation, DeviceFailed, Launch
+from hvdlab.collectives.planes.cuda.opened import OpenedPieces
 
+_SOON = 60_000
+"""Nanoseconds for which a thread that waits for an event offers its core to others before it sleeps: about what sleeping and waking cost."""
 _THREADS = 256  # of a block, as in kernels.cu
 _BLOCKS = 8  # on each multiprocessor: then loads of some hide the waits of others
 _TYPES = (
     ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_double, ctypes.c_double,
     ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64,
 )  # fmt: skip
+_OWNER = secrets.randbits(64)
 _OK = driver.CUresult.CUDA_SUCCESS
 _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
 
@@ -75,6 +82,12 @@ def _checked(*results: tuple[Any, ...]) -> Any:
     return found[0] if len(found) == 1 else found or None
 
 
+def _is_done(code: Any) -> bool:
+    if code != _NOT_READY:
+        _checked((code,))
+    return bool(code == _OK)
+
+
 def _text(code: Any) -> str:
     status, text = driver.cuGetErrorString(code)
     said = text.decode() if status == _OK else "unknown"
@@ -95,6 +108,8 @@ class CudaDevice:
         self._device = _checked(driver.cuInit(0), driver.cuDeviceGet(ordinal))
         self._context = _checked(driver.cuDevicePrimaryCtxRetain(self._device))
         self.identity = _identity(self._device)
+        self.owner = _OWNER
+        self.opened = OpenedPieces(self)
         attributes = driver.CUdevice_attribute
         self._blocks = _BLOCKS * self._attribute(attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self._capability = 10 * self._attribute(
@@ -185,7 +200,18 @@ class CudaDevice:
     def wait_event(self, stream: int, event: int) -> None:
         _checked(driver.cuStreamWaitEvent(stream, event, 0))
 
+    def has_come(self, event: int) -> bool:
+        return _is_done(*driver.cuEventQuery(event))
+
+    def is_idle(self, stream: int) -> bool:
+        return _is_done(*driver.cuStreamQuery(stream))
+
     def synchronize(self, event: int) -> None:
+        soon = monotonic_ns() + _SOON
+        while monotonic_ns() < soon:
+            if self.has_come(event):
+                return
+            os.sched_yield()
         _checked(driver.cuEventSynchronize(event))
 
     def drained(self, stream: int) -> bool:

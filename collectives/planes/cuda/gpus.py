@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import threading
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -149,4 +151,35 @@ def buffer_on_stream(
     Raises:
         DeviceFailed: The driver refused an event.
     """
-    return CudaBuffer(pointer, shape, dtype, ordinal, StreamMark(gpus().open(ordinal), stream), owner)
+    buffer = CudaBuffer(pointer, shape, dtype, ordinal, None, owner)
+    if _unmarked.buffers is None:
+        buffer.after = StreamMark(gpus().open(ordinal), stream)
+    else:
+        _unmarked.buffers.setdefault((ordinal, stream), []).append(buffer)
+    return buffer
+
+
+class _Unmarked(threading.local):
+    #: Within :func:`marked_together`: the buffers made so far, by the number of the GPU and the stream.
+    buffers: dict[tuple[int, int], list[CudaBuffer]] | None = None
+
+
+_unmarked = _Unmarked()
+
+
+@contextlib.contextmanager
+def marked_together() -> Iterator[None]:
+    """Within it, :func:`buffer_on_stream` makes no marks for the calling thread; at its end there is one for each stream, which all its buffers share.
+
+    Raises:
+        DeviceFailed: The driver refused an event.
+    """
+    outer, _unmarked.buffers = _unmarked.buffers, {}
+    try:
+        yield
+        for (ordinal, stream), buffers in _unmarked.buffers.items():
+            mark = StreamMark(gpus().open(ordinal), stream)
+            for buffer in buffers:
+                buffer.after = mark
+    finally:
+        _unmarked.buffers = outer

@@ -1,12 +1,14 @@
 """A member of a group whose GPUs work on each other's memory.
 
-For each operation every member writes to the board where its tensors are (:mod:`allocations`), and enqueues on its GPU: *my tensors may
-be used* once what made them is done, and a wait until the work is done. On each GPU one member is the *worker*, the first one there. The
-worker waits until all members have written where their tensors are, and enqueues on its GPU: a wait until all tensors may be used, one
-kernel that reads the members' tensors and writes their outputs, and *done*. With several GPUs each worker takes a share of the elements.
+For each operation every member writes to the board where its tensors are (:mod:`allocations`), and says that they may be used. On each GPU
+one member is the *worker*, the first one there. The worker waits until all members have written where their tensors are, and enqueues on its
+GPU: a wait until all tensors may be used, and one kernel that reads the members' tensors and writes their outputs. Once that is done it says
+so to all. With several GPUs each worker takes a share of the elements.
 
-So data moves once, from where it is to where it goes, and only workers wait on the host, for the other members to come to the operation.
-One member does the work of a GPU because a GPU runs the processes that share it by turns: what it waits for in memory costs no turn.
+So data moves once, from where it is to where it goes. One member does the work of a GPU because a GPU runs the processes that share it by turns
+of some hundred microseconds each, and a process whose turn it is does nothing for the others. What the other members do for an operation is therefore left to their hosts
+where it can be: if all that makes a tensor is done already, the host stores the word *ready*, and no GPU has to; and the end comes to all
+members by words that hosts wait for.
 
 At most ``RING`` operations are on their way: a member that would be further ahead waits for the end of an earlier one. Since a worker
 enqueues an operation only once all members have announced it, all members have then seen the end of the operation that had the same place
@@ -16,8 +18,8 @@ Giving up
 ---------
 A GPU can't be made to stop waiting. But the words that it waits for lie in memory of the host: a member that gives up stores values
 there that end every wait, again and again until its GPU has nothing left to do, since what is still enqueued may overwrite them. Before
-the first of these values it sets its word ``stopped``. Kernels read that word of all members before they write anything, and members
-read it before they believe that an operation is done; so the remains of such an operation are never taken for a result. A member ends
+the first of these values it sets its word ``stopped``. Kernels read that word of all members before they write anything, and a worker
+reads it before it says that an operation is done; so the remains of such an operation are never taken for a result. A member ends
 the operation only when its own GPU has nothing left to do (or takes too long for that) and the workers have said that their GPUs write
 nothing more. It waits half a second for the workers: after that they are dead, or hang.
 """
@@ -28,6 +30,7 @@ import contextlib
 import mmap
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -37,10 +40,10 @@ import numpy as np
 from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.completion import Pending
 from hvdlab.collectives.planes.cuda.allocations import Exports, Imports
-from hvdlab.collectives.planes.cuda.board import DONE, QUIET, READY, RING, STOPPED, TENSORS, Board
+from hvdlab.collectives.planes.cuda.board import QUIET, READY, RING, STOPPED, TENSORS, Array64, Board
 from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed, Launch
 from hvdlab.collectives.planes.cuda.gpus import CudaBuffer
-from hvdlab.collectives.planes.cuda.jobs import MOST_ADDRESSES, share, table_of
+from hvdlab.collectives.planes.cuda.jobs import MOST_ADDRESSES, Table, share, table_of
 from hvdlab.collectives.planes.cuda.operation import Inputs, Operation
 from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 
@@ -52,8 +55,20 @@ _BEYOND = 1 << 30
 """How far ahead of all operations the values are that end every wait."""
 _DRAIN_INTERVAL = 0.001
 """Seconds between two looks at the GPU after a stop: the driver has no event for "nothing is left"."""
+_FOREVER = 1 << 62
+"""The number up to which a member that is no worker has executed all operations: nothing waits for it."""
+_TABLES = 64
+"""Tables that a worker keeps to use them again."""
 _ALIGN = 256
 _LEAST_ARENA = 1 << 20
+
+
+class _CopyBack(NamedTuple):
+    """A copy to an output that other members can't open, in bytes."""
+
+    target: int
+    source: int
+    nbytes: int
 
 
 class _Begun(NamedTuple):
@@ -61,15 +76,20 @@ class _Begun(NamedTuple):
 
     Attributes:
         number: Its number.
-        event: A CUDA event that comes when the outputs are there.
-        pending: What :meth:`Group.run` returned; it is ended after ``event``.
+        ready: A CUDA event that comes when this member's GPU has said that its tensors may be used; ``None`` if the host has said so. It is waited for
+            because a GPU that failed never says so, and no other member would know.
+        done: A CUDA event that comes when this worker's kernel has written the outputs; ``None`` if this member is no worker.
+        back: Copies to make once all workers are done.
+        pending: What :meth:`Group.run` returned.
         phases: Takes the operation's times.
         started: When the operation began, by ``time.monotonic_ns()``.
         operation: The operation; the reference keeps its tensors alive.
     """
 
     number: int
-    event: int
+    ready: int | None
+    done: int | None
+    back: Sequence[_CopyBack]
     pending: Pending
     phases: Phases
     started: int
@@ -102,7 +122,10 @@ class Group:
         self._device, self._index, self._memory = device, index, memory
         self._workers = tuple(workers)
         self.board = Board(memory, members)
-        self.signals = Signals(memory, self.board.layout, index)
+        layout = self.board.layout
+        self.signals = Signals(memory, layout, index)
+        #: By which members wait for the end of an operation. Of the watcher's thread, once the group is connected.
+        self._executed = Signals(memory, layout, index, offset=layout.ends)
         #: Number of the operation that was begun last; they count from 1.
         self._number = 0
         #: Number of the last operation that has ended here. Under ``_guard``.
@@ -144,8 +167,9 @@ class Group:
         address = self.board.address
         self._base = device.register(address, self.board.layout.size)
         free.callback(device.unregister, address)
-        self._stream = device.new_stream()
-        free.callback(device.end_stream, self._stream)
+        self._stream, self._back = device.new_stream(), device.new_stream()
+        for stream in (self._stream, self._back):
+            free.callback(device.end_stream, stream)
         if self._index in self._workers:
             self._worker = Worker(
                 device, self.board, self._base, self._index, self._workers, self._exports, self.signals, free
@@ -153,6 +177,8 @@ class Group:
 
     def connect(self, deadline: float) -> None:
         """Wait for the other members. Raises ``PlaneBroken`` at the deadline (``time.monotonic()``)."""
+        if self._worker is None:
+            self._executed.post(ARRIVED, _FOREVER)
         self.signals.post(ARRIVED, 1)
         self.signals.wait(ARRIVED, 1, deadline)
 
@@ -184,28 +210,36 @@ class Group:
         marks = {
             buffer.after.event for buffer in (*operation.ins, *operation.outs) if buffer.after is not None
         }
-        for event in marks:
-            device.wait_event(stream, event)
-        copied_back = self._announce(number % RING, operation)
-        device.write_value(stream, self._word(READY, self._index), number)
+        unfinished = [mark for mark in marks if not device.has_come(mark)]
+        for mark in unfinished:
+            device.wait_event(stream, mark)
+        back = self._announce(number % RING, operation)
+        ready: int | None = None
+        # The word counts upwards: the host may store it only if the stream has stored it for all operations before.
+        if unfinished or not device.is_idle(stream):
+            device.write_value(stream, self._base + self.board.layout.flag(READY, self._index), number)
+            ready = self._record(stream)
+        else:
+            self.board.flags(READY)[self._index] = number & 0xFFFFFFFF
         self.signals.post(ARRIVED, number + 1)
+        done: int | None = None
         if self._worker is not None:
             self._worker.work(number, operation)
-        for worker in self._workers:
-            device.wait_value(stream, self._word(DONE, worker), number)
-        for target, source, nbytes in copied_back:
-            device.copy(target, source, nbytes, stream)
-        event = self._events.pop() if self._events else self._new_event()
-        device.record(event, stream)
+            done = self._record(self._worker.stream)
         pending = Pending()
         with self._guard:
             self._under_way[number] = pending
-        self._ends.put(_Begun(number, event, pending, phases, started, operation))
+        self._ends.put(_Begun(number, ready, done, back, pending, phases, started, operation))
         return pending
 
-    def _new_event(self) -> int:
-        event = self._device.new_event()
-        self._resources.callback(self._device.end_event, event)
+    def _record(self, stream: int) -> int:
+        """An event that comes when all that is on the stream now is done."""
+        if self._events:
+            event = self._events.pop()
+        else:
+            event = self._device.new_event()
+            self._resources.callback(self._device.end_event, event)
+        self._device.record(event, stream)
         return event
 
     def _await_place(self, number: int) -> None:
@@ -215,11 +249,11 @@ class Group:
             if self.stopped:
                 raise PlaneAborted
 
-    def _announce(self, place: int, operation: Operation) -> list[tuple[int, int, int]]:
+    def _announce(self, place: int, operation: Operation) -> list[_CopyBack]:
         """Write to the board where the tensors are; inputs in memory that other members can't open are copied to the arena.
 
         Returns:
-            The copies to make at the end, from the arena to outputs: target, source, and bytes.
+            The copies to make at the end, from the arena to outputs.
         """
         board, exports = self.board, self._exports
         exports.begin(self._number, self._finished)
@@ -240,7 +274,7 @@ class Group:
             board.numbers[place, self._index] = operation.numbers
         return self._stage(place, staged) if staged else []
 
-    def _stage(self, place: int, staged: list[tuple[int, int, CudaBuffer]]) -> list[tuple[int, int, int]]:
+    def _stage(self, place: int, staged: list[tuple[int, int, CudaBuffer]]) -> list[_CopyBack]:
         offsets: list[int] = []
         size = 0
         for _, _, buffer in staged:
@@ -253,7 +287,7 @@ class Group:
             if column == 0:
                 self._device.copy(arena.base + offset, buffer.pointer, buffer.nbytes, self._stream)
             else:
-                back.append((buffer.pointer, arena.base + offset, buffer.nbytes))
+                back.append(_CopyBack(buffer.pointer, arena.base + offset, buffer.nbytes))
         return back
 
     def _arena(self, size: int) -> _Arena:
@@ -274,9 +308,6 @@ class Group:
                 self._device.wait_event(self._stream, buffer.after.event)
             self._device.clear(buffer.pointer, buffer.nbytes, self._stream)
 
-    def _word(self, which: int, member: int) -> int:
-        return self._base + self.board.layout.flag(which, member)
-
     def _others_stopped(self) -> bool:
         return bool(self.board.flags(STOPPED).any())
 
@@ -291,15 +322,44 @@ class Group:
     def _outcome(self, begun: _Begun) -> Exception | None:
         try:
             with self._device:
-                self._device.synchronize(begun.event)
+                for event in (begun.ready, begun.done):
+                    if event is not None:
+                        self._device.synchronize(event)
+                        self._events.append(event)
+                if begun.done is not None:
+                    self._refuse_remains()
+                    self._executed.post(ARRIVED, begun.number)
+                self._executed.wait(ARRIVED, begun.number)
+                self._refuse_remains()
+                if begun.back:
+                    self._copy_back(begun.back)
+                    self._refuse_remains()
         except DeviceFailed as failure:
             return PlaneBroken(f"the GPU of this rank: {failure}")
-        self._events.append(begun.event)
-        if not self.stopped and not self._others_stopped():
-            return None
-        self.stop()
-        self._quiet.wait()
-        return PlaneAborted()
+        except PlaneAborted as aborted:
+            self.stop()
+            self._quiet.wait()
+            return aborted
+        return None
+
+    def _refuse_remains(self) -> None:
+        """Raise ``PlaneAborted`` if a member gave up: the kernel may have written nothing then."""
+        if self.stopped or self._others_stopped():
+            raise PlaneAborted
+
+    def _copy_back(self, copies: Sequence[_CopyBack]) -> None:
+        device = self._device
+        with self._guard:
+            if self.stopped:
+                raise PlaneAborted
+            for copy in copies:
+                device.copy(copy.target, copy.source, copy.nbytes, self._back)
+            event = device.new_event()
+            device.record(event, self._back)
+        try:
+            device.synchronize(event)
+        finally:
+            device.end_event(event)
 
     def _end(self, begun: _Begun, error: Exception | None) -> None:
         if error is None:
@@ -329,15 +389,14 @@ class Group:
         # x86 keeps the stores in this order, and so do a GPU's reads.
         self.board.flags(STOPPED)[self._index] = 1
         self.signals.abort()
+        self._executed.abort()
         self._end_waits()
         self._progress.notify_all()
         self._drainer = threading.Thread(target=self._drain, name="hvdlab-cuda-drain", daemon=True)
         self._drainer.start()
 
     def _end_waits(self) -> None:
-        value = (self._number + _BEYOND) & 0xFFFFFFFF
-        self.board.flags(READY)[:] = value
-        self.board.flags(DONE)[:] = value
+        self.board.flags(READY)[:] = (self._number + _BEYOND) & 0xFFFFFFFF
 
     def _drain(self) -> None:
         """End the waits of this member's GPU until it has nothing left to do; then let what is under way end. A thread of its own."""
@@ -368,8 +427,8 @@ class Group:
         return True
 
     def _drained(self) -> bool:
-        worker = self._worker is None or self._device.drained(self._worker.stream)
-        return worker and self._device.drained(self._stream)
+        streams = [self._stream, self._back, *([] if self._worker is None else [self._worker.stream])]
+        return all(self._device.drained(stream) for stream in streams)
 
     def _all_quiet(self) -> bool:
         return bool(self.board.flags(QUIET)[list(self._workers)].all())
@@ -391,6 +450,7 @@ class Group:
         self._ends.put(None)
         if self._is_stuck:
             self.signals.close()  # the GPU may still write to everything else
+            self._executed.close()
             return
         self._watcher.join()
         self._release()
@@ -402,6 +462,7 @@ class Group:
         ):  # a GPU that has failed frees all when the process ends
             self._resources.close()
         self.signals.close()
+        self._executed.close()
         self.board.close()
         with contextlib.suppress(BufferError):  # a traceback holds a view: it is unmapped when that goes
             self._memory.close()
@@ -444,19 +505,32 @@ class Worker:
         free.callback(device.unregister, address)
         self._tables = device.allocate(RING * self._place_bytes)
         free.callback(device.free, self._tables)
+        # A kernel's blocks read which members gave up from the GPU's own memory: reading it from the host's would take each of them a microsecond.
+        self._stopped_bytes = 4 * board.layout.stride * self._members
+        self._stopped = device.allocate(self._stopped_bytes)
+        free.callback(device.free, self._stopped)
+        #: The last tables, by what they were made of: ranks that train reduce the same gradients again and again.
+        self._made: OrderedDict[tuple[object, ...], tuple[Table, int, int]] = OrderedDict()
+        #: ``Imports.changes`` when the first of these was made.
+        self._made_at = 0
 
     def work(self, number: int, operation: Operation) -> None:
         """Wait until all members have announced an operation, and enqueue the work on this GPU."""
         device, board, stream = self._device, self._board, self.stream
         self._signals.wait(ARRIVED, number + 1)
         launch = self._prepare(number, operation)
+        ready = board.flags(READY)
         for member in range(self._members):
-            device.wait_value(stream, self._base + board.layout.flag(READY, member), number)
+            if (int(ready[member]) - number) & 0xFFFFFFFF >= 1 << 31:  # as the GPU compares them
+                device.wait_value(stream, self._base + board.layout.flag(READY, member), number)
         if launch is not None:
             table, nbytes = launch.table, 8 * (2 * launch.jobs + 1 + launch.jobs * (launch.ins + launch.outs))
             device.copy(table, self._source + (number % RING) * self._place_bytes, nbytes, stream)
+            # After the waits, so that a kernel which a giving up member let go on finds that it has.
+            device.copy(
+                launch.stopped, self._base + board.layout.flag(STOPPED, 0), self._stopped_bytes, stream
+            )
             device.launch(launch, stream)
-        device.write_value(stream, self._base + board.layout.flag(DONE, self._index), number)
 
     def _prepare(self, number: int, operation: Operation) -> Launch | None:
         place, tensors = number % RING, len(operation.ins)
@@ -465,20 +539,8 @@ class Worker:
         if not tensors:
             return None
         self._imports.refresh()
-        places = board.places[place, :, :tensors]
-        members = np.arange(self._members)[:, np.newaxis]
-        bases = self._imports.bases
-        starts = bases[members, places[:, :, 0]], bases[members, places[:, :, 2]]
-        if not (starts[0].all() and starts[1].all()):
-            member = int(np.argwhere((starts[0] == 0) | (starts[1] == 0))[0][0])
-            raise DeviceFailed(f"the GPU memory of member {member} can't be opened")
-        numbers = board.numbers[place].astype(np.int64)
-        jobs = operation.jobs(Inputs(starts[0] + places[:, :, 1], starts[1] + places[:, :, 3], numbers))
-        begins, counts = share(jobs.counts, self._part, self._parts, operation.itemsize)
-        offsets = (begins * operation.itemsize).astype(np.uint64)[:, np.newaxis]
-        addresses = np.concatenate((jobs.ins + offsets, jobs.outs + offsets), axis=1)
-        table = table_of(counts, addresses, operation.itemsize)
-        if not table.jobs or not jobs.outs.shape[1]:
+        table, ins, outs = self._jobs_of(operation, board.places[place, :, :tensors], board.numbers[place])
+        if not table.jobs or not outs:
             return None
         self._words[place, : len(table.words)] = table.words
         layout = board.layout
@@ -486,15 +548,51 @@ class Worker:
             dtype=operation.dtype,
             op=operation.op,
             jobs=table.jobs,
-            ins=jobs.ins.shape[1],
-            outs=jobs.outs.shape[1],
+            ins=ins,
+            outs=outs,
             chunk=table.chunk,
             chunks=table.chunks,
             prescale=operation.prescale,
             postscale=operation.postscale,
             table=self._tables + place * self._place_bytes,
-            stopped=self._base + layout.flag(STOPPED, 0),
+            stopped=self._stopped,
             members=self._members,
             stride=layout.stride,
             times=self._base + layout.times + (place * self._members + self._index) * 16,
         )
+
+    def _jobs_of(self, operation: Operation, places: Array64, numbers: Array64) -> tuple[Table, int, int]:
+        """The table of an operation, and how many addresses each job reads and writes. The last tables are kept."""
+        if self._made_at != self._imports.changes:
+            self._made.clear()
+            self._made_at = self._imports.changes
+        key = (
+            operation.jobs,
+            operation.itemsize,
+            places.tobytes(),
+            numbers.tobytes() if operation.numbers else b"",
+        )
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = self._make(operation, places, numbers)
+            if len(self._made) > _TABLES:
+                self._made.popitem(last=False)
+        else:
+            self._made.move_to_end(key)
+        return made
+
+    def _make(self, operation: Operation, places: Array64, numbers: Array64) -> tuple[Table, int, int]:
+        members = np.arange(self._members)[:, np.newaxis]
+        bases = self._imports.bases
+        starts = bases[members, places[:, :, 0]], bases[members, places[:, :, 2]]
+        if not (starts[0].all() and starts[1].all()):
+            member = int(np.argwhere((starts[0] == 0) | (starts[1] == 0))[0][0])
+            why = self._imports.why_closed(member) or "it was withdrawn"
+            raise DeviceFailed(f"the GPU memory of member {member} can't be opened: {why}")
+        jobs = operation.jobs(
+            Inputs(starts[0] + places[:, :, 1], starts[1] + places[:, :, 3], numbers.astype(np.int64))
+        )
+        begins, counts = share(jobs.counts, self._part, self._parts, operation.itemsize)
+        offsets = (begins * operation.itemsize).astype(np.uint64)[:, np.newaxis]
+        addresses = np.concatenate((jobs.ins + offsets, jobs.outs + offsets), axis=1)
+        return table_of(counts, addresses, operation.itemsize), jobs.ins.shape[1], jobs.outs.shape[1]

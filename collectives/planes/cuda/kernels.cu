@@ -189,7 +189,7 @@ __device__ Chunk next_chunk(const u64* table, u32 jobs, u32 width, u64 chunk, u6
     return found;
 }
 
-// Whether a member gave the operation up, so that nothing must be written any more. `stopped` is in memory of the host.
+// Whether a member gave the operation up, so that nothing must be written any more.
 __device__ bool given_up(const volatile u32* stopped, u32 members, u32 stride) {
     __shared__ u32 any;
     if (threadIdx.x == 0) any = 0;

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,13 +43,21 @@ class Inputs(NamedTuple):
     numbers: Counts
 
 
+class JobMaker(Protocol):
+    """Makes the jobs of an operation. Two that are equal make the same jobs of the same inputs."""
+
+    def __call__(self, given: Inputs, /) -> Jobs: ...
+
+    def __hash__(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """What a member brings to an operation.
 
     Attributes:
         ins, outs: Its tensors, in pairs.
-        jobs: Makes the jobs from what all members bring; the same on all members.
+        jobs: Makes the jobs from what all members bring; equal on all members.
         dtype: Element type of a reduction; ``None`` moves bytes, and counts are bytes then.
         op, prescale, postscale: How to reduce.
         numbers: Further numbers that the worker needs, one for each member.
@@ -57,7 +65,7 @@ class Operation:
 
     ins: Sequence[CudaBuffer]
     outs: Sequence[CudaBuffer]
-    jobs: Callable[[Inputs], Jobs]
+    jobs: JobMaker
     dtype: DType | None = None
     op: ReduceOp = ReduceOp.SUM
     prescale: float = 1.0
@@ -70,56 +78,62 @@ class Operation:
         return 1 if self.dtype is None else self.dtype.itemsize
 
 
-def allreduce(counts: Sequence[int]) -> Callable[[Inputs], Jobs]:
+class AllreduceJobs(NamedTuple):
     """A job for each tensor, which reads that tensor of all members and writes all their outputs for it."""
-    return lambda given: Jobs(np.array(counts, np.int64), given.ins.T, given.outs.T)
+
+    counts: tuple[int, ...]
+
+    def __call__(self, given: Inputs) -> Jobs:
+        return Jobs(np.array(self.counts, np.int64), given.ins.T, given.outs.T)
 
 
-def allgather(sizes: Sequence[int]) -> Callable[[Inputs], Jobs]:
+class AllgatherJobs(NamedTuple):
     """A job for each member, which copies its tensor to its place in all members' outputs. ``sizes`` are in bytes."""
 
-    def jobs(given: Inputs) -> Jobs:
-        counts = np.array(sizes, np.int64)
+    sizes: tuple[int, ...]
+
+    def __call__(self, given: Inputs) -> Jobs:
+        counts = np.array(self.sizes, np.int64)
         begins = _begins(counts)
         outs = given.outs[:, 0][np.newaxis, :] + begins[:, np.newaxis].astype(np.uint64)
         return Jobs(counts, given.ins[:, :1], outs)
 
-    return jobs
 
-
-def broadcast(nbytes: int, root: int) -> Callable[[Inputs], Jobs]:
+class BroadcastJobs(NamedTuple):
     """One job: the root's tensor is read and goes to the outputs of all, but its own if that is the same memory."""
 
-    def jobs(given: Inputs) -> Jobs:
-        source, targets = given.ins[root, 0], given.outs[:, 0]
-        return Jobs(np.array([nbytes]), source.reshape(1, 1), targets[targets != source].reshape(1, -1))
+    nbytes: int
+    root: int
 
-    return jobs
+    def __call__(self, given: Inputs) -> Jobs:
+        source, targets = given.ins[self.root, 0], given.outs[:, 0]
+        return Jobs(np.array([self.nbytes]), source.reshape(1, 1), targets[targets != source].reshape(1, -1))
 
 
-def reducescatter(counts: Sequence[int], itemsize: int) -> Callable[[Inputs], Jobs]:
+class ReducescatterJobs(NamedTuple):
     """A job for each member: its slice of all members' tensors is read, and its output is written."""
 
-    def jobs(given: Inputs) -> Jobs:
-        each = np.array(counts, np.int64)
-        begins = (_begins(each) * itemsize).astype(np.uint64)
+    counts: tuple[int, ...]
+    itemsize: int
+
+    def __call__(self, given: Inputs) -> Jobs:
+        each = np.array(self.counts, np.int64)
+        begins = (_begins(each) * self.itemsize).astype(np.uint64)
         return Jobs(each, given.ins[:, 0][np.newaxis, :] + begins[:, np.newaxis], given.outs[:, :1])
 
-    return jobs
 
-
-def alltoall(itemsize: int) -> Callable[[Inputs], Jobs]:
+class AlltoallJobs(NamedTuple):
     """A job for each pair of members. A member's ``numbers`` are how many elements it sends to each member."""
 
-    def jobs(given: Inputs) -> Jobs:
-        sizes = given.numbers * itemsize
+    itemsize: int
+
+    def __call__(self, given: Inputs) -> Jobs:
+        sizes = given.numbers * self.itemsize
         sent = np.cumsum(sizes, axis=1) - sizes
         received = np.cumsum(sizes, axis=0) - sizes
         ins = given.ins[:, :1] + sent.astype(np.uint64)
         outs = given.outs[:, 0][np.newaxis, :] + received.astype(np.uint64)
         return Jobs(sizes.reshape(-1), ins.reshape(-1, 1), outs.reshape(-1, 1))
-
-    return jobs
 
 
 def _begins(counts: Counts) -> Counts:

@@ -17,13 +17,19 @@ from hvdlab.collectives.planes.base import Phases, Plane, PlaneAborted, PlaneBro
 from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda import operation as operations
 from hvdlab.collectives.planes.cuda.board import TENSORS, BoardLayout
 from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed
 from hvdlab.collectives.planes.cuda.gpus import CUDA, CudaBuffer
 from hvdlab.collectives.planes.cuda.group import Group
 from hvdlab.collectives.planes.cuda.jobs import MOST_ADDRESSES
-from hvdlab.collectives.planes.cuda.operation import Operation
+from hvdlab.collectives.planes.cuda.operation import (
+    AllgatherJobs,
+    AllreduceJobs,
+    AlltoallJobs,
+    BroadcastJobs,
+    Operation,
+    ReducescatterJobs,
+)
 
 
 class CudaPlane(Plane):
@@ -164,7 +170,7 @@ class CudaPlane(Plane):
                 Operation(
                     [i for i, _ in some],
                     [o for _, o in some],
-                    operations.allreduce([i.nbytes // dtype.itemsize for i, _ in some]),
+                    AllreduceJobs(tuple(i.nbytes // dtype.itemsize for i, _ in some)),
                     dtype=DType.U8 if dtype is DType.BOOL else dtype,
                     op=op,
                     prescale=prescale,
@@ -178,16 +184,16 @@ class CudaPlane(Plane):
     def start_allgather(
         self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases
     ) -> Completion | None:
-        sizes = [count * out.dtype.itemsize for count in counts]
-        return self._run(Operation([_own(send)], [_own(out)], operations.allgather(sizes)), phases)
+        jobs = AllgatherJobs(tuple(count * out.dtype.itemsize for count in counts))
+        return self._run(Operation([_own(send)], [_own(out)], jobs), phases)
 
     def start_broadcast(
         self, source: Buffer | None, out: Buffer, root: int, phases: Phases
     ) -> Completion | None:
         if not out.nbytes:
             return None
-        work = operations.broadcast(out.nbytes, root)
-        return self._run(Operation([_own(source or out)], [_own(out)], work), phases)
+        jobs = BroadcastJobs(out.nbytes, root)
+        return self._run(Operation([_own(source or out)], [_own(out)], jobs), phases)
 
     def start_reducescatter(
         self,
@@ -204,7 +210,7 @@ class CudaPlane(Plane):
             Operation(
                 [_own(send)],
                 [_own(out)],
-                operations.reducescatter(counts, dtype.itemsize),
+                ReducescatterJobs(tuple(counts), dtype.itemsize),
                 dtype=DType.U8 if dtype is DType.BOOL else dtype,
                 op=op,
                 prescale=prescale,
@@ -221,11 +227,11 @@ class CudaPlane(Plane):
         out: Buffer,
         phases: Phases,
     ) -> Completion | None:
-        work = operations.alltoall(out.dtype.itemsize)
-        return self._run(Operation([_own(send)], [_own(out)], work, numbers=list(send_counts)), phases)
+        jobs = AlltoallJobs(out.dtype.itemsize)
+        return self._run(Operation([_own(send)], [_own(out)], jobs, numbers=list(send_counts)), phases)
 
     def start_barrier(self, phases: Phases) -> Completion | None:
-        return self._run(Operation([], [], operations.allreduce(())), phases)
+        return self._run(Operation([], [], AllreduceJobs(())), phases)
 
     def _run(self, operation: Operation, phases: Phases, started: int = 0) -> Completion:
         if self._aborted:

@@ -59,24 +59,33 @@ _ROWS = 2  # rows that can be waited for; also the radix of a target
 class Signals:
     """One member's view of the counters. Everything but :meth:`abort`, :meth:`nudge` and :meth:`close` belongs to one thread.
 
+    Args:
+        memory: The shared memory.
+        layout: Where the words are in it.
+        index: This member's position.
+        yields: How often a waiting member offers its core to others before it sleeps.
+        offset: Byte of the memory at which the words begin, in whole cache lines.
+
     Attributes:
         arrived: Steps that each member has put into its slots, by member.
         reduced: Steps of which each member has reduced its slice, by member.
         aborted: Set by :meth:`abort`.
     """
 
-    def __init__(self, memory: mmap.mmap, layout: Words, index: int, yields: int = YIELDS) -> None:
+    def __init__(
+        self, memory: mmap.mmap, layout: Words, index: int, yields: int = YIELDS, offset: int = 0
+    ) -> None:
         self._index = index
         self._members = layout.members
         self._yields = yields
         self._sleep_until = 0
-        self._words = memoryview(memory)[: layout.control_bytes].cast("B").cast("Q")
+        self._words = memoryview(memory)[offset : offset + layout.control_bytes].cast("B").cast("Q")
         rows = [self._row(layout, n) for n in range(5)]
         self.arrived, self.reduced, self._targets = rows[ARRIVED], rows[REDUCED], rows[_TARGETS]
         self._rows = (self.arrived, self.reduced)
         self._needs = (rows[_NEEDS], rows[_NEEDS + 1])
         self._views = [self._words, *rows]
-        self._doorbell = ctypes.c_uint32.from_buffer(memory)
+        self._doorbell = ctypes.c_uint32.from_buffer(memory, offset)
         self._address = ctypes.addressof(self._doorbell)
         self._bit = 1 << (index % 32)
         self._rung = self._nudged = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvdlab.collectives.dtypes import DType, OpKind
@@ -104,6 +105,10 @@ class DeviceMemory(Protocol[T]):
 
     def view(self, tensor: T) -> Buffer:
         """The memory of a direct tensor; valid once all work that the calling thread has submitted for it is done."""
+        ...
+
+    def views_together(self) -> AbstractContextManager[None]:
+        """What the calling thread views within it is ordered behind that thread's work once, at the end, instead of tensor by tensor."""
         ...
 
     def stage(self, tensor: T) -> T:

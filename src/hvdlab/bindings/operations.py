@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -116,7 +117,8 @@ class Binding(Generic[T]):
         label = _LABELS[operation.kind]
         engine = context.engine(f"grouped_{label}")
         base = name or f"grouped_{label}.noname"
-        prepared = [self._request(operation, tensor, in_place) for tensor in tensors]
+        with nullcontext() if self._devices is None else self._devices.views_together():
+            prepared = [self._request(operation, tensor, in_place) for tensor in tensors]
         for number, (request, _, _) in enumerate(prepared):
             request.name, request.site = f"{base}.{number}", site
             request.anonymous = name is None

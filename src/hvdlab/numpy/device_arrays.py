@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -117,6 +118,14 @@ class ArraysOnDevices:
             if tensor.stream is None:
                 return gpus.CudaBuffer(tensor.pointer, tensor.shape, dtype, ordinal, None, tensor)
             return gpus.buffer_on_stream(tensor.pointer, tensor.shape, dtype, ordinal, tensor.stream, tensor)
+        except DeviceFailed as error:
+            raise InvalidRequestError(f"the GPU of this rank: {error}") from error
+
+    @contextlib.contextmanager
+    def views_together(self) -> Iterator[None]:
+        try:
+            with gpus.marked_together():
+                yield
         except DeviceFailed as error:
             raise InvalidRequestError(f"the GPU of this rank: {error}") from error
 

@@ -7,7 +7,8 @@ tensor's device if the process set has a plane for it, else in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,14 @@ class CudaTensors:
             return gpus.buffer_on_stream(
                 tensor.data_ptr(), tuple(tensor.shape), DTYPES[tensor.dtype], ordinal, stream, tensor
             )
+        except DeviceFailed as error:
+            raise InvalidRequestError(f"The GPU of this rank: {error}") from error
+
+    @contextmanager
+    def views_together(self) -> Iterator[None]:
+        try:
+            with gpus.marked_together():
+                yield
         except DeviceFailed as error:
             raise InvalidRequestError(f"The GPU of this rank: {error}") from error
 

@@ -9,8 +9,9 @@ from typing import Any
 from conformance.bindings.conftest import World
 from conformance.bindings.harness import Problems, binding
 from conformance.bindings.test_arguments import ones, works
-from conformance.bindings.test_failures import _needs_handles, _press_ctrl_c, _when_this_thread_waits, after
+from conformance.bindings.test_failures import _needs_handles, after
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
+from interrupting import press_ctrl_c, when_this_thread_waits
 
 LARGE = 1 << 16
 """Elements of a tensor that does not travel with its announcement."""
@@ -169,7 +170,7 @@ def interrupted(name: str) -> list[str]:
     hvd, calls = under_test.hvd, Calls()
     handle = hvd.grouped_allreduce_async([ones(under_test, 3), ones(under_test)], name="interrupted")
     handle.add_done_callback(calls)
-    interrupt = _when_this_thread_waits(_press_ctrl_c)
+    interrupt = when_this_thread_waits(press_ctrl_c)
     try:
         hvd.synchronize(handle)
     except KeyboardInterrupt:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +16,7 @@ from hvdlab.bindings.handles import FAILURES
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import AbortedError, DuplicateNameError, MismatchError
+from interrupting import press_ctrl_c, when_this_thread_waits
 
 MISMATCHES = ("shape", "dtype", "operator", "root", "row", "kind", "group", "in place", "async")
 
@@ -166,7 +163,7 @@ def listens() -> None:
 def waits(name: str, form: str) -> str:
     """Wait for a collective that rank 2 does not call; rank 0 is interrupted once ranks 0 and 1 wait."""
     under_test = binding(name)
-    watcher = _when_this_thread_waits(_interrupt_once_both_wait if under_test.hvd.rank() == 0 else _say_so)
+    watcher = when_this_thread_waits(_interrupt_once_both_wait if under_test.hvd.rank() == 0 else _say_so)
     try:
         INTERRUPTED[form](under_test)
     except (KeyboardInterrupt, AbortedError) as error:
@@ -183,34 +180,7 @@ def _say_so() -> None:
 
 def _interrupt_once_both_wait() -> None:
     assert _both_wait.wait(PATIENCE)
-    _press_ctrl_c()
-
-
-def _press_ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def _when_this_thread_waits(action: Callable[[], None]) -> threading.Thread:
-    """Do this as soon as the calling thread waits for a collective, and not before."""
-    waiting = threading.get_ident()
-
-    def watch() -> None:
-        while not _stack_of(waiting) & {"lead", "_wait_long"}:
-            time.sleep(0.001)
-        action()
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
-
-
-def _stack_of(thread: int) -> set[str]:
-    frame = sys._current_frames().get(thread)
-    found = set()
-    while frame is not None:
-        found.add(frame.f_code.co_name)
-        frame = frame.f_back
-    return found
+    press_ctrl_c()
 
 
 def after(name: str) -> bool:
@@ -233,7 +203,7 @@ def interrupted_handle(name: str) -> list[str]:
     under_test, problems = binding(name), Problems()
     hvd = under_test.hvd
     handle = hvd.allreduce_async_(under_test.tensor(np.ones(3), DType.F32), name="kept")
-    interrupt = _when_this_thread_waits(_press_ctrl_c)
+    interrupt = when_this_thread_waits(press_ctrl_c)
     try:
         hvd.synchronize(handle)
     except KeyboardInterrupt:

@@ -83,7 +83,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", SECONDS, _C, "0", "after how long it fails on the ranks that wait, with an error that names the missing ones; 0 never", "stall_shutdown"),
     # -- planes ---------------------------------------------------------------------------------------------------
     Knob("HVDLAB_PLANE", choice(*PLANES, absent=ABSENT_PLANES), _R, "auto", "data plane ([how they differ](../how-to/planes-and-launchers.md)); `--plane` of `%%hvd_run` sets it for a pool", "plane"),
-    Knob("HVDLAB_CUDA", FLAG, _R, "0", "1 has collectives [work on CUDA tensors where they are](../how-to/gpus.md) if all ranks of a process set have it, instead of copying them through the host; not tried on a real GPU yet"),
+    Knob("HVDLAB_CUDA", FLAG, _R, "-", "1 has collectives [work on CUDA tensors where they are](../how-to/gpus.md) if all ranks of a process set have it, 0 copies them through the host; unset is 1 where the machine has one GPU, else 0: not tried on several GPUs yet"),
     Knob("HVDLAB_DIRECT", FLAG, _R, "1", "0 has the coordinator order also the small collectives that a rank waits for, on which ranks of one host agree [in shared memory](../design/overview.md#the-direct-way) otherwise; set it on all ranks alike", "direct"),
     Knob("HVDLAB_HOST", TEXT, _R, "-", "name that ranks have in common which share memory, if it can't be found out, as between containers ([what it is for](../how-to/planes-and-launchers.md#several-hosts))"),
     Knob("HOROVOD_HIERARCHICAL_ALLREDUCE", FLAG, _C, "-", "ranks on several hosts: 1 reduces within each host first, 0 does not; unset chooses", "hierarchical_allreduce"),

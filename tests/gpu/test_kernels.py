@@ -14,6 +14,7 @@ from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.cuda.device import Launch
 from hvdlab.collectives.planes.cuda.jobs import table_of
 from hvdlab.collectives.reduce.fold import make_fold
+from real_gpu import why_no_gpu
 
 COUNT = 40_003
 
@@ -23,11 +24,17 @@ def real_gpu() -> None:
     """In place of that of all of ``tests/gpu``: the compiler can be tried without a GPU."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def kernels() -> Any:
+    """The compiler, and the GPU if there is one. The driver keeps descriptors for the life of the process, which are no leak."""
     pytest.importorskip("cuda.bindings", reason="NVIDIA's bindings are not installed")
     from hvdlab.collectives.planes.cuda import kernels
 
+    kernels.compiled(None, ReduceOp.SUM, 90)
+    if not why_no_gpu():
+        gpu = gpus.gpus().open(0)
+        with gpu:
+            gpu.end_stream(gpu.new_stream())
     return kernels
 
 
@@ -52,8 +59,6 @@ def test_a_gpu_that_is_newer_than_the_compiler_gets_what_its_driver_translates(k
 )
 def test_a_gpu_gives_the_bits_of_the_host(kernels: Any, dtype: DType, op: ReduceOp) -> None:
     from cuda.bindings import driver
-
-    from real_gpu import why_no_gpu
 
     if reason := why_no_gpu():
         pytest.skip(reason)

@@ -161,6 +161,49 @@ def interrupted() -> None:
             interrupt.join()
 
 
+def in_sets_by_turns() -> list[float]:
+    """Two process sets with the same ranks have the same memory open, and close it when it was freed."""
+    from hvdlab.collectives import context
+
+    pair = hvd().add_process_set(hvd().ProcessSet([0, 1]))
+    sets = [pair, hvd().global_process_set]
+    found = []
+    for turn in range(6):
+        value = torch.full((3_000_000 + turn * 1_000_000,), float(turn), device=GPU)
+        for each in sets:
+            if hvd().rank() in each.ranks:
+                found.append(float(hvd().allreduce(value, op=hvd().Sum, process_set=each)[-1]))
+                assert context.engine().device_plane(each.process_set_id, "cuda") == "cuda/ipc"
+        del value
+        torch.cuda.empty_cache()
+    hvd().remove_process_set(pair)
+    return found
+
+
+def by_torch_distributed() -> tuple[str, list[float], list[float]]:
+    import torch.distributed as dist
+
+    import hvdlab.torch.c10d  # noqa: F401  # makes the backend known where hvdlab is not installed
+
+    dist.init_process_group("hvdlab")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    value = torch.full((5,), float(rank), device=GPU)
+    dist.all_reduce(value)
+    each = [torch.empty(5, device=GPU) for _ in range(size)]
+    dist.all_gather(each, torch.full((5,), float(rank), device=GPU))
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100).to(GPU))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(rank)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 100, device=GPU)).square().mean().backward()
+        optimizer.step()
+    collected = [float(one[0]) for one in each]
+    dist.destroy_process_group()
+    return str(value.device), [float(value[0]), *collected], [float(p.sum()) for p in model.parameters()]
+
+
 mine: torch.Tensor
 
 
@@ -197,6 +240,19 @@ def test_a_capture_is_refused(eight: Ranks) -> None:
 
 def test_a_rank_that_runs_out_of_its_share_goes_on(eight: Ranks) -> None:
     assert eight.run(share_of_memory, 1 / SIZE, timeout=60) == [True] * SIZE
+
+
+def test_process_sets_share_what_they_have_open(three: Ranks) -> None:
+    pairs, all_of_them = [2.0 * turn for turn in range(6)], [3.0 * turn for turn in range(6)]
+    mixed = [value for turn in zip(pairs, all_of_them, strict=True) for value in turn]
+    assert three.run(in_sets_by_turns, timeout=60) == [mixed, mixed, all_of_them]
+
+
+def test_torch_distributed_takes_cuda_tensors(three: Ranks) -> None:
+    found = three.run(by_torch_distributed, timeout=60)
+    assert [device for device, _, _ in found] == ["cuda:0"] * 3
+    assert [values for _, values, _ in found] == [[3.0, 0.0, 1.0, 2.0]] * 3
+    assert [parameters for _, _, parameters in found] == [found[0][2]] * 3
 
 
 def test_a_rank_whose_context_is_gone_says_so_and_the_others_keep_theirs(three: Ranks) -> None:

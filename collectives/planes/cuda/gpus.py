@@ -17,9 +17,11 @@ from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed
 CUDA = "cuda"
 """The device class of the memory of NVIDIA's GPUs."""
 SWITCH = "HVDLAB_CUDA"
-"""The variable that, at 1, has this rank work on CUDA tensors where they are."""
+"""The variable that, at 1, has this rank work on CUDA tensors where they are, and at 0 keeps it from that."""
 DRIVERS = ("/proc/driver/nvidia/version", "/dev/dxg")
 """One of these is there where NVIDIA's driver is: on Linux, and on Linux under Windows."""
+GPUS = "/proc/driver/nvidia/gpus"
+"""On Linux the driver has a folder here for each GPU of the machine."""
 
 
 class Gpus(Protocol):
@@ -44,9 +46,22 @@ class Gpus(Protocol):
 
 def why_off() -> str | None:
     """Why this process does not work on CUDA tensors in place, found out without loading the driver; ``None`` if it may be able to."""
-    if os.environ.get(SWITCH, "").strip() != "1":  # the plane was never run on a real GPU
-        return f"CUDA tensors are copied through the host unless {SWITCH}=1."
-    return why_missing()
+    setting = os.environ.get(SWITCH, "").strip()
+    if setting == "0":
+        return f"CUDA tensors are copied through the host: {SWITCH}=0."
+    missing = why_missing()
+    if missing is None and setting != "1" and (found := _gpus_of_machine()) != 1:
+        # The plane was never run on several GPUs that reach each other's memory.
+        return (
+            f"CUDA tensors are copied through the host unless {SWITCH}=1 (this machine shows {found} GPUs)."
+        )
+    return missing
+
+
+def _gpus_of_machine() -> int:
+    with contextlib.suppress(OSError):
+        return len(os.listdir(GPUS))
+    return 0
 
 
 def why_missing() -> str | None:

@@ -169,7 +169,8 @@ class CudaTensors:
 
 
 ADAPTER = TorchAdapter()
-BINDING = Binding(ADAPTER, CudaTensors())
+CUDA_TENSORS = CudaTensors()
+BINDING = Binding(ADAPTER, CUDA_TENSORS)
 """Runs collectives on torch tensors."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -251,9 +252,22 @@ def test_it_is_offered_where_a_driver_is_and_it_is_switched_on(
     assert registry.plane_class("cuda/ipc") is CudaPlane
     monkeypatch.setenv("HVDLAB_CUDA", "0")
     assert "cuda/ipc" not in registry.offered()
+    assert "HVDLAB_CUDA=0" in (registry.why_unavailable("cuda/ipc") or "")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_unless_it_is_asked_for_it_is_offered_where_one_gpu_is(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int
+) -> None:
+    for number in range(count):
+        (tmp_path / f"0000:0{number}:00.0").mkdir()
+    monkeypatch.setattr(gpus, "GPUS", str(tmp_path))
     monkeypatch.delenv("HVDLAB_CUDA")
-    assert "cuda/ipc" not in registry.offered()
-    assert "unless HVDLAB_CUDA=1" in (registry.why_unavailable("cuda/ipc") or "")
+    assert ("cuda/ipc" in registry.offered()) == (count == 1)
+    if count != 1:
+        assert f"unless HVDLAB_CUDA=1 (this machine shows {count} GPUs)" in (gpus.why_off() or "")
+    monkeypatch.setenv("HVDLAB_CUDA", "1")
+    assert "cuda/ipc" in registry.offered()
 
 
 def test_without_a_driver_or_its_bindings_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

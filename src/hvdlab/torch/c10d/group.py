@@ -1,7 +1,8 @@
 """The process group: torch's collectives as requests of the core.
 
-The core reads and writes contiguous tensors of the host where they are. It works on copies of all others, and moves dtypes that it
-does not know as bytes.
+The core reads and writes contiguous tensors of the host where they are, and those of GPUs in :meth:`~HvdlabProcessGroup.allreduce`, ``broadcast``,
+``all_gather_into_tensor`` and ``reduce_scatter_tensor`` if the group has a data plane for them. It works on copies of all others, and moves dtypes
+that it does not know as bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from hvdlab.collectives.errors import (
     MismatchError,
     UnsupportedError,
 )
+from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.reduce.integers import needs_width
 from hvdlab.collectives.reduce.support import check_supported
-from hvdlab.torch.adapter import ADAPTER, DTYPES
+from hvdlab.torch.adapter import ADAPTER, CUDA_TENSORS, DTYPES
 from hvdlab.torch.c10d.arguments import (
     listed,
     parts_of_root,
@@ -41,10 +44,12 @@ from hvdlab.torch.c10d.tensors import (
     Copy,
     array_of,
     core_dtype,
+    memory_of,
     plain_of,
     real_parts,
     resolved,
     scatter_into,
+    writable,
     writable_array,
 )
 from hvdlab.torch.c10d.work import CoalescedWork, HvdlabWork
@@ -200,11 +205,12 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if operator == number:
                 self._add_folded(submission, tensor, name, fold)
                 return
-        array, copy = writable_array(real_parts(tensor), reducing=True)
-        request = Request(
-            OpKind.ALLREDUCE, input=array, output=array, dtype=ADAPTER.dtype(real_parts(tensor))
-        )
+        parts = real_parts(tensor)
+        request = Request(OpKind.ALLREDUCE, dtype=ADAPTER.dtype(parts))
         _set_operator(request, operator, tensor)
+        request.device = self._device(request, tensor)
+        request.input, copy = writable(parts, request.device, reducing=True)
+        request.output = request.input
         submission.add(request, copy)
 
     def _add_sparse(self, submission: Submission, tensor: torch.Tensor, operator: Any) -> None:
@@ -294,22 +300,29 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._add_allreduce(submission, whole, operator)
             self._then_copy(submission, lambda: whole.reshape(size, -1)[self.rank()], output)
             return
-        source = (
-            plain_of(real_parts(given)).reshape(size, -1)
-            if given.numel()
-            else plain_of(real_parts(given)).reshape(size, 0)
-        )
+        parts = real_parts(given)
+        request = Request(OpKind.REDUCESCATTER, dtype=ADAPTER.dtype(parts))
+        _set_operator(request, operator, given)
+        device = request.device = self._device(request, given, output)
+        source = plain_of(parts, device).reshape((size, -1) if given.numel() else (size, 0))
         if self._order:
             source = source[self._order]
-        array, copy = writable_array(real_parts(output), reducing=True)
-        request = Request(
-            OpKind.REDUCESCATTER,
-            input=array_of(source),
-            output=array.reshape(1, -1),
-            dtype=ADAPTER.dtype(source),
-        )
-        _set_operator(request, operator, given)
+        request.input = memory_of(source, device)
+        row = (1, -1) if given.numel() else (1, 0)
+        request.output, copy = writable(real_parts(output), device, reducing=True, shape=row)
         submission.add(request, copy)
+
+    def _device(self, request: Request, *tensors: torch.Tensor) -> str:
+        """The device class in whose memory a request is executed: that of its tensors if the group has a data plane that can do it, else the host's."""
+        device = CUDA_TENSORS.device(tensors[0])
+        if device == HOST or any(tensor.device != tensors[0].device for tensor in tensors[1:]):
+            return HOST
+        if not self._engine.device_plane(self._calls.process_set, device):
+            return HOST
+        wide = request.kind in (OpKind.ALLREDUCE, OpKind.REDUCESCATTER) and needs_width(
+            request.dtype, request.op, request.prescale, request.postscale
+        )
+        return HOST if wide else device
 
     @staticmethod
     def _then_copy(submission: Submission, part: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
@@ -352,8 +365,10 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         tensor, submission = single("broadcast", tensors), Submission()
         root = self._members[self._root("broadcast", opts)]
         require_dense(tensor, "broadcast")
-        array, copy = writable_array(tensor)
-        request = Request(OpKind.BROADCAST, input=array, output=array, dtype=core_dtype(tensor), root=root)
+        request = Request(OpKind.BROADCAST, dtype=core_dtype(tensor), root=root)
+        request.device = self._device(request, tensor)
+        request.input, copy = writable(tensor, request.device)
+        request.output = request.input
         submission.add(request, None if root == self._engine.rank else copy)
         return self._calls.submit("broadcast", [tensor], submission, opts=opts)
 
@@ -370,9 +385,26 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 copy: Copy | None = functools.partial(self._copy_rows, rows, output)
                 self._add_all_gather(submission, given, array_of(rows), copy)
                 continue
+            if output.numel():
+                request = Request(OpKind.ALLGATHER, dtype=core_dtype(given))
+                request.device = self._device(request, given, output)
+                if request.device != HOST:
+                    self._gather_there(submission, request, given, output)
+                    continue
             array, copy = writable_array(output)
             self._add_all_gather(submission, given, array, copy)
         return self._calls.submit("all_gather", list(outputs), submission, opts=opts, inputs=inputs)
+
+    @staticmethod
+    def _gather_there(
+        submission: Submission, request: Request, given: torch.Tensor, output: torch.Tensor
+    ) -> None:
+        """As :meth:`_add_all_gather`, in the memory of the tensors' device."""
+        require_dense(given, "all_gather")
+        row = plain_of(given, request.device).reshape(1, -1)
+        request.input = memory_of(row, request.device)
+        request.output, copy = writable(output, request.device, shape=(-1, row.shape[1]))
+        submission.add(request, copy)
 
     def _copy_rows(self, rows: torch.Tensor, output: torch.Tensor, result: Result) -> None:
         """Copy rows that came in the core's order to the output, in the group's order."""

@@ -220,6 +220,19 @@ def test_an_interrupt_reaches_the_ranks(executor: RayExecutor) -> None:
     assert [each[3] for each in executor.run(summed, [1])] == [3.0, 3.0]
 
 
+def test_an_interrupt_before_the_driver_waits_reaches_the_ranks_too(
+    executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at_once(adapter: Any, references: list[Any]) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hvdlab.ray.runner.StaticAdapter._outcome", at_once)
+        with pytest.raises(KeyboardInterrupt):
+            executor.run(lambda: time.sleep(3600))
+    assert [each[3] for each in executor.run(summed, [1])] == [3.0, 3.0]
+
+
 def test_what_can_not_be_sent_is_refused(executor: RayExecutor) -> None:
     lock = threading.Lock()
     with pytest.raises(InvalidRequestError, match="can't be pickled"):

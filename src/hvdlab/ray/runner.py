@@ -461,7 +461,9 @@ class StaticAdapter(Adapter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         call = pickled(fn, tuple(args or ()), dict(kwargs or {}))
-        return self._submit("function", call, self.workers, fn, remotely=True)
+        references: list[Any] = []
+        self._submit("function", call, self.workers, fn, references, remotely=True)
+        return references
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         return self._called("method", pickled(fn, (), {}), self.workers[:1], fn)[0]
@@ -472,20 +474,18 @@ class StaticAdapter(Adapter):
         call: bytes,
         workers: Sequence[Any],
         function: Callable[..., Any],
+        references: list[Any],
         *,
         remotely: bool = False,
-    ) -> list[Any]:
-        """Send a call to the first of the workers. The coordinator knows of it before any rank does."""
+    ) -> None:
+        """Send a call to the first of the workers, and append what stands for the results. The coordinator knows of it before any rank does."""
         assert self._client is not None
         cell = f"ray-{next(self._calls)}"
         label = getattr(function, "__qualname__", type(function).__qualname__)
         self._client.cell_started(cell, range(len(workers)), label=label)
-        return [
-            (worker.perform_remotely if remotely else worker.perform).remote(
-                call, what, cell, self._interrupts[rank]
-            )
-            for rank, worker in enumerate(workers)
-        ]
+        for rank, worker in enumerate(workers):
+            perform = worker.perform_remotely if remotely else worker.perform
+            references.append(perform.remote(call, what, cell, self._interrupts[rank]))
 
     def _called(
         self,
@@ -500,12 +500,19 @@ class StaticAdapter(Adapter):
         self._callbacks = tuple(
             callbacks or ()
         )  # before the call: a rank may log while others are still sent theirs
+        references: list[Any] = []
         try:
-            references = self._submit(what, call, workers, function)
+            self._submit(what, call, workers, function, references)
             done = self._outcome(references)
             if callbacks:
                 with contextlib.suppress(TimeoutError):  # a rank that hangs is reported below
                     self._client.collect_events()
+        except KeyboardInterrupt:
+            # Wherever it came, ranks may have the call, also one that is not among the references yet; they would keep the next call waiting.
+            self._interrupt(range(len(workers)))
+            if references:
+                imported().wait(references, num_returns=len(references), timeout=_AFTER_AN_INTERRUPT)
+            raise
         finally:
             self._callbacks = ()
         return results(done, len(references))
@@ -517,25 +524,20 @@ class StaticAdapter(Adapter):
         done = Done()
         causes: list[int] = []
         interrupted = False
-        try:
-            while pending:
-                left = None if end is None else max(0.0, end - time.monotonic())
-                ready, pending = ray.wait(pending, timeout=left)
-                for reference in ready:
-                    rank = ranks[reference]
-                    if self._failed(reference, rank, done):
-                        causes.append(rank)
-                if not ready and interrupted:
-                    break
-                if not ready:
-                    interrupted, end = True, time.monotonic() + _AFTER_AN_INTERRUPT
-                    self._interrupt([ranks[reference] for reference in pending])
-                elif done.code and end is None:
-                    end = time.monotonic() + _AFTER_A_FAILURE
-        except KeyboardInterrupt:
-            self._interrupt([ranks[reference] for reference in pending])
-            ray.wait(pending, num_returns=len(pending), timeout=_AFTER_AN_INTERRUPT)
-            raise
+        while pending:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            ready, pending = ray.wait(pending, timeout=left)
+            for reference in ready:
+                rank = ranks[reference]
+                if self._failed(reference, rank, done):
+                    causes.append(rank)
+            if not ready and interrupted:
+                break
+            if not ready:
+                interrupted, end = True, time.monotonic() + _AFTER_AN_INTERRUPT
+                self._interrupt([ranks[reference] for reference in pending])
+            elif done.code and end is None:
+                end = time.monotonic() + _AFTER_A_FAILURE
         done.failed = (
             causes[0]
             if causes

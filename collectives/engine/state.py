@@ -7,6 +7,7 @@ caller has to send. No sockets, threads or clocks here: the engine holds its loc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import AbortPlane, Effect, Fail, RunBatch
@@ -32,6 +33,22 @@ OVERDUE_NS = 1_000_000_000
 """Nanoseconds after which an operation counts as taking long."""
 
 
+@dataclass(slots=True)
+class _GivenUp:
+    """A message that this rank gives up.
+
+    Attributes:
+        entry: The message.
+        kind, text: Why.
+        asked: Whether the coordinator was asked for it in the message's present epoch.
+    """
+
+    entry: Entry
+    kind: CauseKind
+    text: str
+    asked: bool = False
+
+
 class RankState:
     """Submissions, announcements and epochs of one rank.
 
@@ -54,9 +71,11 @@ class RankState:
         self.locals = Locals(local_limit)
         self._outbox: dict[int, list[Entry]] = {}
         self._messages: list[m.Message] = []
-        #: Messages to other ranks that this rank gives up, by ticket, each with the kind and text of the cause.
-        self._cancelling: dict[int, tuple[Entry, CauseKind, str]] = {}
+        #: Messages to other ranks that this rank gives up, by ticket.
+        self._cancelling: dict[int, _GivenUp] = {}
         self._tickets = 0
+        #: Tickets of those that the coordinator is to be asked for, in order.
+        self._to_ask: list[int] = []
 
     # -- submissions ----------------------------------------------------------------------------------------------
 
@@ -229,7 +248,7 @@ class RankState:
 
     @property
     def has_messages(self) -> bool:
-        return bool(self._outbox or self._messages)
+        return bool(self._outbox or self._messages or self._to_ask)
 
     @property
     def queued(self) -> int:
@@ -249,6 +268,9 @@ class RankState:
         if self._messages:
             out += self._messages
             self._messages = []
+        if self._to_ask:
+            out += self._cancels()
+            self._to_ask = []
         return out
 
     def _announce(self, group: SetState, entries: list[Entry]) -> m.Announce:
@@ -325,29 +347,52 @@ class RankState:
             return False
         if not group.configured or entry.epoch != group.epoch or entry not in entry.local.queue:
             return False
-        self._cancelling = {t: c for t, c in self._cancelling.items() if c[0].phase in (HELD, ANNOUNCED)}
+        self._cancelling = {
+            t: each for t, each in self._cancelling.items() if each.entry.phase in (HELD, ANNOUNCED)
+        }
+        if any(each.entry is entry for each in self._cancelling.values()):
+            return True  # asked for a second time, the coordinator would take out another one
         self._tickets += 1
-        self._cancelling[self._tickets] = (entry, kind, text)
-        self._ask_to_cancel(self._tickets)
+        self._cancelling[self._tickets] = _GivenUp(entry, kind, text)
+        self._to_ask.append(self._tickets)
         return True
 
-    def _ask_to_cancel(self, ticket: int) -> None:
-        entry, kind, text = self._cancelling[ticket]
-        queue = entry.local.queue
-        ids = entry.request.process_set, entry.epoch, entry.local.id, len(queue) - 1 - queue.index(entry)
-        self._messages.append(m.Cancel(*ids, ticket, kind.value, text, entry.site))
+    def _cancels(self) -> list[m.Message]:
+        """The messages to send for :attr:`_to_ask`, behind all announcements: what is to be cancelled is counted from the youngest one announced."""
+        out: list[m.Message] = []
+        for ticket in self._to_ask:
+            given_up = self._cancelling.get(ticket)
+            if given_up is None or given_up.asked:
+                continue
+            entry, kind, text = given_up.entry, given_up.kind, given_up.text
+            group = self.sets.get(entry.request.process_set)
+            if group is None or not group.configured or entry.epoch != group.epoch:
+                continue  # :meth:`cancel_again` asks in the next epoch
+            if entry.phase == EXECUTING:
+                out.append(m.Withdraw(group.id, group.epoch, kind.value, text, entry.site))
+            elif entry.phase == ANNOUNCED and entry in entry.local.queue:
+                # The coordinator has cancelled those that it was asked for before, or the epoch ends.
+                asked = [each.entry for each in self._cancelling.values() if each.asked]
+                younger = list(entry.local.queue)[entry.local.queue.index(entry) + 1 :]
+                later = sum(not any(one is other for other in asked) for one in younger)
+                ids = group.id, group.epoch, entry.local.id, later
+                out.append(m.Cancel(*ids, ticket, kind.value, text, entry.site))
+                given_up.asked = True
+        return out
 
     def cancel_again(self, group: SetState) -> None:
         """Ask again to cancel the messages that were given up and have been announced again, in a new epoch."""
-        for ticket, (entry, _, _) in self._cancelling.items():
-            if entry.phase == ANNOUNCED and entry in group.pending:
-                self._ask_to_cancel(ticket)
+        for ticket, given_up in self._cancelling.items():
+            if given_up.entry.phase == ANNOUNCED and given_up.entry in group.pending:
+                given_up.asked = False
+                self._to_ask.append(ticket)
 
     def cancelled(self, ticket: int) -> list[Entry]:
         """The coordinator has cancelled the message of this ticket: end it, and return it, unless it has ended otherwise."""
-        entry = self._cancelling.pop(ticket, (None,))[0]
-        if entry is None or entry.phase != ANNOUNCED:
+        given_up = self._cancelling.pop(ticket, None)
+        if given_up is None or given_up.entry.phase != ANNOUNCED:
             return []
+        entry = given_up.entry
         self.locals.unqueue(entry)
         self.end(entry)
         return [entry]
@@ -397,6 +442,7 @@ class RankState:
             effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
         self._outbox.clear()
         self._messages.clear()
+        self._to_ask.clear()
         return effects
 
     def suspend(self, cause: Cause) -> list[Effect]:
@@ -413,6 +459,7 @@ class RankState:
             del self.sets[id]  # half added: its ranks did not get ``ProcessSetAdded`` with its number
         self._outbox.clear()
         self._messages.clear()
+        self._to_ask.clear()
         self.locals.clear()
         return effects
 

@@ -18,7 +18,7 @@ from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError
 from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry
-from joint_simulation import allreduce
+from joint_simulation import Simulation, allreduce, message
 from patience import PATIENCE
 from ranks import Ranks
 
@@ -55,6 +55,25 @@ def aborted(epoch: int) -> m.Abort:
 
 def kinds(state: RankState) -> list[type]:
     return [type(message) for message in state.take_messages()]
+
+
+def receives(state: RankState, count: int) -> list[SimEntry]:
+    """So many receives from any rank, announced."""
+    entries = [SimEntry(message(None, 0, "tag", (1,), 0, receives=True), "a.py:1") for _ in range(count)]
+    for entry in entries:
+        state.submit(entry)
+    return entries
+
+
+def cancel(state: RankState, entry: SimEntry) -> bool:
+    return state.cancel(entry, CauseKind.TIMEOUT, "it took too long")
+
+
+def counted(state: RankState) -> list[object]:
+    """Kinds of the messages to send; of those that cancel, how many younger ones there are."""
+    return [
+        message.later if isinstance(message, m.Cancel) else type(message) for message in state.take_messages()
+    ]
 
 
 # -- one rank's state -------------------------------------------------------------------------------------------------
@@ -95,6 +114,61 @@ def test_giving_up_is_told_again_if_the_epoch_ended_in_order_before() -> None:
     assert kinds(state) == [m.Announce]
     assert second in state.sets[0].pending
     state.validate()
+
+
+def test_a_receive_is_cancelled_behind_what_was_announced_after_it_was_given_up() -> None:
+    state = RankState(0)
+    state.handle(configured(1), 0)
+    (first,) = receives(state, 1)
+    state.take_messages()
+    assert cancel(state, first)
+    receives(state, 1)
+    assert counted(state) == [m.Announce, 1]
+
+
+def test_a_receive_is_cancelled_once_however_often_it_is_given_up() -> None:
+    state = RankState(0)
+    state.handle(configured(1), 0)
+    _, second = receives(state, 2)
+    assert cancel(state, second)
+    assert cancel(state, second)
+    assert counted(state) == [m.Announce, 0]
+    assert cancel(state, second)
+    assert counted(state) == []
+
+
+def test_receives_that_were_cancelled_before_are_not_counted() -> None:
+    state = RankState(0)
+    state.handle(configured(1), 0)
+    _, second, third = receives(state, 3)
+    assert cancel(state, third)
+    assert cancel(state, second)
+    assert counted(state) == [m.Announce, 0, 0]
+
+
+@pytest.mark.parametrize("order", [(1,), (1, 1), (1, 2), (2, 1), (0, 2, 0)])
+def test_only_the_receives_that_were_given_up_end(order: tuple[int, ...]) -> None:
+    simulation = Simulation(2, 1)
+    simulation.run()
+    state = simulation.ranks[0].state
+    entries = [simulation.submit(0, message(None, 0, "tag", (1,), 0, receives=True)) for _ in range(3)]
+    assert all(isinstance(entry, SimEntry) for entry in entries)
+    simulation.run()
+    for index in order:
+        assert cancel(state, entries[index])  # type: ignore[arg-type]
+    entries.append(simulation.submit(0, message(None, 0, "tag", (1,), 0, receives=True)))
+    simulation.run()
+    kept = [entry for index, entry in enumerate(entries) if index not in order]
+    assert [entry.outcome for entry in kept if isinstance(entry, SimEntry)] == [None] * len(kept)
+    for index in order:
+        entry = entries[index]
+        assert isinstance(entry, SimEntry)
+        assert isinstance(entry.outcome, AbortedError)
+    for _ in kept:
+        simulation.submit(1, message(1, 0, "tag", (1,), 0, receives=False))
+    simulation.run()
+    simulation.check()
+    assert all(isinstance(entry, SimEntry) and isinstance(entry.outcome, tuple) for entry in kept)
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------------

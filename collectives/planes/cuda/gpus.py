@@ -16,6 +16,8 @@ CUDA = "cuda"
 """The device class of the memory of NVIDIA's GPUs."""
 SWITCH = "HVDLAB_CUDA"
 """The variable that, at 1, has this rank work on CUDA tensors where they are."""
+CHOICE = "HVDLAB_CUDA_PLANE"
+"""The variable that says which of the planes for CUDA tensors this rank offers."""
 DRIVERS = ("/proc/driver/nvidia/version", "/dev/dxg")
 """One of these is there where NVIDIA's driver is: on Linux, and on Linux under Windows."""
 
@@ -45,6 +47,12 @@ def why_off() -> str | None:
     if os.environ.get(SWITCH, "").strip() != "1":  # the plane was never run on a real GPU
         return f"CUDA tensors are copied through the host unless {SWITCH}=1."
     return why_missing()
+
+
+def is_wanted(plane: str) -> bool:
+    """Whether this process is to offer a plane, such as ``cuda/nccl``: all but those for CUDA tensors that its user did not ask for."""
+    choice = os.environ.get(CHOICE, "").strip().lower()
+    return choice in ("", "auto") or plane == f"{CUDA}/{choice}" or not plane.startswith(f"{CUDA}/")
 
 
 def why_missing() -> str | None:

@@ -48,7 +48,7 @@ NCCL = PlaneUnderTest(
     actor="conformance.cuda_actor:real_nccl_actor",
     lacks=frozenset({"messages"}),
     launcher=apart,
-    every=12,
+    every=4,
     library=True,  # the driver and NCCL keep descriptors for the life of the process
 )
 

@@ -10,7 +10,8 @@ Giving up
 ``ncclCommAbort`` ends NCCL's kernels, but not silently: an aborted kernel goes on to tell the other members' kernels that its data is there,
 without the data, so that these may end, and on another member the operation would look as if it had succeeded. So a member that gives up in the middle of an operation
 leaves its communicator alone for ``LEARN_WITHIN`` seconds. In that time the others learn that the epoch has ended, as all members do, and from then on
-they believe no operation to be done. The kernels of our own read the word ``stopped`` before they write anything.
+they believe no operation to be done. What this member has enqueued goes on as long. Only then do our own kernels find the word ``stopped``, which
+they read before they write anything.
 
 An operation ends once the communicator is gone and the stream has nothing left to do; or after ``STUCK_AFTER`` seconds, if what comes before it on
 the GPU, such as a kernel of the user's, takes longer than that.
@@ -45,8 +46,8 @@ LEARN_WITHIN = 0.2
 """Seconds that the other members get to learn that the epoch has ended, before this member's communicator is aborted."""
 STUCK_AFTER = 10.0
 """Seconds that this member's GPU gets, after a stop, for what comes before our work, such as a kernel of the user's."""
-CLOSE_WITHIN = 5.0
-"""Seconds that NCCL gets to send what other members still wait for when the group is closed."""
+SEND_WITHIN, CLOSE_WITHIN = 3.0, 6.0
+"""Seconds that NCCL gets to send what other members still wait for when the group is closed, and to free everything."""
 CHECK_INTERVAL = 0.5
 """Seconds between two questions to NCCL whether a connection was lost, of which it has no event."""
 _DRAIN_INTERVAL = 0.001
@@ -117,7 +118,7 @@ class NcclGroup:
         #: After a stop: the GPU writes to the tensors no more, as far as can be known.
         self._quiet = threading.Event()
         self._drainer: threading.Thread | None = None
-        #: The GPU does something else, and does not come to the end of our work: its stream and memory are left as they are.
+        #: The GPU does something else, and does not come to the end of our work, or NCCL does not: stream and memory are left as they are.
         self._is_stuck = False
         self._closed = False
         #: Events that are used again.
@@ -345,7 +346,6 @@ class NcclGroup:
         except DeviceFailed as failure:
             return PlaneBroken(f"the GPU of this rank: {failure}")
         self._events.append(enqueued.event)
-        self._check()
         if not self._stopping.is_set():
             return None
         self._quiet.wait()
@@ -392,7 +392,6 @@ class NcclGroup:
                 self._begin_stop()
 
     def _begin_stop(self) -> None:
-        self._stopped.value = 1
         self._stopping.set()
         self._over.set()
         self._progress.notify_all()
@@ -404,7 +403,9 @@ class NcclGroup:
         if self._number != self._finished:
             time.sleep(LEARN_WITHIN)
         with self._calling:
-            pass  # whoever calls NCCL has left it, and nobody else will
+            pass  # the thread that calls NCCL has left it, and no other will
+        # Not before: if a kernel of ours adds nothing, the step behind it sends other members what is not a result.
+        self._stopped.value = 1
         end = time.monotonic() + STUCK_AFTER
         aborter = threading.Thread(target=self._abort_communicator, name="hvdlab-nccl-abort", daemon=True)
         aborter.start()
@@ -438,7 +439,7 @@ class NcclGroup:
         """Free everything. Idempotent.
 
         It waits for this member's GPU and for what NCCL has to do on the host, half a second as a rule; after a stop ``STUCK_AFTER`` seconds
-        at most. It never waits for other members to do something.
+        at most, else ``CLOSE_WITHIN``.
         """
         with self._guard:
             if self._closed:
@@ -451,13 +452,20 @@ class NcclGroup:
             self._drainer.join()
         self._monitor.join()
         self._ends.put(None)
-        if self._is_stuck:
-            return  # the GPU may still write to everything else
-        self._watcher.join()
         if self._drainer is None:
-            with contextlib.suppress(DeviceFailed), self._device:  # then NCCL has freed what it could
-                self.communicator.close(CLOSE_WITHIN)
+            # In a thread of its own: NCCL waits for members of the same host to leave their communicators, too.
+            closer = threading.Thread(target=self._close_communicator, name="hvdlab-nccl-close", daemon=True)
+            closer.start()
+            closer.join(CLOSE_WITHIN)
+            self._is_stuck = closer.is_alive()
+        if self._is_stuck:
+            return  # the GPU, or NCCL, may still use everything else
+        self._watcher.join()
         self._release()
+
+    def _close_communicator(self) -> None:
+        with contextlib.suppress(DeviceFailed), self._device:  # what NCCL could free then, it has
+            self.communicator.close(SEND_WITHIN)
 
     def _release(self) -> None:
         # A GPU that has failed frees all when the process ends.

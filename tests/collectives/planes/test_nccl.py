@@ -279,6 +279,38 @@ def test_other_members_get_time_to_learn_of_an_abort_in_the_middle_of_an_operati
     assert happened[0] == "abort"
 
 
+def test_what_other_members_get_while_they_have_not_learned_of_an_abort_is_right(
+    two: list[NcclPlane], gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned, stream, computed = threading.Event(), gpu.new_stream(), threading.Event()
+    real = groups.time
+    monkeypatch.setattr(
+        groups,
+        "time",
+        SimpleNamespace(
+            monotonic=real.monotonic, monotonic_ns=real.monotonic_ns, sleep=lambda _: learned.wait()
+        ),
+    )
+    gpu._put(stream, lambda: computed.wait() and None)
+    mine, other = (array_on(gpu, np.full(COUNT, value, np.float16), DType.F16) for value in (1.0, 2.0))
+    mine.after = gpus.StreamMark(gpu, stream)
+    completions = [
+        plane.start_allreduce([tensor], [tensor], DType.F16, ReduceOp.SUM, 1.0, 1.0, Phases())
+        for plane, tensor in zip(two, (mine, other), strict=True)
+    ]
+    two[1].abort()  # while its kernel waits for the other member's share, and before it hands out its own
+    computed.set()
+    try:
+        assert outcome(completions[0]) is None
+        assert (array_of(mine, np.float16) == 3.0).all()
+    finally:
+        learned.set()
+    assert isinstance(outcome(completions[1]), PlaneAborted)
+    del completions
+    mine.after = None
+    gpu.end_stream(stream)
+
+
 def test_a_lost_connection_ends_what_waits_with_what_nccl_says(two: list[NcclPlane], gpu: FakeCuda) -> None:
     completion = begun(two[0], on_gpu(gpu, 1.0))
     communicator(two[0]).failure = "NCCL: remote process exited or there was a network error"

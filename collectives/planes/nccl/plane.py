@@ -287,7 +287,7 @@ def _reduce_by_exchange(
 
 def _reducescatter(member: Member, source: int, counts: Sequence[int], out: int, how: Reduction) -> None:
     itemsize = how.dtype.itemsize
-    most = max(1, BLOCK_BYTES // (itemsize * member.size))
+    most = max(LINE, BLOCK_BYTES // (itemsize * member.size) // LINE * LINE)  # whole lines
     slices = _in_turn(counts)
     widest = _largest_block(max(counts), most)
     scratch = member.group.scratch(member.size * _up(min(widest, max(counts)) * itemsize))

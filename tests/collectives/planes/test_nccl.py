@@ -40,6 +40,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCuda]:
     monkeypatch.setenv(fake_nccl.DIRECTORY, str(tmp_path))
     monkeypatch.setattr(groups, "LEARN_WITHIN", 0.0)
     monkeypatch.setattr(groups, "CHECK_INTERVAL", 0.01)
+    monkeypatch.setattr(groups, "STUCK_AFTER", PATIENCE)
+    monkeypatch.setattr(groups, "CLOSE_WITHIN", PATIENCE)
     with simulated_gpu(monkeypatch) as found:
         nccl = fake_nccl.FakeNccl(found)
         monkeypatch.setattr(library, "nccl", lambda: nccl)
@@ -108,7 +110,7 @@ def test_work_waits_for_what_is_on_the_tensors_stream_and_nothing_waits_on_the_h
     gpu._put(stream, compute)
     later = buffer_on_stream(mine.pointer, mine.shape, DType.F32, 0, stream, None)
     completions = [begun(two[0], later), begun(two[1], other)]  # return although a tensor is not there yet
-    assert (value_of(mine), value_of(other)) == (1.0, 6.0), "the other member's is scaled, and waits"
+    assert value_of(mine) == 1.0
     computed.set()
     assert [outcome(completion) for completion in completions] == [None, None]
     assert (value_of(mine), value_of(other)) == (16.0, 16.0)
@@ -355,6 +357,25 @@ def test_a_gpu_that_is_busy_for_long_is_left_alone(
     computed.set()
     alone._group._watcher.join()
     del completion
+    for left in list(gpu._streams):
+        gpu.end_stream(left)
+
+
+def test_a_communicator_that_nccl_does_not_close_is_left_alone(
+    gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plane,) = connected(1)
+    monkeypatch.setattr(groups, "CLOSE_WITHIN", 0.01)
+    others_left = threading.Event()
+    monkeypatch.setattr(FakeCommunicator, "close", lambda self, within: others_left.wait() and None)
+    plane.close()
+    assert plane._group is not None
+    assert plane._group.stream in gpu._streams, "NCCL still uses it"
+    others_left.set()
+    for thread in threading.enumerate():
+        if thread.name == "hvdlab-nccl-close":
+            thread.join()
+    plane._group._watcher.join()
     for left in list(gpu._streams):
         gpu.end_stream(left)
 

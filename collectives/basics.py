@@ -191,7 +191,7 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> bool:
-    """Whether collectives of CUDA tensors can go through NCCL. (False: hvdlab has no plane for it yet; see :func:`cuda_built`.)"""
+    """Whether collectives of CUDA tensors can go through NCCL in this process. Loads NCCL's library, if it is there."""
     return _offers("cuda/nccl")
 
 

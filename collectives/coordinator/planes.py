@@ -12,6 +12,8 @@ SHM_LIMIT = 1024
 """Ranks of one host that may share a segment: each chunk is divided among them."""
 CUDA_IPC, CUDA_IPC_LIMIT = "cuda/ipc", 64
 """The plane for GPUs of one host, and how many ranks it has room for: its kernels take that many addresses."""
+CUDA_NCCL, CUDA_NCCL_LIMIT = "cuda/nccl", 127
+"""The plane for GPUs of several hosts, and how many ranks it has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,9 @@ def _device_planes(members: Sequence[Member]) -> dict[str, str]:
 
 def _suits(plane: str, members: Sequence[Member]) -> bool:
     """Whether a plane for devices can connect these members."""
-    if plane != CUDA_IPC:
-        return True
-    return len(members) <= CUDA_IPC_LIMIT and len({member.host for member in members}) == 1
+    if plane == CUDA_IPC:
+        return len(members) <= CUDA_IPC_LIMIT and len({member.host for member in members}) == 1
+    return plane != CUDA_NCCL or len(members) <= CUDA_NCCL_LIMIT
 
 
 def _choose_host_plane(members: Sequence[Member], hierarchy: Hierarchy) -> PlaneChoice:

@@ -511,11 +511,11 @@ def introduction(settings: Settings, rank: int) -> m.Hello:
         host_key(),
         os.getpid(),
         settings.address,
-        # MPI makes connections of its own; the coordinator can't know whether those are encrypted.
+        # MPI and NCCL make connections of their own; the coordinator can't know whether those are encrypted.
         tuple(
             plane
             for plane in registry.offered(settings.plane)
-            if plane != "mpi" or not settings.require_encryption
+            if plane not in ("mpi", "cuda/nccl") or not settings.require_encryption
         ),
         settings.plane,
         settings.cells_tracked,

@@ -25,10 +25,11 @@ from hvdlab.collectives.knobs.kinds import (
 
 PLANES = ("auto", "shm", "gloo", "mpi", "hierarchical", "local")
 ABSENT_PLANES = {
-    "nccl": "there is no NCCL plane (HVDLAB_CUDA=1 lets ranks of one host reduce CUDA tensors on their GPUs, else these are copied "
-    "through the host on any plane)"
+    "nccl": "NCCL moves CUDA tensors only, beside a plane for the others (HVDLAB_CUDA=1 has them reduced on their GPUs: by NCCL where the "
+    "ranks are on several hosts, or where HVDLAB_CUDA_PLANE=nccl asks for it)"
 }
 """Planes that one may expect, and why they are not there."""
+CUDA_PLANES = ("auto", "ipc", "nccl")
 
 
 class Reader(StrEnum):
@@ -84,6 +85,7 @@ KNOBS: tuple[Knob, ...] = (
     # -- planes ---------------------------------------------------------------------------------------------------
     Knob("HVDLAB_PLANE", choice(*PLANES, absent=ABSENT_PLANES), _R, "auto", "data plane ([how they differ](../how-to/planes-and-launchers.md)); `--plane` of `%%hvd_run` sets it for a pool", "plane"),
     Knob("HVDLAB_CUDA", FLAG, _R, "-", "1 has collectives [work on CUDA tensors where they are](../how-to/gpus.md) if all ranks of a process set have it, 0 copies them through the host; unset is 1 where the machine has one GPU, else 0: not tried on several GPUs yet"),
+    Knob("HVDLAB_CUDA_PLANE", choice(*CUDA_PLANES), _R, "auto", "the plane that this rank offers for CUDA tensors with `HVDLAB_CUDA=1`: [`ipc`](../design/planes.md#cudaipc), for ranks of one host, or [`nccl`](../design/planes.md#cudanccl), for ranks with a GPU each; `auto` offers both, and `ipc` is chosen on one host, `nccl` on several"),
     Knob("HVDLAB_DIRECT", FLAG, _R, "1", "0 has the coordinator order also the small collectives that a rank waits for, on which ranks of one host agree [in shared memory](../design/overview.md#the-direct-way) otherwise; set it on all ranks alike", "direct"),
     Knob("HVDLAB_HOST", TEXT, _R, "-", "name that ranks have in common which share memory, if it can't be found out, as between containers ([what it is for](../how-to/planes-and-launchers.md#several-hosts))"),
     Knob("HOROVOD_HIERARCHICAL_ALLREDUCE", FLAG, _C, "-", "ranks on several hosts: 1 reduces within each host first, 0 does not; unset chooses", "hierarchical_allreduce"),
@@ -140,7 +142,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", FRACTION, _C, "0.8", "how much of the difference between scores is taken for noise: 0 none", "autotune_noise"),
     # -- accepted without effect ----------------------------------------------------------------------------------
     Knob("HOROVOD_DYNAMIC_PROCESS_SETS", FLAG, _N, "-", "process sets may always be added and removed"),
-    Knob("HOROVOD_NUM_NCCL_STREAMS", TEXT, _N, "-", "there is no NCCL plane"),
+    Knob("HOROVOD_NUM_NCCL_STREAMS", TEXT, _N, "-", "NCCL has one stream for each process set"),
     Knob("HOROVOD_BATCH_D2D_MEMCOPIES", TEXT, _N, "-", "fused tensors are not copied into a buffer on a device"),
     Knob("HOROVOD_ENABLE_ASYNC_COMPLETION", TEXT, _N, "-", "it concerns GPU streams"),
     Knob("HOROVOD_DISABLE_NVTX_RANGES", TEXT, _N, "-", "there are no NVTX ranges; see the [timeline](trace.md)"),

@@ -20,6 +20,7 @@ _CLASSES: dict[str, tuple[str, str, str]] = {
     "mpi": ("hvdlab.collectives.planes.mpi", "MpiPlane", "mpi4py"),
     "hierarchical": ("hvdlab.collectives.planes.hierarchical", "HierarchicalPlane", ""),
     "cuda/ipc": ("hvdlab.collectives.planes.cuda.plane", "CudaPlane", ""),
+    "cuda/nccl": ("hvdlab.collectives.planes.nccl.plane", "NcclPlane", ""),
 }
 _REMEDY = {"torch": "pip install 'hvdlab[torch]'", "mpi4py": "pip install 'hvdlab[mpi]'"}
 
@@ -46,7 +47,7 @@ def missing(name: str) -> str | None:
     if name == "mpi" and not under_mpi():
         return "the plane `mpi` needs ranks that an MPI launcher (mpiexec, srun --mpi) started"
     if name.startswith("cuda/"):
-        reason = gpus.why_off()
+        reason = gpus.why_off(name)
         return f"the plane `{name}` can't be used: {reason}" if reason else None
     if importlib.util.find_spec(module) is None:
         return f"the plane `{name}` is not part of this installation"
@@ -90,7 +91,8 @@ def why_unavailable(name: str) -> str | None:
 def offered(wish: str = "auto") -> tuple[str, ...]:
     """Planes that this process offers to the coordinator. To find out, only ``shm`` and planes of devices are imported.
 
-    Not ``local``, which every rank has, nor ``hierarchical``, which is there wherever the planes are that it is made of.
+    Not ``local``, which every rank has, nor ``hierarchical``, which is there wherever the planes are that it is made of. For CUDA tensors
+    only the plane that ``HVDLAB_CUDA_PLANE`` asks for, if it does.
     Not ``mpi`` if mpi4py has another MPI than the launcher. Under a launcher that is not MPI's own, such as Slurm's, that can't
     be known, and ``mpi`` is offered only if it is the ``wish``.
     """
@@ -98,7 +100,7 @@ def offered(wish: str = "auto") -> tuple[str, ...]:
     for name in _CLASSES:
         if name in ("local", "hierarchical") or missing(name) is not None:
             continue
-        if name == "mpi" and not _suits(wish):
+        if (name == "mpi" and not _suits(wish)) or not gpus.is_wanted(name):
             continue
         if (name == "shm" or "/" in name) and why_unavailable(name) is not None:
             continue

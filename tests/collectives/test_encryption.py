@@ -97,10 +97,11 @@ def test_through_a_tunnel_it_may_join_from_an_address_of_the_tunnel_only(
             endpoint.close()
 
 
-def test_mpi_is_not_offered_since_it_chooses_its_own_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "offered", lambda wish: ("shm", "mpi", "gloo"))
-    assert introduction(Settings(), 0).planes == ("shm", "mpi", "gloo")
-    assert introduction(Settings(require_encryption=NETWORK), 0).planes == ("shm", "gloo")
+def test_what_chooses_its_own_connections_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = ("shm", "mpi", "gloo", "cuda/ipc", "cuda/nccl")
+    monkeypatch.setattr(registry, "offered", lambda wish: every)
+    assert introduction(Settings(), 0).planes == every
+    assert introduction(Settings(require_encryption=NETWORK), 0).planes == ("shm", "gloo", "cuda/ipc")
 
 
 def test_a_rendezvous_between_hosts_needs_a_secret_of_the_user_s() -> None:

@@ -1,4 +1,4 @@
-"""The plane `cuda/ipc` with arrays: they are put on a GPU, and what it leaves there is copied back.
+"""The planes of GPUs with arrays: they are put on a GPU, and what a plane leaves there is copied back.
 
 Tensors lie at odd places of their allocations by turns, so that those that a kernel reads line by line and those that it reads
 element by element both occur; on the simulated GPU some are in memory that other processes can't open.
@@ -13,15 +13,18 @@ from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import fake_cuda
+import fake_nccl
 from conformance.actor import Array, CollectiveActor, PlaneActor
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Phases, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.cuda import gpus
+from hvdlab.collectives.planes.cuda.gpu_plane import GpuPlane
 from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, StreamMark
 from hvdlab.collectives.planes.cuda.plane import CudaPlane
 from hvdlab.collectives.planes.host import HostPlane
+from hvdlab.collectives.planes.nccl.plane import NcclPlane
 
 
 def fake_actor(target: str, context: PlaneContext) -> CollectiveActor:
@@ -33,6 +36,17 @@ def fake_actor(target: str, context: PlaneContext) -> CollectiveActor:
 def real_actor(target: str, context: PlaneContext) -> CollectiveActor:
     """On the first GPU."""
     return PlaneActor(ThroughGpu(CudaPlane(context), RealMemory()))
+
+
+def fake_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
+    """`cuda/nccl` on the simulated GPU, with a simulated NCCL."""
+    fake_nccl.install(fake_cuda.install())
+    return PlaneActor(ThroughGpu(NcclPlane(context), FakeMemory()))
+
+
+def real_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
+    """`cuda/nccl` on the first GPU. Where members share it, each needs an ``NCCL_HOSTID`` of its own."""
+    return PlaneActor(ThroughGpu(NcclPlane(context), RealMemory()))
 
 
 class FakeMemory:
@@ -90,7 +104,7 @@ class ThroughGpu(HostPlane):
 
     name: ClassVar[str] = "through-gpu"
 
-    def __init__(self, plane: CudaPlane, memory: FakeMemory) -> None:
+    def __init__(self, plane: GpuPlane[Any], memory: FakeMemory) -> None:
         super().__init__(plane.context)
         self._plane, self._memory = plane, memory
         self._shifts = itertools.cycle((0, 8, 16, 2, 0, 4, 32))

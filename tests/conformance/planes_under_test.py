@@ -99,6 +99,15 @@ PLANES: tuple[PlaneUnderTest, ...] = (
         launcher=LIGHT,
         every=12,
     ),
+    PlaneUnderTest(
+        "cuda-nccl",
+        "hvdlab.collectives.planes.shm:ShmPlane",  # whose demands on the system are the same
+        sizes=(1, 3),
+        actor="conformance.cuda_actor:fake_nccl_actor",
+        lacks=frozenset({"messages"}),
+        launcher=LIGHT,
+        every=12,
+    ),
     PlaneUnderTest("gloo", "hvdlab.collectives.planes.gloo:GlooPlane", library=True, normally=2),
     PlaneUnderTest(
         "mpi",

@@ -223,7 +223,10 @@ BAD = [
         "%%hvd_run --elastic --min-np 3 --max-np 2\n1",
         "--min-np 3 is more than --max-np 2; no number of ranks is both",
     ),
-    ("%%hvd_run --plane nccl\n1", "%%hvd_run: --plane: there is no NCCL plane (HVDLAB_CUDA=1 "),
+    (
+        "%%hvd_run --plane nccl\n1",
+        "%%hvd_run: --plane: NCCL moves CUDA tensors only, beside a plane for the others (HVDLAB_CUDA=1 ",
+    ),
     ("%%hvd_run --plane x\n1", "%%hvd_run: --plane: there is no data plane 'x'; choose one of auto, shm, "),
     ("%hvd_pool resize", "%hvd_pool resize: say how many ranks"),
     ("%hvd_pool resize x", "%hvd_pool resize: a number of ranks from 1 was expected, not 'x'"),

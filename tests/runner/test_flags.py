@@ -108,7 +108,9 @@ def test_a_configuration_file_as_of_horovod(tmp_path: Path) -> None:
     assert found.variables()["HOROVOD_STALL_CHECK_DISABLE"] == "1"
     assert found.variables()["HOROVOD_LOG_LEVEL"] == "INFO"
     assert found.variables()["HOROVOD_AUTOTUNE_LOG"] == "tuned.csv"
-    assert found.warnings() == ["--num-nccl-streams has no effect here: there is no NCCL plane"]
+    assert found.warnings() == [
+        "--num-nccl-streams has no effect here: NCCL has one stream for each process set"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("-np 3 -H localhost:2", "needs 3 slots"),
         ("-H a -hostfile b", "give one of them"),
         ("-np 2 --plane wire", "HVDLAB_PLANE='wire'"),
-        ("-np 2 --plane nccl", "there is no NCCL plane"),
+        ("-np 2 --plane nccl", "NCCL moves CUDA tensors only"),
         ("-np 0", "give each host one at least"),
         ("-np 2 --min-np 3", "must be from 1"),
         ("-H a/b:2", "is no host"),

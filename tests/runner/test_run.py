@@ -141,7 +141,7 @@ def test_a_configuration_file(launcher) -> None:
 
 def test_flags_without_effect_are_told_once(launcher) -> None:
     ran = launcher.run("-np", "2", "--num-nccl-streams", "2", "true")
-    assert ran.launcher == ["--num-nccl-streams has no effect here: there is no NCCL plane"]
+    assert ran.launcher == ["--num-nccl-streams has no effect here: NCCL has one stream for each process set"]
 
 
 TORCH = """
@@ -210,7 +210,7 @@ def test_check_build_tells_the_truth(launcher, monkeypatch: pytest.MonkeyPatch) 
     assert ran.code == 0
     assert "[X] PyTorch" in ran.out
     assert "[X] shm" in ran.out
-    assert "[ ] nccl: " in ran.out
+    assert "[ ] cuda/nccl: " in ran.out
     from hvdlab.runner import build
 
     monkeypatch.setattr(mpi, "program", lambda: None)

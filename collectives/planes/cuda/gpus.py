@@ -18,6 +18,10 @@ CUDA = "cuda"
 """The device class of the memory of NVIDIA's GPUs."""
 SWITCH = "HVDLAB_CUDA"
 """The variable that, at 1, has this rank work on CUDA tensors where they are, and at 0 keeps it from that."""
+CHOICE = "HVDLAB_CUDA_PLANE"
+"""The variable that says which of the planes for CUDA tensors this rank offers."""
+IPC = "cuda/ipc"
+"""The plane for ranks that share a GPU."""
 DRIVERS = ("/proc/driver/nvidia/version", "/dev/dxg")
 """One of these is there where NVIDIA's driver is: on Linux, and on Linux under Windows."""
 GPUS = "/proc/driver/nvidia/gpus"
@@ -44,24 +48,35 @@ class Gpus(Protocol):
         ...
 
 
-def why_off() -> str | None:
-    """Why this process does not work on CUDA tensors in place, found out without loading the driver; ``None`` if it may be able to."""
+def why_off(plane: str) -> str | None:
+    """Why this process does not work on CUDA tensors in place by a plane, found out without loading the driver; ``None`` if it may be able to."""
     setting = os.environ.get(SWITCH, "").strip()
     if setting == "0":
         return f"CUDA tensors are copied through the host: {SWITCH}=0."
     missing = why_missing()
-    if missing is None and setting != "1" and (found := _gpus_of_machine()) != 1:
-        # The plane was never run on several GPUs that reach each other's memory.
+    if missing is not None or setting == "1":
+        return missing
+    # No plane was ever run on several GPUs, which is what NCCL is for.
+    if plane != IPC:
+        return f"it has to be asked for by {SWITCH}=1."
+    found = _gpus_of_machine()
+    if found != 1:
         return (
             f"CUDA tensors are copied through the host unless {SWITCH}=1 (this machine shows {found} GPUs)."
         )
-    return missing
+    return None
 
 
 def _gpus_of_machine() -> int:
     with contextlib.suppress(OSError):
         return len(os.listdir(GPUS))
     return 0
+
+
+def is_wanted(plane: str) -> bool:
+    """Whether this process is to offer a plane, such as ``cuda/nccl``: all but those for CUDA tensors that its user did not ask for."""
+    choice = os.environ.get(CHOICE, "").strip().lower()
+    return choice in ("", "auto") or plane == f"{CUDA}/{choice}" or not plane.startswith(f"{CUDA}/")
 
 
 def why_missing() -> str | None:

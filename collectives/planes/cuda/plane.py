@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import ClassVar
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import segment
-from hvdlab.collectives.planes.base import Phases, Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import Phases, PlaneBroken
 from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.completion import Completion
-from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.cuda.board import TENSORS, BoardLayout
-from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed
-from hvdlab.collectives.planes.cuda.gpus import CUDA, CudaBuffer
+from hvdlab.collectives.planes.cuda.device import Device
+from hvdlab.collectives.planes.cuda.gpu_plane import GpuPlane, cuda_buffer
 from hvdlab.collectives.planes.cuda.group import Group
 from hvdlab.collectives.planes.cuda.jobs import MOST_ADDRESSES
 from hvdlab.collectives.planes.cuda.operation import (
@@ -32,7 +28,7 @@ from hvdlab.collectives.planes.cuda.operation import (
 )
 
 
-class CudaPlane(Plane):
+class CudaPlane(GpuPlane[Group]):
     """A data plane for ranks of one host that share a GPU, or whose GPUs reach each other's memory.
 
     The members join at the first operation, which says on which GPU this one's tensors are. Reductions add in the order of the
@@ -42,56 +38,13 @@ class CudaPlane(Plane):
     """
 
     name: ClassVar[str] = "cuda/ipc"
-    device: ClassVar[str] = CUDA
-
-    def __init__(self, context: PlaneContext) -> None:
-        super().__init__(context)
-        self._guard = threading.Lock()
-        self._aborted = False
-        self._group: Group | None = None
-        #: The GPU that this member's tensors are on, once that is known.
-        self._gpu: Device | None = None
-        self._ordinal = 0
-        self._timeout = 30.0
-
-    @classmethod
-    def unavailable(cls) -> str | None:
-        reason = gpus.why_off() or gpus.gpus().why_unusable()
-        return f"The plane `{cls.name}` can't be used: {reason}" if reason else None
-
-    def connect(self, timeout: float) -> None:
-        self._timeout = timeout
-        if 2 * self.context.size > MOST_ADDRESSES:
-            raise PlaneBroken(f"a kernel of `{self.name}` takes no addresses of {self.context.size} ranks")
-        if self._aborted:
-            raise PlaneAborted
+    most_members: ClassVar[int] = MOST_ADDRESSES // 2
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
-    def _joined(self, buffers: Sequence[CudaBuffer]) -> Group:
-        if self._group is not None:
-            return self._group
-        deadline = time.monotonic() + self._timeout
-        try:
-            device = self._device(next((b.ordinal for b in buffers), None))
-            workers = self._workers(device, deadline)
-            shared = self._memory(deadline)
-            group = Group(device, shared, self.context.index, self.context.size, workers)
-        except (DeviceFailed, TimeoutError) as error:
-            raise PlaneBroken(f"the plane `cuda/ipc`: {error}") from error
-        with self._guard:
-            self._group = group
-            if self._aborted:
-                group.stop()
-        group.connect(deadline)
-        return group
-
-    def _device(self, ordinal: int | None) -> Device:
-        """This member's GPU: the one that its first tensor is on; without a tensor, the first GPU that its process uses already."""
-        if self._gpu is None:
-            self._ordinal = gpus.gpus().used_ordinal() if ordinal is None else ordinal
-            self._gpu = gpus.gpus().open(self._ordinal)
-        return self._gpu
+    def _join(self, device: Device, deadline: float) -> Group:
+        workers = self._workers(device, deadline)
+        return Group(device, self._memory(deadline), self.context.index, self.context.size, workers)
 
     def _workers(self, device: Device, deadline: float) -> list[int]:
         """The positions of the workers. Raises ``PlaneBroken`` if this member's GPU does not reach the memory of all members."""
@@ -105,7 +58,7 @@ class CudaPlane(Plane):
         if beyond:
             raise PlaneBroken(
                 f"the GPU of rank {me.ranks[me.index]} does not reach the memory of those of ranks {beyond}; "
-                "set HVDLAB_CUDA=0 to copy through the host"
+                "set HVDLAB_CUDA_PLANE=nccl to use NCCL, or HVDLAB_CUDA=0 to copy through the host"
             )
         if me.options.get("workers") == "all":
             return list(range(me.size))
@@ -130,25 +83,6 @@ class CudaPlane(Plane):
             os.close(descriptor)
         return shared
 
-    # -- memory -----------------------------------------------------------------------------------------------------
-
-    def empty(self, shape: tuple[int, ...], dtype: DType) -> CudaBuffer:
-        try:
-            device = self._device(None)
-            buffer = CudaBuffer(0, shape, dtype, self._ordinal)
-            with device:
-                owner = _Memory(device, max(1, buffer.nbytes))
-        except DeviceFailed as error:
-            raise PlaneBroken(f"the GPU of this rank: {error}") from error
-        buffer.pointer, buffer.owner = owner.pointer, owner
-        return buffer
-
-    def zeros(self, shape: tuple[int, ...], dtype: DType) -> CudaBuffer:
-        buffer = self.empty(shape, dtype)
-        group = self._joined([buffer])
-        group.clear(buffer)
-        return buffer
-
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def start_allreduce(
@@ -162,7 +96,7 @@ class CudaPlane(Plane):
         phases: Phases,
     ) -> Completion | None:
         started = time.monotonic_ns()
-        pairs = [(_own(i), _own(o)) for i, o in zip(ins, outs, strict=True) if i.nbytes]
+        pairs = [(cuda_buffer(i), cuda_buffer(o)) for i, o in zip(ins, outs, strict=True) if i.nbytes]
         last: Completion | None = None
         for start in range(0, len(pairs), TENSORS):
             some = pairs[start : start + TENSORS]
@@ -185,7 +119,7 @@ class CudaPlane(Plane):
         self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases
     ) -> Completion | None:
         jobs = AllgatherJobs(tuple(count * out.dtype.itemsize for count in counts))
-        return self._run(Operation([_own(send)], [_own(out)], jobs), phases)
+        return self._run(Operation([cuda_buffer(send)], [cuda_buffer(out)], jobs), phases)
 
     def start_broadcast(
         self, source: Buffer | None, out: Buffer, root: int, phases: Phases
@@ -193,7 +127,7 @@ class CudaPlane(Plane):
         if not out.nbytes:
             return None
         jobs = BroadcastJobs(out.nbytes, root)
-        return self._run(Operation([_own(source or out)], [_own(out)], jobs), phases)
+        return self._run(Operation([cuda_buffer(source or out)], [cuda_buffer(out)], jobs), phases)
 
     def start_reducescatter(
         self,
@@ -208,8 +142,8 @@ class CudaPlane(Plane):
     ) -> Completion | None:
         return self._run(
             Operation(
-                [_own(send)],
-                [_own(out)],
+                [cuda_buffer(send)],
+                [cuda_buffer(out)],
                 ReducescatterJobs(tuple(counts), dtype.itemsize),
                 dtype=DType.U8 if dtype is DType.BOOL else dtype,
                 op=op,
@@ -228,55 +162,13 @@ class CudaPlane(Plane):
         phases: Phases,
     ) -> Completion | None:
         jobs = AlltoallJobs(out.dtype.itemsize)
-        return self._run(Operation([_own(send)], [_own(out)], jobs, numbers=list(send_counts)), phases)
+        return self._run(
+            Operation([cuda_buffer(send)], [cuda_buffer(out)], jobs, numbers=list(send_counts)), phases
+        )
 
     def start_barrier(self, phases: Phases) -> Completion | None:
         return self._run(Operation([], [], AllreduceJobs(())), phases)
 
     def _run(self, operation: Operation, phases: Phases, started: int = 0) -> Completion:
-        if self._aborted:
-            raise PlaneAborted
-        buffers = (*operation.ins, *operation.outs)
-        group = self._joined(buffers)
-        elsewhere = next((b.ordinal for b in buffers if b.ordinal != self._ordinal), None)
-        if elsewhere is not None:
-            raise PlaneBroken(
-                f"this rank's tensors were on GPU {self._ordinal} so far, and one is on GPU {elsewhere}: "
-                "a process set works on one GPU of each rank"
-            )
+        group = self._joined((*operation.ins, *operation.outs))
         return group.run(operation, phases, started or time.monotonic_ns())
-
-    # -- ends ---------------------------------------------------------------------------------------------------------
-
-    def abort(self) -> None:
-        with self._guard:
-            self._aborted = True
-            if self._group is not None:
-                self._group.stop()
-
-    def close(self) -> None:
-        with self._guard:
-            self._aborted = True
-            group = self._group
-        if group is not None:
-            group.close()
-
-
-class _Memory:
-    """Memory of the GPU that is freed when this object goes."""
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self.pointer = device.allocate(nbytes)
-        weakref.finalize(
-            self, _free, device, self.pointer
-        ).atexit = False  # the driver frees all by itself then
-
-
-def _free(device: Device, pointer: int) -> None:
-    with contextlib.suppress(DeviceFailed), device:  # after a failure all memory of the process is gone
-        device.free(pointer)
-
-
-def _own(buffer: Buffer) -> CudaBuffer:
-    assert isinstance(buffer, CudaBuffer), f"a buffer on {buffer.device} is not a GPU's"
-    return buffer

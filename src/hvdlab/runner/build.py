@@ -66,8 +66,5 @@ def _planes() -> Iterator[Line]:
     for name in names:
         yield name, registry.why_unavailable(name) or ""
     yield "mpi", mpi.why_unavailable()
-    yield "cuda/ipc", registry.why_unavailable("cuda/ipc") or ""
-    yield (
-        "nccl",
-        "there is no plane for it yet; CUDA tensors of ranks on several hosts are copied through host memory",
-    )
+    for name in ("cuda/ipc", "cuda/nccl"):
+        yield name, registry.why_unavailable(name) or ""

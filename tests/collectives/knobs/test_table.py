@@ -66,6 +66,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         ("HOROVOD_THREAD_AFFINITY", "0,3, 5", (0, 3, 5)),
         ("HOROVOD_LOG_LEVEL", "INFO", 20),
         ("HVDLAB_PLANE", "shm", "shm"),
+        ("HVDLAB_CUDA_PLANE", "NCCL", "nccl"),
     ],
 )
 def test_texts_become_values(variable: str, text: str, value: object) -> None:
@@ -82,6 +83,7 @@ def test_texts_become_values(variable: str, text: str, value: object) -> None:
         ("HOROVOD_LOG_LEVEL", "loud"),
         ("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "0"),
         ("HVDLAB_PLANE", "teleport"),
+        ("HVDLAB_CUDA_PLANE", "rccl"),
     ],
 )
 def test_nonsense_is_refused(variable: str, text: str) -> None:
@@ -92,7 +94,7 @@ def test_nonsense_is_refused(variable: str, text: str) -> None:
 def test_a_plane_that_is_not_there_is_refused_with_the_reason() -> None:
     with pytest.raises(
         InvalidRequestError,
-        match=r"^HVDLAB_PLANE='NCCL': there is no NCCL plane .*; one of auto, shm, .* was expected\.$",
+        match=r"^HVDLAB_PLANE='NCCL': NCCL moves CUDA tensors only.*; one of auto, shm, .* was expected\.$",
     ):
         read({"HVDLAB_PLANE": "NCCL"})
 

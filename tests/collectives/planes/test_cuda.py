@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fake_cuda import FakeCuda, FakeGpus, bytes_at
+from fake_cuda import FakeCuda, bytes_at
+from gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, value_of
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import KeyValue, Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.cuda.board import RING, TENSORS
 from hvdlab.collectives.planes.cuda.device import DeviceFailed
@@ -22,38 +22,12 @@ from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, buffer_on_stream
 from hvdlab.collectives.planes.cuda.plane import CudaPlane
 from patience import PATIENCE
 
-COUNT = 1000
-
-
-class Store(KeyValue):
-    """A rendezvous within this process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str, timeout: float) -> bytes:
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, timeout):
-                raise TimeoutError(key)
-            return self._values[key]
-
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A GPU that this process seems to have."""
-    found = FakeGpus()
-    monkeypatch.setattr(gpus, "gpus", lambda: found)
-    monkeypatch.setattr(gpus, "why_missing", lambda: None)
-    monkeypatch.setenv(gpus.SWITCH, "1")
-    yield found.device
-    for pointer in list(found.device._memory):
-        found.device.free(pointer)
+    with simulated_gpu(monkeypatch) as found:
+        yield found
 
 
 @pytest.fixture
@@ -63,26 +37,6 @@ def alone(gpu: FakeCuda) -> Iterator[CudaPlane]:
     plane.connect(PATIENCE)
     yield plane
     plane.close()
-
-
-def on_gpu(gpu: FakeCuda, value: float, stream: int = 0) -> CudaBuffer:
-    pointer = gpu.allocate(4 * COUNT)
-    bytes_at(pointer, 4 * COUNT).view(np.float32)[:] = value
-    return buffer_on_stream(pointer, (COUNT,), DType.F32, 0, stream, None)
-
-
-def value_of(buffer: CudaBuffer) -> float:
-    return float(bytes_at(buffer.pointer, buffer.nbytes).view(np.float32)[-1])
-
-
-def begun(plane: CudaPlane, buffer: CudaBuffer, factor: float = 2.0) -> Any:
-    return plane.start_allreduce([buffer], [buffer], DType.F32, ReduceOp.SUM, factor, 1.0, Phases())
-
-
-def outcome(completion: Any) -> Exception | None:
-    ends: SimpleQueue[Exception | None] = SimpleQueue()
-    completion.on_end(ends.put)
-    return ends.get(timeout=PATIENCE)
 
 
 def test_work_waits_for_what_is_on_the_tensors_stream_and_nothing_waits_on_the_host(
@@ -265,7 +219,9 @@ def test_unless_it_is_asked_for_it_is_offered_where_one_gpu_is(
     monkeypatch.delenv("HVDLAB_CUDA")
     assert ("cuda/ipc" in registry.offered()) == (count == 1)
     if count != 1:
-        assert f"unless HVDLAB_CUDA=1 (this machine shows {count} GPUs)" in (gpus.why_off() or "")
+        assert f"unless HVDLAB_CUDA=1 (this machine shows {count} GPUs)" in (gpus.why_off("cuda/ipc") or "")
+    assert "cuda/nccl" not in registry.offered()
+    assert "has to be asked for by HVDLAB_CUDA=1" in (registry.why_unavailable("cuda/nccl") or "")
     monkeypatch.setenv("HVDLAB_CUDA", "1")
     assert "cuda/ipc" in registry.offered()
 
@@ -273,7 +229,7 @@ def test_unless_it_is_asked_for_it_is_offered_where_one_gpu_is(
 def test_without_a_driver_or_its_bindings_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(gpus.SWITCH, "1")
     monkeypatch.setattr(gpus, "DRIVERS", ("/nothing",))
-    assert "no NVIDIA driver" in (gpus.why_off() or "")
+    assert "no NVIDIA driver" in (gpus.why_off("cuda/ipc") or "")
     monkeypatch.setattr(gpus, "DRIVERS", ("/",))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'hvdlab[gpu]'" in (gpus.why_off() or "")
+    assert "pip install 'hvdlab[gpu]'" in (gpus.why_off("cuda/ipc") or "")

@@ -1,0 +1,74 @@
+"""Members of a plane of GPUs in one process, on a simulated GPU: what their tests share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fake_cuda import FakeCuda, FakeGpus, bytes_at
+from hvdlab.collectives.dtypes import DType, ReduceOp
+from hvdlab.collectives.planes.base import KeyValue, Phases, Plane
+from hvdlab.collectives.planes.cuda import gpus
+from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, buffer_on_stream
+from patience import PATIENCE
+
+COUNT = 1000
+
+
+class Store(KeyValue):
+    """A rendezvous within this process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout: float) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout):
+                raise TimeoutError(key)
+            return self._values[key]
+
+
+@contextmanager
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """A GPU that this process seems to have."""
+    found = FakeGpus()
+    monkeypatch.setattr(gpus, "gpus", lambda: found)
+    monkeypatch.setattr(gpus, "why_missing", lambda: None)
+    monkeypatch.setenv(gpus.SWITCH, "1")
+    yield found.device
+    for pointer in list(found.device._memory):
+        found.device.free(pointer)
+
+
+def on_gpu(gpu: FakeCuda, value: float, stream: int = 0) -> CudaBuffer:
+    """``COUNT`` numbers, once what is on the stream is done."""
+    pointer = gpu.allocate(4 * COUNT)
+    bytes_at(pointer, 4 * COUNT).view(np.float32)[:] = value
+    return buffer_on_stream(pointer, (COUNT,), DType.F32, 0, stream, None)
+
+
+def value_of(buffer: CudaBuffer) -> float:
+    return float(bytes_at(buffer.pointer, buffer.nbytes).view(np.float32)[-1])
+
+
+def begun(plane: Plane, buffer: CudaBuffer, factor: float = 2.0) -> Any:
+    """An allreduce in place."""
+    return plane.start_allreduce([buffer], [buffer], DType.F32, ReduceOp.SUM, factor, 1.0, Phases())
+
+
+def outcome(completion: Any) -> Exception | None:
+    ends: SimpleQueue[Exception | None] = SimpleQueue()
+    completion.on_end(ends.put)
+    return ends.get(timeout=PATIENCE)

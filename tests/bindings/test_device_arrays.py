@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,28 @@ def dlpack() -> tuple[bool, list[float], str]:
     return same, array.array.get().tolist(), ""
 
 
+def cupys() -> tuple[str, list[float]]:
+    """An array of a package called cupy, which does not say where its functions are."""
+    hvd = arrays()
+    package = ModuleType("cupy")
+    vars(package)["empty"] = lambda shape, dtype: Cupys(hvd.empty(shape, dtype))
+
+    class Cupys:
+        __module__ = "cupy"
+        __array__ = None
+
+        def __init__(self, of: Any) -> None:
+            self.of, self.shape, self.dtype = of, of.shape, of.dtype
+            self.__cuda_array_interface__ = of.__cuda_array_interface__
+
+    sys.modules["cupy"] = package
+    try:
+        total = hvd.allreduce(Cupys(hvd.on_gpu(np.arange(3.0))), op=hvd.Sum)
+    finally:
+        del sys.modules["cupy"]
+    return type(total).__name__, total.of.get().tolist()
+
+
 def read_only() -> str:
     hvd = arrays()
     memory = hvd.on_gpu(np.ones(3)).memory
@@ -72,6 +96,10 @@ def average_of_integers() -> tuple[str, list[int]]:
 
 
 # -- tests ------------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_of_cupy_need_not_name_their_package(two: Ranks) -> None:
+    assert two.run(cupys) == [("Cupys", [0.0, 2.0, 4.0])] * 2
 
 
 def test_dlpack_arrays_are_reduced_in_place(two: Ranks) -> None:

@@ -46,7 +46,7 @@ def fake_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
 
 def real_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
     """`cuda/nccl` on the first GPU. Where members share it, each needs an ``NCCL_HOSTID`` of its own."""
-    return PlaneActor(ThroughGpu(NcclPlane(context), RealMemory()))
+    return PlaneActor(ThroughNccl(NcclPlane(context), RealMemory()))
 
 
 class FakeMemory:
@@ -211,6 +211,20 @@ class ThroughGpu(HostPlane):
         for target, out in targets:
             self._memory.get(target, out)
         self._free([*sources, *(target for target, _ in targets)])
+
+
+class ThroughNccl(ThroughGpu):
+    """The same with NCCL itself, which keeps a socket of a communicator that is aborted because another member has died.
+
+    Attributes:
+        gave_up: Whether descriptors may be left for that reason.
+    """
+
+    gave_up = False
+
+    def abort(self) -> None:
+        self.gave_up = True
+        super().abort()
 
 
 BY_SIZE = {1: DType.U8, 2: DType.I16, 4: DType.I32, 8: DType.I64}

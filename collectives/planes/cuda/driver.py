@@ -27,6 +27,8 @@ _TYPES = (
 )  # fmt: skip
 _OWNER = secrets.randbits(64)
 _OK = driver.CUresult.CUDA_SUCCESS
+_FATAL = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719})
+"""The driver's numbers of errors after which a process can't use the GPU any more: a kernel did what is forbidden, took too long, or memory failed."""
 _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
 
 
@@ -91,7 +93,8 @@ def _is_done(code: Any) -> bool:
 def _text(code: Any) -> str:
     status, text = driver.cuGetErrorString(code)
     said = text.decode() if status == _OK else "unknown"
-    return f"{said} ({getattr(code, 'name', code)})"
+    lost = "; all that this rank had on the GPU is lost: restart it" if int(code) in _FATAL else ""
+    return f"{said} ({getattr(code, 'name', code)}){lost}"
 
 
 class CudaDevice:

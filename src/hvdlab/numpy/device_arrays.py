@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -58,9 +59,11 @@ class DeviceArray:
         """The functions of the array's package.
 
         Raises:
-            UnsupportedError: The package has none by the array API's standard.
+            UnsupportedError: The package has none by the array API's standard, and is not CuPy, whose arrays don't name theirs.
         """
         find = getattr(self.owner, "__array_namespace__", None)
+        if find is None and type(self.owner).__module__.partition(".")[0] == "cupy":
+            return sys.modules["cupy"]
         if find is None:
             raise UnsupportedError(
                 f"{_name(self.owner)} has no __array_namespace__, by which hvdlab makes new arrays; use a call in place "

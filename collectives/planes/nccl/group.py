@@ -56,8 +56,9 @@ _LEAST_PAUSE, _MOST_PAUSE = 0.00005, 0.002
 """Seconds between two looks whether NCCL has enqueued a call, of which it has no event either; longer each time."""
 _LEAST_SCRATCH = 1 << 20
 
-# Offsets in the page behind the tables: the word that ends kernels, and the two words that each kernel writes.
+# Offsets in the page of the host behind the tables: the word that ends kernels, and the two words that each kernel writes.
 _STOPPED, _TIMES = 0, 128
+_WORD = 4  # bytes
 
 
 class _Enqueued(NamedTuple):
@@ -151,7 +152,8 @@ class NcclGroup:
         self._stopped = ctypes.c_uint32.from_address(self._address + RING * TABLE_BYTES + _STOPPED)
         self.stream = device.new_stream()
         free.callback(device.end_stream, self.stream)
-        self._tables = device.allocate(RING * TABLE_BYTES)
+        # Behind the tables: the word ``stopped`` as kernels read it, from the GPU's own memory, as in the plane `cuda/ipc`.
+        self._tables = device.allocate(RING * TABLE_BYTES + _WORD)
         free.callback(device.free, self._tables)
 
     def connect(self, deadline: float) -> None:
@@ -281,7 +283,8 @@ class NcclGroup:
         assert self._table_bytes <= TABLE_BYTES, "the tables of an operation are too large"
         ctypes.memmove(self._address + at, table.words.ctypes.data, table.words.nbytes)
         self._device.copy(self._tables + at, self._mapped + at, table.words.nbytes, self.stream)
-        words = self._mapped + RING * TABLE_BYTES
+        words, stopped = self._mapped + RING * TABLE_BYTES, self._tables + RING * TABLE_BYTES
+        self._device.copy(stopped, words + _STOPPED, _WORD, self.stream)
         self._device.launch(
             Launch(
                 dtype=dtype,
@@ -294,7 +297,7 @@ class NcclGroup:
                 prescale=prescale,
                 postscale=postscale,
                 table=self._tables + at,
-                stopped=words + _STOPPED,
+                stopped=stopped,
                 members=1,
                 stride=1,
                 times=words + _TIMES,

@@ -16,14 +16,16 @@ was wrong; times above their limits are counted, and matter on a quiet machine o
 
 from __future__ import annotations
 
+import abc
 import argparse
 import json
 import os
 import platform
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -49,22 +51,6 @@ def chosen(words: list[str]) -> list[Any]:
     return found
 
 
-def campaign(given: argparse.Namespace, plane: str, count: int) -> tuple[list[Outcome], dict[str, Any]]:
-    """Play one plane's share."""
-    outcomes: list[Outcome] = []
-    began = time.monotonic()
-    with Campaign(
-        given.seed, plane, size=given.ranks, faults=chosen(given.fault), views=not given.without_views
-    ) as played:
-        for outcome in played.trials(count, given.first):
-            outcomes.append(outcome)
-            tell(outcome, began, verbose=given.verbose)
-            if time.monotonic() - began > given.minutes * 60:
-                break
-        left = played.stop()
-    return outcomes, {"plane": plane, "pools": played.pools, "left_at_the_end": left}
-
-
 def tell(outcome: Outcome, began: float, *, verbose: bool) -> None:
     """A line for a trial that was played, and its story if it is wanted or needed."""
     seconds = "never" if outcome.report is None else f"{outcome.report:6.3f} s"
@@ -79,47 +65,149 @@ def tell(outcome: Outcome, began: float, *, verbose: bool) -> None:
         print(outcome, flush=True)
 
 
-def partitions(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
-    """Cut hosts off."""
-    if reason := missing():
-        sys.exit(reason)
-    outcomes: list[Outcome] = []
-    began = time.monotonic()
-    with Partitions(given.seed) as played:
-        for outcome in played.trials(given.partitions, given.first):
-            outcomes.append(outcome)
-            tell(outcome, began, verbose=given.verbose)
-    return outcomes, {"plane": "tls", "pools": played.jobs, "left_at_the_end": []}
+class Played(Protocol):
+    """A campaign that is under way.
+
+    Attributes:
+        started: How many pools, or jobs, there were.
+    """
+
+    started: int
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+    def play(self, count: int, first: int) -> Iterator[Outcome]:
+        """Play ``count`` trials, beginning with the one that has this number."""
 
 
-def elastic(given: argparse.Namespace, plane: str, count: int) -> tuple[list[Outcome], dict[str, Any]]:
-    """Let ranks come and go on one plane while they train."""
-    outcomes: list[Outcome] = []
-    began = time.monotonic()
-    with ElasticCampaign(given.seed, plane, views=not given.without_views) as played:
-        for outcome in played.play(count, given.first):
-            outcomes.append(outcome)
-            tell(outcome, began, verbose=given.verbose)
-            if time.monotonic() - began > given.minutes * 60:
-                break
-        left = played.stop()
-    return outcomes, {"plane": plane, "pools": played.pools, "left_at_the_end": left}
+P = TypeVar("P", bound=Played)
 
 
-def elastic_hosts(given: argparse.Namespace) -> tuple[list[Outcome], dict[str, Any]]:
-    """Let whole hosts come and go while their ranks train."""
-    if reason := missing():
-        sys.exit(reason)
-    outcomes: list[Outcome] = []
-    began = time.monotonic()
-    with ElasticHosts(given.seed) as played:
-        for outcome in played.play(given.elastic, given.first):
-            outcomes.append(outcome)
-            tell(outcome, began, verbose=given.verbose)
-            if time.monotonic() - began > given.minutes * 60:
-                outcome.wrong += played.finish()
-                break
-    return outcomes, {"plane": "tls", "pools": played.jobs, "left_at_the_end": []}
+class Kind(abc.ABC, Generic[P]):
+    """A kind of campaign, with what the command line says of it. This is the one on pools, unless something else is said.
+
+    Args:
+        given: The command line.
+
+    Attributes:
+        name: As in the result file.
+        planes: Each has a share of the trials.
+        count: Trials, over all planes.
+        ranks: How many ranks there are at once.
+    """
+
+    name = "chaos"
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.planes: Sequence[str] = given.plane or ["shm", "gloo"]
+        self.count: int = given.count
+        self.ranks: int | str = given.ranks
+
+    @abc.abstractmethod
+    def start(self, plane: str) -> P:
+        """A campaign on one plane."""
+
+    def break_off(self, played: P) -> list[str]:
+        """The time is over. Returns what is not as it should be of what is under way."""
+        return []
+
+    @abc.abstractmethod
+    def stop(self, played: P) -> list[str]:
+        """End the campaign. Returns what it left behind."""
+
+    def drive(self, plane: str) -> tuple[list[Outcome], dict[str, Any]]:
+        """Play one plane's share. Returns the outcomes, and what the result file has of the campaign."""
+        outcomes: list[Outcome] = []
+        began = time.monotonic()
+        with self.start(plane) as played:
+            for outcome in played.play(self.count // len(self.planes), self.given.first):
+                outcomes.append(outcome)
+                tell(outcome, began, verbose=self.given.verbose)
+                if time.monotonic() - began > self.given.minutes * 60:
+                    outcome.wrong += self.break_off(played)
+                    break
+            left = self.stop(played)
+        return outcomes, {"plane": plane, "pools": played.started, "left_at_the_end": left}
+
+
+class PoolFaults(Kind[Campaign]):
+    """Faults on pools."""
+
+    def start(self, plane: str) -> Campaign:
+        given = self.given
+        return Campaign(
+            given.seed, plane, size=given.ranks, faults=chosen(given.fault), views=not given.without_views
+        )
+
+    def stop(self, played: Campaign) -> list[str]:
+        return played.stop()
+
+
+class PoolChanges(Kind[ElasticCampaign]):
+    """Ranks of pools that come and go while they train."""
+
+    name = "elastic"
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        super().__init__(given)
+        self.count, self.ranks = given.elastic, f"{LEAST} to {MOST}"
+
+    def start(self, plane: str) -> ElasticCampaign:
+        return ElasticCampaign(self.given.seed, plane, views=not self.given.without_views)
+
+    def stop(self, played: ElasticCampaign) -> list[str]:
+        return played.stop()
+
+
+class OnHosts(Kind[P]):
+    """Jobs on hosts of their own, which are joined over TLS, and of which nothing can be left."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        super().__init__(given)
+        if reason := missing():
+            sys.exit(reason)
+        self.planes = ["tls"]
+
+    def stop(self, played: P) -> list[str]:
+        return []
+
+
+class HostChanges(OnHosts[ElasticHosts]):
+    """Whole hosts that come and go while their ranks train."""
+
+    name = "elastic-hosts"
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        super().__init__(given)
+        self.count, self.ranks = given.elastic, f"1 to {1 + SLOTS * (HOSTS - 1)}"
+
+    def start(self, plane: str) -> ElasticHosts:
+        return ElasticHosts(self.given.seed)
+
+    def break_off(self, played: ElasticHosts) -> list[str]:
+        return played.end_training()
+
+
+class HostCuts(OnHosts[Partitions]):
+    """Hosts that are cut off."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        super().__init__(given)
+        self.count = given.partitions
+
+    def start(self, plane: str) -> Partitions:
+        return Partitions(self.given.seed)
+
+
+def kind_of(given: argparse.Namespace) -> Kind[Any]:
+    """The campaign that the command line asks for."""
+    if given.hosts:
+        return HostChanges(given)
+    if given.partitions:
+        return HostCuts(given)
+    return PoolChanges(given) if given.elastic else PoolFaults(given)
 
 
 def publish(result: dict[str, Any], page: Path | None) -> None:
@@ -129,13 +217,6 @@ def publish(result: dict[str, Any], page: Path | None) -> None:
         print(text)
     else:
         write(page, result.get("campaign", "chaos"), text)
-
-
-def ranks_of(given: argparse.Namespace) -> int | str:
-    """How many ranks there are at once."""
-    if given.hosts:
-        return f"1 to {1 + SLOTS * (HOSTS - 1)}"
-    return f"{LEAST} to {MOST}" if given.elastic else int(given.ranks)
 
 
 def with_shared_memory(mebibytes: int) -> None:
@@ -192,17 +273,13 @@ def main() -> None:
         return
     if given.shared_memory:
         with_shared_memory(given.shared_memory)
-    planes = given.plane or ["shm", "gloo"]
-    outcomes: list[Outcome] = []
-    pools: list[dict[str, Any]] = []
     if given.hosts and not given.elastic:
         parser.error("--hosts belongs to --elastic")
-    if given.partitions or given.hosts:
-        outcomes, pool = elastic_hosts(given) if given.hosts else partitions(given)
-        pools.append(pool)
-    for plane in () if given.partitions or given.hosts else planes:
-        play, count = (elastic, given.elastic) if given.elastic else (campaign, given.count)
-        played, pool = play(given, plane, count // len(planes))
+    kind = kind_of(given)
+    outcomes: list[Outcome] = []
+    pools: list[dict[str, Any]] = []
+    for plane in kind.planes:
+        played, pool = kind.drive(plane)
         outcomes += played
         pools.append(pool)
     found = rows(outcomes)
@@ -210,11 +287,11 @@ def main() -> None:
     bad = [story(outcome) for outcome in outcomes if not outcome.ok]
     result = {
         "benchmark": "chaos",
-        "campaign": "elastic-hosts" if given.hosts else "elastic" if given.elastic else "chaos",
+        "campaign": kind.name,
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[1], 1),
         "python": platform.python_version(),
-        "ranks": ranks_of(given),
+        "ranks": kind.ranks,
         "seed": given.seed,
         "stall_time_s": STALL,
         "faults": len(outcomes),

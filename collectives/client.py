@@ -534,6 +534,7 @@ class Client:
             message.waiting,
             message.formed,
             message.leaving,
+            message.restoring,
         )
         with self._changed:
             self._membership = membership

@@ -22,6 +22,8 @@ class Membership:
         waiting: Members that elastic training has to let in.
         formed: Ranks that this epoch of the world is made of; empty until it has begun.
         leaving: Members that were released, and leave where elastic training lets the world change.
+        restoring: Whether a coordinator's successor still waits for ranks: until it has heard them, it does not know which ranks of the
+            world live or leave.
     """
 
     expected: tuple[int, ...] = ()
@@ -31,6 +33,7 @@ class Membership:
     waiting: tuple[int, ...] = ()
     formed: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+    restoring: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -200,6 +200,10 @@ class PoolBase:
             progress("waiting for the ranks")
             if silent := self.group.wait_answered(Deadline(ANSWER_WITHIN)):
                 self.tell(f"{format_ranks(silent)} did not answer yet; `%hvd_pool status` tells when")
+            if self._coordinator_was_replaced:
+                self.tell(
+                    "the coordinator ended, and was replaced, before this notebook attached: collectives that were in flight then failed"
+                )
             self.note_kept()
             self._note_arrivals("attach", self.group.pids())
             if without := {rank for cell in left if cell.order is not None for rank in cell.without}:
@@ -235,6 +239,12 @@ class PoolBase:
         pid = os.getpid()
         self.runs.post(TO_RANK, encode(Owner(pid, start_time(pid))), tuple(ranks))
 
+    @property
+    def _coordinator_was_replaced(self) -> bool:
+        """Whether the coordinator died while no process had this pool."""
+        coordinator = self._base.coordinator
+        return isinstance(coordinator, AttachedCoordinator) and coordinator.replaced
+
     def _find(self) -> None:
         """Take in the ranks that another process has started. Missing ones have ended while no process had the pool."""
         pids = {
@@ -242,10 +252,12 @@ class PoolBase:
         }
         world = self.client.membership()
         wanted = tuple(rank for rank in world.expected or pids if rank not in world.leaving)
-        coordinator = self._base.coordinator
-        if isinstance(coordinator, AttachedCoordinator) and coordinator.replaced and self.keeping is not None:
-            # The replaced coordinator has never heard of ranks that ended before it started: go by the pool's size.
-            wanted = tuple(rank for rank in range(self.keeping.kept.size) if rank not in world.leaving)
+        if self._coordinator_was_replaced and self.keeping is not None:
+            # The successor has never heard of ranks that ended before it started: go by the pool's size. The process before this one may
+            # have ended in the middle of a resize, and ranks live that it has not counted yet.
+            uncounted = pids.keys() & set(world.expected)
+            known = {*range(self.keeping.kept.size), *uncounted} - set(world.leaving)
+            wanted = tuple(sorted(known))
         self.group.handle(Found(wanted, pids, world.leaving))
         for rank in set(wanted) - set(pids):
             self.group.handle(Ended(rank, 0, "it ended while no notebook was attached"))

@@ -178,9 +178,7 @@ class Keeping:
             warm = ForkServer.attach(self.kept.path, PROGRAM_NAME, deadline)
             try:
                 coordinator = AttachedCoordinator(self.kept)
-                client = Client.connect(
-                    self.kept.address, self.kept.client_token, timeout=deadline.remaining() or 10
-                )
+                client = _connect(self.kept, deadline)
             except BaseException:
                 warm.detach()
                 raise
@@ -209,6 +207,17 @@ class Keeping:
     def forget(self) -> None:
         """Remove the entry: the pool ends."""
         self._registry.remove(self.name)
+
+
+def _connect(kept: Kept, deadline: Deadline) -> Client:
+    """A client of a pool's coordinator, which knows its ranks: a successor of one that died hears from them first."""
+    client = Client.connect(kept.address, kept.client_token, timeout=deadline.remaining() or 10)
+    try:
+        client.wait_for(lambda world: not world.restoring, deadline.remaining())
+    except BaseException:
+        client.close()
+        raise
+    return client
 
 
 def _here() -> str:

@@ -85,12 +85,11 @@ from hvdlab.kernel_ext.messages.values import (
     Value,
 )
 from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.prompts.messages import Ask, Reply, Unask
+from hvdlab.kernel_ext.prompts.messages import PromptRequest, PromptWithdrawn, Reply
 
 __all__ = [
     "TO_POOL",
     "TO_RANK",
-    "Ask",
     "AskBlocks",
     "AskCells",
     "AskKnown",
@@ -136,6 +135,8 @@ __all__ = [
     "Payload",
     "PendingNow",
     "Piece",
+    "PromptRequest",
+    "PromptWithdrawn",
     "PullValue",
     "PushPart",
     "PushValue",
@@ -153,7 +154,6 @@ __all__ = [
     "Tensors",
     "ToPool",
     "ToRank",
-    "Unask",
     "Value",
     "Variables",
     "View",
@@ -213,8 +213,8 @@ ToPool = (
     | Expressed
     | Stack
     | Names
-    | Ask
-    | Unask
+    | PromptRequest
+    | PromptWithdrawn
     | Examined
     | Leaves
     | Blocks

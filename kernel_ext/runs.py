@@ -48,7 +48,7 @@ from hvdlab.kernel_ext.payloads import (
     encode,
 )
 from hvdlab.kernel_ext.prompts.desk import PromptDesk
-from hvdlab.kernel_ext.prompts.messages import Ask, Reply, Unask
+from hvdlab.kernel_ext.prompts.messages import PromptRequest, PromptWithdrawn, Reply
 from hvdlab.kernel_ext.prompts.prompter import NOBODY, Prompter
 from hvdlab.kernel_ext.questions import Questions
 
@@ -501,14 +501,14 @@ class Runs:
             self._late(rank, payload)
         elif isinstance(payload, Entered):
             self._newcomers.entered(payload.cell, rank)
-        elif isinstance(payload, Ask | Unask):
+        elif isinstance(payload, PromptRequest | PromptWithdrawn):
             self._take_question(rank, payload)
         else:
             self.questions.answered(rank, payload)
 
-    def _take_question(self, rank: int, question: Ask | Unask) -> None:
+    def _take_question(self, rank: int, question: PromptRequest | PromptWithdrawn) -> None:
         run = self._runs.get(question.cell)
-        if isinstance(question, Unask):
+        if isinstance(question, PromptWithdrawn):
             if run is not None:
                 run.handle.feed(Unasked(rank, question.number))
         elif run is not None:

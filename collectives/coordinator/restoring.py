@@ -100,6 +100,8 @@ def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: f
         state.elastic.training.add(rank.rank)
     state.check_admission = True
     if state.restoring.active:
+        if message.released:
+            state.restoring.released.add(rank.rank)
         state.restoring.take(rank.rank, message)
         return
     for known in message.sets:
@@ -144,6 +146,10 @@ def end_wait(state: CoordinatorState, now: float) -> None:
             "had taken over"
         )
         membership.record_death(rank, restoring.alive[rank], reason, now, explained=False, admitted=True)
+    if membership.expected is None and state.elastic.active:
+        # No client may come for long, if the notebook of a kept pool has ended together with the coordinator: the ranks train on.
+        membership.expect({*membership.ranks, *membership.deaths})
+        membership.awaited -= membership.deaths.keys()
     _restore_sets(state)
     _begin_cells(state)
     # A rank that has not resumed is dead, or another process than the one that was to be let go.

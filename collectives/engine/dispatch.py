@@ -292,7 +292,7 @@ class Dispatcher:
         assert control is not None
         with control.reading:  # no other thread may read from the connection meanwhile
             self._members = KnownMembers()
-            self._guarded.resume(endpoint, self.world.alive)
+            self._guarded.resume(endpoint, self.world.alive, self.world.leaving)
         control.renewed()
         self.awaits.reconnected()
         self.mailbox.reconnected()

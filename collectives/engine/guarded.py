@@ -236,7 +236,7 @@ class GuardedState:
                 self._mend()
             return self.state.suspend(cause)
 
-    def resume(self, endpoint: Endpoint, alive: tuple[int, ...]) -> None:
+    def resume(self, endpoint: Endpoint, alive: tuple[int, ...], leaving: tuple[int, ...]) -> None:
         """The successor is there: go on with the connection of this endpoint, and send the successor what it has to know.
 
         Raises:
@@ -247,7 +247,7 @@ class GuardedState:
                 self._mend()
             self._endpoint.renew(endpoint)
             self._suspended = False
-            self._endpoint.send(self.state.resume(alive))
+            self._endpoint.send(self.state.resume(alive, released=self.state.rank in leaving))
 
     # -- ends -----------------------------------------------------------------------------------------------------
 

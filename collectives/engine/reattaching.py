@@ -65,13 +65,16 @@ class Memory:
 
     # -- what the successor gets ----------------------------------------------------------------------------------
 
-    def tell(self, groups: Mapping[int, SetState], alive: tuple[int, ...], *, elastic: bool) -> m.Resume:
+    def tell(
+        self, groups: Mapping[int, SetState], alive: tuple[int, ...], *, elastic: bool, released: bool
+    ) -> m.Resume:
         """The message with all that a successor has to know from this rank.
 
         Args:
             groups: Process sets that this rank is or was in, by id.
             alive: Ranks that lived, as far as this rank knows.
             elastic: Whether this rank is in elastic training.
+            released: Whether this rank leaves where that lets the world change.
         """
         known = []
         world = groups.get(0)
@@ -92,6 +95,7 @@ class Memory:
             tuple(self._cells),
             tuple(self._ended),
             elastic and self.regroup is None,
+            released,
         )
 
     def restored(self) -> None:

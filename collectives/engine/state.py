@@ -463,11 +463,12 @@ class RankState:
         self.locals.clear()
         return effects
 
-    def resume(self, alive: tuple[int, ...]) -> m.Resume:
+    def resume(self, alive: tuple[int, ...], *, released: bool = False) -> m.Resume:
         """There is a successor: the message with what it has to know first.
 
         Args:
             alive: Ranks that lived, as far as this rank knows.
+            released: Whether this rank leaves where elastic training lets the world change.
         """
         # What these messages would say of the time without a coordinator is part of the answer.
         self._messages = [x for x in self._messages if not isinstance(x, _REMEMBERED)]
@@ -475,7 +476,7 @@ class RankState:
             self._messages.insert(0, m.Paused(self.memory.paused[-1]))
         if self.memory.regroup is not None:
             self._messages.insert(0, self.memory.regroup)
-        return self.memory.tell(self.sets, alive, elastic=self.elastic)
+        return self.memory.tell(self.sets, alive, elastic=self.elastic, released=released)
 
     def mend(self, text: str) -> None:
         """Start afresh after an exception tore a submission apart.

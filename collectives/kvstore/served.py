@@ -311,7 +311,8 @@ class ServerStore(KVStore):
 
     def _ask_epoch(self) -> None:
         asked = [
-            (link, link.request(functools.partial(m.Ask, store=self._id))) for link in self._places.links()
+            (link, link.request(functools.partial(m.StockRequest, store=self._id)))
+            for link in self._places.links()
         ]
         for link, ticket in asked:
             answer = self._done(None, link.wait(ticket), "push")
@@ -723,7 +724,7 @@ class ServerStore(KVStore):
         """The processes that keep the values, with how much of this store each has; without those that are lost."""
         with self._lock:
             asked = [
-                (index, link, link.request(functools.partial(m.Ask, store=self._id)))
+                (index, link, link.request(functools.partial(m.StockRequest, store=self._id)))
                 for index, link in enumerate(self._links)
                 if not link.lost
             ]

@@ -188,7 +188,8 @@ class Resume(Message, frozen=True):
     ``sets`` are the world (0, if it was formed) and the process sets that were added, ``alive`` the ranks that lived as far
     as this rank knows. ``last_set`` is the highest id of a set that it has seen. ``adding`` and ``removing`` are additions (their
     ranks) and removals (their ids) of process sets that failed here with the loss: the successor has all ranks undo or do them.
-    ``cells`` run here; ``ended`` are the last cells that ended, each with the line that says how it failed.
+    ``cells`` run here; ``ended`` are the last cells that ended, each with the line that says how it failed. ``released`` says that this
+    rank is to be let go where elastic training lets the world change: no client may be there to say so.
     """
 
     sets: tuple[KnownSet, ...] = ()
@@ -199,6 +200,7 @@ class Resume(Message, frozen=True):
     cells: tuple[str, ...] = ()
     ended: tuple[tuple[str, str], ...] = ()
     elastic: bool = False
+    released: bool = False
 
 
 class Announce(Message, frozen=True):

@@ -216,8 +216,8 @@ class CellHandle:
         for effect in self._run.handle(event, now):
             self._perform(effect)
         match event:
-            case Asked(rank, ask):
-                self._desk.asked(rank, ask, now)
+            case Asked(rank, request):
+                self._desk.asked(rank, request, now)
             case Unasked(rank, number):
                 self._desk.unasked(rank, number)
             case RankDied(rank) | DoneArrived(rank):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stack
-from hvdlab.kernel_ext.prompts.messages import Ask
+from hvdlab.kernel_ext.prompts.messages import PromptRequest
 
 if TYPE_CHECKING:
     from hvdlab.collectives.membership import Stall
@@ -121,7 +121,7 @@ class Asked:
     """A rank asks the user."""
 
     rank: int
-    ask: Ask
+    request: PromptRequest
 
 
 @dataclass(frozen=True, slots=True)

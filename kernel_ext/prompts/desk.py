@@ -15,7 +15,7 @@ from types import FrameType
 
 from IPython.core.error import StdinNotImplementedError
 
-from hvdlab.kernel_ext.prompts.messages import AT_AN_END, DEBUGGER, PASSWORD, Ask, Reply
+from hvdlab.kernel_ext.prompts.messages import AT_AN_END, DEBUGGER, PASSWORD, PromptRequest, Reply
 from hvdlab.kernel_ext.prompts.prompter import IN_BACKGROUND, NO_STDIN, Prompter
 from hvdlab.kernel_ext.prompts.queue import Answer, PromptQueue, Question
 
@@ -67,9 +67,9 @@ class PromptDesk:
 
     # -- what happens; the driving thread -------------------------------------------------------------------------
 
-    def asked(self, rank: int, ask: Ask, now: float) -> None:
+    def asked(self, rank: int, request: PromptRequest, now: float) -> None:
         """A rank asks."""
-        self._send(self._queue.asked(rank, ask, now))
+        self._send(self._queue.asked(rank, request, now))
         if self._refusal or not (self.asking or threading.current_thread() is threading.main_thread()):
             self._refuse(self._refusal or IN_BACKGROUND, now)
 
@@ -93,7 +93,7 @@ class PromptDesk:
     def withdraw(self, rank: int, number: int | None = None) -> None:
         """The rank does not wait for an answer (to this question) any more: do not wait for the user either."""
         asking = self._asking
-        if asking is not None and asking.rank == rank and number in (None, asking.ask.number):
+        if asking is not None and asking.rank == rank and number in (None, asking.request.number):
             self.break_off()
 
     def break_off(self) -> None:
@@ -128,7 +128,7 @@ class PromptDesk:
         """
         assert self._prompter is not None
         line, error = "", ""
-        label, hidden = self._queue.label(question), question.ask.kind == PASSWORD
+        label, hidden = self._queue.label(question), question.request.kind == PASSWORD
         with self._lock:
             self._asking, self._withdrawn = question, False
         try:

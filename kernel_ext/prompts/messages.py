@@ -14,7 +14,7 @@ AT_AN_END = "eof"
 """In place of an error's sentence: the user has ended the input."""
 
 
-class Ask(Payload, frozen=True):
+class PromptRequest(Payload, frozen=True):
     """A rank waits for a line from the user; sent again if it, or the answer, may have got lost.
 
     Attributes:
@@ -30,7 +30,7 @@ class Ask(Payload, frozen=True):
     prompt: str
 
 
-class Unask(Payload, frozen=True):
+class PromptWithdrawn(Payload, frozen=True):
     """A rank does not wait for this answer any more."""
 
     cell: str
@@ -38,7 +38,7 @@ class Unask(Payload, frozen=True):
 
 
 class Reply(Payload, frozen=True):
-    """The answer to :class:`Ask` with this number.
+    """The answer to :class:`PromptRequest` with this number.
 
     Attributes:
         error: Empty, :data:`AT_AN_END`, or a sentence that says why there is no answer.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.prompts.commands import Send, Switch, Tell, understand
-from hvdlab.kernel_ext.prompts.messages import DEBUGGER, Ask, Reply
+from hvdlab.kernel_ext.prompts.messages import DEBUGGER, PromptRequest, Reply
 
 GATHER = 0.3
 """Seconds after a question in which those of other ranks may come before the user is asked."""
@@ -24,7 +24,7 @@ class Question:
     """A rank's question."""
 
     rank: int
-    ask: Ask
+    request: PromptRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class PromptQueue:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[int, int], Ask] = {}
+        self._waiting: dict[tuple[int, int], PromptRequest] = {}
         self._answered: dict[tuple[int, int], Reply] = {}  # the newest
         self._expected: set[int] = set()
         self._expected_until = 0.0
@@ -52,13 +52,13 @@ class PromptQueue:
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
-    def asked(self, rank: int, ask: Ask, now: float) -> list[Answer]:
+    def asked(self, rank: int, request: PromptRequest, now: float) -> list[Answer]:
         """A rank asks, perhaps again. Returns the answer if it has one already."""
-        known = self._answered.get((rank, ask.number))
+        known = self._answered.get((rank, request.number))
         if known is not None:
             return [Answer(rank, known)]
-        if (rank, ask.number) not in self._waiting:
-            self._waiting[rank, ask.number] = ask
+        if (rank, request.number) not in self._waiting:
+            self._waiting[rank, request.number] = request
             awaited = rank in self._expected
             self._expected.discard(rank)
             # When all ranks that got an answer have asked again, there is no other rank to wait for.
@@ -99,7 +99,7 @@ class PromptQueue:
             return None
         rank = self._current if self._current in self.ranks else self.ranks[0]
         assert rank is not None
-        return Question(rank, self._ask_of(rank))
+        return Question(rank, self._request_of(rank))
 
     def label(self, question: Question) -> str:
         """The prompt with the rank's name, and the other ranks that wait."""
@@ -107,7 +107,7 @@ class PromptQueue:
         also = ""
         if others:
             also = f" ({format_ranks(others)} {'waits' if len(others) == 1 else 'wait'}, @? tells)"
-        return f"[rank {question.rank}]{also} {question.ask.prompt}"
+        return f"[rank {question.rank}]{also} {question.request.prompt}"
 
     def status(self) -> str:
         """Which ranks are at a prompt, in words; empty if none is."""
@@ -118,9 +118,9 @@ class PromptQueue:
     def overview(self) -> str:
         """The ranks that wait, a line each, and how to answer them."""
         lines = []
-        for (rank, _), ask in sorted(self._waiting.items()):
-            kind = f" {_KINDS[ask.kind]}" if ask.kind in _KINDS else ""
-            lines.append(f"  rank {rank}{kind}: {ask.prompt.strip()}")
+        for (rank, _), request in sorted(self._waiting.items()):
+            kind = f" {_KINDS[request.kind]}" if request.kind in _KINDS else ""
+            lines.append(f"  rank {rank}{kind}: {request.prompt.strip()}")
         return "\n".join(
             [
                 *lines,
@@ -130,11 +130,11 @@ class PromptQueue:
 
     def answered(self, question: Question, line: str, now: float) -> tuple[list[Answer], str]:
         """The user has typed a line at this question. Returns the answers for ranks, and a text for the user."""
-        rank, ask = question.rank, question.ask
-        if ask.number not in {number for one, number in self._waiting if one == rank}:
+        rank, request = question.rank, question.request
+        if request.number not in {number for one, number in self._waiting if one == rank}:
             return [], ""
-        alike = self._alike(ask.kind)
-        if ask.kind == DEBUGGER or len(self.ranks) > 1:
+        alike = self._alike(request.kind)
+        if request.kind == DEBUGGER or len(self.ranks) > 1:
             command = understand(line, rank, self.ranks, alike)
         else:
             command = Send((rank,), line)  # no other rank could be meant
@@ -155,16 +155,16 @@ class PromptQueue:
 
     # -- helpers --------------------------------------------------------------------------------------------------
 
-    def _ask_of(self, rank: int) -> Ask:
-        return next(ask for (one, _), ask in self._waiting.items() if one == rank)
+    def _request_of(self, rank: int) -> PromptRequest:
+        return next(request for (one, _), request in self._waiting.items() if one == rank)
 
     def _alike(self, kind: str) -> list[int]:
-        return [rank for rank in self.ranks if self._ask_of(rank).kind == kind]
+        return [rank for rank in self.ranks if self._request_of(rank).kind == kind]
 
     def _answer(self, ranks: tuple[int, ...], text: str, error: str, now: float) -> list[Answer]:
         answers = []
         for rank in ranks:
-            number = self._ask_of(rank).number
+            number = self._request_of(rank).number
             del self._waiting[rank, number]
             reply = self._answered[rank, number] = Reply(number, text, error)
             answers.append(Answer(rank, reply))

@@ -25,9 +25,9 @@ from hvdlab.kernel_ext.prompts.messages import (
     INPUT,
     LONGEST_PROMPT,
     PASSWORD,
-    Ask,
+    PromptRequest,
+    PromptWithdrawn,
     Reply,
-    Unask,
 )
 from hvdlab.kernel_ext.prompts.prompter import NOBODY
 
@@ -52,8 +52,8 @@ class PausableEngine(Protocol):
 
 
 class _Waiting:
-    def __init__(self, ask: Ask) -> None:
-        self.ask = ask
+    def __init__(self, request: PromptRequest) -> None:
+        self.request = request
         self.on_main = threading.current_thread() is threading.main_thread()
         self.reply: Reply | None = None
         self.ended = threading.Event()
@@ -126,23 +126,23 @@ class Prompting:
         sys.stdout.flush()
         sys.stderr.flush()
         self._flush()
-        ask = Ask(self._cell, next(self._numbers), kind, _shown(prompt))
-        waiting = self._waiting[ask.number] = _Waiting(ask)
+        request = PromptRequest(self._cell, next(self._numbers), kind, _shown(prompt))
+        waiting = self._waiting[request.number] = _Waiting(request)
         # After the entry in _waiting: an interrupt that comes now is seen here, or interrupted() finds the entry.
         # The main thread may handle the interrupt between input()'s look and this one: a debugger goes by the cell alone.
-        interrupted = self._interrupted_cell == ask.cell and (kind == DEBUGGER or not self._interrupted())
+        interrupted = self._interrupted_cell == request.cell and (kind == DEBUGGER or not self._interrupted())
         if interrupted and not waiting.on_main:
-            del self._waiting[ask.number]
+            del self._waiting[request.number]
             raise KeyboardInterrupt
         try:
             self._pauses += 1
             self._engine.pause(AT_A_PROMPT)
-            self._post(ask)
+            self._post(request)
             waiting.ended.wait()
         finally:
-            self._waiting.pop(ask.number, None)
+            self._waiting.pop(request.number, None)
             if waiting.reply is None or waiting.reply.error == INTERRUPTED:
-                self._post(Unask(ask.cell, ask.number))
+                self._post(PromptWithdrawn(request.cell, request.number))
             self._engine.resume(AT_A_PROMPT)
             self._pauses -= 1
         reply = waiting.reply
@@ -191,7 +191,7 @@ class Prompting:
     def ask_again(self) -> None:
         """Send all open questions again: the pool may have missed mail."""
         for waiting in tuple(self._waiting.values()):
-            self._post(waiting.ask)
+            self._post(waiting.request)
 
     def settled(self, cell: str) -> None:
         """The pool wants nothing more of this cell. If it still runs, it was given up."""

@@ -145,7 +145,13 @@ class Campaign:
         faults: What is drawn.
         hang_after: Seconds after which what has not ended counts as hanging.
         views: Whether views are open on the pool, which must show what the recording has.
+
+    Attributes:
+        started: How many pools there were.
+        mailbox: Where ranks tell what happens to them.
     """
+
+    mailbox: Mailbox
 
     def __init__(
         self,
@@ -165,7 +171,7 @@ class Campaign:
         #: Steps that the wrapped model has been trained for.
         self._trained = 0
         self._views: OpenViews | None = None
-        self.pools = 0
+        self.started = 0
         self._pool: Pool | None = None
         self._expected: dict[int, dict[str, Any]] = {}
         self._holdings: dict[int, census.Count] = {}
@@ -240,7 +246,7 @@ class Campaign:
         if self._pool is None:
             self._shm = census.shared_memory()
             self._pool = Pool.start(self.size, plane=self.plane, timeout=self.hang_after)
-            self.pools += 1
+            self.started += 1
             self.set_up(range(self.size))
             self.cell("training.check()")
             if self.wraps:
@@ -426,7 +432,7 @@ class Campaign:
         drawn, rng = self.draw(number)
         return Trial(self, fault or drawn, number, rng).play()
 
-    def trials(self, count: int, first: int = 0) -> Iterator[Outcome]:
+    def play(self, count: int, first: int = 0) -> Iterator[Outcome]:
         """Play ``count`` trials, beginning with the one that has this number; each kind of fault once before any twice."""
         for number in range(first, first + count):
             yield self.trial(number, self.faults[number] if number < len(self.faults) else None)

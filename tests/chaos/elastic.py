@@ -22,7 +22,7 @@ from chaos import census
 from chaos.campaign import HANG, Campaign, Hang, Sink
 from chaos.elastic_victim import SET_UP, TRAIN
 from chaos.figures import Outcome
-from chaos.journal import replayed
+from chaos.membership import Change, MembershipCampaign, Teller, wrong_results
 from chaos.parts import PARTS
 from chaos.phases import PHASES
 from hvdlab.collectives.errors import StartError
@@ -33,31 +33,8 @@ from hvdlab.kernel_ext.output.report import report
 LEAST, MOST = 2, 5
 """Ranks that the training must have, and may have."""
 
-ROUND = 8
-"""Changes after which the cell is ended, so that its results can be checked."""
-
-WITHIN = 5.0
-"""Seconds from a change until all ranks that there are then have completed steps together."""
-
 APART = 1.0
 """Seconds after the beginning of one change in which another one comes that meets it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A kind of change.
-
-    Attributes:
-        name: As in the table.
-        play: How it is made; a method of :class:`ElasticCampaign`.
-        announced: Whether no rank may lose a step.
-        weight: How often it is drawn, compared with the others.
-    """
-
-    name: str
-    play: str
-    announced: bool = False
-    weight: int = 2
 
 
 CHANGES = (
@@ -80,12 +57,34 @@ CHANGES = (
 )
 
 
-class ElasticCampaign(Campaign):
+@dataclass(frozen=True, slots=True)
+class RanksOfAPool:
+    """Ranks that are to train together."""
+
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"ranks {list(self.ranks)}"
+
+    def together(self, letters: Sequence[dict[str, Any]], since: float) -> bool:
+        told = Counter(
+            letter["rank"]
+            for letter in letters
+            if letter["what"] == "step" and letter["at"] > since and letter["group"] == list(self.ranks)
+        )
+        return all(told[rank] >= 2 for rank in self.ranks)
+
+
+class ElasticCampaign(MembershipCampaign, Campaign):
     """Plays changes on a pool that trains. A context manager.
 
     Args:
         changes: What is drawn.
     """
+
+    within = 5.0
+    longest_wait = 0.3
+    round = 8
 
     def __init__(
         self,
@@ -96,18 +95,11 @@ class ElasticCampaign(Campaign):
         hang_after: float = HANG,
         views: bool = False,
     ) -> None:
-        super().__init__(seed, plane, size=3, hang_after=hang_after, views=views)
-        self.changes = tuple(changes)
+        Campaign.__init__(self, seed, plane, size=3, hang_after=hang_after, views=views)
+        MembershipCampaign.__init__(self, changes)
         #: The cell that trains.
         self._run: CellHandle | None = None
         self._sink = Sink()
-        #: What is being played: its dice, its outcome, and the instant of the first change.
-        self._rng = random.Random(0)
-        self._outcome = Outcome(seed, 0, plane, "", "", -1, WITHIN)
-        self._began = self._at = 0.0
-        #: The process of each rank, the hash of its memory, and how often it went back, as it has told last.
-        self._known: dict[int, tuple[int, str]] = {}
-        self._back: Counter[int] = Counter()
 
     # -- the pool ---------------------------------------------------------------------------------------------------
 
@@ -121,8 +113,11 @@ class ElasticCampaign(Campaign):
         """Give ranks the model and what trains it."""
         source = SET_UP.format(seed=self.seed, mailbox=self.mailbox.path, plane=self.plane)
         self.values(source, list(ranks))
-        self._known.clear()
-        self._back.clear()
+        self._forget_tellers()
+
+    @property
+    def trains(self) -> bool:
+        return self._run is not None
 
     def start_training(self) -> None:
         """Begin a cell that trains, on ranks that all know what it needs."""
@@ -149,72 +144,23 @@ class ElasticCampaign(Campaign):
         results = self._await_end(run)
         if not results.ok:
             return ["the cell failed: " + " ".join(report(results, colours=False))]
-        found = [results[rank] for rank in results.ranks]
-        wrong = []
-        if any(one != found[0] for one in found):
-            wrong.append(f"the ranks differ: {found}")
-        weight, momentum = replayed(found[0]["groups"])
-        if (found[0]["weights"], found[0]["momenta"]) != ([weight], [momentum]):
-            wrong.append(f"{found[0]} is not what its groups give: {weight}, {momentum}")
-        if sum(count for _, count in found[0]["groups"]) != found[0]["step"]:
-            wrong.append(f"steps were lost or done twice: {found[0]}")
+        wrong = wrong_results([results[rank] for rank in results.ranks])
         wrong += self.wrong_views()
         leaks, _ = self.leaks()
         return wrong + [f"left over: {leak}" for leak in leaks]
 
     def discard(self) -> None:
         self._run = None
-        super().discard()
+        Campaign.discard(self)
 
-    # -- trials -----------------------------------------------------------------------------------------------------
+    def _dice(self, number: int) -> random.Random:
+        return random.Random(f"{self.seed}/{number}/{self.plane}")
 
-    def play(self, count: int, first: int = 0) -> Iterator[Outcome]:
-        """Make ``count`` changes, beginning with the one that has this number; each kind once before any twice."""
-        for number in range(first, first + count):
-            rng = random.Random(f"{self.seed}/{number}/{self.plane}")
-            drawn = rng.choices(self.changes, [change.weight for change in self.changes])[0]
-            change = self.changes[number] if number < len(self.changes) else drawn
-            last = number == first + count - 1 or (number - first) % ROUND == ROUND - 1
-            yield self._play_one(change, number, rng, last=last)
-
-    def _play_one(self, change: Change, number: int, rng: random.Random, *, last: bool) -> Outcome:
-        self._rng = rng
-        outcome = self._outcome = Outcome(self.seed, number, self.plane, change.name, "any", -1, WITHIN)
-        whole = False
-        try:
-            if self._run is None:
-                self.start_training()
-            self._began = self._at = time.monotonic()
-            self.mailbox.clear()
-            back = self._back.copy()
-            getattr(self, change.play)()
-            if change.announced and (again := self._back - back):
-                outcome.lost.append(f"ranks went back though nothing failed: {dict(again)}")
-            if last:
-                outcome.wrong += self.end_training()
-            whole = not outcome.wrong
-        except Hang as hang:
-            outcome.hang = str(hang)
-        except Exception as error:  # noqa: BLE001  (whatever it is, it is what came of this change)
-            outcome.wrong.append(f"{type(error).__name__}: {error}")
+    def _complete(self, outcome: Outcome) -> None:
         for at, text in self._sink.told:
             if at >= self._began:
                 outcome.events.append(f"{at - self._began:8.3f} told: {text}")
         outcome.events.sort(key=lambda line: float(line.split()[0]))
-        if not whole:
-            self.discard()
-        return outcome
-
-    def _event(self, text: str) -> None:
-        self._outcome.events.append(f"{time.monotonic() - self._began:8.3f} {text}")
-
-    def _changes(self, text: str) -> None:
-        """The change is made now."""
-        self._at = time.monotonic()
-        self._event(text)
-
-    def _wait_a_little(self, most: float = 0.3) -> None:
-        time.sleep(self._rng.uniform(0, most))
 
     # -- what must be so after each change ----------------------------------------------------------------------------
 
@@ -223,18 +169,12 @@ class ElasticCampaign(Campaign):
 
         Raises :class:`Hang`.
         """
-        at = time.monotonic()
-        deadline = at + self.hang_after
-        while time.monotonic() < deadline:
-            wanted = self.pool.ranks
-            if self.mailbox.wait_until(lambda letters, w=wanted: _together(letters, w, at), 0.2):  # type: ignore[misc]
-                self._hear()
-                self._event(f"ranks {list(wanted)} have gone on together")
-                return time.monotonic() - self._at
-            if self._run is not None and self._run.done:
-                results = self._run.wait(self.hang_after)
-                raise RuntimeError("the cell has ended: " + " ".join(report(results, colours=False)))
-        raise Hang(f"ranks {list(self.pool.ranks)} do not train together; {self._where()}")
+        return self._await_together(lambda: RanksOfAPool(tuple(self.pool.ranks)))
+
+    def _raise_if_ended(self) -> None:
+        if self._run is not None and self._run.done:
+            results = self._run.wait(self.hang_after)
+            raise RuntimeError("the cell has ended: " + " ".join(report(results, colours=False)))
 
     def _goes_on(self) -> None:
         """All ranks that there are train together, the first time after the change and once what was lost is back."""
@@ -245,24 +185,11 @@ class ElasticCampaign(Campaign):
             self._event(f"repaired ranks {repaired}")
             self._outcome.repair = self._await_steps()
 
-    def _hear(self) -> None:
-        """Look at what ranks have told: each remembers what it knew, and went back no further than to its commit."""
+    def _tellers(self, letters: Sequence[dict[str, Any]]) -> Iterator[tuple[Teller, dict[str, Any]]]:
         pids = self._pids_of_ranks()
-        for letter in self.mailbox.letters:
-            if letter["what"] != "step" or letter["pid"] != pids.get(letter["rank"]):
-                continue
-            rank, now = letter["rank"], (letter["pid"], letter["kept"])
-            before = self._known.get(rank)
-            if before is not None and before[0] == now[0] and before != now:
-                self._outcome.lost.append(f"rank {rank} remembers {now} in place of {before}")
-            if before is None or before[0] != now[0]:
-                self._back[rank] = 0
-            self._known[rank] = now
-            for done, to, committed in letter["back"][self._back[rank] :]:
-                self._event(f"rank {rank} went back from step {done} to {to}")
-                if to < committed:
-                    self._outcome.lost.append(f"rank {rank} went back to {to}, before its commit {committed}")
-            self._back[rank] = len(letter["back"])
+        for letter in letters:
+            if letter["pid"] == pids.get(letter["rank"]):
+                yield Teller(f"rank {letter['rank']}", letter["pid"]), letter
 
     def _where(self) -> str:
         try:
@@ -487,13 +414,3 @@ class ElasticCampaign(Campaign):
 
         self._meanwhile(self.pool.size + 1, interrupt)
         self._ended_by(run)
-
-
-def _together(letters: Sequence[dict[str, Any]], ranks: Sequence[int], since: float) -> bool:
-    """Whether each of these ranks has told twice since then of a commit with just these others."""
-    told = Counter(
-        letter["rank"]
-        for letter in letters
-        if letter["what"] == "step" and letter["at"] > since and letter["group"] == list(ranks)
-    )
-    return all(told[rank] >= 2 for rank in ranks)

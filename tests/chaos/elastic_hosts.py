@@ -14,25 +14,20 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from chaos.campaign import HANG, Hang, Mailbox
-from chaos.elastic import Change
+from chaos.campaign import HANG, Mailbox
 from chaos.figures import Outcome
-from chaos.journal import replayed
+from chaos.membership import Change, MembershipCampaign, Teller, wrong_results
 from hosts import Network
 from remote_shell import RemoteShell
 
 HOSTS, SLOTS = 4, 2
 """Hosts, the first of which stays, and how many ranks the others have; the first has one."""
-
-WITHIN = 15.0
-"""Seconds from a change until all ranks that there are then have completed steps together: hosts are asked for once a second, and
-one that is cut off is missed by the heartbeat."""
 
 DEAD_AFTER = 3.0
 """Seconds of silence after which a host is lost. On a busy machine ranks that are not cut off may be silent for as long."""
@@ -53,7 +48,26 @@ CHANGES = (
 VICTIM = Path(__file__).with_name("hosts_victim.py")
 
 
-class ElasticHosts:
+@dataclass(frozen=True, slots=True)
+class RanksOfHosts:
+    """How many ranks of each host, and no others, are to train together."""
+
+    counts: Mapping[str, int]
+
+    def __str__(self) -> str:
+        return str(dict(self.counts))
+
+    def together(self, letters: Sequence[dict[str, Any]], since: float) -> bool:
+        steps = [letter for letter in letters if letter["what"] == "step" and letter["at"] > since]
+        if not steps or len(steps[-1]["group"]) != sum(self.counts.values()):
+            return False
+        told = Counter(
+            (letter["host"], letter["pid"]) for letter in steps if letter["group"] == steps[-1]["group"]
+        )
+        return Counter(host for (host, _), count in told.items() if count >= 2) == Counter(self.counts)
+
+
+class ElasticHosts(MembershipCampaign):
     """Plays changes on one job, which is replaced only if it is not as it should be. A context manager.
 
     Args:
@@ -63,8 +77,13 @@ class ElasticHosts:
         dead_after: Seconds of silence after which a host is lost; hosts that are cut off are lost by nothing else.
 
     Attributes:
-        jobs: How many jobs there were.
+        started: How many jobs there were.
     """
+
+    plane = "tls"
+    # Hosts are asked for once a second, and one that is cut off is missed by the heartbeat.
+    within = 15.0
+    longest_wait = 1.5
 
     def __init__(
         self,
@@ -74,9 +93,9 @@ class ElasticHosts:
         hang_after: float = HANG,
         dead_after: float = DEAD_AFTER,
     ) -> None:
-        self.seed, self.changes, self.hang_after = seed, tuple(changes), hang_after
-        self.dead_after = dead_after
-        self.jobs = 0
+        super().__init__(changes)
+        self.seed, self.hang_after, self.dead_after = seed, hang_after, dead_after
+        self.started = 0
         #: What a job needs, taken down with it.
         self._stack = contextlib.ExitStack()
         self._job: subprocess.Popen[bytes] | None = None
@@ -84,13 +103,6 @@ class ElasticHosts:
         self._said = Path(os.devnull)
         #: Numbers of the hosts that are listed, the first left out.
         self._listed: set[int] = set()
-        #: What is being played: its dice, its outcome, and the instant of the change.
-        self._rng = random.Random(0)
-        self._outcome = Outcome(seed, 0, "tls", "", "", -1, WITHIN)
-        self._began = self._at = 0.0
-        #: The hash of the memory of each process, by host and number, and how often it went back.
-        self._known: dict[tuple[str, int], str] = {}
-        self._back: Counter[tuple[str, int]] = Counter()
 
     def __enter__(self) -> Self:
         return self
@@ -100,19 +112,22 @@ class ElasticHosts:
 
     # -- the job ----------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    @property
+    def trains(self) -> bool:
+        return self._job is not None
+
+    def start_training(self) -> None:
         """Make hosts, and a job on the first two of them. Returns when it trains."""
-        self.jobs += 1
+        self.started += 1
         # Unix sockets need a short path.
         self._directory = Path(
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp"))
         )
         self._network = self._stack.enter_context(Network(HOSTS))
         self._shell = self._stack.enter_context(RemoteShell(self._network, self._directory))
-        self._mailbox = Mailbox(self._directory / "mail")
-        self._stack.callback(self._mailbox.close)
-        self._known.clear()
-        self._back.clear()
+        self.mailbox = Mailbox(self._directory / "mail")
+        self._stack.callback(self.mailbox.close)
+        self._forget_tellers()
         self._list({1})
         command = [sys.executable, "-m", "hvdlab", "run", "-np", "1", "--min-np", "1"]
         command += ["--max-np", str(1 + SLOTS * HOSTS), "--reset-limit", "1000000"]
@@ -142,7 +157,7 @@ class ElasticHosts:
             )
         self._await_steps(self._wanted())
 
-    def finish(self) -> list[str]:
+    def end_training(self) -> list[str]:
         """End the job. Returns what is not as it should be of its results, and what is left of it."""
         job, self._job = self._job, None
         if job is None:
@@ -177,61 +192,22 @@ class ElasticHosts:
         found = [json.loads(path.read_text()) for path in sorted(self._directory.glob("result-*.json"))]
         if len(found) != sum(self._wanted().values()):
             return [f"{len(found)} ranks have come to the end: {self._last_lines()}"]
-        wrong = [f"the ranks differ: {found}"] if any(one != found[0] for one in found) else []
-        weight, momentum = replayed([(tuple(ranks), count) for ranks, count in found[0]["groups"]])
-        if (found[0]["weights"], found[0]["momenta"]) != ([weight], [momentum]):
-            wrong.append(f"{found[0]} is not what its groups give: {weight}, {momentum}")
-        if sum(count for _, count in found[0]["groups"]) != found[0]["step"]:
-            wrong.append(f"steps were lost or done twice: {found[0]}")
-        return wrong
+        return wrong_results(found)
 
     def _last_lines(self) -> str:
         if not self._said.is_file():
             return ""
         return " | ".join(self._said.read_text(errors="replace").splitlines()[-8:])
 
-    # -- trials -----------------------------------------------------------------------------------------------------
+    def _dice(self, number: int) -> random.Random:
+        return random.Random(f"{self.seed}/{number}/hosts")
 
-    def play(self, count: int, first: int = 0) -> Iterator[Outcome]:
-        """Make ``count`` changes, beginning with the one that has this number; each kind once before any twice."""
-        for number in range(first, first + count):
-            rng = self._rng = random.Random(f"{self.seed}/{number}/hosts")
-            drawn = rng.choices(self.changes, [change.weight for change in self.changes])[0]
-            change = self.changes[number] if number < len(self.changes) else drawn
-            yield self._play_one(change, number, last=number == first + count - 1)
-
-    def _play_one(self, change: Change, number: int, *, last: bool) -> Outcome:
-        outcome = self._outcome = Outcome(self.seed, number, "tls", change.name, "any", -1, WITHIN)
-        try:
-            if self._job is None:
-                self.start()
-            self._began = self._at = time.monotonic()
-            self._mailbox.clear()
-            back = self._back.copy()
-            getattr(self, change.play)()
-            if change.announced and (again := self._back - back):
-                outcome.lost.append(f"ranks went back though nothing failed: {dict(again)}")
-            if last:
-                outcome.wrong += self.finish()
-        except Hang as hang:
-            outcome.hang = str(hang)
-        except Exception as error:  # noqa: BLE001  (whatever it is, it is what came of this change)
-            outcome.wrong.append(f"{type(error).__name__}: {error}")
+    def _complete(self, outcome: Outcome) -> None:
         if not outcome.ok:
             outcome.said = self._last_lines()
-            self.discard()
-        return outcome
 
-    def _event(self, text: str) -> None:
-        self._outcome.events.append(f"{time.monotonic() - self._began:8.3f} {text}")
-
-    def _changes(self, text: str) -> None:
-        """The change is made now."""
-        self._at = time.monotonic()
-        self._event(text)
-
-    def _wait_a_little(self, most: float = 1.5) -> None:
-        time.sleep(self._rng.uniform(0, most))
+    def _usable(self, outcome: Outcome) -> bool:
+        return outcome.ok
 
     # -- what must be so after each change ----------------------------------------------------------------------------
 
@@ -245,29 +221,19 @@ class ElasticHosts:
 
         Raises :class:`Hang`.
         """
-        at = time.monotonic()
-        while time.monotonic() - at < self.hang_after:
-            if self._mailbox.wait_until(lambda letters: _together(letters, wanted, at), 0.2):
-                self._hear()
-                self._event(f"{dict(wanted)} have gone on together")
-                return time.monotonic() - self._at
-            if self._job is not None and (code := self._job.poll()) is not None:
-                raise RuntimeError(f"the job has ended with exit code {code}")
-        raise Hang(f"{dict(wanted)} do not train together; last letters {self._mailbox.letters[-4:]}")
+        members = RanksOfHosts(wanted)
+        return self._await_together(lambda: members)
 
-    def _hear(self) -> None:
-        """Look at what ranks have told: each remembers what it knew, and went back no further than to its commit."""
-        for letter in self._mailbox.letters:
-            if letter["what"] != "step":
-                continue
-            process = letter["host"], letter["pid"]
-            if letter["kept"] != self._known.setdefault(process, letter["kept"]):
-                self._outcome.lost.append(f"{process} remembers something else than before")
-            for done, to, committed in letter["back"][self._back[process] :]:
-                self._event(f"{process} went back from step {done} to {to}")
-                if to < committed:
-                    self._outcome.lost.append(f"{process} went back to {to}, before its commit {committed}")
-            self._back[process] = len(letter["back"])
+    def _raise_if_ended(self) -> None:
+        if self._job is not None and (code := self._job.poll()) is not None:
+            raise RuntimeError(f"the job has ended with exit code {code}")
+
+    def _where(self) -> str:
+        return f"last letters {self.mailbox.letters[-4:]}"
+
+    def _tellers(self, letters: Sequence[dict[str, Any]]) -> Iterator[tuple[Teller, dict[str, Any]]]:
+        for letter in letters:
+            yield Teller(f"process {letter['pid']} of {letter['host']}", letter["pid"]), letter
 
     # -- pieces of changes ----------------------------------------------------------------------------------------------
 
@@ -370,14 +336,3 @@ class ElasticHosts:
             self._changes(f"{host.name} is back")
             host.mend()
         self._comes_back()
-
-
-def _together(letters: Sequence[dict[str, Any]], wanted: Mapping[str, int], since: float) -> bool:
-    """Whether so many ranks of each host, and no others, have told twice since then of commits that they made together."""
-    steps = [letter for letter in letters if letter["what"] == "step" and letter["at"] > since]
-    if not steps or len(steps[-1]["group"]) != sum(wanted.values()):
-        return False
-    told = Counter(
-        (letter["host"], letter["pid"]) for letter in steps if letter["group"] == steps[-1]["group"]
-    )
-    return Counter(host for (host, _), count in told.items() if count >= 2) == Counter(wanted)

@@ -102,10 +102,13 @@ class Partitions:
 
     Args:
         seed: What everything is drawn from.
+
+    Attributes:
+        started: How many jobs there were.
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.jobs = seed, 0
+        self.seed, self.started = seed, 0
         self._stack = ExitStack()
         self._ranks: RanksOnHosts | None = None
         self._memory: dict[int, str] = {}
@@ -116,7 +119,7 @@ class Partitions:
     def __exit__(self, *_: object) -> None:
         self._discard()
 
-    def trials(self, count: int, first: int = 0) -> Iterator[Outcome]:
+    def play(self, count: int, first: int = 0) -> Iterator[Outcome]:
         """Play ``count`` trials, beginning with the one that has this number."""
         for number in range(first, first + count):
             yield self._trial(number)
@@ -143,7 +146,7 @@ class Partitions:
 
     def _job(self) -> RanksOnHosts:
         if self._ranks is None:
-            self.jobs += 1
+            self.started += 1
             network = self._stack.enter_context(Network(HOSTS))
             self._ranks = self._stack.enter_context(RanksOnHosts(network, PER_HOST, env=ENV))
             seeded = self._ranks.run(fill, self.seed)

@@ -26,7 +26,7 @@ def play(seed: int, plane: str, faults: list[Fault], count: int, *, views: bool 
     """Play a campaign; fails with the whole story of whatever is not as it should be."""
     outcomes: list[Outcome] = []
     with Campaign(seed, plane, faults=faults, views=views) as campaign:
-        outcomes += campaign.trials(count)
+        outcomes += campaign.play(count)
         left = campaign.stop()
     print(table(rows(outcomes)))
     stories = [str(outcome) for outcome in outcomes if not outcome.ok]

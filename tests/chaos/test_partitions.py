@@ -14,7 +14,7 @@ def test_hosts_that_are_cut_off() -> None:
     if hosts.missing():
         pytest.skip(hosts.missing())
     with Partitions(21) as campaign:
-        outcomes = list(campaign.trials(6))
+        outcomes = list(campaign.play(6))
     stories = [str(outcome) for outcome in outcomes if not outcome.ok]
     assert not stories, "\n\n".join(stories)
     assert {outcome.fault for outcome in outcomes} == set(KINDS)

@@ -15,7 +15,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
-from hvdlab.torch.c10d.store import Answer, Ask, StoreState
+from hvdlab.torch.c10d.store import KeeperAnswer, KeeperRequest, StoreState
 from hvdlab.torch.c10d.world import World
 from patience import HOUR, PATIENCE
 from ranks import RankGone, Ranks
@@ -30,33 +30,33 @@ class Asking:
 
     def __call__(
         self, rank: int, operation: str, *keys: str, space: str = "s", **what: Any
-    ) -> list[tuple[int, Answer]]:
+    ) -> list[tuple[int, KeeperAnswer]]:
         self._number += 1
-        return self.state.handle(rank, Ask(self._number, space, operation, keys, **what))
+        return self.state.handle(rank, KeeperRequest(self._number, space, operation, keys, **what))
 
 
 def test_what_waits_for_keys_is_answered_once_all_are_there() -> None:
     ask = Asking()
     assert ask(1, "get", "a", "b") == []
     assert ask(2, "wait", "b") == []
-    assert ask(0, "set", "a", values=(b"1",)) == [(0, Answer(3))]
+    assert ask(0, "set", "a", values=(b"1",)) == [(0, KeeperAnswer(3))]
     assert ask(0, "append", "b", values=(b"2",)) == [
-        (0, Answer(4)),
-        (1, Answer(1, (b"1", b"2"))),
-        (2, Answer(2)),
+        (0, KeeperAnswer(4)),
+        (1, KeeperAnswer(1, (b"1", b"2"))),
+        (2, KeeperAnswer(2)),
     ]
 
 
 def test_what_is_asked_again_is_answered_as_it_was() -> None:
     state = StoreState()
-    add = Ask(7, "s", "add", ("n",), amount=2)
-    assert state.handle(1, add) == state.handle(1, add) == [(1, Answer(7, amount=2))]
-    assert state.handle(2, add) == [(2, Answer(7, amount=4))]  # the same number, by another rank
-    wait = Ask(8, "s", "get", ("late",))
+    add = KeeperRequest(7, "s", "add", ("n",), amount=2)
+    assert state.handle(1, add) == state.handle(1, add) == [(1, KeeperAnswer(7, amount=2))]
+    assert state.handle(2, add) == [(2, KeeperAnswer(7, amount=4))]  # the same number, by another rank
+    wait = KeeperRequest(8, "s", "get", ("late",))
     assert state.handle(1, wait) == state.handle(1, wait) == []
-    assert state.handle(2, Ask(9, "s", "set", ("late",), (b"x",))) == [
-        (2, Answer(9)),
-        (1, Answer(8, (b"x",))),
+    assert state.handle(2, KeeperRequest(9, "s", "set", ("late",), (b"x",))) == [
+        (2, KeeperAnswer(9)),
+        (1, KeeperAnswer(8, (b"x",))),
     ]
 
 
@@ -64,12 +64,15 @@ def test_who_gave_up_gets_no_answer_and_a_new_group_ends_waits_of_the_one_before
     ask = Asking()
     assert ask(1, "get", "a") == []
     assert ask(1, "forget", amount=1) == []
-    assert ask(0, "set", "a", values=(b"1",)) == [(0, Answer(3))]
+    assert ask(0, "set", "a", values=(b"1",)) == [(0, KeeperAnswer(3))]
     assert ask(2, "get", "c") == []
     assert ask(1, "get", "c", space="t") == []
-    assert ask(0, "open", space="t") == [(2, Answer(4, gone=True)), (0, Answer(6))]
-    assert ask(0, "check", "a", space="t") == [(0, Answer(7, amount=0))]
-    assert ask(0, "set", "c", space="t", values=(b"2",)) == [(0, Answer(8)), (1, Answer(5, (b"2",)))]
+    assert ask(0, "open", space="t") == [(2, KeeperAnswer(4, gone=True)), (0, KeeperAnswer(6))]
+    assert ask(0, "check", "a", space="t") == [(0, KeeperAnswer(7, amount=0))]
+    assert ask(0, "set", "c", space="t", values=(b"2",)) == [
+        (0, KeeperAnswer(8)),
+        (1, KeeperAnswer(5, (b"2",))),
+    ]
 
 
 def test_what_is_asked_of_a_former_group_is_answered_at_once() -> None:
@@ -77,12 +80,15 @@ def test_what_is_asked_of_a_former_group_is_answered_at_once() -> None:
     ask(0, "open", space="s")
     ask(0, "set", "a", space="s", values=(b"1",))
     ask(0, "open", space="t")
-    assert ask(1, "get", "never", space="s") == [(1, Answer(4, gone=True))]
-    assert ask(1, "set", "a", space="s", values=(b"2",)) == [(1, Answer(5, gone=True))]
+    assert ask(1, "get", "never", space="s") == [(1, KeeperAnswer(4, gone=True))]
+    assert ask(1, "set", "a", space="s", values=(b"2",)) == [(1, KeeperAnswer(5, gone=True))]
     assert ask(1, "get", "b", space="u") == [], "its ranks have met, and the keeper has not opened it yet"
-    assert ask(0, "open", space="u") == [(0, Answer(7))]
-    assert ask(1, "check", "a", space="s") == ask.state.handle(1, Ask(8, "s", "check", ("a",)))
-    assert ask(0, "set", "b", space="u", values=(b"3",)) == [(0, Answer(9)), (1, Answer(6, (b"3",)))]
+    assert ask(0, "open", space="u") == [(0, KeeperAnswer(7))]
+    assert ask(1, "check", "a", space="s") == ask.state.handle(1, KeeperRequest(8, "s", "check", ("a",)))
+    assert ask(0, "set", "b", space="u", values=(b"3",)) == [
+        (0, KeeperAnswer(9)),
+        (1, KeeperAnswer(6, (b"3",))),
+    ]
 
 
 def _used() -> None:

@@ -406,7 +406,9 @@ class ServerLink:
         if self._probe is None or self._probe.answer is not None:
             self._sequence += 1
             store = next(iter(self.stock), 0)
-            probe = self._probe = Ticket(m.Ask(self._sequence, store), None, 0, keeps=False, span=None)
+            probe = self._probe = Ticket(
+                m.StockRequest(self._sequence, store), None, 0, keeps=False, span=None
+            )
             self._unanswered[self._sequence] = probe
             self._carry_out(lambda: self._transmit(probe))
         elif (

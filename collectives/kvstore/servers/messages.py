@@ -119,7 +119,7 @@ class SetOptimizer(Message, frozen=True):
     keeps_states: bool = False
 
 
-class Ask(Message, frozen=True):
+class StockRequest(Message, frozen=True):
     """How much of a store the server keeps."""
 
     sequence: int
@@ -151,7 +151,18 @@ class Leave(Message, frozen=True):
 
 
 FromWorker = (
-    Bring | Open | Close | Data | Init | Push | Pull | SetOptimizer | Ask | GiveUp | EndRounds | Leave
+    Bring
+    | Open
+    | Close
+    | Data
+    | Init
+    | Push
+    | Pull
+    | SetOptimizer
+    | StockRequest
+    | GiveUp
+    | EndRounds
+    | Leave
 )
 
 
@@ -218,7 +229,7 @@ class Waits(Message, frozen=True):
 
 
 class Stock(Message, frozen=True):
-    """The answer to :class:`Ask`: keys and the bytes of their values, and how many epochs have ended."""
+    """The answer to :class:`StockRequest`: keys and the bytes of their values, and how many epochs have ended."""
 
     sequence: int
     keys: int

@@ -47,7 +47,7 @@ PIECE = 1 << 20
 """Bytes of an outbox that go over a connection at once."""
 
 
-_Request = m.Push | m.Pull | m.Init | m.SetOptimizer | m.Ask
+_Request = m.Push | m.Pull | m.Init | m.SetOptimizer | m.StockRequest
 
 
 class Outbox(Protocol):
@@ -385,7 +385,7 @@ class ServerState:
         rank = self._ranks.get(event.peer)
         if rank is None:
             raise ProtocolError(f"a {type(message).__name__} of a connection without a worker")
-        if isinstance(message, m.Push | m.Pull | m.Init | m.SetOptimizer | m.Ask):
+        if isinstance(message, m.Push | m.Pull | m.Init | m.SetOptimizer | m.StockRequest):
             self._request(rank, message, now)
         elif isinstance(message, m.Data):
             self._workers[rank].outbox.write(message.offset, message.data)

@@ -167,6 +167,37 @@ def test_who_was_to_be_let_go_still_leaves_at_the_next_commit(said: str) -> None
     assert successor.count(12, m.Leave) == 1
 
 
+@pytest.mark.parametrize("size", [3, None])
+def test_without_a_client_a_rank_that_was_to_be_let_go_leaves_at_the_next_commit(size: int | None) -> None:
+    """The rank itself has said so; ``None``: no process has told this coordinator how many ranks there are."""
+    successor = Successor(size, tracked=True)
+    for rank in range(3):
+        successor.comes(rank, elastic=True, cells=("cell",), released=rank == 2)
+    successor.wait()
+    assert successor.configured() == (0, 1, 2)
+    assert successor.last(10, m.World).leaving == (2,)
+    assert successor.count(12, m.Leave) == 0
+    for rank in range(3):
+        successor.says(rank, m.Regroup(1, 1, ""))
+    assert successor.configured() == (0, 1)
+    assert successor.count(10, m.Regrouped) == 1
+    assert successor.count(12, m.Leave) == 1
+
+
+def test_without_any_word_of_how_many_there_are_ranks_train_on_without_those_that_do_not_come_back() -> None:
+    successor = Successor(None, tracked=True)
+    for rank in (0, 2):
+        successor.comes(rank, elastic=True, cells=("cell",))
+    successor.wait()
+    for rank in (0, 2):
+        successor.says(rank, m.Regroup(1, 1, ""))
+    assert successor.configured() == (0, 2)
+    assert [successor.count(10 + rank, m.Regrouped) for rank in (0, 2)] == [1, 1]
+    assert [death.rank for death in successor.last(10, m.World).deaths] == [1]
+    successor.client(m.Recall((0, 1, 2), members(0, 2)))
+    assert successor.last(CLIENT, m.World).expected == (0, 1, 2)
+
+
 def test_one_in_the_place_of_a_rank_that_was_to_be_let_go_stays() -> None:
     successor = Successor(None)
     successor.client(m.Recall((0, 1), members(0, 1), released=(1,)))

@@ -590,7 +590,7 @@ def test_memory_goes_with_the_last_worker(steps: Steps) -> None:
         worker.up.append((m.Close(STORE), None))
         world.drain()
     assert world.server.stock() == (0, 0)
-    late = world.workers[0].request(lambda n: m.Ask(n, STORE))
+    late = world.workers[0].request(lambda n: m.StockRequest(n, STORE))
     push = world.push(0, np.zeros(2))
     world.drain()
     for number in (late, push):
@@ -624,7 +624,7 @@ def test_what_breaks_the_protocol_ends_its_connection_alone(steps: Steps, wrong:
     world.push(0, like + 1)
     world.drain()
     assert world.value(0, like).tolist() == [1, 1]
-    world.handle(Received(12345, m.Ask(1, STORE)))  # a connection that has gone already
+    world.handle(Received(12345, m.StockRequest(1, STORE)))  # a connection that has gone already
     assert world.value(1, like).tolist() == [1, 1]
 
 

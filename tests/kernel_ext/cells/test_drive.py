@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Stream
 from hvdlab.kernel_ext.prompts.desk import PromptDesk
-from hvdlab.kernel_ext.prompts.messages import DEBUGGER, Ask
+from hvdlab.kernel_ext.prompts.messages import DEBUGGER, PromptRequest
 from hvdlab.kernel_ext.prompts.queue import Question
 from patience import PATIENCE
 
@@ -254,7 +254,7 @@ def test_the_user_is_asked_no_more_after_an_interrupt() -> None:
 
     run.handle._desk = Desk(InterruptingUser(run), lambda rank, reply: None)
     run.handle._interrupt = lambda ranks: run.feed(done(0), done(1))
-    run.feed(Asked(0, Ask("c", 1, DEBUGGER, "ipdb> ")))
+    run.feed(Asked(0, PromptRequest("c", 1, DEBUGGER, "ipdb> ")))
     run.handle.wait(PATIENCE)
     # A notebook's frontend keeps a second box, and runs no cell as long as it is there.
     assert len(asked) == 1

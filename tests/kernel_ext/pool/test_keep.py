@@ -287,10 +287,51 @@ def test_ranks_join_and_leave_an_elastic_cell_of_the_notebook_before() -> None:
         assert list(pool.run("hvd.allreduce(np.ones(1), op=hvd.Sum).item()")) == [2.0, 2.0]
 
 
-def test_a_rank_that_waits_to_be_let_in_joins_for_the_next_notebook(doors: Callable[[int], None]) -> None:
+def test_a_cell_trains_on_when_coordinators_and_a_rank_die_while_nobody_is_attached() -> None:
+    kill(keeper("3", "elastic"))
+    kept = Registry().get("mine")
+    second = replace_coordinator(kept, kept.coordinator.pid)
+    with Client.connect(kept.address, kept.client_token) as client:
+        world = client.wait_for(lambda now: now.formed == (0, 1, 2), PATIENCE)
+        os.kill(world.members[0].pid, signal.SIGKILL)
+        client.wait_for(lambda now: now.formed == (1, 2), PATIENCE)
+    replace_coordinator(kept, second)
+    out = Recorder()
+    with Pool.attach("mine", show=lambda cell: out) as pool:
+        (run,) = pool.resumed
+        assert list(pool.lost) == [0]
+        out.wait_for_note("the coordinator ended, and was replaced, before this notebook attached", PATIENCE)
+        wait_for_size(out, 2, [1, 2])
+        assert pool.repair() == (0,)
+        wait_for_size(out, 3, [0, 1, 2])
+        assert {rank: pids_of(pool)[rank] for rank in (1, 2)} == {m.rank: m.pid for m in world.members[1:]}
+        os.kill(pids_of(pool)[1], signal.SIGUSR1)
+        results = run.wait(PATIENCE)
+        assert results.ok, (results.root_cause, out.notes)
+        step, sizes = results[2]
+        assert sum(sizes.values()) == step
+
+
+def kill_coordinator_too(died: bool) -> None:
+    """The notebook has ended; if its coordinator ``died`` as well, the next notebook finds a successor."""
+    if died:
+        kept = Registry().get("mine")
+        replace_coordinator(kept, kept.coordinator.pid)
+
+
+COORDINATOR_DIED = pytest.mark.parametrize(
+    "died", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["coordinator-lives", "coordinator-died"]
+)
+
+
+@COORDINATOR_DIED
+def test_a_rank_that_waits_to_be_let_in_joins_for_the_next_notebook(
+    doors: Callable[[int], None], died: bool
+) -> None:
     process = keeper("2", "held")
     act(process, "grow")
     kill(process)
+    kill_coordinator_too(died)
     out = Recorder()
     with Pool.attach("mine", show=lambda cell: out) as pool:
         (run,) = pool.resumed
@@ -322,10 +363,14 @@ def test_a_rank_whose_cell_ended_before_it_entered_is_a_newcomer_for_the_next_no
         assert set(failed.newcomers) == {2}
 
 
-def test_a_rank_that_was_let_go_leaves_for_the_next_notebook(doors: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("died", [False, True], ids=["coordinator-lives", "coordinator-died"])
+def test_a_rank_that_was_let_go_leaves_for_the_next_notebook(
+    doors: Callable[[int], None], died: bool
+) -> None:
     process = keeper("3", "held")
     act(process, "let go")
     kill(process)
+    kill_coordinator_too(died)
     out = Recorder()
     with Pool.attach("mine", show=lambda cell: out) as pool:
         (run,) = pool.resumed
@@ -344,12 +389,14 @@ def test_a_rank_that_was_let_go_leaves_for_the_next_notebook(doors: Callable[[in
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("died", [False, True], ids=["coordinator-lives", "coordinator-died"])
 def test_a_rank_that_was_not_sent_the_cell_before_the_notebook_ended_is_sent_it_by_the_next(
-    doors: Callable[[int], None],
+    doors: Callable[[int], None], died: bool
 ) -> None:
     process = keeper("2", "held")
     act(process, "start a rank")
     kill(process)
+    kill_coordinator_too(died)
     out = Recorder()
     with Pool.attach("mine", show=lambda cell: out) as pool:
         (run,) = pool.resumed
@@ -363,11 +410,13 @@ def test_a_rank_that_was_not_sent_the_cell_before_the_notebook_ended_is_sent_it_
 
 
 @pytest.mark.soak
-def test_too_few_ranks_are_told_of_and_repaired_in_an_elastic_cell_of_the_notebook_before() -> None:
+@pytest.mark.parametrize("died", [False, True], ids=["coordinator-lives", "coordinator-died"])
+def test_too_few_ranks_are_told_of_and_repaired_in_an_elastic_cell_of_the_notebook_before(died: bool) -> None:
     process = keeper("2", "elastic")
     kept = Registry().get("mine")
     (first, second) = sorted(psutil.Process(kept.warm.pid).children(), key=psutil.Process.name)
     kill(process)
+    kill_coordinator_too(died)
     first.kill()
     psutil.wait_procs([first], timeout=GONE)
     out = Recorder()
@@ -482,6 +531,12 @@ def next_coordinator(kept: Kept, before: int) -> int:
         assert not deadline.expired, "nobody has replaced the coordinator"
         os.sched_yield()
     return pid
+
+
+def replace_coordinator(kept: Kept, pid: int) -> int:
+    """Kill this coordinator while nobody is attached. Returns the process of the next one."""
+    os.kill(pid, signal.SIGKILL)
+    return next_coordinator(kept, pid)
 
 
 @pytest.mark.parametrize("soon", [False, pytest.param(True, marks=pytest.mark.soak)])

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlab.kernel_ext.prompts.commands import Send, Switch, Tell, understand
-from hvdlab.kernel_ext.prompts.messages import DEBUGGER, INPUT, Ask, Reply
+from hvdlab.kernel_ext.prompts.messages import DEBUGGER, INPUT, PromptRequest, Reply
 from hvdlab.kernel_ext.prompts.queue import GATHER, RETURN, Answer, PromptQueue
 
 
-def ask(number: int, kind: str = DEBUGGER, prompt: str = "ipdb> ") -> Ask:
-    return Ask("c", number, kind, prompt)
+def ask(number: int, kind: str = DEBUGGER, prompt: str = "ipdb> ") -> PromptRequest:
+    return PromptRequest("c", number, kind, prompt)
 
 
 def due(queue: PromptQueue, now: float) -> int | None:

@@ -34,7 +34,7 @@ from hvdlab.kernel_ext.payloads import (
     Settled,
     Stream,
 )
-from hvdlab.kernel_ext.prompts.messages import Ask, Reply
+from hvdlab.kernel_ext.prompts.messages import PromptRequest, Reply
 from hvdlab.kernel_ext.prompts.prompter import NO_STDIN
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.fds import FdCapture
@@ -158,7 +158,7 @@ class Pool:
         self.count = 0
         self.late: list[Output] = []
         self.answers: list[str] = []
-        self.asked: list[Ask] = []
+        self.asked: list[PromptRequest] = []
 
     def start(self, source: str, *, label: str = "", **options: Any) -> str:
         self.count += 1
@@ -181,7 +181,7 @@ class Pool:
                     chunks.append(chunk)
                 if credit:
                     self.engine.mail(Credit(cell, mail.total))
-            elif isinstance(mail, Ask):
+            elif isinstance(mail, PromptRequest):
                 self.asked.append(mail)
                 self.engine.mail(
                     Reply(mail.number, self.answers.pop(0))

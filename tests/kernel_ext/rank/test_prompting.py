@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hvdlab.kernel_ext.payloads import CellDone, Owner, Resync
-from hvdlab.kernel_ext.prompts.messages import AT_AN_END, DEBUGGER, INPUT, PASSWORD, Ask, Reply, Unask
+from hvdlab.kernel_ext.prompts.messages import (
+    AT_AN_END,
+    DEBUGGER,
+    INPUT,
+    PASSWORD,
+    PromptRequest,
+    PromptWithdrawn,
+    Reply,
+)
 from hvdlab.kernel_ext.rank.debugging import POST_MORTEM
 from hvdlab.kernel_ext.rank.prompting import LeftDebugger, Prompting
 
@@ -20,9 +28,9 @@ if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Ran, Rank
 
 
-def talk(rank: Rank, source: str, answers: Sequence[str]) -> tuple[Ran, list[Ask]]:
+def talk(rank: Rank, source: str, answers: Sequence[str]) -> tuple[Ran, list[PromptRequest]]:
     """Run a cell, with these answers to what it asks."""
-    found: list[tuple[Ran, list[Ask]]] = []
+    found: list[tuple[Ran, list[PromptRequest]]] = []
 
     def script(pool: Pool) -> None:
         pool.answers = list(answers)
@@ -39,7 +47,7 @@ def test_what_was_written_before_comes_before_the_question_and_the_engine_pauses
     assert ran.text() == "helloADA\n"
     assert [(ask.kind, ask.prompt) for ask in asked] == [(INPUT, "name? ")]
     kinds = [kind for kind, _ in rank.engine.log]
-    assert kinds.index("Output") < kinds.index("pause") < kinds.index("Ask") < kinds.index("resume")
+    assert kinds.index("Output") < kinds.index("pause") < kinds.index("PromptRequest") < kinds.index("resume")
 
 
 def test_a_password_is_one(rank: Rank) -> None:
@@ -51,7 +59,7 @@ def test_a_password_is_one(rank: Rank) -> None:
 def test_the_end_of_the_input_is_eoferror(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         cell = pool.start("try:\n    input()\nexcept EOFError:\n    print('end')")
-        pool.engine.mail(Reply(pool.expect(Ask).number, "", AT_AN_END))
+        pool.engine.mail(Reply(pool.expect(PromptRequest).number, "", AT_AN_END))
         assert pool.finish(cell).text() == "end\n"
 
     rank.play(script)
@@ -60,9 +68,9 @@ def test_the_end_of_the_input_is_eoferror(rank: Rank) -> None:
 def test_an_interrupt_at_a_prompt_is_keyboardinterrupt_and_the_question_is_taken_back(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         cell = pool.start("try:\n    input('x')\nexcept KeyboardInterrupt:\n    print('left')")
-        ask = pool.expect(Ask)
+        ask = pool.expect(PromptRequest)
         pool.engine.interrupt()
-        assert pool.expect(Unask).number == ask.number
+        assert pool.expect(PromptWithdrawn).number == ask.number
         assert pool.finish(cell).text() == "left\n"
         assert rank.engine.paused == ""
 
@@ -72,9 +80,9 @@ def test_an_interrupt_at_a_prompt_is_keyboardinterrupt_and_the_question_is_taken
 def test_a_question_is_asked_again_when_mail_may_be_lost(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         cell = pool.start("input()")
-        ask = pool.expect(Ask)
+        ask = pool.expect(PromptRequest)
         pool.engine.mail(Resync(((cell, 0, 0),)))
-        assert pool.expect(Ask) == ask
+        assert pool.expect(PromptRequest) == ask
         pool.engine.mail(Reply(ask.number, "yes"))
         pool.engine.mail(Reply(ask.number, "no"))  # the answer to the second one comes too late
         assert pool.finish(cell).done.value_repr == "'yes'"
@@ -85,7 +93,7 @@ def test_a_question_is_asked_again_when_mail_may_be_lost(rank: Rank) -> None:
 def test_who_waits_when_the_notebook_leaves_gets_an_error(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         cell = pool.start("input()")
-        pool.expect(Ask)
+        pool.expect(PromptRequest)
         pool.engine.mail(Owner(0, 0))
         error = pool.finish(cell).error
         assert error.ename == "StdinNotImplementedError"
@@ -140,7 +148,7 @@ def test_an_interrupt_ends_what_another_thread_asks_while_the_main_thread_waits_
 ) -> None:
     def script(pool: Pool) -> None:
         cell = pool.start(CALLED_BACK.format(ask=ask))
-        pool.expect(Ask)
+        pool.expect(PromptRequest)
         pool.engine.interrupt()
         assert pool.finish(cell).error.ename == "KeyboardInterrupt"
         pool.start("thread.join()\nsaid")
@@ -183,10 +191,10 @@ def test_a_pause_that_an_interrupt_left_behind_ends_with_the_cell() -> None:
 
     engine = Engine()
     prompting = Prompting(
-        engine, lambda mail: isinstance(mail, Ask) and answer(mail), lambda: None, lambda: False
+        engine, lambda mail: isinstance(mail, PromptRequest) and answer(mail), lambda: None, lambda: False
     )
 
-    def answer(ask: Ask) -> None:
+    def answer(ask: PromptRequest) -> None:
         prompting.answered(Reply(ask.number, "yes"))
 
     prompting.cell_begins("c")
@@ -275,7 +283,7 @@ def test_quit_ends_the_cell(rank: Rank) -> None:
 def test_an_interrupt_leaves_the_debugger_too(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         cell = pool.start(STEPS.format(stop="breakpoint()"))
-        pool.expect(Ask)
+        pool.expect(PromptRequest)
         pool.engine.interrupt()
         error = pool.finish(cell).error
         assert error.ename == "KeyboardInterrupt"

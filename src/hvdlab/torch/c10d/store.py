@@ -20,19 +20,19 @@ from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, NotInitial
 
 _ASK, _ANSWER = "c10d.store.ask", "c10d.store.answer"
 _REMEMBERED = 256
-"""Answers to each rank that the keeper remembers, for asks that come again."""
+"""Answers to each rank that the keeper remembers, for requests that come again."""
 _FORMER = 4096
-"""Former spaces that the keeper remembers, for asks that come after their end."""
+"""Former spaces that the keeper remembers, for requests that come after their end."""
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class KeeperRequest(msgspec.Struct, frozen=True, array_like=True):
     """A rank's request to the rank that keeps the values.
 
     Attributes:
-        number: The asking rank's count of its asks; the answer has the same.
+        number: The asking rank's count of its requests; the answer has the same.
         space: The values that it is about: each default group has a space of its own.
         operation: What to do: ``open``, ``set``, ``get``, ``add``, ``compare``, ``append``, ``wait``, ``check``, ``delete``,
-            ``count``, ``list``, or ``forget``, which withdraws the ask with the number ``amount``.
+            ``count``, ``list``, or ``forget``, which withdraws the request with the number ``amount``.
         keys: The keys.
         values: Their values; for ``compare`` the expected and the desired one.
         amount: The number that ``add`` adds.
@@ -46,8 +46,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     amount: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """The keeper's answer to an :class:`Ask`, with the fields that its operation returns.
+class KeeperAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The keeper's answer to a :class:`KeeperRequest`, with the fields that its operation returns.
 
     ``gone`` means that the values no longer exist, since the default group was made anew.
     """
@@ -60,9 +60,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoreState:
-    """The values, and the asks that wait for some. No I/O.
+    """The values, and the requests that wait for some. No I/O.
 
-    A rank sends an ask again when it can't know whether it had arrived; it gets the same answer, and nothing is done twice.
+    A rank sends a request again when it can't know whether it had arrived; it gets the same answer, and nothing is done twice.
     """
 
     def __init__(self) -> None:
@@ -70,35 +70,35 @@ class StoreState:
         #: Spaces of former default groups, the oldest first: what is asked of them is answered with ``gone``. A space that is neither
         #: here nor there is about to be opened: the ranks have met, and this one has asked before the keeper has opened it.
         self._former: dict[str, None] = {}
-        #: Asks whose keys are not all set yet, each with its sender.
-        self._waiting: list[tuple[int, Ask]] = []
-        #: The latest answers to each rank, by the asks' numbers.
-        self._answered: dict[int, OrderedDict[int, Answer]] = {}
+        #: Requests whose keys are not all set yet, each with its sender.
+        self._waiting: list[tuple[int, KeeperRequest]] = []
+        #: The latest answers to each rank, by the requests' numbers.
+        self._answered: dict[int, OrderedDict[int, KeeperAnswer]] = {}
 
-    def handle(self, sender: int, ask: Ask) -> list[tuple[int, Answer]]:
-        """Do what a rank asks; returns the answers to send now, each with its rank: also those to earlier asks that waited."""
+    def handle(self, sender: int, request: KeeperRequest) -> list[tuple[int, KeeperAnswer]]:
+        """Do what a rank asks; returns the answers to send now, each with its rank: also those to earlier requests that waited."""
         known = self._answered.setdefault(sender, OrderedDict())
-        if ask.number in known:
-            return [(sender, known[ask.number])]
-        if ask.operation == "forget":
+        if request.number in known:
+            return [(sender, known[request.number])]
+        if request.operation == "forget":
             self._waiting = [
-                each for each in self._waiting if (each[0], each[1].number) != (sender, ask.amount)
+                each for each in self._waiting if (each[0], each[1].number) != (sender, request.amount)
             ]
             return []
-        if (sender, ask) in self._waiting:
+        if (sender, request) in self._waiting:
             return []
-        if ask.space in self._former:
-            return [(sender, Answer(ask.number, gone=True))]
-        if ask.operation == "open":
-            found = self._open(ask.space)
+        if request.space in self._former:
+            return [(sender, KeeperAnswer(request.number, gone=True))]
+        if request.operation == "open":
+            found = self._open(request.space)
         else:
-            values = self._spaces.setdefault(ask.space, {})
-            if ask.operation in ("get", "wait") and not all(key in values for key in ask.keys):
-                self._waiting.append((sender, ask))
+            values = self._spaces.setdefault(request.space, {})
+            if request.operation in ("get", "wait") and not all(key in values for key in request.keys):
+                self._waiting.append((sender, request))
                 return []
             found = []
-        found.append((sender, self._answer(ask)))
-        found += self._freed(ask.space)
+        found.append((sender, self._answer(request)))
+        found += self._freed(request.space)
         for rank, answer in found:
             answers = self._answered.setdefault(rank, OrderedDict())
             answers[answer.number] = answer
@@ -106,57 +106,61 @@ class StoreState:
                 answers.popitem(last=False)
         return found
 
-    def _open(self, space: str) -> list[tuple[int, Answer]]:
-        """Begin a space and drop all others, since a new default group is made; returns answers to asks that waited in those."""
+    def _open(self, space: str) -> list[tuple[int, KeeperAnswer]]:
+        """Begin a space and drop all others, since a new default group is made; returns answers to requests that waited in those."""
         self._former |= dict.fromkeys(each for each in self._spaces if each != space)
         while len(self._former) > _FORMER:
             del self._former[next(iter(self._former))]
         self._spaces = {space: self._spaces.get(space, {})}
-        gone = [(rank, Answer(ask.number, gone=True)) for rank, ask in self._waiting if ask.space != space]
+        gone = [
+            (rank, KeeperAnswer(request.number, gone=True))
+            for rank, request in self._waiting
+            if request.space != space
+        ]
         self._waiting = [each for each in self._waiting if each[1].space == space]
         return gone
 
-    def _freed(self, space: str) -> list[tuple[int, Answer]]:
+    def _freed(self, space: str) -> list[tuple[int, KeeperAnswer]]:
         values = self._spaces[space]
         ready = [
-            (rank, ask)
-            for rank, ask in self._waiting
-            if ask.space == space and all(k in values for k in ask.keys)
+            (rank, request)
+            for rank, request in self._waiting
+            if request.space == space and all(k in values for k in request.keys)
         ]
         self._waiting = [each for each in self._waiting if each not in ready]
-        return [(rank, self._answer(ask)) for rank, ask in ready]
+        return [(rank, self._answer(request)) for rank, request in ready]
 
-    def _answer(self, ask: Ask) -> Answer:
+    def _answer(self, request: KeeperRequest) -> KeeperAnswer:
         """Do what is asked; the keys that it needs are set."""
-        values, number = self._spaces[ask.space], ask.number
-        key = ask.keys[0] if ask.keys else ""
-        match ask.operation:
+        values, number = self._spaces[request.space], request.number
+        key = request.keys[0] if request.keys else ""
+        match request.operation:
             case "set":
-                values.update(zip(ask.keys, ask.values, strict=True))
+                values.update(zip(request.keys, request.values, strict=True))
             case "get":
-                return Answer(number, tuple(values[each] for each in ask.keys))
+                return KeeperAnswer(number, tuple(values[each] for each in request.keys))
             case "append":
-                values[key] = values.get(key, b"") + ask.values[0]
+                values[key] = values.get(key, b"") + request.values[0]
             case "add":
-                total = int(values.get(key, b"0")) + ask.amount
+                total = int(values.get(key, b"0")) + request.amount
                 values[key] = str(total).encode()
-                return Answer(number, amount=total)
+                return KeeperAnswer(number, amount=total)
             case "compare":
-                expected, wanted = ask.values
+                expected, wanted = request.values
                 # As torch's stores do: a key that is not set counts as empty, and if something else was expected, the answer is
                 # the expected value.
                 if values.get(key, b"") == expected:
                     values[key] = wanted
-                return Answer(number, (values.get(key, expected),))
+                return KeeperAnswer(number, (values.get(key, expected),))
             case "check":
-                return Answer(number, amount=int(all(each in values for each in ask.keys)))
+                return KeeperAnswer(number, amount=int(all(each in values for each in request.keys)))
             case "delete":
-                return Answer(number, amount=int(values.pop(key, None) is not None))
+                return KeeperAnswer(number, amount=int(values.pop(key, None) is not None))
             case "count":
-                return Answer(number, amount=len(values))
+                return KeeperAnswer(number, amount=len(values))
             case "list":
-                return Answer(number, keys=tuple(values))
-        return Answer(number)
+                return KeeperAnswer(number, keys=tuple(values))
+        return KeeperAnswer(number)
 
 
 class StoreLink:
@@ -171,9 +175,9 @@ class StoreLink:
         self._state = StoreState()
         self._changed = threading.Condition()
         self._number = 0
-        #: Asks without an answer, by number, each with the rank that keeps the values.
-        self._asked: dict[int, tuple[int, Ask]] = {}
-        self._answers: dict[int, Answer] = {}
+        #: Requests without an answer, by number, each with the rank that keeps the values.
+        self._asked: dict[int, tuple[int, KeeperRequest]] = {}
+        self._answers: dict[int, KeeperAnswer] = {}
         engine.on_mail(_ASK, self._on_ask)
         engine.on_mail(_ANSWER, self._on_answer)
         engine.on_world(self._on_change)
@@ -182,15 +186,15 @@ class StoreLink:
 
     def ask(
         self, keeper: int, members: Sequence[int], space: str, operation: str, seconds: float, **what: Any
-    ) -> Answer:
+    ) -> KeeperAnswer:
         """Ask the rank that keeps the values, and wait for its answer.
 
         Args:
             keeper: The rank that keeps the values.
             members: The ranks of the group: the end of any of them ends the wait.
-            space, operation: See :class:`Ask`.
+            space, operation: See :class:`KeeperRequest`.
             seconds: Limit of the wait.
-            what: Further fields of :class:`Ask`.
+            what: Further fields of :class:`KeeperRequest`.
 
         Raises:
             AbortedError: A rank died or left, or the default group was made anew.
@@ -201,18 +205,18 @@ class StoreLink:
         with self._changed:
             self._number += 1
             number = self._number
-            ask = Ask(number, space, operation, **what)
-            self._asked[number] = keeper, ask
+            request = KeeperRequest(number, space, operation, **what)
+            self._asked[number] = keeper, request
         deadline = Deadline(seconds)
-        answer: Answer | None = None
+        answer: KeeperAnswer | None = None
         try:
-            self._engine.post(_ASK, msgspec.msgpack.encode(ask), [keeper])
+            self._engine.post(_ASK, msgspec.msgpack.encode(request), [keeper])
             with self._changed:
                 while (answer := self._answers.pop(number, None)) is None:
-                    self._raise_if_ended(ask, members)
+                    self._raise_if_ended(request, members)
                     if deadline.expired:
                         raise dist.DistStoreError(
-                            f"{operation}: no rank has set {', '.join(ask.keys)} within {seconds:g} s"
+                            f"{operation}: no rank has set {', '.join(request.keys)} within {seconds:g} s"
                         )
                     self._changed.wait(deadline.remaining())
         finally:
@@ -221,14 +225,14 @@ class StoreLink:
                 self._answers.pop(number, None)
             if answer is None:
                 self._engine.post(
-                    _ASK, msgspec.msgpack.encode(Ask(0, space, "forget", amount=number)), [keeper]
+                    _ASK, msgspec.msgpack.encode(KeeperRequest(0, space, "forget", amount=number)), [keeper]
                 )
         assert answer is not None
         if answer.gone:
-            raise _ended(ask, Cause(CauseKind.MEMBERSHIP, (), "the default process group was made anew"))
+            raise _ended(request, Cause(CauseKind.MEMBERSHIP, (), "the default process group was made anew"))
         return answer
 
-    def _raise_if_ended(self, ask: Ask, members: Sequence[int]) -> None:
+    def _raise_if_ended(self, request: KeeperRequest, members: Sequence[int]) -> None:
         if self._engine.closed:
             raise NotInitializedError("the process group's store")
         lost = sorted(set(members) - set(self._engine.living))
@@ -236,35 +240,35 @@ class StoreLink:
             reason = self._engine.death_of(lost[0])
             kind = CauseKind.RANK_DIED if reason else CauseKind.RANK_LEFT
             text = f"rank {lost[0]} died: {reason}" if reason else f"rank {lost[0]} left the job"
-            raise _ended(ask, Cause(kind, tuple(lost), text))
+            raise _ended(request, Cause(kind, tuple(lost), text))
 
     def _on_change(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def _on_ask(self, sender: int, body: bytes) -> None:
-        """Answer another rank's ask. Control thread, the only thread that touches the values."""
-        for rank, answer in self._state.handle(sender, msgspec.msgpack.decode(body, type=Ask)):
+        """Answer another rank's request. Control thread, the only thread that touches the values."""
+        for rank, answer in self._state.handle(sender, msgspec.msgpack.decode(body, type=KeeperRequest)):
             self._engine.post(_ANSWER, msgspec.msgpack.encode(answer), [rank])
 
     def _on_answer(self, sender: int, body: bytes) -> None:
-        answer = msgspec.msgpack.decode(body, type=Answer)
+        answer = msgspec.msgpack.decode(body, type=KeeperAnswer)
         with self._changed:
             if answer.number in self._asked:
                 self._answers[answer.number] = answer
                 self._changed.notify_all()
 
     def _ask_again(self) -> None:
-        """Send all asks without an answer again: those on their way when the coordinator died may be lost. Control thread."""
+        """Send all requests without an answer again: those on their way when the coordinator died may be lost. Control thread."""
         with self._changed:
             asked = list(self._asked.values())
-        for keeper, ask in asked:
-            self._engine.post(_ASK, msgspec.msgpack.encode(ask), [keeper])
+        for keeper, request in asked:
+            self._engine.post(_ASK, msgspec.msgpack.encode(request), [keeper])
 
 
-def _ended(ask: Ask, cause: Cause) -> AbortedError:
-    name = f"store.{ask.operation}"
-    return AbortedError(Pending(name, ", ".join(ask.keys)), cause)
+def _ended(request: KeeperRequest, cause: Cause) -> AbortedError:
+    name = f"store.{request.operation}"
+    return AbortedError(Pending(name, ", ".join(request.keys)), cause)
 
 
 # Torch's stubs declare only some of its methods.
@@ -296,7 +300,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         #: The copies that C++ has asked for, kept alive here.
         self._clones: list[HvdlabStore] = []
 
-    def _ask(self, operation: str, *keys: str, seconds: float | None = None, **what: Any) -> Answer:
+    def _ask(self, operation: str, *keys: str, seconds: float | None = None, **what: Any) -> KeeperAnswer:
         limit = self._timeout.total_seconds() if seconds is None else seconds
         return self._link.ask(
             self._members[0], self._members, self.space, operation, limit, keys=keys, **what

@@ -201,6 +201,22 @@ def test_a_rank_that_fails_twice_before_it_joins_condemns_its_host() -> None:
     assert job.running == {0: "a"}
 
 
+def test_a_rank_that_fails_once_on_a_host_that_was_found_later_does_not_condemn_it() -> None:
+    job = Job(resets=9)
+    job.hosts(a=1)
+    job.come(0)
+    job.hosts(a=1, b=1)
+    assert not [effect for effect in job.end(1, Outcome(1)) if isinstance(effect, e.HostFailed)]
+    assert job.running == {0: "a", 1: "b"}
+    job.come(1)
+    for _ in range(2):  # as it was once let in, it has two tries again
+        assert not [effect for effect in job.end(1, Outcome(1)) if isinstance(effect, e.HostFailed)]
+        assert job.running == {0: "a", 1: "b"}
+    (failed,) = [effect for effect in job.end(1, Outcome(1)) if isinstance(effect, e.HostFailed)]
+    assert failed.reason == "rank 1 failed there twice before it had joined (exit code 1)"
+    assert job.running == {0: "a"}
+
+
 def test_a_host_where_nothing_starts_is_given_up() -> None:
     job = Job()
     job.hosts(a=1, b=1)

@@ -50,6 +50,8 @@ class Supervisor:
         self._settle_by = 0.0
         self._ending = _Ending(0, 0.0)
         self._resets = 0
+        #: Ranks that ended before they had joined, each with its host, until one of that number joins there.
+        self._unjoined: set[tuple[int, str]] = set()
         self._effects: list[e.Effect] = []
 
     @property
@@ -111,6 +113,7 @@ class Supervisor:
     def _connected(self, rank: int, now: float) -> None:
         self.ranks[rank].connected = self.ranks[rank].joined = True
         self.ranks[rank].lost = ""
+        self._unjoined.discard((rank, self.ranks[rank].host))
         if self.ranks[rank].released:  # before it had joined, which the coordinator knows no more
             self._effects.append(e.Release((rank,)))
         self._grow(now)  # there may be ranks to spare now
@@ -221,13 +224,17 @@ class Supervisor:
             self._effects.append(
                 e.Say(f"rank {rank}: {outcome}; starting it anew ({self._resets} of {limit})")
             )
-            if state.anew and not state.joined:
-                self._put_aside(
-                    state.host, f"rank {rank} failed there twice before it had joined ({outcome})"
-                )
+            if not state.joined:
+                self._failed_to_join(rank, state.host, outcome)
         self._effects.append(e.Expect(self.living))
         self._grow(now)
         return True
+
+    def _failed_to_join(self, rank: int, host: str, outcome: Outcome) -> None:
+        """A rank has ended on this host before it had joined. Once that may be by chance, as when its cable is pulled just then."""
+        if (rank, host) in self._unjoined:
+            self._put_aside(host, f"rank {rank} failed there twice before it had joined ({outcome})")
+        self._unjoined.add((rank, host))
 
     def _grow(self, now: float) -> None:
         """Start ranks on hosts that have room, and release ranks of hosts that are gone or have fewer slots now."""

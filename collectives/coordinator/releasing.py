@@ -48,7 +48,8 @@ def _schedule(state: CoordinatorState, ps: ProcessSet, ready: list[Round]) -> li
     """Order the rounds with a priority whose turn it is, and keep the others with one back.
 
     Where a round that is kept would be in the way, none is: it would be aborted with what waits for a rank that has no cell, has left or
-    begins again; and no verdict may overtake it, since ranks take both out of the same queues.
+    begins again; no verdict may overtake it, since ranks take both out of the same queues; and once all ranks have joined, they go on as if
+    all that was submitted before were over, also those that have not submitted it themselves.
 
     Returns:
         The rounds that are still to be released, in order.
@@ -56,7 +57,8 @@ def _schedule(state: CoordinatorState, ps: ProcessSet, ready: list[Round]) -> li
     matcher, credit = ps.matcher, state.options.scheduling_credit
     schedule = matcher.schedule
     leaving = ps.gone or state.elastic.ready or not matcher.members.isdisjoint(state.cells.idle)
-    if leaving or matcher.rejections or not credit:
+    joined = any(current.info.kind == OpKind.JOIN for current in ready)
+    if leaving or joined or matcher.rejections or not credit:
         run(state, ps, schedule.next())
         return ready
     others: list[Round] = []

@@ -42,7 +42,7 @@ from hvdlab.collectives.protocol import messages as m
 _PLAIN = frozenset(
     kind
     for kind in OpKind
-    if kind not in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET) and not kind.asks_server
+    if kind not in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET, OpKind.JOIN) and not kind.asks_server
 )
 _CHECK_AGAIN = 0.5
 """Seconds in which announcements may still come before the coordinator looks for ranks that wait for each other."""

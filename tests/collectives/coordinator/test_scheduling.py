@@ -161,6 +161,21 @@ def test_what_is_kept_back_is_executed_although_a_rank_ends_its_cell() -> None:
     assert executed(sim) == ["0", "2+1"]
 
 
+def test_joining_ends_after_all_that_was_kept_back() -> None:
+    """Also after what a rank that had joined takes part in with zeros: it goes on as if that were over."""
+    sim = simulate()
+    submit(sim, "a", 0)
+    submit(sim, "kept", 0)
+    zero, one = sim.ranks.values()
+    join = signature("join.noname", OpKind.JOIN, shape=())
+    one.submit(join)
+    sim.drain()
+    zero.submit(signature("alone"), priority=0)
+    zero.submit(join)
+    sim.drain()
+    assert executed(sim) == ["a", "kept+alone", "join.noname"]
+
+
 def test_a_death_ends_what_is_kept_back_and_the_error_names_it() -> None:
     sim = simulate()
     submit(sim, "a", 0)

@@ -318,7 +318,9 @@ class ServerLink:
             self._waits = None  # if the push then waits for other workers, the server says so anew
             self._carry_out(
                 lambda: self._send(
-                    m.GiveUp(waits.store, waits.key, cause.ranks, cause.kind.value, cause.text)
+                    m.GiveUp(
+                        waits.sequence, waits.store, waits.key, cause.ranks, cause.kind.value, cause.text
+                    )
                 )
             )
             return None

@@ -127,8 +127,11 @@ class StockRequest(Message, frozen=True):
 
 
 class GiveUp(Message, frozen=True):
-    """The pushes that :class:`Waits` named won't come, as the coordinator knows: give the round up, unless they have come meanwhile."""
+    """The pushes that :class:`Waits` named won't come, as the coordinator knows: give the round up, unless they have come meanwhile, or what
+    has waited for them, the request ``sequence``, waits no more.
+    """
 
+    sequence: int
     store: int
     key: Key
     ranks: tuple[int, ...]

@@ -41,7 +41,7 @@ WAITS_SECONDS = 0.5
 STALL_SECONDS = 10.0
 """Seconds after which the server tells it that again, and the worker logs it."""
 _REPORTS = (WAITS_SECONDS, STALL_SECONDS, math.inf)
-_GIVE_UP_AFTER = 0.1
+GIVE_UP_AFTER = 0.1
 """Seconds before a round is given up: pushes sent over other connections before a worker asked for that may still arrive."""
 PIECE = 1 << 20
 """Bytes of an outbox that go over a connection at once."""
@@ -195,8 +195,8 @@ class ServerState:
         #: Requests for stores whose memory was not brought yet: their worker, and since when.
         self._early: dict[int, list[tuple[int, _Request, float]]] = {}
         self._effects: list[Effect] = []
-        #: Rounds to give up, and when.
-        self._giving_up: list[tuple[float, m.GiveUp]] = []
+        #: When rounds have to be given up, the ranks that ask for it, and what they ask.
+        self._giving_up: list[tuple[float, int, m.GiveUp]] = []
         #: How each dead rank has died. A store that is brought later goes on without them.
         self._dead: dict[int, str] = {}
 
@@ -223,7 +223,7 @@ class ServerState:
         due = [worker.away_since + AWAY_SECONDS for worker in self._workers.values()]
         due += [since + AWAY_SECONDS for early in self._early.values() for _, _, since in early]
         due += [waiting.next_report() for _, _, _, waiting in self._all_waiting()]
-        due += [when for when, _ in self._giving_up]
+        due += [when for when, _, _ in self._giving_up]
         return min(due, default=math.inf)
 
     def stock(self) -> tuple[int, int]:
@@ -318,10 +318,14 @@ class ServerState:
         ranks, kind, text = record.cause
         self._send(rank, m.Failed(sequence, text, ranks, record.epoch, kind, record.given_up))
 
-    def _give_up(self, request: m.GiveUp, now: float) -> None:
-        """End an epoch, unless the awaited pushes have come since the worker asked for that."""
+    def _give_up(self, rank: int, request: m.GiveUp, now: float) -> None:
+        """End an epoch, unless the awaited pushes have come since the worker asked for that, or its own request has ended."""
         store = self._stores.get(request.store)
         if store is None or request.key not in store.queues:
+            return
+        # Several workers ask for the same. Once one has been heard, all may have begun with their next cell, whose rounds must go on.
+        own = store.queues[request.key].get(rank, ())
+        if not any(each.request.sequence == request.sequence for each in own):
             return
         missing = self._missing(store, request.key, -1)
         culprits = tuple(rank for rank in request.ranks if rank in missing)
@@ -358,10 +362,10 @@ class ServerState:
                 missing = self._missing(store, key, rank)
                 sequence, number = waiting.request.sequence, waiting.request.store
                 self._send(rank, m.Waits(sequence, number, key, now - waiting.since, missing))
-        due = [asked for when, asked in self._giving_up if now >= when]
-        self._giving_up = [each for each in self._giving_up if now < each[0]]
-        for asked in due:
-            self._give_up(asked, now)
+        due = [asked for asked in self._giving_up if now >= asked[0]]
+        self._giving_up = [asked for asked in self._giving_up if now < asked[0]]
+        for _, worker_rank, give_up in due:
+            self._give_up(worker_rank, give_up, now)
 
     def _all_waiting(self) -> Iterator[tuple[_Store, Key, int, _Waiting]]:
         for store in self._stores.values():
@@ -397,7 +401,7 @@ class ServerState:
             if message.store in self._stores:
                 self._leave_store(message.store, rank, "has closed its store")
         elif isinstance(message, m.GiveUp):
-            self._giving_up.append((now + _GIVE_UP_AFTER, message))
+            self._giving_up.append((now + GIVE_UP_AFTER, rank, message))
         elif isinstance(message, m.EndRounds):
             store = self._stores.get(message.store)
             if store is not None and store.record.given_up < message.given_up:

@@ -23,6 +23,7 @@ from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.memory import SharedFile, StoreMemory
 from hvdlab.collectives.kvstore.servers.state import (
     AWAY_SECONDS,
+    GIVE_UP_AFTER,
     STALL_SECONDS,
     WAITS_SECONDS,
     Arrived,
@@ -476,7 +477,7 @@ def test_rounds_are_given_up_for_all_once_a_worker_will_not_push(steps: Steps) -
     world.now = WAITS_SECONDS
     world.handle(Tick())
     assert world.workers[0].down[0] == m.Waits(first, STORE, KEY, WAITS_SECONDS, (1,))
-    world.tell(0, m.GiveUp(STORE, KEY, (1,), "cell_ended", "rank 1 finished its cell without it"))
+    world.tell(0, m.GiveUp(first, STORE, KEY, (1,), "cell_ended", "rank 1 finished its cell without it"))
     assert world.workers[0].unanswered  # what rank 1 sent before may be on its way
     world.now += 1
     world.handle(Tick())
@@ -501,7 +502,7 @@ def test_what_has_come_meanwhile_is_not_given_up(steps: Steps) -> None:
     world.init(like)
     number = world.push(0, like + 1)
     world.drain()
-    world.tell(0, m.GiveUp(STORE, KEY, (1,), "cell_ended", "rank 1 finished its cell without it"))
+    world.tell(0, m.GiveUp(number, STORE, KEY, (1,), "cell_ended", "rank 1 finished its cell without it"))
     world.push(1, like + 1)
     world.now = 1.0
     world.drain()
@@ -511,13 +512,41 @@ def test_what_has_come_meanwhile_is_not_given_up(steps: Steps) -> None:
     world.now += WAITS_SECONDS
     world.handle(Tick())
     assert world.workers[0].down[-1].ranks == (2,)  # whom it waits for now
-    world.tell(0, m.GiveUp(STORE, KEY, (2,), "cell_failed", "rank 2 failed"))
+    world.tell(0, m.GiveUp(number, STORE, KEY, (2,), "cell_failed", "rank 2 failed"))
     world.push(2, like + 1)
     world.drain()
     assert world.value(0, like).tolist() == [3, 3]
     world.now += 1
     world.handle(Tick())
     assert world.value(1, like).tolist() == [3, 3]
+
+
+def test_a_round_is_not_given_up_for_one_before_it(steps: Steps) -> None:
+    """Two workers ask for the same, and the second is heard when all work on the next round."""
+    world = World(3, steps, synchronous=True)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    waiting = {rank: world.push(rank, like + 1) for rank in (0, 2)}
+    world.drain()
+    due = []
+    for rank, number in waiting.items():
+        world.tell(rank, m.GiveUp(number, STORE, KEY, (1,), "cell_failed", "rank 1 failed"))
+        due.append(world.now + GIVE_UP_AFTER)
+        world.now += GIVE_UP_AFTER / 2
+    world.now = due[0]
+    world.handle(Tick())
+    world.drain()
+    assert all(isinstance(world.workers[rank].answers[number], m.Failed) for rank, number in waiting.items())
+    again = {rank: world.push(rank, like + 1, epoch=1) for rank in (0, 2)}
+    world.drain()
+    world.now = due[1]
+    world.handle(Tick())
+    world.drain()
+    assert all(number in world.workers[rank].unanswered for rank, number in again.items())
+    again[1] = world.push(1, like + 1, epoch=1)
+    world.drain()
+    assert all(isinstance(world.workers[rank].answers[number], m.Done) for rank, number in again.items())
 
 
 def test_rounds_that_another_server_has_given_up_end_once_here(steps: Steps) -> None:

@@ -59,6 +59,7 @@ def main() -> None:
     batches = tf.data.Dataset.from_tensor_slices((train_x, train_y))
     batches = batches.repeat().shuffle(2 * len(train_x), seed=hvd.rank()).batch(args.batch_size)
 
+    keras.utils.set_random_seed(1)  # the same first weights each time
     layers = keras.layers
     model = keras.Sequential([keras.Input((64,)), layers.Dense(64, activation="relu"), layers.Dense(10)])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(args.lr * hvd.size(), momentum=0.9))

@@ -55,8 +55,10 @@ def outputs_are_written_by_the_wait() -> None:
     flying = [kv.pushpull_async("x", [value], out=outs) for _ in range(3)]
     pushed = value.copy()
     value[:] = np.nan  # what was pushed may be overwritten
-    while not flying[-1].done():
-        kv.pushpull("meanwhile", np.ones(1))
+    done = np.zeros(1, np.float32)
+    while done[0] < n:  # the sum is the same on all ranks: they leave together
+        done[:] = flying[-1].done()
+        kv.pushpull("meanwhile", done)
     assert not np.any(outs)
     for one in flying:
         one.wait()

@@ -128,11 +128,12 @@ def test_what_a_rank_logs_before_the_call_has_reached_all_is_given_to_callbacks(
     adapter = executor._started()
     submit = adapter._submit
 
-    def submit_slowly(*args: Any, **options: Any) -> list[Any]:
-        references = submit(*args, **options)
+    def submit_slowly(
+        what: Any, call: bytes, workers: Any, function: Any, references: list[Any], **options: Any
+    ) -> None:
+        submit(what, call, workers, function, references, **options)
         ray.wait(references, num_returns=len(references))
         adapter._client.collect_events()
-        return references
 
     def logs() -> None:
         import hvdlab.numpy as hvd

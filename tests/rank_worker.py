@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import traceback
 from functools import reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,7 +51,8 @@ def call(
             return True, function(*args)
         finally:
             interrupts.running = False
-    except BaseException as error:  # noqa: BLE001  (whatever it is, the test is told)
+    except BaseException as error:  # noqa: BLE001  (whatever it is, the test gets it)
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))  # which does not travel with it
         return False, error
 
 

@@ -45,6 +45,9 @@ class RankFailed(Exception):
     def __init__(self, errors: dict[int, BaseException], outcomes: list[Any]) -> None:
         self.errors, self.outcomes = errors, outcomes
         super().__init__("; ".join(f"rank {r}: {type(e).__name__}: {e}" for r, e in errors.items()))
+        for rank, error in errors.items():
+            for where in getattr(error, "__notes__", ()):
+                self.add_note(f"on rank {rank}:\n{where}")
 
 
 class RankGone(Exception):

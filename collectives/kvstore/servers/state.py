@@ -307,10 +307,17 @@ class ServerState:
             self._advance(store, key)
 
     def _drop_pushes(self, store: _Store, key: Key) -> None:
+        """Fail the pushes of epochs that have ended.
+
+        Another server may have learned earlier that one has, and told its workers: what they push since then belongs to the next
+        one, and stays.
+        """
+        epoch = store.record.epoch
         for rank, queue in store.queues[key].items():
-            for waiting in [one for one in queue if isinstance(one.request, m.Push)]:
-                self._end_epoch(store, rank, waiting.request.sequence)
-                queue.remove(waiting)
+            for waiting in list(queue):
+                if isinstance(waiting.request, m.Push) and waiting.request.epoch < epoch:
+                    self._end_epoch(store, rank, waiting.request.sequence)
+                    queue.remove(waiting)
 
     def _end_epoch(self, store: _Store, rank: int, sequence: int) -> None:
         """Fail a push of an epoch that has ended."""

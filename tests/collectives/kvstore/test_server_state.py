@@ -466,6 +466,25 @@ def test_a_dead_worker_ends_the_rounds_that_wait_for_it(steps: Steps) -> None:
     assert world.value(1, like).tolist() == [2, 2]
 
 
+def test_a_push_that_knows_of_a_death_before_the_server_does_is_not_dropped(steps: Steps) -> None:
+    world = World(3, steps, synchronous=True)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    early, old = world.push(0, like + 1, epoch=1), world.push(1, like + 1)
+    world.drain()
+    world.workers[2].alive = False
+    world.handle(Died(2, 102, "killed by SIGKILL"))
+    world.drain()
+    assert world.workers[1].answers[old].epoch == 1
+    assert early in world.workers[0].unanswered
+    other = world.push(1, like + 1, epoch=1)
+    world.drain()
+    assert isinstance(world.workers[0].answers[early], m.Done)
+    assert isinstance(world.workers[1].answers[other], m.Done)
+    assert world.value(1, like).tolist() == [2, 2]
+
+
 def test_rounds_are_given_up_for_all_once_a_worker_will_not_push(steps: Steps) -> None:
     world = World(3, steps, synchronous=True)
     world.set_optimizer(create_test())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import nbformat
@@ -32,6 +33,17 @@ def spawn(tmp_path: Path, *arguments: str) -> pexpect.spawn[str]:
     )
 
 
+def interrupt_input(child: pexpect.spawn[str]) -> None:
+    """Press Ctrl-C at a prompt.
+
+    Python's input() loses a signal that comes after it has shown the prompt and before it waits for what is typed.
+    """
+    stat = Path(f"/proc/{child.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "S":  # of its main thread
+        time.sleep(0.01)
+    child.sendintr()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -58,7 +70,7 @@ def test_ranks_ask_where_one_types(tmp_path: Path, arguments: tuple[str, ...]) -
         child.sendline("p 'ra' + 'nk', rank")
         child.expect_exact("('rank', 1)")
         child.expect_exact("[rank 1] ipdb> ")
-        child.sendintr()
+        interrupt_input(child)
         child.expect("KeyboardInterrupt")
         child.expect(r"In \[?.*4")
         child.sendline("%hvd_run print(6 * 7)")  # the ranks are well

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.state import CoordinatorState
 
 
-def decide(state: CoordinatorState, ps: ProcessSet) -> None:
+def decide(state: CoordinatorState, ps: ProcessSet, now: float) -> None:
     """Release the ready rounds of an open epoch, and send the verdicts, in order."""
     matcher = ps.matcher
     if matcher.conflict:
@@ -28,7 +28,7 @@ def decide(state: CoordinatorState, ps: ProcessSet) -> None:
         return
     ready, matcher.ready = matcher.ready, []
     if matcher.schedule or any(current.priority is not None for current in ready):
-        ready = _schedule(state, ps, ready)
+        ready = _schedule(state, ps, ready, now)
     if matcher.rejections:
         rejections, matcher.rejections = matcher.rejections, []
         done = 0
@@ -44,7 +44,7 @@ def decide(state: CoordinatorState, ps: ProcessSet) -> None:
         state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
 
 
-def _schedule(state: CoordinatorState, ps: ProcessSet, ready: list[Round]) -> list[Round]:
+def _schedule(state: CoordinatorState, ps: ProcessSet, ready: list[Round], now: float) -> list[Round]:
     """Order the rounds with a priority whose turn it is, and keep the others with one back.
 
     Where a round that is kept would be in the way, none is: it would be aborted with what waits for a rank that has no cell, has left or
@@ -56,6 +56,8 @@ def _schedule(state: CoordinatorState, ps: ProcessSet, ready: list[Round]) -> li
     """
     matcher, credit = ps.matcher, state.options.scheduling_credit
     schedule = matcher.schedule
+    if schedule:  # a rank was not taken to wait while a round of that name was kept; what it waits for may be the next one, and in vain
+        state.check_later(now)
     leaving = ps.gone or state.elastic.ready or not matcher.members.isdisjoint(state.cells.idle)
     joined = any(current.info.kind == OpKind.JOIN for current in ready)
     if leaving or joined or matcher.rejections or not credit:
@@ -150,7 +152,7 @@ def _free_messages(state: CoordinatorState, ps: ProcessSet, idle: AbstractSet[in
             why = state.cells.absence(absent, current.heads)
             ps.matcher.end_message(current, why.kind, why.ranks, why.text, now)
     if ps.matcher.rejections:
-        decide(state, ps)
+        decide(state, ps, now)
 
 
 def end_disputes(state: CoordinatorState, now: float) -> bool:

@@ -186,7 +186,7 @@ class CoordinatorState:
         if self.stalls.due is None:
             self.stalls.watch(now)
             self._due = None  # to be found anew
-        self._check_later(now)  # this may be what makes the others wait in vain
+        self.check_later(now)  # this may be what makes the others wait in vain
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
         react = TO_RANKS.get(type(message))
@@ -259,13 +259,13 @@ class CoordinatorState:
         if self.cells.idle or self.elastic.ready:
             self.touched |= {ps: None for ps in self.sets if ps.matcher.schedule}
         if releasing.end_disputes(self, now):
-            self._check_later(now)  # what waited behind a dispute may wait in vain now that it is over
+            self.check_later(now)  # what waited behind a dispute may wait in vain now that it is over
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
                 delay = 0.0 if urgent else self.flush_delay
                 if not self.holding.keep(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:
-                    releasing.decide(self, ps)
+                    releasing.decide(self, ps, now)
         if self.cells.idle:
             releasing.free_from_idle(self, now)
         if self.elastic.ready:
@@ -291,7 +291,7 @@ class CoordinatorState:
             for peer, answer in answers:
                 self.outbox.send((peer,), answer)
 
-    def _check_later(self, now: float) -> None:
+    def check_later(self, now: float) -> None:
         """Look for ranks that wait for each other, once ranks that do not wait any more have had the time to say so."""
         if (self.blocked or self.awaiting) and self._check_due is None:
             self._check_due = now + _CHECK_AGAIN

@@ -222,6 +222,31 @@ def test_a_rank_that_waits_for_what_is_kept_back_is_in_no_deadlock() -> None:
     assert isinstance(waited.outcome, m.Execute)
 
 
+def test_a_deadlock_behind_what_is_kept_back_is_found_once_that_is_over() -> None:
+    """A rank that waits for the second tensor of a name says so while the first is kept."""
+    sim = simulate()
+    submit(sim, "a", 0)
+    submit(sim, "x", 0)
+    zero, one = sim.ranks.values()
+    epoch = zero.sets[0].epoch
+    second = zero.submit(signature("x"), priority=0)
+    other = one.submit(signature("y"))
+    sim.drain()
+    zero.say(m.Blocked(0, epoch, second.local, 1.0))
+    one.say(m.Blocked(0, epoch, other.local, 1.0))
+    sim.drain()
+    sim.tick(1.0)
+    sim.drain()
+    assert second.outcome is None
+    report(sim)  # of `a`: `x` is executed
+    sim.tick(1.0)
+    sim.drain()
+    assert isinstance(second.outcome, m.Abort)
+    assert second.outcome.text == (
+        "deadlock, all wait for each other: rank 0 in allreduce `x` (line 0); rank 1 in allreduce `y` (line 1)"
+    )
+
+
 def test_what_is_held_to_be_fused_does_not_hold_up_what_was_kept_back() -> None:
     sim = simulate(flush_delay=10.0)
     submit(sim, "first", 0)

@@ -49,6 +49,16 @@ def sizes(rank: int, size: int, where: Place | None = None) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
+def restore_world_size() -> None:
+    """Set ``WORLD_SIZE`` again if of the variables for other libraries only that is missing.
+
+    Lightning's Trainer removes it when a training ends, as if it were its own. Without it, what looks for these variables next takes
+    this rank for one of a single process.
+    """
+    if "WORLD_SIZE" not in os.environ and os.environ.keys() >= {"RANK", "LOCAL_RANK", "HVDLAB_SIZE"}:
+        os.environ["WORLD_SIZE"] = os.environ["HVDLAB_SIZE"]
+
+
 def common(world: World) -> dict[str, str]:
     """The variables that are the same on all ranks."""
     values = {

@@ -100,6 +100,12 @@ def held_interrupt(error: BaseException) -> BaseException:
     return KeyboardInterrupt().with_traceback(error.__traceback__)
 
 
+def interrupt_behind_exit(error: BaseException) -> BaseException:
+    """The KeyboardInterrupt that code has caught and answered by exiting, as Lightning's Trainer does; any other error as it is."""
+    behind = error.__context__
+    return behind if isinstance(error, SystemExit) and isinstance(behind, KeyboardInterrupt) else error
+
+
 def sendable(error: CellError) -> CellError:
     """The error itself; if a message can't carry it, one with what matters most of it."""
     try:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from hvdlab.bindings import framework_hooks
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.environment import restore_world_size
 from hvdlab.collectives.uncaught import with_own_errors
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, RunCell
 from hvdlab.kernel_ext.rank import origin
@@ -20,7 +21,13 @@ from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, without_b
 from hvdlab.kernel_ext.rank.debugging import cut_debugger, forget_failure, looks_back, stop_tracing
 from hvdlab.kernel_ext.rank.debugserver import DebugServer
 from hvdlab.kernel_ext.rank.display import RankDisplayHook, wire_bundle
-from hvdlab.kernel_ext.rank.failures import describe, held_interrupt, one_line, remember
+from hvdlab.kernel_ext.rank.failures import (
+    describe,
+    held_interrupt,
+    interrupt_behind_exit,
+    one_line,
+    remember,
+)
 from hvdlab.kernel_ext.rank.fds import CStdout
 from hvdlab.kernel_ext.rank.gate import InterruptGate
 from hvdlab.kernel_ext.rank.prompting import Prompting
@@ -90,6 +97,7 @@ class CellRunner:
         origin.begin(request.cell)
         self._engine.begin_cell(request.cell)
         self._modes = framework_hooks.modes()
+        restore_world_size()
         self._gate.begin()
         self._hook.plain, self._hook.remembers = "", request.store_history
         if not looks_back(request.source):
@@ -193,6 +201,7 @@ class CellRunner:
         assert run is not None
         if self._gate.interrupted:
             framework_hooks.restore_modes(error, self._modes)
+            error = interrupt_behind_exit(error)
         if self._gate.held:
             error = held_interrupt(error)
         if run.error is None:

@@ -62,6 +62,16 @@ def test_ranks_have_the_notebook_s_directory_path_and_environment(
     ]
 
 
+def test_a_library_that_removes_the_world_s_size_leaves_it_to_the_next_cell(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    assert pool.run(
+        "import os; del os.environ['WORLD_SIZE']"
+    ).ok  # Lightning's Trainer does, at the end of each training
+    assert list(pool.run("os.environ['WORLD_SIZE']")) == ["2", "2"]
+    assert pool.run("for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'): del os.environ[name]").ok  # on purpose
+    assert list(pool.run("os.environ.get('WORLD_SIZE')")) == [None, None]
+
+
 def test_growing_and_shrinking_leaves_the_others_alone(start_pool: StartPool) -> None:
     pool = start_pool(2)
     pool.run("import os\nmemory = os.getpid()")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,21 @@ LOOPS = {
     ),
     "repr": "class R:\n    def __repr__(self):\n        started.set()\n        while True: pass\nR()",
 }
+
+
+def test_code_that_exits_when_it_is_interrupted_was_interrupted(rank: Rank) -> None:
+    source = """
+        import signal, sys
+        try:
+            started.set()
+            while True: pass
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            sys.exit(1)
+    """
+    for _ in range(2):  # whatever it has done to the signal
+        ran = interrupt_once_running(rank, textwrap.dedent(source))
+        assert ran.error.ename == "KeyboardInterrupt"
 
 
 @pytest.mark.parametrize("source", LOOPS.values(), ids=LOOPS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -484,6 +485,37 @@ def loaded(folder: Path, rank: int) -> None:
     assert model.reduced(tf.ones(2)).numpy().tolist() == [hvd.size()] * 2
     with pytest.raises(hvd.HorovodInternalError, match="`saved`: the ranks disagree"):
         model.reduced(tf.ones(1 + hvd.rank()))
+
+
+def threads_of_kernels() -> list[tuple[int, bool]]:
+    """For each of many kernels the thread that it began on, and whether Python met that thread for the first time."""
+    tf, hvd = _modules()
+    from hvdlab.tensorflow import kernels
+
+    met = threading.local()
+    found = []
+    run = kernels._run
+
+    def noticed(*arguments: Any) -> None:
+        found.append((threading.get_native_id(), not hasattr(met, "before")))
+        met.before = True
+        run(*arguments)
+
+    reduced = tf.function(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum, name="threads"), autograph=False)
+    reduced(tf.ones(3))
+    kernels._run = noticed
+    try:
+        for _ in range(3 * MANY):
+            reduced(tf.ones(3))
+    finally:
+        kernels._run = run
+    return found
+
+
+def test_a_thread_of_tensorflows_is_made_known_to_python_once(two: Ranks) -> None:
+    for found in two.run(threads_of_kernels, timeout=60):
+        assert len(found) == 3 * MANY
+        assert sum(first for _, first in found) == len({thread for thread, _ in found})
 
 
 def test_a_graph_that_was_saved_is_loaded_elsewhere(two: Ranks, tmp_path: Path) -> None:

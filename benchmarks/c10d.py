@@ -1,10 +1,12 @@
-"""Collectives of ``torch.distributed`` on hvdlab beside the Gloo backend, on CPU.
+"""Collectives of ``torch.distributed`` and steps of wrapped models on hvdlab beside the Gloo backend, on CPU.
 
-    hvdlab run -np 2 python benchmarks/c10d.py --json c10d-2.json   # half a minute
+    hvdlab run -np 2 python benchmarks/c10d.py --json c10d-2.json          # two minutes
+    hvdlab run -np 2 python benchmarks/c10d.py --only all_reduce           # rows with this in their name
 
 The same ranks have a group of each backend, and these take turns in blocks of calls, so that whatever else the machine does
 hits both. Printed, by rank 0, are minimum, lower quartile and median over all calls in microseconds, and the median over
-blocks of hvdlab's time by Gloo's (below 1 hvdlab is quicker).
+blocks of hvdlab's time by Gloo's (below 1 hvdlab is quicker). Of the rows *above local* the time of the same step without a group
+is taken off both. The last line is what the entry point, by which torch finds the backend, adds to ``import torch``.
 """
 
 from __future__ import annotations
@@ -12,18 +14,40 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
+from allreduce import resnet50_shapes
 
 KIB, MIB = 1 << 10, 1 << 20
+LOCAL = "local"
+"""The name under which a step without a group is measured."""
 Call = Callable[[Any], object]
+WARM_UP = 3
+"""Steps of a new model that are not counted: DDP forms its buckets anew after the first."""
+ENTRY_POINT = """
+import importlib.metadata as metadata, os, time
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch
+(entry,) = [one for one in metadata.entry_points(group="torch.backends") if one.name == "hvdlab"]
+begin = time.perf_counter_ns()
+entry.load()()
+print((time.perf_counter_ns() - begin) / 1000)
+"""
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
 
 
 def _all_reduce(nbytes: int) -> Call:
@@ -46,20 +70,124 @@ def _reduce_scatter(nbytes: int) -> Call:
     return lambda group: scatter(output, given, op=dist.ReduceOp.MAX, group=group)
 
 
-CASES: dict[str, tuple[Callable[[int], Call], int, int]] = {
-    # name: (what makes the call, bytes, calls in a block)
-    "all_reduce 4 B": (_all_reduce, 4, 100),
-    "all_reduce 4 KiB": (_all_reduce, 4 * KIB, 100),
-    "all_reduce 1 MiB": (_all_reduce, MIB, 20),
-    "all_reduce 16 MiB": (_all_reduce, 16 * MIB, 4),
-    "all_reduce 64 MiB": (_all_reduce, 64 * MIB, 2),
-    "all_gather_into_tensor 16 MiB": (_all_gather, 16 * MIB, 4),
-    "reduce_scatter_tensor 16 MiB": (_reduce_scatter, 16 * MIB, 4),
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+class Tensors(nn.Module):
+    """A model of some parameters, whose forward and backward passes cost next to nothing.
+
+    Args:
+        shapes: Of the parameters.
+    """
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given * sum(each.sum() for each in self.tensors)
+
+
+class Transformer(nn.Module):
+    """100 million parameters: twelve layers of 768 numbers, and 20,000 words."""
+
+    WORDS, WIDTH, LENGTH = 20_000, 768, 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(self.WORDS, self.WIDTH)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(self.WIDTH, 12, 4 * self.WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(12)
+        )
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(words)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean()
+
+
+def _step(make: Callable[[Any], nn.Module], given: torch.Tensor) -> Call:
+    """A forward and a backward pass. Each group has a model of its own, which ``make`` wraps for it; ``None`` stands for no group."""
+    models: dict[Any, nn.Module] = {}
+
+    def step(group: Any) -> None:
+        model = models.get(group)
+        if model is None:
+            model = models[group] = make(group)
+            for _ in range(WARM_UP):
+                step(group)
+        model.zero_grad(set_to_none=True)
+        model(given).backward()
+
+    return step
+
+
+def _replicated(model: nn.Module, group: Any, bucket_mib: float) -> nn.Module:
+    if group is None:
+        return model
+    return nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mib)
+
+
+def _resnet50(_: int) -> Call:
+    return _step(lambda group: _replicated(Tensors(resnet50_shapes()), group, 25.0), torch.ones(()))
+
+
+def _small_buckets(count: int) -> Call:
+    shapes: list[tuple[int, ...]] = [(KIB,)] * count
+    return _step(lambda group: _replicated(Tensors(shapes), group, 4 * KIB / MIB), torch.ones(()))
+
+
+def _sharded(_: int) -> Call:
+    def make(group: Any) -> nn.Module:
+        torch.manual_seed(0)
+        model, mesh = Transformer(), DeviceMesh.from_group(group, "cpu")
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    return _step(make, torch.arange(Transformer.LENGTH).reshape(1, -1))
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        make: Makes the call, from ``number``.
+        number: Bytes of a collective; how many buckets a model has.
+        calls: How many in a block.
+        above_local: Whether the time of the same without a group is taken off.
+    """
+
+    make: Callable[[int], Call]
+    number: int
+    calls: int
+    above_local: bool = False
+
+
+CASES = {
+    "all_reduce 4 B": Case(_all_reduce, 4, 100),
+    "all_reduce 4 KiB": Case(_all_reduce, 4 * KIB, 100),
+    "all_reduce 1 MiB": Case(_all_reduce, MIB, 20),
+    "all_reduce 16 MiB": Case(_all_reduce, 16 * MIB, 4),
+    "all_reduce 64 MiB": Case(_all_reduce, 64 * MIB, 2),
+    "all_gather_into_tensor 16 MiB": Case(_all_gather, 16 * MIB, 4),
+    "reduce_scatter_tensor 16 MiB": Case(_reduce_scatter, 16 * MIB, 4),
+    "DDP step, ResNet-50's parameters": Case(_resnet50, 0, 2),
+    "DDP step, 32 buckets of 4 KiB, above local": Case(_small_buckets, 32, 20, above_local=True),
+    "fully_shard step, transformer of 100 M": Case(_sharded, 0, 1),
 }
 
 
-def measure(call: Call, groups: dict[str, Any], blocks: int, calls: int) -> dict[str, Any]:
+def measure(case: Case, groups: dict[str, Any], blocks: int) -> dict[str, Any]:
     """Microseconds of each call, in blocks that take turns, and what is printed of them."""
+    call = case.make(case.number)
+    if case.above_local:
+        groups = {**groups, LOCAL: None}
     times: dict[str, list[list[float]]] = {name: [] for name in groups}
     for group in groups.values():
         call(group)
@@ -67,7 +195,7 @@ def measure(call: Call, groups: dict[str, Any], blocks: int, calls: int) -> dict
         for name in sorted(groups, reverse=bool(block % 2)):
             group, found = groups[name], []
             dist.barrier(group=group)
-            for _ in range(calls):
+            for _ in range(case.calls):
                 began = time.perf_counter_ns()
                 call(group)
                 found.append((time.perf_counter_ns() - began) / 1000)
@@ -76,11 +204,21 @@ def measure(call: Call, groups: dict[str, Any], blocks: int, calls: int) -> dict
     for name, found in times.items():
         every = sorted(value for block in found for value in block)
         row[name] = [every[0], every[len(every) // 4], statistics.median(every)]
+    alone = row[LOCAL][-1] if case.above_local else 0.0
     ratios = [
-        statistics.median(ours) / statistics.median(gloo)
+        (statistics.median(ours) - alone) / (statistics.median(gloo) - alone)
         for ours, gloo in zip(times["hvdlab"], times["gloo"], strict=True)
     ]
     return {**row, "ratio": statistics.median(ratios)}
+
+
+def entry_point_us(times: int = 5) -> float:
+    """What the entry point adds to ``import torch``, in microseconds; the median of new processes."""
+    found = []
+    for _ in range(times):
+        done = subprocess.run([sys.executable, "-c", ENTRY_POINT], capture_output=True, text=True, check=True)
+        found.append(float(done.stdout))
+    return statistics.median(found)
 
 
 def main() -> None:
@@ -90,19 +228,28 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, default=10, help="blocks of each backend (default: %(default)s)"
     )
+    parser.add_argument("--only", default="", metavar="WORD", help="rows with this in their name")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     dist.init_process_group("hvdlab")
     groups = {"hvdlab": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     rows = {}
-    for name, (make, nbytes, calls) in CASES.items():
-        row = rows[name] = measure(make(nbytes), groups, options.blocks, calls)
+    for name, case in CASES.items():
+        if options.only not in name:
+            continue
+        row = rows[name] = measure(case, groups, options.blocks)
         if dist.get_rank() == 0:
-            shown = "  ".join(f"{each} " + " / ".join(f"{t:.0f}" for t in row[each]) for each in groups)
+            shown = "  ".join(
+                f"{each} " + " / ".join(f"{t:.0f}" for t in row[each]) for each in row if each != "ratio"
+            )
             print(f"{name:30} {shown}  ratio {row['ratio']:.2f}", flush=True)
-    if dist.get_rank() == 0 and options.json is not None:
+    if dist.get_rank() == 0:
         found = {"ranks": dist.get_world_size(), "torch": torch.__version__, "microseconds": rows}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        if not options.only:
+            found["entry_point_us"] = entry_point_us()
+            print(f"the entry point adds {found['entry_point_us']:.0f} microseconds to import torch")
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()
 
 

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from allreduce import resnet50_shapes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
-from allreduce import resnet50_shapes
 
 KIB, MIB = 1 << 10, 1 << 20
 LOCAL = "local"

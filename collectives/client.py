@@ -73,7 +73,8 @@ class Client:
         self._on_paused: list[Callable[[Mapping[int, str]], Any]] = []
         self._paused: dict[int, str] = {}
         self._on_lost: list[Callable[[str], Any]] = []
-        self._loss_told = False  # whether the callbacks of on_lost() have been called, or are being called
+        #: Whether the callbacks of :meth:`on_lost` have been called, or are being called.
+        self._loss_reported = False
         self._on_reconnected: list[Callable[[Membership], Any]] = []
         self._labels: dict[str, str] = {}
         self._recording: Recording | None = None
@@ -333,7 +334,7 @@ class Client:
         """
         with self._changed:
             self._on_lost.append(callback)
-            late = self._loss_told and not self._closing
+            late = self._loss_reported and not self._closing
         if late:
             self._invoke(callback, self._lost)
 
@@ -399,7 +400,7 @@ class Client:
                 raise
             self._again = True
             self._world_seen, self._lost, self._pongs = False, "", set()
-            self._loss_told = False
+            self._loss_reported = False
             self._use(endpoint, welcome)
 
     def _wait_lost(self, deadline: Deadline) -> None:
@@ -482,9 +483,9 @@ class Client:
             self._changed.notify_all()
         self._link.run_calls()
         with self._changed:
-            told, self._loss_told = tuple(self._on_lost), True
+            callbacks, self._loss_reported = tuple(self._on_lost), True
         if lost:
-            for callback in told:
+            for callback in callbacks:
                 self._invoke(callback, reason)
 
     def _handle(self, message: m.ToPeer) -> None:

@@ -62,12 +62,12 @@ class Recovered:
     Attributes:
         membership: The world.
         replaced: Whether there is another coordinator.
-        told: The cells of which the client has told the coordinator.
+        cells: The cells of which the client has told the coordinator.
     """
 
     membership: Membership
     replaced: bool
-    told: Cells
+    cells: Cells
 
 
 class Recovery:
@@ -126,16 +126,16 @@ class Recovery:
         if len(self._returns) == OFTEN and now < self._returns[0] + 60:
             return None
         self._returns.append(now)
-        told = self._cells()
+        cells = self._cells()
         try:
-            world = self._client.reconnect(told, ANSWER_WITHIN)
+            world = self._client.reconnect(cells, ANSWER_WITHIN)
         except CoordinatorLostError:
             raise
         except (StartError, TimeoutError, OSError):
             return None
-        return Recovered(world, False, told)
+        return Recovered(world, False, cells)
 
     def _replace(self) -> Recovered:
         self._coordinator.respawn(self._respawn_within)
-        told = self._cells()
-        return Recovered(self._client.reconnect(told, self._reconnect_within), True, told)
+        cells = self._cells()
+        return Recovered(self._client.reconnect(cells, self._reconnect_within), True, cells)

@@ -193,8 +193,8 @@ class PoolBase:
             self.group.reconnected()
             left = self._take_cells_over(show)
             members = self.group.members
-            told = {handle.cell: handle.ranks for handle in self.resumed}
-            self.runs.resync((*members.wanted, *members.let_go), told)
+            running = {handle.cell: handle.ranks for handle in self.resumed}
+            self.runs.resync((*members.wanted, *members.let_go), running)
             for handle in self.resumed:
                 handle.drive_in_background()
             progress("waiting for the ranks")

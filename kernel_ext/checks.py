@@ -41,7 +41,7 @@ def check_not_in_rank() -> None:
 
 
 @contextmanager
-def limits_told(what: str) -> Iterator[None]:
+def limits_explained(what: str) -> Iterator[None]:
     """Turn an error by a limit of this process or host into one sentence, which begins with ``what``.
 
     Raises:

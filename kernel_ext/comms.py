@@ -83,7 +83,7 @@ class CommRelay:
             self._forget(message.comm)
             comm.close(message.data, message.metadata, list(message.buffers))
         else:
-            self._states.told(message.comm, message.data, message.buffers)
+            self._states.message_passed(message.comm, message.data, message.buffers)
             comm.send(message.data, message.metadata, list(message.buffers))
 
     def _open(self, rank: int, message: CommMessage) -> None:
@@ -109,7 +109,7 @@ class CommRelay:
             self._forget(comm)
         data = content["content"].get("data", {})
         message = CommMessage(kind, comm, data, content.get("metadata", {}), as_bytes(content.get("buffers")))
-        self._states.told(comm, data, message.buffers)
+        self._states.message_passed(comm, data, message.buffers)
         self._client.post(COMM, encode(message), (rank,))
 
     def _forget(self, comm: str) -> None:

@@ -9,7 +9,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.linux import process_state
 from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.events import TimePassed, Told
+from hvdlab.kernel_ext.cells.events import PoolNews, TimePassed
 from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import AskCells, Cells, HeldCell, RunCell
@@ -103,5 +103,5 @@ def go_on(
     )
     recorder.driven(lambda: handle.feed(TimePassed()))
     if left.missing:
-        handle.feed(Told(left.missing))
+        handle.feed(PoolNews(left.missing))
     return handle

@@ -309,6 +309,6 @@ class Members:
             self._again.discard(member.rank)
             self._members[member.rank] = Member(member.rank)
         # The coordinator has taken it out of the world. Its client has not: a successor would wait for it.
-        told = self._world() if member.at_commit else []
+        world = self._world() if member.at_commit else []
         started: list[Effect] = [Start((member.rank,), len(self._wanted))] if again else []
-        return [gone, *told, *started]
+        return [gone, *world, *started]

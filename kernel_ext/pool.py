@@ -92,7 +92,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         try:
             checks.check_not_in_rank()
             size = checks.check_size(checks.default_size() if np is None else np)
-            with checks.limits_told("the pool could not be started"):
+            with checks.limits_explained("the pool could not be started"):
                 base = PoolBase.start(
                     size,
                     launcher,

@@ -180,7 +180,7 @@ class Rebuilder:
         if not recovered.replaced:
             self._deaths.pop()  # only the connection was lost
         self._group.reconnected()
-        self._runs.resync(recovered.membership.ranks, recovered.told)
+        self._runs.resync(recovered.membership.ranks, recovered.cells)
 
     def _say(self, recovered: Recovered, how: str, seconds: float) -> None:
         what = (

@@ -116,7 +116,7 @@ class Running:
             elastic=elastic,
         )
         try:
-            with checks.limits_told("the cell could not be run in the background"):
+            with checks.limits_explained("the cell could not be run in the background"):
                 handle.drive_in_background()
         except StartError:
             handle.interrupt()

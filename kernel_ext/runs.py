@@ -20,11 +20,11 @@ from hvdlab.kernel_ext.cells.events import (
     Asked,
     DoneArrived,
     OutputArrived,
+    PoolNews,
     RankDied,
     RanksReleased,
     Stalled,
     TakenOver,
-    Told,
     Unasked,
 )
 from hvdlab.kernel_ext.cells.results import CellResults
@@ -330,7 +330,7 @@ class Runs:
         with self._lock:
             # Under the lock: a run that is taken out of these has the line by then, and gives back what it has not shown.
             for run in self._runs.values():
-                run.handle.feed(Told(text))
+                run.handle.feed(PoolNews(text))
             return bool(self._runs)
 
     def _reply(self, rank: int, reply: Reply) -> None:
@@ -370,7 +370,7 @@ class Runs:
             missing, rest = found
             missing += sum(size for chunk, size in zip(rest.chunks, rest.sizes, strict=True) if chunk is None)
             if missing:
-                run.handle.feed(Told(f"{missing} bytes of what rank {rank} wrote were lost with it"))
+                run.handle.feed(PoolNews(f"{missing} bytes of what rank {rank} wrote were lost with it"))
             chunks = (*(chunk for chunk in rest.chunks if chunk is not None), *rest.rest)
             if chunks:
                 run.handle.feed(OutputArrived(rank, chunks, rest.total))
@@ -395,12 +395,12 @@ class Runs:
         with self._lock:
             return {cell: waiting for cell, run in self._runs.items() if (waiting := run.arrivals.waiting)}
 
-    def resync(self, ranks: Sequence[int], told: Mapping[str, Collection[int]]) -> None:
+    def resync(self, ranks: Sequence[int], running: Mapping[str, Collection[int]]) -> None:
         """Over a new connection, send these ranks what they may have missed, and have them send what is missing here.
 
         Args:
             ranks: Those that are connected.
-            told: Cell to the ranks on which the coordinator takes it to run, for the cells that it knows of.
+            running: Cell to the ranks on which the coordinator takes it to run, for the cells that it knows of.
 
         Raises:
             CoordinatorLostError: The new connection is lost as well.
@@ -409,17 +409,17 @@ class Runs:
             with self._lock:
                 runs = list(self._runs.values())
             for run in runs:
-                self._send_again(run, told)
+                self._send_again(run, running)
             self._interrupt_again(runs)
             for rank in ranks:
                 self._ask_again(rank)
             self._connected = True
         self.questions.ask_again()
 
-    def _send_again(self, run: _Run, told: Mapping[str, Collection[int]]) -> None:
+    def _send_again(self, run: _Run, running: Mapping[str, Collection[int]]) -> None:
         """Send a cell once more; ranks that have it already, or have ended it, ignore that."""
         if waiting := run.arrivals.waiting:
-            known = told.get(run.order.cell, ())
+            known = running.get(run.order.cell, ())
             if new := [
                 rank for rank in waiting if rank not in known
             ]:  # of a cell that it knows some may have joined

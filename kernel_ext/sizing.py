@@ -36,7 +36,7 @@ class Sizing:
         """
         self._check_running()
         wanted = checks.check_size(np)
-        with self._changing, checks.limits_told(f"the pool could not get {wanted} ranks"):
+        with self._changing, checks.limits_explained(f"the pool could not get {wanted} ranks"):
             self._base.check_resizable(wanted)
             self._base.check_elastic(wanted)
             deadline, before = Deadline(timeout), self._base.group.ready()

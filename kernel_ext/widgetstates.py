@@ -53,7 +53,7 @@ class WidgetStates:
         if first:  # importing ipywidgets takes a while, and mail of ranks does not wait
             threading.Thread(target=self._serve, name="hvdlab-widgets", daemon=True).start()
 
-    def told(self, comm: str, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
+    def message_passed(self, comm: str, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
         """A rank or the page has sent the other a message: keep what it says of a widget's state."""
         if data.get("method") in _UPDATES:
             with self._lock:

@@ -114,12 +114,12 @@ class Publisher:
     def _run(self) -> None:
         recording = self._recording
         again = [time.monotonic() + seconds for seconds in AGAIN]
-        version, told = -1, recording.version
+        version, drawn_version = -1, recording.version
         drawn, drawn_at, picture_due = (-1, -1, -1), time.monotonic(), False
         while not self._closing.is_set():
             if recording.closed and version == recording.version and self._since is None:
                 break
-            news = recording.wait(version, self._wanted, self._patience(again, told != version))
+            news = recording.wait(version, self._wanted, self._patience(again, drawn_version != version))
             if self._closing.is_set():
                 return
             if self._since is not None:
@@ -130,7 +130,7 @@ class Publisher:
                 if max(recording.end, recording.points_end) <= MOST_UNHEARD:
                     self._again_from(0, 0)
             elif not news:
-                told = version
+                drawn_version = version
                 if (self._heard or again) and self._is_behind():
                     self._flush()  # what could not be sent; there may be no further news
                 elif self._heard or again:
@@ -150,7 +150,7 @@ class Publisher:
             self._closing.wait(INTERVAL)
         if self._heard and not self._closing.is_set():
             self._say_ranks(last=True)
-        if told != version:
+        if drawn_version != version:
             self._draw_still()
 
     def _draw_still(self) -> None:

@@ -108,7 +108,7 @@ class RankNews:
     def forget(self) -> None:
         """Have the next :meth:`take` return everything again."""
         self._version, self._at = -1, 0.0
-        self._told: dict[str, Any] = {}
+        self._returned: dict[str, Any] = {}
 
     def take(self, last: bool = False) -> dict[str, Any]:
         """``ranks`` and ``heading``, or nothing if they are not new or came just before; ``last`` does not wait for that."""
@@ -121,7 +121,7 @@ class RankNews:
             "ranks": rows,
             "heading": STOPPED if recording.closed else heading(rows) + _pace(recording, rows),
         }
-        if news == self._told:
+        if news == self._returned:
             return {}
-        self._told = news
+        self._returned = news
         return news

@@ -26,7 +26,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
         outbox.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation, state.options.pid))
         outbox.send((peer,), state.world())
         if state.pauses:
-            outbox.send((peer,), pauses.told(state))
+            outbox.send((peer,), pauses.paused_ranks(state))
         if hello.events:
             state.history.subscribe(peer, outbox)
         return
@@ -158,7 +158,7 @@ def _let_go(state: CoordinatorState, going: set[int]) -> None:
 
 
 def refuse_left_out(state: CoordinatorState, rank: RankPeer, message: m.Announce) -> None:
-    """Fail what a rank has submitted that was told to leave: the others go on without it, and no epoch of its own will end.
+    """Fail what a rank has submitted that the coordinator has asked to leave: the others go on without it, and no epoch of its own will end.
 
     What it executes with them goes on, so that the epoch is not aborted.
     """
@@ -170,8 +170,8 @@ def refuse_left_out(state: CoordinatorState, rank: RankPeer, message: m.Announce
             pending = m.AbortedCollective(int(info.kind), info.name, (rank.rank,), (), (site,))
             scope = message.process_set, message.epoch
             kind = CauseKind.MEMBERSHIP.value
-            told = m.Cancelled(*scope, (local,), kind, (rank.rank,), text, "", pending)
-            state.outbox.send((rank.peer,), told)
+            refusal = m.Cancelled(*scope, (local,), kind, (rank.rank,), text, "", pending)
+            state.outbox.send((rank.peer,), refusal)
 
 
 def depart(state: CoordinatorState, rank: RankPeer, now: float) -> None:

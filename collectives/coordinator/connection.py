@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHAKING, STRANGER, OPEN, CLOSING = range(4)
 EVERYTHING = -1
-"""For :attr:`Connection.members_told`: each message to it carries all descriptions of members."""
+"""For :attr:`Connection.members_sent`: each message to it carries all descriptions of members."""
 
 
 class Connection:
@@ -36,12 +36,12 @@ class Connection:
         writing: Whether the selector watches for writability.
         broken: Whether sending has failed; the end of the connection is noticed when reading.
         watcher: How it keeps up with the events, if it gets any.
-        members_told: Which descriptions of members the server has sent it, as numbered by
+        members_sent: Which descriptions of members the server has sent it, as numbered by
             :class:`~hvdlab.collectives.protocol.rosters.SentMembers`.
     """
 
     __slots__ = (
-        "broken", "client", "deadline", "endpoint", "heard", "members_told", "name", "observer", "peer", "phase", "pid", "sock",
+        "broken", "client", "deadline", "endpoint", "heard", "members_sent", "name", "observer", "peer", "phase", "pid", "sock",
         "tls", "tracked", "watcher", "writing",
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ class Connection:
         self.writing = False
         self.broken = False
         self.watcher: Watcher | None = None
-        self.members_told = EVERYTHING
+        self.members_sent = EVERYTHING
         self.pid = 0 if self.tls else _peer_pid(sock)
         self.endpoint = Endpoint(sock, limit=HELLO_LIMIT)
 

@@ -74,7 +74,7 @@ class Connections:
         connection.client, connection.observer = hello.role == "client", hello.role == "observer"
         connection.tracked = hello.cells_tracked
         if not (connection.client or connection.observer):
-            connection.members_told = 0
+            connection.members_sent = 0
         connection.name = f"rank {hello.rank}" if hello.role == "rank" else f"{hello.role} {connection.peer}"
         connection.endpoint.limit = FRAME_LIMIT
         connection.heard = time.monotonic()

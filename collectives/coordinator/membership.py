@@ -112,7 +112,7 @@ class Membership:
         self.changed = False
         self.formed = False
         self.urgent = False
-        self.ranks_told_at = -WORLD_INTERVAL
+        self.ranks_sent_at = -WORLD_INTERVAL
         self._ranks_owed = False
         self._wall = wall
         self._left: dict[int, int] = {}  # pid of ranks that said Bye: the end of that process is no death
@@ -266,21 +266,21 @@ class Membership:
 
     def audience(self, now: float) -> tuple[int, ...]:
         """The connections that have to get the membership now. Call it once after each round of events."""
-        told: tuple[int, ...] = ()
+        audience: tuple[int, ...] = ()
         if self.changed or self.formed:
-            told = (*self.clients, *self.observers)
+            audience = (*self.clients, *self.observers)
         if self.changed:
             self._ranks_owed = True
-        if self._ranks_owed and (self.urgent or now >= self.ranks_told_at + WORLD_INTERVAL):
-            told += tuple([peer.peer for peer in self.ranks.values()])
-            self.ranks_told_at = now
+        if self._ranks_owed and (self.urgent or now >= self.ranks_sent_at + WORLD_INTERVAL):
+            audience += tuple([peer.peer for peer in self.ranks.values()])
+            self.ranks_sent_at = now
             self._ranks_owed = False
         self.changed = self.urgent = self.formed = False
-        return told
+        return audience
 
     def next_report(self) -> float | None:
         """When ranks have to get the changed membership; ``None`` if they have it."""
-        return self.ranks_told_at + WORLD_INTERVAL if self._ranks_owed else None
+        return self.ranks_sent_at + WORLD_INTERVAL if self._ranks_owed else None
 
     def validate(self) -> None:
         """Assert what must hold between rounds."""

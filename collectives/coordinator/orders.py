@@ -43,10 +43,10 @@ def execute(
         )
         outbox.send(peers, Execute(process_set, epoch, sequence, same))
         return
-    told: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    by_locals: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank, peer in zip(ranks, peers, strict=True):
-        told.setdefault(tuple([_locals(batch, rank) for batch in batches]), []).append(peer)
-    for locals, alike in told.items():
+        by_locals.setdefault(tuple([_locals(batch, rank) for batch in batches]), []).append(peer)
+    for locals, alike in by_locals.items():
         own = tuple(
             [
                 Batch(numbers, table, payload, _zeros(batch, numbers), reported)

@@ -73,7 +73,7 @@ def end(state: CoordinatorState, rank: int, now: float) -> None:
     state.check_blocked = bool(state.blocked or state.awaiting)
 
 
-def told(state: CoordinatorState) -> m.PausedRanks:
+def paused_ranks(state: CoordinatorState) -> m.PausedRanks:
     """The message that tells clients which ranks are paused."""
     reasons = state.pauses.reasons
     ranks = tuple(sorted(reasons))
@@ -81,4 +81,4 @@ def told(state: CoordinatorState) -> m.PausedRanks:
 
 
 def _tell(state: CoordinatorState) -> None:
-    state.outbox.send(tuple(state.membership.clients), told(state))
+    state.outbox.send(tuple(state.membership.clients), paused_ranks(state))

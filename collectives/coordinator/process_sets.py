@@ -202,10 +202,10 @@ class ProcessSets:
             ps.next_members = members
             ps.peers = tuple(ranks[rank].peer for rank in members)  # these are no newcomers
 
-    def remove(self, ps: ProcessSet, told: tuple[int, ...]) -> None:
+    def remove(self, ps: ProcessSet, peers: tuple[int, ...]) -> None:
         """Dissolve a process set; its pending collectives have been aborted before."""
         self._forget(ps)
-        self._outbox.send(told, Dissolve(ps.id))
+        self._outbox.send(peers, Dissolve(ps.id))
 
     def _forget(self, ps: ProcessSet) -> None:
         del self.by_id[ps.id]

@@ -107,9 +107,9 @@ def _count_out(
     """Pass the message on to all ranks that may be at that board, with the process ids of those that are there, but ``without``."""
     there = {*ps.peers, *(peer for peer, _ in ps.former.values())}
     ranks = [other for other in state.membership.ranks.values() if other.peer in there]
-    told = tuple(sorted(other.peer for other in ranks))
+    peers = tuple(sorted(other.peer for other in ranks))
     pids = tuple(sorted(other.pid for other in ranks if other.pid != without))
-    state.outbox.send(told, msgspec.structs.replace(message, pids=pids))
+    state.outbox.send(peers, msgspec.structs.replace(message, pids=pids))
 
 
 def _past_set(
@@ -190,9 +190,9 @@ def _on_events(state: CoordinatorState, rank: RankPeer, message: m.Events, now: 
 
 
 def _on_post(state: CoordinatorState, rank: RankPeer, message: m.Post, now: float) -> None:
-    told = peers_of(state, message.to) if message.to else tuple(state.membership.clients)
+    peers = peers_of(state, message.to) if message.to else tuple(state.membership.clients)
     awaits.on_mail(state, message.to)
-    state.outbox.send(told, m.Mail(message.topic, rank.rank, message.body))
+    state.outbox.send(peers, m.Mail(message.topic, rank.rank, message.body))
 
 
 def _on_ping(state: CoordinatorState, rank: RankPeer, message: m.Ping, now: float) -> None:

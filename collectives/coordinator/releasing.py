@@ -182,8 +182,8 @@ def _reject(state: CoordinatorState, ps: ProcessSet, rejected: Iterable[Rejectio
     audiences: dict[tuple[Verdict, tuple[int, ...]], list[int]] = {}
     for (verdict, rank), numbers in locals.items():
         audiences.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
-    for (verdict, same), told in audiences.items():
-        state.outbox.send(tuple(told), verdict.message(ps.id, ps.epoch, same))
+    for (verdict, same), receivers in audiences.items():
+        state.outbox.send(tuple(receivers), verdict.message(ps.id, ps.epoch, same))
 
 
 def _release(state: CoordinatorState, ps: ProcessSet, ready: Sequence[Round]) -> None:

@@ -136,8 +136,8 @@ def end_wait(state: CoordinatorState, now: float) -> None:
     restoring, membership = state.restoring, state.membership
     missing = restoring.awaited(membership)
     if restoring.due is None or now < restoring.due:
-        told = restoring.recalled or (state.options.size is not None and restoring.resumed)
-        if missing or not told:
+        known = restoring.recalled or (state.options.size is not None and restoring.resumed)
+        if missing or not known:
             return
     restoring.active = False
     for rank in missing:

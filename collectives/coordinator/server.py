@@ -344,12 +344,12 @@ class Server:
             elif type(effect) is Tuned:
                 self._write_tuning(effect.line)
 
-    def _send_roster(self, message: Message, told: Iterable[Connection], descriptor: int = -1) -> None:
+    def _send_roster(self, message: Message, connections: Iterable[Connection], descriptor: int = -1) -> None:
         """Send a message with lists of members, without the descriptions that each of these connections has got before."""
         self._members.add(message)
-        frames: dict[int, tuple[bytes, int]] = {}  # by ``members_told`` of a connection
-        for connection in told:
-            known = connection.members_told
+        frames: dict[int, tuple[bytes, int]] = {}  # by ``members_sent`` of a connection
+        for connection in connections:
+            known = connection.members_sent
             if known not in frames:
                 short, after = (
                     (message, known) if known == EVERYTHING else self._members.shorten(message, known)
@@ -359,7 +359,7 @@ class Server:
                 except ProtocolError as error:
                     self._log(str(error))
                     return
-            frame, connection.members_told = frames[known]
+            frame, connection.members_sent = frames[known]
             self.connections.write(connection, frame, descriptor)
 
     def _pass_events_on(self, message: RankEvents, frame: bytes, peers: Iterable[int]) -> None:
@@ -382,11 +382,11 @@ class Server:
 
     def _configure(self, effect: SendConfigure) -> None:
         by_peer = self.connections.open
-        told = [by_peer[peer] for peer in effect.peers if peer in by_peer]
+        connections = [by_peer[peer] for peer in effect.peers if peer in by_peer]
         descriptor = -1
         message = effect.message
         try:
-            if any(connection.tls for connection in told):
+            if any(connection.tls for connection in connections):
                 message = (
                     effect.fallback
                 )  # TLS carries no descriptors: the ranks of each host make the memory themselves
@@ -396,7 +396,7 @@ class Server:
             self._log(f"process set {message.process_set} goes without shared memory: {error}")
             message = effect.fallback
         try:
-            self._send_roster(message, told, descriptor)
+            self._send_roster(message, connections, descriptor)
         finally:
             if descriptor >= 0:
                 os.close(descriptor)

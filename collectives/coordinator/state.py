@@ -283,9 +283,9 @@ class CoordinatorState:
             arrivals.admit(self)
         self.sets.configure_due()
         if self.membership.has_news:
-            told = self.membership.audience(now)
-            if told:
-                self.outbox.send(told, self.world())
+            audience = self.membership.audience(now)
+            if audience:
+                self.outbox.send(audience, self.world())
         if self.answers:
             answers, self.answers = self.answers, []
             for peer, answer in answers:

@@ -26,7 +26,7 @@ class Tuning:
     def __init__(self, options: CoordinatorOptions) -> None:
         self._tuner: Tuner | None = None
         self._slice = 0
-        self._told: dict[int, tuple[int, int]] = {}
+        self._announced: dict[int, tuple[int, int]] = {}
         if options.tuning is not None:
             # Imported here, since most coordinators tune nothing and should start quickly.
             from hvdlab.collectives.autotune.parameters import Parameters
@@ -44,14 +44,14 @@ class Tuning:
         """An order for ``ps`` is about to be sent."""
         if self._tuner is None:
             return
-        told = (ps.epoch, self._slice)
-        before = self._told.get(ps.id)
-        if before == told:
+        announced = (ps.epoch, self._slice)
+        before = self._announced.get(ps.id)
+        if before == announced:
             return
         if before is None:
-            for id in [id for id in self._told if id not in state.sets.by_id]:
-                del self._told[id]
-        self._told[ps.id] = told
+            for id in [id for id in self._announced if id not in state.sets.by_id]:
+                del self._announced[id]
+        self._announced[ps.id] = announced
         state.outbox.send(ps.peers, Tune(ps.id, ps.epoch, self._slice))
 
     def executed(self, ps: ProcessSet, run: Sequence[Round]) -> None:

@@ -30,8 +30,8 @@ class NotificationManager:
         self._engine: Engine | None = None
         self._unwatch: Callable[[], None] | None = None
         #: The ranks that wait, and those that leave, as listeners were notified last.
-        self._told: tuple[int, ...] = ()
-        self._told_leaving: tuple[int, ...] = ()
+        self._notified_waiting: tuple[int, ...] = ()
+        self._notified_leaving: tuple[int, ...] = ()
 
     def __reduce__(self) -> str:
         """Each process has its own: an elastic function that comes to another rank uses the one there."""
@@ -45,7 +45,7 @@ class NotificationManager:
                 return
             if self._unwatch is not None:
                 self._unwatch()
-            self._engine, self._told, self._told_leaving = engine, (), ()
+            self._engine, self._notified_waiting, self._notified_leaving = engine, (), ()
             self._unwatch = None if engine is None else engine.elastic.watch(self._on_world)
 
     def register_listener(self, listener: Listener) -> None:
@@ -78,8 +78,8 @@ class NotificationManager:
             listener.on_hosts_updated(timestamp, update_res)
 
     def _on_world(self, waiting: tuple[int, ...], leaving: tuple[int, ...]) -> None:
-        come, gone = set(waiting) - set(self._told), set(leaving) - set(self._told_leaving)
-        self._told, self._told_leaving = waiting, leaving
+        come, gone = set(waiting) - set(self._notified_waiting), set(leaving) - set(self._notified_leaving)
+        self._notified_waiting, self._notified_leaving = waiting, leaving
         if come:
             self.handle_hosts_updated(time.time(), HostUpdateResult.added)
         if gone:

@@ -26,7 +26,7 @@ from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.engine.leading import Leader
 from hvdlab.collectives.engine.leaving import settle
-from hvdlab.collectives.engine.outcomes import Told
+from hvdlab.collectives.engine.outcomes import BatchOutcomes
 from hvdlab.collectives.engine.reconnecting import Reconnecting
 from hvdlab.collectives.engine.regrouping import Regrouping
 from hvdlab.collectives.engine.request import PendingCollective, Request, Result
@@ -81,8 +81,8 @@ class Engine(Groups):
         self._endpoint = endpoint
         self._submit = guarded.submit
         self._closed = threading.Event()
-        told = Told(guarded, self._spans, lambda: self._dispatcher.schedule_events())
-        self._executor = Executor(told, self.hooks, str(rank))
+        outcomes = BatchOutcomes(guarded, self._spans, lambda: self._dispatcher.schedule_events())
+        self._executor = Executor(outcomes, self.hooks, str(rank))
         self._dispatcher = Dispatcher(
             guarded, endpoint, self._executor, self._spans, self.hooks, settings.address
         )

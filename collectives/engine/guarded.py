@@ -271,7 +271,7 @@ class GuardedState:
         if batch.reported:
             self.flush_direct()
         if overdue:
-            self._wake()  # the coordinator has been told that it takes long; the control thread sends that it has ended
+            self._wake()  # this rank has reported to the coordinator that it takes long; the control thread sends that it has ended
 
     def finish_posted(self, handle: Handle, posting: Posting, result: Result) -> None:
         """End a handle whose request was agreed on the board, if it has not been failed in the meantime."""

@@ -14,7 +14,7 @@ from hvdlab.collectives.planes.base import Phases
 _monotonic_ns = time.monotonic_ns
 
 
-class Told:
+class BatchOutcomes:
     """Receives the ends of batches from the executor, on whichever thread ran them.
 
     Args:

@@ -41,7 +41,7 @@ class WorldView:
             self._changed.notify_all()
 
     def released(self, reason: str) -> None:
-        """The coordinator has told this rank to leave."""
+        """The coordinator has asked this rank to leave."""
         with self._changed:
             self._released = reason
             self._changed.notify_all()
@@ -81,8 +81,8 @@ class WorldView:
         last = self.last
         if last is None:
             return tuple(sorted(self._members))
-        told = {member.rank for member in last.members}
-        return tuple(sorted(told | self._members if self._epoch > last.epoch else told))
+        members = {member.rank for member in last.members}
+        return tuple(sorted(members | self._members if self._epoch > last.epoch else members))
 
     def lost(self, reason: str) -> None:
         with self._changed:
@@ -129,10 +129,10 @@ class WorldView:
         """
 
         def complete() -> bool:
-            told = self.last is not None or len(self._members) >= max(size, 1)
+            known = self.last is not None or len(self._members) >= max(size, 1)
             # Elastic training goes on without those that are missing, and lets them in later.
             training = self.last is not None and self.last.training and rank in self._members
-            return told and bool(self._members) and (rank in self._let_in or training or not self._missing())
+            return known and bool(self._members) and (rank in self._let_in or training or not self._missing())
 
         def settled() -> bool:
             ended = self._lost is not None or self._released is not None
@@ -153,10 +153,10 @@ class WorldView:
         if self._released is not None:
             raise ReleasedError(self._released)
         if dead and not at_door:
-            told = "; ".join(
+            deaths = "; ".join(
                 f"rank {death.rank} ended before the world was complete: {death.reason}" for death in dead
             )
-            raise StartError(f"{told}. Look at its output, then start the group again.")
+            raise StartError(f"{deaths}. Look at its output, then start the group again.")
         if at_door:
             raise StartError(
                 f"rank {rank} waited {max(door, timeout):g} s for {format_ranks(sorted(self._others(rank)))} to let it "

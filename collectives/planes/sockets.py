@@ -158,6 +158,6 @@ def traffic(
         for sock, local, peer in connections():
             if local in ports or peer in ports:
                 with suppress(OSError, struct.error):  # ended meanwhile; a system that does not count
-                    told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_COUNTS.size)
-                    counts[local, peer] = sum(_TCP_COUNTS.unpack(told))
+                    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_COUNTS.size)
+                    counts[local, peer] = sum(_TCP_COUNTS.unpack(info))
     return counts

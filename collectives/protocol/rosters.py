@@ -85,26 +85,26 @@ class SentMembers:
                     self._numbers[member.rank] = self.newest
                     self._by_number[self.newest] = member
 
-    def shorten(self, message: Message, told: int) -> tuple[Message, int]:
+    def shorten(self, message: Message, known: int) -> tuple[Message, int]:
         """Shorten a message for one connection.
 
         Args:
             message: One of :data:`ROSTERS` that was given to :meth:`add`.
-            told: The number up to which all descriptions went over the connection; 0 for a new one.
+            known: The number up to which all descriptions went over the connection; 0 for a new one.
 
         Returns:
             The short message, and the number up to which all descriptions will have gone over the connection with it.
         """
         if isinstance(message, Configure | World) and message.members:
-            new = tuple(self._since(told))
+            new = tuple(self._since(known))
             listed = pack(member.rank for member in message.members)
-            message, told = msgspec.structs.replace(message, members=new, listed=listed), self.newest
-        return _each_list(message, pack, _pack_sites), told
+            message, known = msgspec.structs.replace(message, members=new, listed=listed), self.newest
+        return _each_list(message, pack, _pack_sites), known
 
-    def _since(self, told: int) -> Iterable[Member]:
+    def _since(self, known: int) -> Iterable[Member]:
         found: list[Member] = []
         for number, member in reversed(self._by_number.items()):
-            if number <= told:
+            if number <= known:
                 break
             found.append(member)
         return reversed(found)

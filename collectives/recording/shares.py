@@ -113,10 +113,10 @@ class Shares:
         blocked = np.array([self._blocked.get(second, 0.0) for second in range(first, over)])
         for second, shares in enumerate(_shares(found, blocked).tolist(), first):
             compute, wait, transfer = shares
-            told = (compute, wait, transfer)
-            if any(told) and self._said.get(second) != told:
-                self._said[second] = told
-                yield second, told
+            shares = (compute, wait, transfer)
+            if any(shares) and self._said.get(second) != shares:
+                self._said[second] = shares
+                yield second, shares
         self._forget(origin, over)
 
     def _between(self, edges: Times) -> tuple[Times, ...]:

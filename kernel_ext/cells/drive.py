@@ -30,6 +30,7 @@ from hvdlab.kernel_ext.cells.events import (
     InterruptRequested,
     LookAt,
     Note,
+    PoolNews,
     RankBegan,
     RankDied,
     RankEnded,
@@ -37,7 +38,6 @@ from hvdlab.kernel_ext.cells.events import (
     SendCredit,
     ShowStatus,
     TimePassed,
-    Told,
     Unasked,
 )
 from hvdlab.kernel_ext.cells.guarded import GuardedSink
@@ -161,7 +161,7 @@ class CellHandle:
         lines = []
         with suppress(Empty):
             while True:
-                if isinstance(event := self._events.get_nowait(), Told):
+                if isinstance(event := self._events.get_nowait(), PoolNews):
                     lines.append(event.text)
         return lines
 
@@ -238,12 +238,12 @@ class CellHandle:
             self._sink.status(visible_lines(self._desk.status()), final=False)
         self._tick(time.monotonic())
         try:
-            told = self._desk.ask(question, self._meanwhile if self._desk.shows_beside else nullcontext)
+            reply = self._desk.ask(question, self._meanwhile if self._desk.shows_beside else nullcontext)
         except KeyboardInterrupt:
             self.interrupt()
-            told = ""
-        if told:
-            self._sink.note(visible_lines(told))
+            reply = ""
+        if reply:
+            self._sink.note(visible_lines(reply))
         if self._desk.shows_beside:
             self._sink.status("", final=True)
         if self._desk.ranks != self._at_prompts:

@@ -87,7 +87,7 @@ class TimePassed:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PoolNews:
     """Something happened to the pool that the user should read under the cell, in one line."""
 
     text: str
@@ -148,7 +148,7 @@ Event = (
     | TakenOver
     | InterruptRequested
     | TimePassed
-    | Told
+    | PoolNews
     | Stalled
     | StackArrived
     | ProcessSeen

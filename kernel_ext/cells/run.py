@@ -29,6 +29,7 @@ from hvdlab.kernel_ext.cells.events import (
     InterruptRequested,
     Note,
     OutputArrived,
+    PoolNews,
     ProcessSeen,
     RankBegan,
     RankDied,
@@ -40,7 +41,6 @@ from hvdlab.kernel_ext.cells.events import (
     Stalled,
     TakenOver,
     TimePassed,
-    Told,
     Unasked,
 )
 from hvdlab.kernel_ext.cells.interrupts import Interrupts
@@ -327,7 +327,7 @@ class CellRun:
         return []
 
     @_on.register
-    def _told(self, event: Told, now: float) -> list[Effect]:
+    def _pool_news(self, event: PoolNews, now: float) -> list[Effect]:
         return [Note(event.text)]
 
     # -- helpers ------------------------------------------------------------------------------------------------------

@@ -93,12 +93,12 @@ class AsNotes:
     """What the run waits for, for a sink that only knows notes: when it begins, and how it ends."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        self._note, self._told = note, False
+        self._note, self._noted = note, False
 
     def __call__(self, text: str, *, final: bool) -> None:
-        if text and (final or not self._told):
+        if text and (final or not self._noted):
             self._note(text)
-        self._told = not final
+        self._noted = not final
 
 
 class ShowsStatus(Protocol):

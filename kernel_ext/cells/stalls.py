@@ -78,8 +78,8 @@ class Stalls:
         self._ended: list[int] = []
         self._ended_at: float | None = None
         self._refresh_at = None if every is None else now + every
-        self._told: _Wait | None = None  # what is shown now; of several the oldest
-        self._places_told: list[str] = []
+        self._shown: _Wait | None = None  # what is shown now; of several the oldest
+        self._shown_places: list[str] = []
         self._vanished = False  # whether no rank was in it any more when the ranks were asked last
         self._behind = False  # whether a line says now that ranks are behind
         self._quiet = False
@@ -140,14 +140,14 @@ class Stalls:
         behind = self._is_behind(running, now)
         self._refresh_at = self._next_look(now, at_once=bool(self._waits) or behind)
         if own:
-            self._told, self._behind = min(own, key=lambda wait: wait.since), False
+            self._shown, self._behind = min(own, key=lambda wait: wait.since), False
             self._vanished = False
             return [ShowStatus("\n".join(self._lines(own, now)))]
-        if self._told is not None and not self._vanished:
+        if self._shown is not None and not self._vanished:
             # It went on, or failed: then the cell's end comes soon.
             self._vanished, self._refresh_at = True, now + REFRESH
             return []
-        if self._told is not None:
+        if self._shown is not None:
             return self._conclude(True, now)
         if behind:
             self._behind = True
@@ -170,7 +170,7 @@ class Stalls:
     def close(self, ok: bool, now: float) -> list[Effect]:
         """The cell has ended, without an error if ``ok``."""
         self._quiet = True
-        return self._conclude(ok, now) if self._told is not None or self._behind else []
+        return self._conclude(ok, now) if self._shown is not None or self._behind else []
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
@@ -266,8 +266,8 @@ class Stalls:
         if len(groups) > MOST_WAITS:
             lines.append(f"… and others, in {len(groups) - MOST_WAITS} more groups of ranks")
         awaited = {rank for missing in groups for rank in missing}
-        self._places_told = [f"  {line}" for line in grouped({rank: self._where(rank) for rank in awaited})]
-        return lines + self._places_told
+        self._shown_places = [f"  {line}" for line in grouped({rank: self._where(rank) for rank in awaited})]
+        return lines + self._shown_places
 
     def _lines_behind(self, running: Collection[int], now: float) -> list[str]:
         assert self._ended_at is not None
@@ -285,7 +285,7 @@ class Stalls:
         return f"{waits}, {self._places.text(rank)}" if waits else self._places.text(rank)
 
     def _conclude(self, ok: bool, now: float) -> list[Effect]:
-        wait, self._told, self._behind = self._told, None, False
+        wait, self._shown, self._behind = self._shown, None, False
         if wait is None:
             return [ShowStatus("", final=True)]
         # It went on at some moment since it was shown last.
@@ -300,5 +300,5 @@ class Stalls:
                     f"{wait.head} went on after about {seconds}: {waiting} waited for {awaited}", final=True
                 )
             ]
-        lines = [f"{wait.head}: {waiting} waited {seconds} for {awaited}", *self._places_told]
+        lines = [f"{wait.head}: {waiting} waited {seconds} for {awaited}", *self._shown_places]
         return [ShowStatus("\n".join(lines), final=True)]

@@ -20,7 +20,7 @@ class Choosing(Going):
 
     def __init__(self, cells: str) -> None:
         super().__init__(cells)
-        self._told: Json | None = None  # what a frontend that has asked knows
+        self._sent_scope: Json | None = None  # what a frontend that has asked knows
 
     def _scope(self) -> Json:
         """Whether the buttons move one rank only, which one that is, and which ranks have stopped."""
@@ -30,14 +30,18 @@ class Choosing(Going):
     def _answer_scope(self, key: int, request: Json, alone: object) -> list[Effect]:
         if isinstance(alone, bool):
             self._alone = alone
-        self._told = self._scope()
-        return [self._response(key, request, self._told)]
+        self._sent_scope = self._scope()
+        return [self._response(key, request, self._sent_scope)]
 
     def _tell_scope(self) -> list[Effect]:
         """Tell a frontend that has asked what has changed; not while ranks have only begun a step."""
-        if self._told is None or self._stepping is not None or (now := self._scope()) == self._told:
+        if (
+            self._sent_scope is None
+            or self._stepping is not None
+            or (now := self._scope()) == self._sent_scope
+        ):
             return []
-        self._told = now
+        self._sent_scope = now
         return [self._event(SCOPE, now)]
 
     def _choose(self, key: int, request: Json, alone: bool) -> list[Effect]:

@@ -108,18 +108,18 @@ class Going(Asking):
         if not self.stopped and self._stepping is None:
             self._selected = rank
         one.stopped[body.get("threadId", one.main)] = None
-        told = {key: value for key, value in body.items() if key != "hitBreakpointIds"}
-        told |= {
+        stopped = {key: value for key, value in body.items() if key != "hitBreakpointIds"}
+        stopped |= {
             "threadId": self._threads.give(rank, body.get("threadId", one.main)),
             "allThreadsStopped": False,
             "description": f"rank {rank}: {body.get('description') or body.get('reason', 'stopped')}",
         }
         if self._stepping not in (None, rank):
-            self._held.append((rank, told))
+            self._held.append((rank, stopped))
             return []
         before = self._step_over() if self._held else []
         self._stepping = None
-        return [*before, self._event("stopped", told)]
+        return [*before, self._event("stopped", stopped)]
 
     def _goes_on(self, rank: int, one: RankState, threads: Iterable[int]) -> list[Effect]:
         effects: list[Effect] = []

@@ -77,7 +77,7 @@ class DebugHub:
         self._debugger = kernel.debugger
         self._ask_kernel: Process = kernel.debugger.process_request
         self._cells: dict[str, bool] = {}
-        self._told: dict[int, str] = {}
+        self._reported: dict[int, str] = {}
         self._mux: Multiplexer | None = None
         self._keys = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Json]] = {}
@@ -128,7 +128,7 @@ class DebugHub:
         """
         loop = self._loop
         if not self.on or loop is None:
-            self._told = {}
+            self._reported = {}
             return []
         loop.call_soon_threadsafe(self._handle, Wanted(tuple(ranks)))
         asked = threading.Event()
@@ -145,7 +145,8 @@ class DebugHub:
             return []
         late = {rank: f"its debugger did not start within {START_WITHIN:g} s" for rank in mux.pending}
         now = {rank: why for rank, why in (mux.left_out | late).items() if rank in ranks}
-        before, self._told = self._told, {**{r: w for r, w in self._told.items() if r not in ranks}, **now}
+        before = self._reported
+        self._reported = {r: w for r, w in before.items() if r not in ranks} | now
         return [not_debugged(rank, why) for rank, why in sorted(now.items()) if before.get(rank) != why]
 
     def _waiting(self) -> bool:

@@ -107,8 +107,8 @@ class Multiplexer(Looking):
         if isinstance(event, RankOpened):
             return self._opened(event.rank)
         if isinstance(event, RankGone):
-            told = self._refuse(event.rank, event.reason) if event.refused else []
-            return told + self._gone(event.rank, event.reason)
+            refusal = self._refuse(event.rank, event.reason) if event.refused else []
+            return refusal + self._gone(event.rank, event.reason)
         if isinstance(event, Wanted):
             return self._wanted(event.ranks)
         if isinstance(event, Reminded):

@@ -156,22 +156,24 @@ def _from_c(value: Any) -> Iterable[Part] | None:
     if isinstance(reduced, str):  # found by its name, as functions are
         return [(".__reduce__()", reduced), *held]
     if isinstance(reduced, tuple):
-        told = [list(part) if n in (3, 4) and part is not None else part for n, part in enumerate(reduced)]
-        return [(f".__reduce__()[{n}]", part) for n, part in enumerate(told)]
+        described = [
+            list(part) if n in (3, 4) and part is not None else part for n, part in enumerate(reduced)
+        ]
+        return [(f".__reduce__()[{n}]", part) for n, part in enumerate(described)]
     return [*held, (" (inside)", Unknown(kind))] if held else None
 
 
 def _reduces(kind: type) -> bool:
     """Whether a type has its own way to be pickled, and that is not code of the user's."""
-    told = False
+    found = False
     for name in ("__reduce_ex__", "__reduce__", "__getstate__"):
         owner = next(cls for cls in (*kind.__mro__, object) if name in cls.__dict__ or cls is object)
         if owner is object:
             continue
         if is_users_module(owner.__module__):
             return False
-        told = True
-    return told
+        found = True
+    return found
 
 
 def attributes(value: Any) -> Iterable[Part] | None:

@@ -118,11 +118,11 @@ class ValueView:
     def __repr__(self) -> str:
         found = self._pool.view(self._expression, [self._rank]).get(self._rank)
         return "\n".join(
-            [f"rank {self._rank}: {visible(self._expression)}", *(f"  {line}" for line in told(found))]
+            [f"rank {self._rank}: {visible(self._expression)}", *(f"  {line}" for line in lines_of(found))]
         )
 
 
-def told(view: View | None) -> Sequence[str]:
+def lines_of(view: View | None) -> Sequence[str]:
     """What a rank said about a value, as lines."""
     if view is None:
         return ["the rank does not answer"]

@@ -89,8 +89,8 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
     @default("ports")
     def _choose_ports(self) -> list[int]:
         """Ports for what is not configured, without those of a predecessor, which some queues will get."""
-        told = [*self.engine_info.values(), *self.client_info.values()]
-        known = [port for value in told for port in (value if isinstance(value, list) else [value])]
+        inherited = [*self.engine_info.values(), *self.client_info.values()]
+        known = [port for value in inherited for port in (value if isinstance(value, list) else [value])]
         return ports.choose(PORTS, avoid=known)
 
     def load_secondary_config(self) -> None:

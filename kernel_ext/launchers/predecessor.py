@@ -31,8 +31,8 @@ class Predecessor:
         for path in map(Path, fork_server.guarded()):
             if path.name.startswith("cluster-"):
                 with contextlib.suppress(OSError, ValueError, KeyError):  # it is gone, or half written
-                    told = json.loads(path.read_text())["cluster"]
-                    return cls({name: told[name] for name in ("cluster_id", "profile_dir")})
+                    cluster = json.loads(path.read_text())["cluster"]
+                    return cls({name: cluster[name] for name in ("cluster_id", "profile_dir")})
         return None
 
     def has_ended(self) -> None:

@@ -78,7 +78,7 @@ class LimitedSink:
         self._running = set(ranks)
         self._changed: set[int] = set()
         self._at = 0.0
-        self._told = False
+        self._explained = False
         self._transcript: Transcript | None = None
 
     def kept(self, transcript: Transcript) -> None:
@@ -89,8 +89,8 @@ class LimitedSink:
         passed = tuple(part for chunk in chunks if (part := self._pass(rank, account, chunk)) is not None)
         if passed:
             self._inner.output(rank, passed)
-        if account.cut and not self._told:
-            self._told = True
+        if account.cut and not self._explained:
+            self._explained = True
             self._inner.note(self._explanation(rank))
 
     def began(self, rank: int) -> None:
@@ -105,7 +105,7 @@ class LimitedSink:
             self._inner.output(rank, (self._last_lines(account),))
         self._changed.discard(rank)
         self._running.discard(rank)
-        if not self._running and self._told and (lost := self._lost()):
+        if not self._running and self._explained and (lost := self._lost()):
             self._inner.note(lost)
         self._inner.done(rank, done)
 

@@ -30,8 +30,8 @@ def report(results: CellResults, *, colours: bool = True) -> list[str]:
 def _coloured(results: CellResults, cause: RootCause) -> list[str]:
     stopped_by_user = cause.ename == "KeyboardInterrupt" and results.interrupted
     out_of_time = cause.ename == "TimeoutError" and results.timed_out
-    told_above = cause.nobody or stopped_by_user or out_of_time
-    lines = [_headline(results, cause), *(_frames(cause) if told_above else cause.traceback)]
+    stopped = cause.nobody or stopped_by_user or out_of_time
+    lines = [_headline(results, cause), *(_frames(cause) if stopped else cause.traceback)]
     others = _consequences(results, cause)
     if others and cause.traceback:
         lines.append("")

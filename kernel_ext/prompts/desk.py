@@ -150,9 +150,9 @@ class PromptDesk:
         if error:
             self._send(self._queue.end([question.rank], error, now) if question.rank in self.ranks else [])
             return ""
-        answers, told = self._queue.answered(question, line, now)
+        answers, reply = self._queue.answered(question, line, now)
         self._send(answers)
-        return told
+        return reply
 
     def refuse(self, sentence: str) -> None:
         """Answer these and all later questions with this sentence, which says why the user can't be asked."""

@@ -46,9 +46,9 @@ class Links:
     def _all_up(self) -> bool:
         for socket, monitor in self._monitors.items():
             while monitor.poll(0):
-                told = recv_monitor_message(monitor)
-                link = (socket, told["endpoint"])
-                if told["event"] == zmq.EVENT_DISCONNECTED:
+                event = recv_monitor_message(monitor)
+                link = (socket, event["endpoint"])
+                if event["event"] == zmq.EVENT_DISCONNECTED:
                     self._up.discard(link)
                 else:
                     self._up.add(link)

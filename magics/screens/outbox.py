@@ -114,9 +114,9 @@ class Outbox:
 
     def _tell_skipped(self) -> None:
         if self._skipped:
-            told = f"({self._skipped} lines are not shown: the cell was interrupted)\n"
+            notice = f"({self._skipped} lines are not shown: the cell was interrupted)\n"
             self._skipped = 0
-            self._publisher.stream("stderr", told)
+            self._publisher.stream("stderr", notice)
 
 
 def parts(text: str) -> Iterator[str]:

@@ -75,7 +75,7 @@ class Strip:
         self.stalled = ""
         self._failures = Failures()
         #: What was said last about failures, and whether it is shown in an area of its own.
-        self._said, self._told = "", False
+        self._said, self._displayed = "", False
 
     def tick(self, now: float) -> float | None:
         """Do what is due; returns when to call again, or None if never."""
@@ -97,8 +97,8 @@ class Strip:
         self._said = text
         data = {"text/plain": text, "text/html": f'<div style="opacity:.7">{html.escape(text)}</div>'}
         with self._failures.guard("the strip under the cell"):
-            self._publisher.display(data, {}, f"{self._name}-failures", update=self._told)
-            self._told = True
+            self._publisher.display(data, {}, f"{self._name}-failures", update=self._displayed)
+            self._displayed = True
 
     def hasten(self) -> None:
         """Update the strip at the next tick, since no other tick may come for a while."""

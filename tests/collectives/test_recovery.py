@@ -60,7 +60,7 @@ def recovering(fakes: Fakes) -> Recovery:
 def test_one_that_lives_stays(living: int) -> None:
     fakes = Fakes(living, [])
     recovered = recovering(fakes).run()
-    assert (fakes.did, recovered.replaced, recovered.told) == (["reconnect"], False, CELLS)
+    assert (fakes.did, recovered.replaced, recovered.cells) == (["reconnect"], False, CELLS)
 
 
 @pytest.mark.parametrize("error", [StartError("silence"), TimeoutError("silence"), ConnectionResetError()])

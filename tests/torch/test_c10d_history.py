@@ -69,13 +69,13 @@ def test_only_what_both_remember_is_compared() -> None:
 
 def test_it_is_told_by_both_sides_alike() -> None:
     one, other = Call(4, "all_reduce", "a.py:3"), Call(5, "all_reduce", "a.py:9")
-    told = Shift(one, other, 1).told(1, 0)
+    told = Shift(one, other, 1).sentence(1, 0)
     assert told == (
         "rank 1 skipped a call: where rank 0 called all_reduce #4 (a.py:3), it called all_reduce #5 (a.py:9), and the calls "
         "behind that met the wrong ones"
     )
-    assert Shift(other, one, -1).told(0, 1) == told
-    assert "skipped 3 calls" in Shift(one, other, 3).told(1, 0)
+    assert Shift(other, one, -1).sentence(0, 1) == told
+    assert "skipped 3 calls" in Shift(one, other, 3).sentence(1, 0)
 
 
 def steps(of_calls: Sequence[int], first: int = 0) -> Said:
@@ -109,10 +109,10 @@ def test_calls_of_one_line_are_told_apart_by_steps(
 def test_who_is_ahead_is_told_by_both_sides_alike() -> None:
     one, other = Call(4, "all_reduce", "a.py:3", 1), Call(4, "all_reduce", "a.py:3", 2)
     for drift, rank, own in ((Drift(one, other, 1), 1, 0), (Drift(other, one, -1), 0, 1)):
-        assert "rank 1 has probably skipped" in drift.told(rank, own)
+        assert "rank 1 has probably skipped" in drift.sentence(rank, own)
     assert (
         Drift(one, other, 1)
-        .told(1, 0)
+        .sentence(1, 0)
         .startswith(
             "rank 0 made all_reduce #4 (a.py:3) after 1 step of its optimizers, and rank 1 made it after 2 steps"
         )

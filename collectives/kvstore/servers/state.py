@@ -153,12 +153,12 @@ class _Waiting:
 
     request: m.Push | m.Pull
     since: float
-    #: How often its worker was told which workers it waits for: how many times of ``_REPORTS`` have passed.
-    told: int = 0
+    #: How many reports of the workers that it waits for were sent to its worker: how many times of ``_REPORTS`` have passed.
+    reports: int = 0
 
     def next_report(self) -> float:
         """When the next of these times is."""
-        return self.since + _REPORTS[self.told]
+        return self.since + _REPORTS[self.reports]
 
 
 @dataclass(slots=True)
@@ -343,7 +343,7 @@ class ServerState:
             request.key
         ].values():  # the pushes wait for other workers now: report these anew
             for waiting in queue:
-                waiting.since, waiting.told = now, 0
+                waiting.since, waiting.reports = now, 0
 
     def _end_rounds(self, store: _Store, given_up: int, ranks: tuple[int, ...], kind: str, text: str) -> None:
         store.record = msgspec.structs.replace(store.record, given_up=given_up, cause=(ranks, kind, text))
@@ -365,7 +365,7 @@ class ServerState:
             self._early[number] = [one for one in early if now < one[2] + AWAY_SECONDS]
         for store, key, rank, waiting in list(self._all_waiting()):
             if now >= waiting.next_report():
-                waiting.told = sum(now >= waiting.since + seconds for seconds in _REPORTS)
+                waiting.reports = sum(now >= waiting.since + seconds for seconds in _REPORTS)
                 missing = self._missing(store, key, rank)
                 sequence, number = waiting.request.sequence, waiting.request.store
                 self._send(rank, m.Waits(sequence, number, key, now - waiting.since, missing))

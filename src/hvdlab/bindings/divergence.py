@@ -69,15 +69,15 @@ def tell_divergence(
         samples: Fingerprint of some elements after each of the last steps, with the number of the step.
     """
     rank = context.engine().rank
-    told = allgather_object((rank, dict(digests), list(samples)), f"{name}.detail", process_set)
+    gathered = allgather_object((rank, dict(digests), list(samples)), f"{name}.detail", process_set)
     groups: dict[bytes, list[int]] = {}
-    for rank, by_name, _ in told:
+    for rank, by_name, _ in gathered:
         whole = fingerprint(*(part for label, d in by_name.items() for part in (label.encode(), d)))
         groups.setdefault(whole, []).append(rank)
-    all_names = dict.fromkeys(label for _, by_name, _ in told for label in by_name)
-    odd = [label for label in all_names if len({by_name.get(label) for _, by_name, _ in told}) > 1]
+    all_names = dict.fromkeys(label for _, by_name, _ in gathered for label in by_name)
+    odd = [label for label in all_names if len({by_name.get(label) for _, by_name, _ in gathered}) > 1]
     ordered = sorted(map(tuple, groups.values()), key=lambda ranks: (-len(ranks), ranks))
-    raise DivergenceError(step, _since([dict(each) for _, _, each in told], step), ordered, odd)
+    raise DivergenceError(step, _since([dict(each) for _, _, each in gathered], step), ordered, odd)
 
 
 def _since(samples: Sequence[dict[int, bytes]], step: int) -> int | None:

@@ -72,8 +72,8 @@ def free_resources() -> str:
 def death_reason(error: BaseException) -> str:
     """Why an actor is gone, on one line: Ray explains it on many, with ids that mean nothing to users."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line and ":" not in line.split(" ", 1)[0]]
-    return " ".join(told) or type(error).__name__
+    reasons = [line for line in lines if line and ":" not in line.split(" ", 1)[0]]
+    return " ".join(reasons) or type(error).__name__
 
 
 class BaseStrategy(ABC):

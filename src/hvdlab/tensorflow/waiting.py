@@ -97,8 +97,8 @@ class _Watch:
 
     def _look(self) -> None:
         """Report to the coordinator that this rank waits for its oldest handle, as long as the process does nothing else."""
-        told: Handle | None = None
-        untell: Callable[[], None] | None = None
+        reported: Handle | None = None
+        end_report: Callable[[], None] | None = None
         waited = 0.0
         while True:
             with self._lock:
@@ -111,14 +111,14 @@ class _Watch:
                 if over:
                     self._looking = None
             computed = time.process_time() - cpu > _NOTHING
-            if untell is not None and (computed or now is not told):
-                untell()
-                told, untell, waited = None, None, 0.0
+            if end_report is not None and (computed or now is not reported):
+                end_report()
+                reported, end_report, waited = None, None, 0.0
             if over:
                 return
             if now is not None and now is oldest and not computed:
                 waited += time.monotonic() - before
-                told, untell = now, now.tell_blocked(waited) or untell
+                reported, end_report = now, now.tell_blocked(waited) or end_report
 
     def sets(self) -> set[int]:
         """Process sets with collectives that have not ended."""

@@ -73,7 +73,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
         verbose: Whether to print the answer.
     """
     found = ext_base_name in _BINDINGS and importlib.util.find_spec(ext_base_name) is not None
-    return _told(f"the binding of {ext_base_name} can be used", found, verbose)
+    return _with_a_line(f"the binding of {ext_base_name} can be used", found, verbose)
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -86,35 +86,35 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
             found = torch.cuda.is_available()
         else:
             found = bool(importlib.import_module("tensorflow").config.list_physical_devices("GPU"))
-    return _told(f"{ext_base_name} sees a GPU", found, verbose)
+    return _with_a_line(f"{ext_base_name} sees a GPU", found, verbose)
 
 
 def mpi_built(verbose: bool = False) -> bool:
     """Whether collectives can go through MPI in this process."""
-    return _told("MPI can be used", basics.mpi_built(), verbose)
+    return _with_a_line("MPI can be used", basics.mpi_built(), verbose)
 
 
 def gloo_built(verbose: bool = False) -> bool:
     """Whether collectives can go through Gloo in this process."""
-    return _told("Gloo can be used", basics.gloo_built(), verbose)
+    return _with_a_line("Gloo can be used", basics.gloo_built(), verbose)
 
 
 def nccl_built(verbose: bool = False) -> bool:
     """Whether collectives can go through NCCL in this process."""
-    return _told("NCCL can be used", basics.nccl_built(), verbose)
+    return _with_a_line("NCCL can be used", basics.nccl_built(), verbose)
 
 
 def ddl_built(verbose: bool = False) -> bool:
     """False: IBM's DDL is not supported."""
-    return _told("DDL can be used", basics.ddl_built(), verbose)
+    return _with_a_line("DDL can be used", basics.ddl_built(), verbose)
 
 
 def ccl_built(verbose: bool = False) -> bool:
     """False: Intel's oneCCL is not supported."""
-    return _told("oneCCL can be used", basics.ccl_built(), verbose)
+    return _with_a_line("oneCCL can be used", basics.ccl_built(), verbose)
 
 
-def _told(what: str, found: bool, verbose: bool) -> bool:
+def _with_a_line(what: str, found: bool, verbose: bool) -> bool:
     if verbose:
         print(f"hvdlab: {what}: {'yes' if found else 'no'}")
     return found

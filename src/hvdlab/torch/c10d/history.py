@@ -79,7 +79,7 @@ class Shift(msgspec.Struct, frozen=True):
     other: Call
     skipped: int
 
-    def told(self, rank: int, own: int) -> str:
+    def sentence(self, rank: int, own: int) -> str:
         """In words. ``rank`` is the other rank, ``own`` the rank that compares."""
         count = abs(self.skipped)
         calls = "a call" if count == 1 else f"{count} calls"
@@ -132,7 +132,7 @@ class Drift(msgspec.Struct, frozen=True):
     other: Call
     ahead: int
 
-    def told(self, rank: int, own: int) -> str:
+    def sentence(self, rank: int, own: int) -> str:
         """In words. ``rank`` is the other rank, ``own`` the rank that compares."""
         who = rank if self.ahead > 0 else own
         return (
@@ -222,7 +222,7 @@ class Histories:
         for rank, said in sorted(self._ask(group, epoch, others).items()):
             found = find_shift(own, said) or find_drift(own, said)
             if found is not None:
-                return found.told(rank, self._engine.rank)
+                return found.sentence(rank, self._engine.rank)
         return ""
 
     def _ask(self, group: str, epoch: int, others: Sequence[int]) -> dict[int, Said]:

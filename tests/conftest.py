@@ -1,4 +1,4 @@
-"""Leak checks for every test: threads, child processes, shared memory, sockets, pipes and memfds.
+"""Leak checks for every test: threads, child processes, shared memory, sockets, pipes, memfds and signal handlers.
 
 A test that leaves something behind fails at teardown, with the stack of each leaked thread and the command line of
 each leaked process. What a session-, package- or module-scoped fixture started before the test is not a leak.
@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import hypothesis
 import psutil
@@ -116,6 +116,11 @@ def _fds() -> dict[int, str]:
     return found
 
 
+def _handlers() -> dict[signal.Signals, Any]:
+    """What this process does on the signals that programs are ended by."""
+    return {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+
 def _new_fds(before: dict[int, str]) -> list[tuple[int, str]]:
     # The resource tracker's pipe belongs to the interpreter, as the tracker itself does.
     tracker = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
@@ -187,8 +192,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True)
 def leak_check() -> Iterator[None]:
-    """Fail the test that leaves threads, processes, shared memory, sockets, pipes or memfds behind."""
+    """Fail the test that leaves threads, processes, shared memory, sockets, pipes, memfds or signal handlers behind."""
     threads, children, memory, fds = _threads(), _children(), shared_memory.entries(), _fds()
+    handlers = _handlers()
     yield
     deadline = time.monotonic() + GRACE
     _settled(lambda: {t for t in _threads() - threads if t.is_alive()}, deadline)
@@ -198,5 +204,10 @@ def leak_check() -> Iterator[None]:
     leaks += [_command(p) for p in _new_children(children)]
     leaks += [f"/dev/shm/{e}" for e in shared_memory.left(memory, within=OTHERS)]
     leaks += [f"fd {fd} -> {target}" for fd, target in _new_fds(fds)]
+    for number, handler in _handlers().items():
+        if handler is not handlers[number]:
+            leaks.append(f"{number!r} is handled by {handler}")
+            # Else programs that later tests start might ignore it, too.
+            signal.signal(number, handlers[number])
     if leaks:
         pytest.fail("left behind by the test:\n" + "\n".join(leaks), pytrace=False)

@@ -24,6 +24,7 @@ from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Display, Names, Stream
+from hvdlab.kernel_ext.rank.compiler import parse
 from hvdlab.magics.extension import Extension
 from patience import PATIENCE
 
@@ -58,7 +59,8 @@ class FakeRank:
 
     def run(self, source: str, offset: int, cell: str) -> CellDone | None:
         try:
-            tree = ast.parse("\n" * offset + source)
+            tree = parse("\n" * offset + source)
+            assert isinstance(tree, ast.Module)
             last = tree.body[-1] if tree.body and isinstance(tree.body[-1], ast.Expr) else None
             if last is not None:
                 tree.body.pop()

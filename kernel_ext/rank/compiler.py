@@ -7,6 +7,7 @@ lines. The file name is the same on all ranks, so that warnings and tracebacks o
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import inspect
 import linecache
@@ -22,6 +23,32 @@ from hvdlab.collectives.sites import register_label
 _NUMBERED = re.compile(r"\[(\d+)\]\Z")
 
 _CELL = re.compile(r"<cell (.*?)(?: #[0-9a-f]{6})?>\Z", re.DOTALL)
+
+_ATTEMPTS = 8
+
+
+def parse(source: str, filename: str = "<unknown>", symbol: str = "exec", flags: int = 0) -> ast.AST:
+    """Parse, again where another thread parsed at the same time.
+
+    Python 3.11 counts the depth of the tree that it builds in one place for all threads. If the collection of garbage
+    runs a finalizer meanwhile, another thread may build a tree of its own before this one goes on, and the source,
+    which is right, ends in ``SystemError: AST constructor recursion depth mismatch``.
+
+    Raises:
+        SyntaxError: The source is no Python.
+        ValueError: It holds a null character.
+        SystemError: Another thread parsed during each of several attempts.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(SystemError):
+            return _parse_once(source, filename, symbol, flags)
+    return _parse_once(source, filename, symbol, flags)
+
+
+def _parse_once(source: str, filename: str, symbol: str, flags: int) -> ast.AST:
+    tree = compile(source, filename, symbol, flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+    assert isinstance(tree, ast.AST)
+    return tree
 
 
 def cell_number(label: str) -> int | None:
@@ -108,7 +135,7 @@ class CellCompiler(CachingCompiler):
         """Parse, with the line numbers of the notebook."""
         if filename == self._name:
             source = "\n" * self._lines + source
-        return super().ast_parse(source, filename, symbol)
+        return parse(source, filename, symbol, self.flags)
 
     def format_code_name(self, name: str) -> Any:
         """The kind and the name by which a traceback calls code of this file name."""

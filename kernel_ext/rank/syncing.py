@@ -27,6 +27,7 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.kernel_ext.payloads import Known, Learnt
+from hvdlab.kernel_ext.rank.compiler import parse
 from hvdlab.kernel_ext.rank.failures import one_line
 from hvdlab.kernel_ext.rank.names import user_items
 from hvdlab.kernel_ext.rank.values import ValuePickler
@@ -154,7 +155,7 @@ def _dotted(shell: Any, modules: Collection[str]) -> list[str]:
     found: list[str] = []
     for source in history.input_hist_parsed if history is not None else ():
         try:
-            tree = ast.parse(source)
+            tree = parse(source)
         except (SyntaxError, ValueError):
             continue
         for node in ast.walk(tree):

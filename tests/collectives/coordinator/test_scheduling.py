@@ -201,42 +201,43 @@ def test_what_is_kept_back_is_announced_again_in_the_next_epoch_that_begins_in_o
     assert executed(sim) == ["2", "1"]
 
 
-def test_a_rank_that_waits_for_what_is_kept_back_is_in_no_deadlock() -> None:
-    """Not even if it has submitted the name once more, and all others wait as well."""
-    sim = simulate()
+def wait_behind_a_kept_tensor(
+    sim: Simulation, *, for_the_second: bool
+) -> tuple[Submission, Submission, Submission]:
+    """While ``x`` is kept back, rank 0 submits it once more and waits for either, and rank 1 for a ``y`` of its own.
+
+    Returns:
+        Rank 0's first and second ``x``, and rank 1's ``y``.
+    """
     submit(sim, "a", 0)
     submit(sim, "x", 0)
     zero, one = sim.ranks.values()
     epoch = zero.sets[0].epoch
-    waited = zero.sets[0].pending[0]
-    zero.submit(signature("x"), priority=0)
+    first = zero.sets[0].pending[0]
+    second = zero.submit(signature("x"), priority=0)
     other = one.submit(signature("y"))
     sim.drain()
-    zero.say(m.Blocked(0, epoch, waited.local, 1.0))
+    zero.say(m.Blocked(0, epoch, (second if for_the_second else first).local, 1.0))
     one.say(m.Blocked(0, epoch, other.local, 1.0))
     sim.drain()
     sim.tick(1.0)
     sim.drain()
+    return first, second, other
+
+
+def test_a_rank_that_waits_for_what_is_kept_back_is_in_no_deadlock() -> None:
+    """Not even if it has submitted the name once more, and all others wait as well."""
+    sim = simulate()
+    first, _, other = wait_behind_a_kept_tensor(sim, for_the_second=False)
     assert other.outcome is None, "rank 0 goes on when its tensor's turn has come"
     report(sim)
-    assert isinstance(waited.outcome, m.Execute)
+    assert isinstance(first.outcome, m.Execute)
 
 
 def test_a_deadlock_behind_what_is_kept_back_is_found_once_that_is_over() -> None:
     """A rank that waits for the second tensor of a name says so while the first is kept."""
     sim = simulate()
-    submit(sim, "a", 0)
-    submit(sim, "x", 0)
-    zero, one = sim.ranks.values()
-    epoch = zero.sets[0].epoch
-    second = zero.submit(signature("x"), priority=0)
-    other = one.submit(signature("y"))
-    sim.drain()
-    zero.say(m.Blocked(0, epoch, second.local, 1.0))
-    one.say(m.Blocked(0, epoch, other.local, 1.0))
-    sim.drain()
-    sim.tick(1.0)
-    sim.drain()
+    _, second, _ = wait_behind_a_kept_tensor(sim, for_the_second=True)
     assert second.outcome is None
     report(sim)  # of `a`: `x` is executed
     sim.tick(1.0)

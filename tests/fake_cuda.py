@@ -169,6 +169,9 @@ class FakeCuda:
         self._streams[number] = Stream()
         return number
 
+    def streams(self) -> list[int]:
+        return list(self._streams)
+
     def end_stream(self, stream: int) -> None:
         self._streams.pop(stream).end()
 

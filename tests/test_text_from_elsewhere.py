@@ -56,7 +56,7 @@ from hvdlab.kernel_ext.inspect.messages import View
 from hvdlab.kernel_ext.inspect.native import NativeStacks
 from hvdlab.kernel_ext.inspect.overview import TensorTable
 from hvdlab.kernel_ext.inspect.table import Cell, Table
-from hvdlab.kernel_ext.inspect.views import told
+from hvdlab.kernel_ext.inspect.views import lines_of
 from hvdlab.kernel_ext.output.places import Whereabouts, grouped
 from hvdlab.kernel_ext.output.values import html_of
 from hvdlab.kernel_ext.payloads import CellDone, CellError, PendingNow, ServerNow, Stack, StackFrame
@@ -153,7 +153,7 @@ def whereabouts(name: str) -> str:
 
 
 def looked_at(name: str) -> str:
-    return "\n".join([*told(View(1, (name,), names=(name,))), *told(View(1, error=name))])
+    return "\n".join([*lines_of(View(1, (name,), names=(name,))), *lines_of(View(1, error=name))])
 
 
 def errors(name: str) -> str:

@@ -162,7 +162,7 @@ class InterruptGate:
         for number in (signal.SIGINT, SIGNAL):
             current = signal.getsignal(number)
             if current != self._on_signal:
-                self._previous[number] = current if current is not None else signal.SIG_DFL
+                self._previous.setdefault(number, current if current is not None else signal.SIG_DFL)
                 signal.signal(number, self._on_signal)
 
     def _take_hook(self) -> None:
@@ -190,6 +190,8 @@ class InterruptGate:
         with self._lock:
             self._running = False
             self.pending = False
+        # A debugger keeps SIGINT when it lets the cell go on; between cells it would trace the rank's own loop from then on.
+        self._take_signals()
 
     @property
     def interrupted(self) -> bool:

@@ -67,7 +67,7 @@ def test_an_interrupt_comes_after_its_cell_and_before_that_can_end() -> None:
     runs.lost()
     runs.interrupt([0, 1])
     client.said.clear()
-    runs.resync([0, 1], told={})
+    runs.resync([0, 1], running={})
     assert client.said == [
         ("cell started", (0, 1)),
         ("RunCell", (0, 1)),
@@ -88,7 +88,7 @@ def test_an_interrupt_is_for_one_cell() -> None:
     start(runs, "b")
     runs.lost()
     client.said.clear()
-    runs.resync([0, 1], told={"b": (0, 1)})
+    runs.resync([0, 1], running={"b": (0, 1)})
     assert ("interrupt", (0, 1)) not in client.said
     assert ("RunCell", (0, 1)) in client.said
 
@@ -153,7 +153,7 @@ def test_a_rank_that_joined_is_sent_the_cell_as_one_that_joins_again() -> None:
     runs.lost()
     runs.join("a", (3,))
     client.said.clear()
-    runs.resync([0, 1, 2, 3], told={"a": (0, 1, 2)})
+    runs.resync([0, 1, 2, 3], running={"a": (0, 1, 2)})
     assert client.said[:3] == [
         ("cell started", (3,)),
         ("RunCell joins", (2, 3)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bdb
 import cmd
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from hvdlab.kernel_ext.prompts.messages import (
     Reply,
 )
 from hvdlab.kernel_ext.rank.debugging import POST_MORTEM
+from hvdlab.kernel_ext.rank.gate import InterruptGate
 from hvdlab.kernel_ext.rank.prompting import LeftDebugger, Prompting
 
 if TYPE_CHECKING:
@@ -251,6 +253,13 @@ def test_breakpoint_steps_through_the_cell(rank: Rank) -> None:
     assert "c = b * 2" in ran.text()
     assert ran.done.value_repr == "4"
     assert sys.gettrace() is None or "bdb" not in repr(sys.gettrace())
+
+
+def test_the_debugger_does_not_keep_the_interrupt(rank: Rank) -> None:
+    ran, _ = talk(rank, STEPS.format(stop="breakpoint()"), ["c"])
+    assert ran.done.value_repr == "4"
+    handler = signal.getsignal(signal.SIGINT)
+    assert isinstance(getattr(handler, "__self__", None), InterruptGate), handler
 
 
 def test_ipythons_debugger_stops_as_well(rank: Rank) -> None:

@@ -154,8 +154,13 @@ class Capture:
             self._wake()
 
     def finish(self, done: CellDone) -> None:
-        """Send what is left of the cell's output, then its end."""
+        """Send what is left of the cell's output, then its end.
+
+        Waits for the room that this takes, as a writer does: what its subprocesses wrote would come after its end otherwise.
+        """
         self.flush()
+        if self._fds is not None and not self._forked:
+            self._drain_all(self._fds)
         with self._lock:
             # Set before the rest is sent: what another thread queued after that would follow the end of the cell.
             self._over = True
@@ -340,6 +345,20 @@ class Capture:
             for piece in fds.read(room, self._receive):
                 # Must not wait for room: the thread that sends comes through here, and no room comes without it.
                 self._put(_entry(piece.stream, piece.text), wait=False, landed=piece if self._lands else None)
+
+    def _drain_all(self, fds: FdCapture) -> None:
+        """Send what is in the pipes now, but not what is written meanwhile: a process may go on to write for ever."""
+        with fds.lock:
+            written = fds.written()
+        while True:
+            with fds.lock:
+                if fds.has_read(written):
+                    return
+            with self._lock:
+                if self._closed:
+                    return
+                self._await_room(1)
+            self.flush()
 
     def _receive(self, stream: str, pipe: int, limit: int) -> bytes:
         """Take bytes out of a pipe, in such a way that they outlive this process if that is possible."""

@@ -12,7 +12,9 @@ import codecs
 import ctypes
 import fcntl
 import os
+import termios
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -64,6 +66,8 @@ class FdCapture:
         # Kept open, so that a user who closes fd 1 does not make an end of file of it.
         self._writers = (pipes.out[1], pipes.err[1])
         self._names = {pipes.out[0]: "stdout", pipes.err[0]: "stderr"}
+        #: How many bytes were read from each pipe.
+        self._read = dict.fromkeys(self.readers, 0)
         self._decoders = {fd: codecs.getincrementaldecoder("utf-8")(errors="replace") for fd in self.readers}
         for target, (_, writer) in ((1, pipes.out), (2, pipes.err)):
             os.dup2(writer, target, inheritable=True)
@@ -83,9 +87,18 @@ class FdCapture:
                 if not raw:
                     break
                 limit -= len(raw)
+                self._read[fd] += len(raw)
                 yield Piece(name, decoder.decode(raw), len(raw), decoder.getstate()[0])
                 if len(raw) < _CHUNK:
                     break
+
+    def written(self) -> tuple[int, ...]:
+        """How many bytes have been written to each pipe by now. The caller holds :attr:`lock`."""
+        return tuple(self._read[fd] + _available(fd) for fd in self.readers)
+
+    def has_read(self, written: tuple[int, ...]) -> bool:
+        """Whether so many bytes, as :meth:`written` said, have been read from each pipe. The caller holds :attr:`lock`."""
+        return all(self._read[fd] >= count for fd, count in zip(self.readers, written, strict=True))
 
     def close(self) -> None:
         """Give fd 0, 1 and 2 back and close the pipes."""
@@ -108,6 +121,13 @@ class CStdout:
     def flush(self) -> None:
         """Flush stdout; not all streams, since another thread may hold one of those (reading stdin) for ever."""
         self._fflush(self._stdout)
+
+
+def _available(pipe: int) -> int:
+    """Bytes that are in a pipe."""
+    count = array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count[0]
 
 
 def _duplicate(fd: int) -> int:

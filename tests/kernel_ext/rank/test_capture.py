@@ -387,6 +387,24 @@ def test_a_subprocess_waits_for_the_pool_too(fd_rank: Rank) -> None:
     fd_rank.play(script)
 
 
+def test_what_a_subprocess_wrote_comes_before_the_end_of_its_cell(fd_rank: Rank) -> None:
+    """Also if the pool has not taken what came before it."""
+    written = fd_rank.shell.user_ns["written"] = threading.Event()
+
+    def script(pool: Pool) -> None:
+        cell = pool.start(
+            f"import subprocess\nsubprocess.run('head -c {WINDOW + 50000} /dev/zero | tr \"\\\\0\" x', shell=True)\nwritten.set()"
+        )
+        received = 0
+        while received < WINDOW:
+            received = pool.expect(Output).total
+        assert written.wait(PATIENCE)  # the rest is in the pipe
+        threading.Timer(0.2, pool.engine.mail, [Credit(cell, received)]).start()
+        assert len(pool.finish(cell).text()) == WINDOW + 50000 - received
+
+    fd_rank.play(script)
+
+
 def test_a_process_that_outlives_its_cell_still_arrives(fd_rank: Rank) -> None:
     def script(pool: Pool) -> None:
         cell = pool.start(

@@ -32,7 +32,7 @@ def fit(group: SetState, entry: Entry) -> None:
         if kind is OpKind.ALLGATHER:
             entry.extra = (rows,)
         else:
-            entry.extra = _splits(request.splits, rows, len(group.ranks))
+            entry.extra = _splits(request.splits, rows, group)
 
 
 def _fit_message(group: SetState, request: Request) -> None:
@@ -83,7 +83,8 @@ def _fit_device(group: SetState, request: Request) -> None:
         )
 
 
-def _splits(splits: tuple[int, ...] | None, rows: int, members: int) -> tuple[int, ...]:
+def _splits(splits: tuple[int, ...] | None, rows: int, group: SetState) -> tuple[int, ...]:
+    members = len(group.ranks)
     if splits is None:
         if members and rows % members:
             raise InvalidRequestError(
@@ -91,7 +92,10 @@ def _splits(splits: tuple[int, ...] | None, rows: int, members: int) -> tuple[in
             )
         return (rows // members,) * members if members else ()
     if members and len(splits) != members:
-        raise InvalidRequestError(f"alltoall needs one split per member ({members}), not {len(splits)}.")
+        # The ranks are named: if one of them has died since the caller counted them, its number is missing here.
+        raise InvalidRequestError(
+            f"alltoall needs one split per member, not {len(splits)}: process set {group.id} has the ranks {list(group.ranks)}."
+        )
     if any(rows_to < 0 for rows_to in splits) or sum(splits) != rows:
         raise InvalidRequestError(
             f"alltoall's splits {list(splits)} must not be negative, and add up to {rows} rows."

@@ -19,7 +19,7 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.engine.request import Request, Result
-from hvdlab.collectives.errors import AbortedError
+from hvdlab.collectives.errors import AbortedError, InvalidRequestError
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.settings import Settings
@@ -195,6 +195,11 @@ class EngineActor(CollectiveActor):
         try:
             yield self._engine
         except AbortedError as error:
+            raise PlaneAborted(str(error)) from error
+        except InvalidRequestError as error:
+            if self._engine.ranks() == self._ranks:
+                raise
+            # A member that had nothing in flight when another one died goes on in a world that this request does not fit.
             raise PlaneAborted(str(error)) from error
 
 

@@ -128,7 +128,7 @@ mxnet: ## key-value stores beside real MXNet, in an environment of its own: it n
 	out/mxnet/bin/python -m pytest tests/conformance/bindings -k mxnet $(PYTEST_ARGS)
 
 # pyspark comes as source: what builds it is installed first, checked as well.
-engines: ## ranks in the tasks of a real Spark, the actors of a real Ray and the jobs of a real Slurm, and over a real sshd, and Accelerate, Lightning and transformers on ranks, in an environment of its own, which has pandas 2; Spark needs Java 17
+engines: ## ranks in the tasks of a real Spark, the actors of a real Ray, on the workers of a real Dask and in the jobs of a real Slurm, and over a real sshd, and Accelerate, Lightning and transformers on ranks, in an environment of its own, which has pandas 2; Spark needs Java 17
 	$(PYTHON) -m venv out/engines
 	out/engines/bin/python -m pip install --quiet --no-index --no-deps "$$(grep -o '^torch==[^ ]*' requirements/engines.txt)" 2>/dev/null || true
 	awk '/^[a-z]/ { builds = /^(pip|setuptools|wheel)==/ } builds' requirements/engines.txt > out/engines/builds.txt
@@ -137,6 +137,7 @@ engines: ## ranks in the tasks of a real Spark, the actors of a real Ray and the
 	out/engines/bin/python -m pip install --quiet $(OURSELVES)
 	out/engines/bin/python -m pytest tests/beside_spark $(PYTEST_ARGS)
 	out/engines/bin/python -m pytest tests/beside_ray $(PYTEST_ARGS)
+	out/engines/bin/python -m pytest tests/beside_dask $(PYTEST_ARGS)
 	out/engines/bin/python -m pytest tests/beside_slurm $(PYTEST_ARGS)
 	out/engines/bin/python -m pytest tests/beside_sshd $(PYTEST_ARGS)
 	out/engines/bin/python -m pytest tests/beside_trainers $(PYTEST_ARGS)
@@ -159,7 +160,7 @@ lock: ## write constraints.txt and requirements/ for every Python that is promis
 		--python-version 3.11 --generate-hashes --output-file requirements/mxnet.txt $(LOCK_ARGS) pyproject.toml -
 	cp requirements/engines.txt out/lock/engines.txt  # its pins are kept
 	printf "$$(grep -oE '^(torch|tensorflow-cpu)==[^ ]*' constraints.txt)\nlightning\naccelerate\ntransformers\npytest\npytest-timeout\npytest-xdist\nhypothesis\nhatchling\neditables\nsetuptools\nwheel\npip\n" | \
-		$(COMPILE) --python-version 3.11 --extra ray --extra spark --generate-hashes --output-file out/lock/engines.txt $(LOCK_ARGS) pyproject.toml -
+		$(COMPILE) --python-version 3.11 --extra ray --extra spark --extra dask --generate-hashes --output-file out/lock/engines.txt $(LOCK_ARGS) pyproject.toml -
 	awk '/^[a-z]/ { cuda = /^(nvidia-|cuda-|triton=)/ } !cuda' out/lock/engines.txt > requirements/engines.txt
 
 clean:

@@ -7,6 +7,9 @@ hangs, and the test fails by its patience.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import pytest
 
 PATIENCE = 60.0
@@ -18,6 +21,15 @@ HOUR = 3600.0
 GONE = 20.0
 """Seconds in which an end must be seen, or processes be gone: fewer than the 30 after which a silent coordinator counts as lost,
 and for which a rank waits for another one."""
+
+
+def eventually(happened: Callable[[], object], what: Callable[[], object] = lambda: None) -> None:
+    """Ask until it has happened, where nothing reports it; ``what`` is shown if it never does."""
+    until = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < until, what()
+        time.sleep(0.1)
+
 
 _HEARTBEAT = ("HVDLAB_PING_AFTER", "HVDLAB_DEAD_AFTER")
 

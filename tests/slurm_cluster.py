@@ -7,8 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ import psutil
 
 from debian_packages import Unavailable, libraries, unpacked
 from hvdlab.collectives.environment import free_port
-from patience import PATIENCE
+from patience import PATIENCE, eventually
 
 PACKAGES = (
     "slurmctld",
@@ -74,14 +73,6 @@ PartitionName=short Nodes=n1,n2 MaxTime=1 State=UP
 def slurm(cache: Path) -> Path:
     """Where Slurm is unpacked. Raises ``Unavailable``."""
     return unpacked(cache, PACKAGES, "usr/bin/srun")
-
-
-def eventually(happened: Callable[[], object], what: Callable[[], str]) -> None:
-    """Ask Slurm, which has no event for it, until it has happened."""
-    until = time.monotonic() + PATIENCE
-    while not happened():
-        assert time.monotonic() < until, what()
-        time.sleep(0.1)
 
 
 class SlurmCluster:

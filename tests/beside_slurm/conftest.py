@@ -14,8 +14,8 @@ import pytest
 
 import shared_memory
 from debian_packages import Unavailable
-from patience import PATIENCE
-from slurm_cluster import SlurmCluster, eventually
+from patience import PATIENCE, eventually
+from slurm_cluster import SlurmCluster
 from slurm_cluster import slurm as packages
 
 collect_ignore_glob = [] if any("beside_slurm" in word for word in sys.argv) else ["test_*.py"]

@@ -6,7 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from slurm_cluster import SlurmCluster, eventually
+from patience import eventually
+from slurm_cluster import SlurmCluster
 
 PROGRAM = """\
 import json, os

@@ -10,8 +10,8 @@ import pytest
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.pool import Pool
-from patience import PATIENCE
-from slurm_cluster import CPUS, NODES, SlurmCluster, eventually
+from patience import PATIENCE, eventually
+from slurm_cluster import CPUS, NODES, SlurmCluster
 
 FULL = len(NODES) * CPUS
 

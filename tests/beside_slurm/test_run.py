@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from patience import PATIENCE
-from slurm_cluster import CPUS, NODES, SlurmCluster, eventually
+from patience import PATIENCE, eventually
+from slurm_cluster import CPUS, NODES, SlurmCluster
 
 RUN = (sys.executable, "-m", "hvdlab", "run", "--launcher", "slurm")
 SPREAD = ("--launcher-option", "args=--ntasks-per-node=2", "--launcher-option", "nodes=2")

@@ -19,6 +19,7 @@ OURS = {
     "slurm": "hvdlab.launch.slurm.launcher:SlurmLauncher",
     "ray": "hvdlab.ray.launcher:RayLauncher",
     "spark": "hvdlab.spark.launcher:SparkLauncher",
+    "dask": "hvdlab.launch.dask.launcher:DaskLauncher",
 }
 
 

@@ -23,6 +23,30 @@ _EXIT_CODE = re.compile(r"srun: (?:error: )?\S+: tasks? \S+: (?:Exited|Killed|Te
 """srun's last line, which says no more than its exit code."""
 
 
+class AgentConnection(Protocol):
+    """The pipes to an agent, and what keeps them open.
+
+    Attributes:
+        inbox, outbox: Descriptors to read from and to write to.
+    """
+
+    inbox: int
+    outbox: int
+
+    def end_text(self, host: str, greeted: bool) -> str:
+        """In words, why the agent of a host is lost, and what to do; ``greeted`` says whether it ever came up."""
+        ...
+
+    def hang_up(self) -> None:
+        """Close the agent's input, which makes it end. Idempotent."""
+
+    def kill(self) -> None:
+        """End what keeps the pipes open, which may hang: the agent is lost then, and ends its ranks."""
+
+    def close(self, timeout: float) -> None:
+        """Hang up, wait so long for the agent's end, then kill. Idempotent."""
+
+
 class Reach(Protocol):
     """How agents get to their hosts."""
 
@@ -30,12 +54,21 @@ class Reach(Protocol):
         """Whether the agent is started directly, since the host is this one."""
         ...
 
-    def command(self, host: str, python: str) -> Sequence[str]:
-        """The command that starts the agent there. Secrets go over its standard input, never on this line."""
+    def connect(self, host: str, python: str, errors: IO[bytes] | None) -> AgentConnection:
+        """Have an agent started there, without waiting until it runs.
+
+        Args:
+            host: Where.
+            python: Its interpreter.
+            errors: A file for the standard error of the program that reaches the host; closed with the connection.
+
+        Raises:
+            OSError: The program that reaches the host can't be run.
+        """
         ...
 
-    def environment(self) -> Mapping[str, str] | None:
-        """The environment of that command; ``None`` for this process's own."""
+    def machine(self, host: str) -> str:
+        """What the ranks of a host share memory with: hosts that are one machine have the same."""
         ...
 
     def variables(self, host: str) -> Mapping[str, str]:
@@ -59,12 +92,15 @@ class ShellReach:
         """Whether this is our own host, by its name or one of its addresses."""
         return is_local(host)
 
-    def command(self, host: str, python: str) -> Sequence[str]:
-        """The shell's command line."""
-        return remote_command(self.shell, host, map(shlex.quote, agent_command(python)))
+    def connect(self, host: str, python: str, errors: IO[bytes] | None) -> AgentConnection:
+        """By the shell."""
+        return ProgramConnection(
+            remote_command(self.shell, host, map(shlex.quote, agent_command(python))), errors=errors
+        )
 
-    def environment(self) -> None:
-        """This process's own."""
+    def machine(self, host: str) -> str:
+        """The host."""
+        return host
 
     def variables(self, host: str) -> Mapping[str, str]:
         """For another host all variables that it should know, since remote shells pass none on."""
@@ -72,34 +108,105 @@ class ShellReach:
         return {**found, HOST_VARIABLE: host} if self.names_hosts else found
 
 
-class AgentLink:
-    """An agent, here or on another host.
-
-    Attributes:
-        host: Name of its host.
-        here: Whether that is this host.
-        inbox, outbox: Descriptors to read from and to write to; both non-blocking.
-        outgoing: Bytes that have still to be written.
+class ProgramConnection:
+    """The connection to an agent that is a child of this process, or of a program that reaches the agent's host.
 
     Args:
-        errors: A file that the standard error of the agent, or of the shell that reaches it, goes to; closed with this.
+        command: The agent's command, or that program's. Secrets go over its standard input, never on this line.
+        kept: Descriptors that it inherits.
+        errors: A file that its standard error goes to; closed with this.
+        environment: Its environment; ``None`` for this process's own.
+        called: What errors call it; its name if empty.
+
+    Raises:
+        OSError: It can't be run.
     """
 
     def __init__(
         self,
-        host: str,
-        process: subprocess.Popen[bytes],
+        command: Sequence[str],
+        kept: Sequence[int] = (),
         *,
-        here: bool,
         errors: IO[bytes] | None = None,
+        environment: Mapping[str, str] | None = None,
+        called: str = "",
     ) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.host, self.here = host, here
-        self.inbox, self.outbox = process.stdout.fileno(), process.stdin.fileno()
+        # A session of its own, so that Ctrl-C in the terminal reaches the launcher alone, which passes it on.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            pass_fds=kept,
+            start_new_session=True,
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output, self._errors = self._process.stdin, self._process.stdout, errors
+        self._called = called or f"`{os.path.basename(command[0])}`"
+        self.inbox, self.outbox = self._output.fileno(), self._input.fileno()
+
+    def end_text(self, host: str, greeted: bool) -> str:
+        """With the exit code and the last words of the program."""
+        try:
+            code = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            return f"the connection to {host} is lost"
+        said = self._last_words()
+        hint = "" if greeted else _lacking(said, code)
+        return f"{self._called} for {host} ended with exit code {code}" + (f": {said}" if said else "") + hint
+
+    def _last_words(self) -> str:
+        """The last line of the standard error of the agent or its shell, if that was kept."""
+        if self._errors is None:
+            return ""
+        self._errors.seek(0)
+        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        return next((line for line in reversed(lines) if not _EXIT_CODE.match(line)), "")
+
+    def hang_up(self) -> None:
+        """See :class:`AgentConnection`."""
+        with contextlib.suppress(OSError):
+            self._input.close()
+
+    def kill(self) -> None:
+        """Kill the program."""
+        self._process.kill()
+
+    def close(self, timeout: float) -> None:
+        """See :class:`AgentConnection`."""
+        self.hang_up()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
+        if self._errors is not None:
+            self._errors.close()
+
+
+class AgentLink:
+    """Orders to an agent, here or on another host, and its reports.
+
+    Args:
+        host: Name of its host.
+        connection: The connection to it.
+
+    Attributes:
+        host: Name of its host.
+        inbox, outbox: Descriptors to read from and to write to; both non-blocking.
+        outgoing: Bytes that have still to be written.
+        hang_up, kill, close: Those of the connection.
+    """
+
+    def __init__(self, host: str, connection: AgentConnection) -> None:
+        self.host, self._connection = host, connection
+        self.inbox, self.outbox = connection.inbox, connection.outbox
         self.outgoing = bytearray()
-        self._process = process
-        self._errors = errors
+        self.hang_up, self.kill, self.close = connection.hang_up, connection.kill, connection.close
         self._decoder = FrameDecoder()
         self._preamble: bytes | None = b""
         os.set_blocking(self.inbox, False)
@@ -114,23 +221,10 @@ class AgentLink:
             kept = [os.dup(0)]
             command += ["--stdin", str(kept[0])]
         try:
-            return cls(host, _spawn(command, kept, errors), here=True, errors=errors)
+            return cls(host, ProgramConnection(command, kept, errors=errors, called="its launcher process"))
         finally:
             for fd in kept:
                 os.close(fd)
-
-    @classmethod
-    def remote(
-        cls,
-        host: str,
-        python: str,
-        reach: Reach,
-        *,
-        errors: IO[bytes] | None = None,
-    ) -> AgentLink:
-        """Start an agent on another host."""
-        process = _spawn(reach.command(host, python), (), errors, reach.environment())
-        return cls(host, process, here=False, errors=errors)
 
     def send(self, message: wire.AgentMessage) -> None:
         """Queue a message; :meth:`flush` writes it."""
@@ -164,46 +258,7 @@ class AgentLink:
 
     def gone(self) -> str:
         """In words, how the agent of a lost host ended."""
-        try:
-            code = self._process.wait(1)
-        except subprocess.TimeoutExpired:
-            return f"the connection to {self.host} is lost"
-        program = os.path.basename(str(self._process.args[0]))  # type: ignore[index]  # a list
-        what = "its launcher process" if self.here else f"`{program}`"
-        said = self._last_words()
-        hint = "" if self._preamble is None else _lacking(said, code)
-        return f"{what} for {self.host} ended with exit code {code}" + (f": {said}" if said else "") + hint
-
-    def _last_words(self) -> str:
-        """The last line of the standard error of the agent or its shell, if that was kept."""
-        if self._errors is None:
-            return ""
-        self._errors.seek(0)
-        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-        return next((line for line in reversed(lines) if not _EXIT_CODE.match(line)), "")
-
-    def hang_up(self) -> None:
-        """Close the agent's input, which makes it end. :meth:`close` waits for that. Idempotent."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-
-    def kill(self) -> None:
-        """Kill the shell, which may hang: the agent is lost then, and ends its ranks."""
-        self._process.kill()
-
-    def close(self, timeout: float) -> None:
-        """Close the agent's input, which makes it end; kill it after ``timeout`` seconds. Idempotent."""
-        assert self._process.stdout is not None
-        self.hang_up()
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        if self._errors is not None:
-            self._errors.close()
+        return self._connection.end_text(self.host, greeted=self._preamble is None)
 
 
 def _lacking(said: str, code: int) -> str:
@@ -221,25 +276,6 @@ def remote_command(shell: Sequence[str], host: str, words: Iterable[str]) -> lis
     # For ssh, what follows `--` is no option. Other programs may not know that.
     end = ["--"] if os.path.basename(shell[0]) == "ssh" else []
     return [*shell, *end, host, *words]
-
-
-def _spawn(
-    command: Sequence[str],
-    kept: Sequence[int],
-    errors: IO[bytes] | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> subprocess.Popen[bytes]:
-    # A session of its own, so that Ctrl-C in the terminal reaches the launcher alone, which passes it on.
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        env=environment,
-        pass_fds=kept,
-        start_new_session=True,
-        bufsize=0,
-    )
 
 
 def agent_command(python: str) -> list[str]:

@@ -115,7 +115,7 @@ class ExecStarter:
             hosts = {**self._host_of, **dict.fromkeys(ranks, host)}
             here = [rank for rank, its in hosts.items() if its == host]
             link = self._links.get(host) or self._connect(host, here)
-            numbers, keys = list(hosts), list(hosts.values())
+            numbers, keys = list(hosts), [self._reach.machine(each) for each in hosts.values()]
             specs = (self._spec(rank, size, place(rank, numbers, keys), host) for rank in ranks)
             link.send(wire.Spawn(tuple(specs)))
             self._host_of = hosts
@@ -169,13 +169,12 @@ class ExecStarter:
             if here:
                 link = AgentLink.local(host, self._python, stdin=stdin, errors=errors)
             else:
-                link = AgentLink.remote(host, self._python, self._reach, errors=errors)
+                link = AgentLink(host, self._reach.connect(host, self._python, errors))
         except OSError as error:
             if errors is not None:
                 errors.close()
-            starting = self._python if here else self._reach.command(host, self._python)[0]
             raise StartError(
-                f"the agent of {host} could not be started: `{starting}`: {error.strerror}"
+                f"the agent of {host} could not be started: `{error.filename}`: {error.strerror}"
             ) from error
         variables = {**self._reach.variables(host), **(program.environment if program else {})}
         command = program.command if program else (self._python, "-m", self._request.module)

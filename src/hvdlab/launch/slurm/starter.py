@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import IO
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE, Place
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.launch.exec_agent.link import agent_command
+from hvdlab.launch.exec_agent.link import AgentConnection, ProgramConnection, agent_command
 from hvdlab.launch.exec_agent.starter import ExecStarter
 from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.slurm.job import HeldJob, JobState, Slurm, rooms
@@ -49,15 +50,19 @@ class StepReach:
         """Always False: a process outside of the job has none of its room."""
         return False
 
-    def command(self, host: str, python: str) -> Sequence[str]:
-        """A step of one task, with all that the job has on the node, beside which other steps may run."""
+    def connect(self, host: str, python: str, errors: IO[bytes] | None) -> AgentConnection:
+        """By a step of one task, with all that the job has on the node, beside which other steps may run.
+
+        Its environment is that of Slurm's commands, without variables of another job that this process may be in.
+        """
         step = ("--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--export=ALL", "--mpi=none")
         raw = ("--unbuffered", "--cpu-bind=none", "--job-name=hvdlab-agent", "--input=all", "--quiet")
-        return ["srun", f"--jobid={self.job}", *step, *raw, *self.arguments, *agent_command(python)]
+        command = ["srun", f"--jobid={self.job}", *step, *raw, *self.arguments, *agent_command(python)]
+        return ProgramConnection(command, errors=errors, environment=self.commands.environment)
 
-    def environment(self) -> Mapping[str, str]:
-        """The environment of Slurm's commands, without variables of another job that this process may be in."""
-        return self.commands.environment
+    def machine(self, host: str) -> str:
+        """The node."""
+        return host
 
     def variables(self, host: str) -> Mapping[str, str]:
         """Variables by which a node counts as a host; its name, which shows where its ranks are, includes the job."""

@@ -14,7 +14,7 @@ from hvdlab.launch.exits import describe_exit
 from hvdlab.launch.starter import Ended, Started
 
 IN_ORDER = describe_exit(0, 0)
-"""How the process of a rank ends that has left when it was told to."""
+"""How the process of a rank ends that has left in obedience to the coordinator's order."""
 
 
 class MemberState(StrEnum):

@@ -82,12 +82,12 @@ class Reconnecting:
 
     def _run(self, reason: str) -> None:
         deadline = Deadline(LONGER * self._settings.reattach)
-        why, died = "nobody has taken its place", 0
+        why, died = "no other one has taken its place", 0
         while not self._cancelled.is_set() and not deadline.expired:
             try:
                 endpoint, welcome = self._connect(deadline)
             except NobodyThereError:
-                why = "no other one takes its place: who started it has ended as well, or does not do that"
+                why = "no other one takes its place: the process that started it has ended as well, or does not do that"
                 break
             except RefusedError as error:
                 why = str(error)

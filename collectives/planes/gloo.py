@@ -115,7 +115,7 @@ class GlooPlane(HostPlane):
             still_open = shut_doors(ports)
             if still_open:
                 LOG.warning(
-                    "Gloo goes on to listen at %s: this system lets no ordinary user shut that, so strangers who reach it can "
+                    "Gloo goes on to listen at %s: this system lets no ordinary user shut that, so strangers that reach it can "
                     "take up descriptors of this process, though they get no data",
                     ", ".join(f"{host}:{port}" for host, port in sorted(still_open)),
                 )

@@ -622,7 +622,7 @@ class Cancelled(Message, frozen=True):
 
     It is the oldest that waits of each of ``locals`` (this rank's ids), or the one that this rank gave up by :class:`Cancel` with
     ``ticket``.
-    The same answers any collective of a rank that was told to leave, and submits it while the other ranks go on without it.
+    The same answers any collective of a rank that was sent the order to leave, and submits it while the other ranks go on without it.
     """
 
     process_set: int

@@ -48,7 +48,7 @@ class RootCause:
         ename: Class of the error; ``RankDied`` for a death.
         evalue: Its text.
         traceback: Coloured lines; for a death, what is known of where it was.
-        nobody: The text is a sentence about all of them, and none of these ranks is to blame: they were stopped.
+        blameless: The text is a sentence about all of them, and none of these ranks is to blame: they were stopped.
         shown: Those of the ranks that the traceback holds for, if not for all.
     """
 
@@ -56,7 +56,7 @@ class RootCause:
     ename: str
     evalue: str
     traceback: tuple[str, ...] = ()
-    nobody: bool = False
+    blameless: bool = False
     shown: tuple[int, ...] = ()
 
 
@@ -187,7 +187,7 @@ class CellResults(Sequence[Any]):
         error = self.errors[rank]
         if error.cause == "deadlock":
             stuck = tuple(r for r, e in self.errors.items() if (e.cause, e.why) == (error.cause, error.why))
-            return RootCause(stuck, error.ename, error.why, nobody=True)
+            return RootCause(stuck, error.ename, error.why, blameless=True)
         alike = {r for r, e in self.errors.items() if same_error(e, error)}
         said = error.evalue
         if error.aborted:
@@ -197,7 +197,7 @@ class CellResults(Sequence[Any]):
             alike |= {r for r in late if self.origin(r) == set(error.culprits)}
             said = _WAITED.sub(f"{format_ranks(tuple(alike))} waited; ", said, count=1)
         ranks = tuple(sorted(alike))
-        return RootCause(ranks, error.ename, said, error.traceback, nobody=error.aborted)
+        return RootCause(ranks, error.ename, said, error.traceback, blameless=error.aborted)
 
     def origin(self, rank: int) -> set[int]:
         """The ranks because of which an aborted rank was stopped, not counting those that only were stopped themselves."""

@@ -30,7 +30,7 @@ def report(results: CellResults, *, colours: bool = True) -> list[str]:
 def _coloured(results: CellResults, cause: RootCause) -> list[str]:
     stopped_by_user = cause.ename == "KeyboardInterrupt" and results.interrupted
     out_of_time = cause.ename == "TimeoutError" and results.timed_out
-    stopped = cause.nobody or stopped_by_user or out_of_time
+    stopped = cause.blameless or stopped_by_user or out_of_time
     lines = [_headline(results, cause), *(_frames(cause) if stopped else cause.traceback)]
     others = _consequences(results, cause)
     if others and cause.traceback:
@@ -62,7 +62,7 @@ def _recorded(results: CellResults, cause: RootCause) -> list[str]:
 
 
 def _headline(results: CellResults, cause: RootCause) -> str:
-    if cause.nobody:
+    if cause.blameless:
         return f"{_BOLD}{_in_lines(cause.evalue)}{_RESET}"
     if cause.ename == "RankDied":
         return "\n".join([f"{_BOLD}{cause.evalue}{_RESET}", *_details(results, cause)])

@@ -1,4 +1,4 @@
-"""Taking items from an iterable in a thread, a bounded number of them ahead of who consumes them."""
+"""Taking items from an iterable in a thread, a bounded number of them ahead of their consumer."""
 
 from __future__ import annotations
 

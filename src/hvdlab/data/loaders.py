@@ -58,7 +58,7 @@ class AsyncDataLoaderMixin:
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
-        """End all iterations at work, and their threads. Who takes the next batch of one finds its end."""
+        """End all iterations at work, and their threads. A thread that takes the next batch of one finds its end."""
         for ahead in list(self._running):
             ahead.close()
 

@@ -189,7 +189,7 @@ class Supervisor:
             if failed and not (self._is_over or self._settled):
                 for rank in failed:
                     self.ranks[rank].outcome = Outcome(1, text=text)
-                # Those that have never joined are no members that have died: others need not fail who wait for them.
+                # Those that have never joined are no members that have died: ranks that wait for them need not fail.
                 self._effects += [e.Tell(rank, text) for rank in failed if self.ranks[rank].joined]
                 self._effects.append(e.Expect(self.living))
                 self._grow(now)

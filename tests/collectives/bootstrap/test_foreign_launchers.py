@@ -264,7 +264,7 @@ def test_without_rank_0_the_coordinator_has_no_successor(env: dict[str, str]) ->
     for code, out, err in ended[1:]:
         (said,) = out.splitlines()
         assert code == 0, err
-        assert "no other one takes its place: who started it has ended as well" in said
+        assert "no other one takes its place: the process that started it has ended as well" in said
         assert said.endswith("save what you need and restart the group")
 
 

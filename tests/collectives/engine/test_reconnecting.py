@@ -58,5 +58,5 @@ def test_it_waits_longer_than_a_successor_needs_to_start(monkeypatch: pytest.Mon
 
 def test_it_does_not_wait_where_nobody_would_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = Waiting(0.0, NobodyThereError("refused"), monkeypatch)
-    assert "who started it has ended as well" in waiting.run()
+    assert "the process that started it has ended as well" in waiting.run()
     assert waiting.attempts == 1

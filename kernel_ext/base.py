@@ -29,7 +29,7 @@ from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.members import Found
 from hvdlab.kernel_ext.newcomers import Newcomers
 from hvdlab.kernel_ext.output.record import Transcripts, kept_limit
-from hvdlab.kernel_ext.payloads import TO_RANK, Left, Owner, encode
+from hvdlab.kernel_ext.payloads import TO_RANK, Late, Left, Owner, encode
 from hvdlab.kernel_ext.prestart import Base, Prestart
 from hvdlab.kernel_ext.rebuild import Rebuilder
 from hvdlab.kernel_ext.registry import Registry
@@ -104,7 +104,7 @@ class PoolBase:
             stall_time=_stall_time(),
             replaceable=Capability.SINGLE_RANKS in launcher.capabilities,
             newcomers=self.newcomers,
-            late=lambda rank, late: self.transcripts.late(rank, late.cell, late.chunks),
+            late=self._wrote_late,
             untold=lambda text: self._news.append(text),
         )
         # These files go with the coordinator's directory, which is removed at the pool's end, also if this process dies.
@@ -345,6 +345,9 @@ class PoolBase:
         self.joining.gone(rank)
         self._note_end("died" if died else "left", rank, died or "the pool was resized")
         self.runs.rank_died(rank, died or "it left the pool", left=not died)
+
+    def _wrote_late(self, rank: int, late: Late) -> None:
+        self.transcripts.late(rank, late.cell, late.chunks, shown=lambda: self.runs.credit_late(rank, late))
 
     def _why_lost(self, rank: int) -> str:
         member = self.group.members.get(rank)

@@ -45,6 +45,7 @@ from hvdlab.kernel_ext.messages.cells import (
     Entered,
     HeldCell,
     Late,
+    LateCredit,
     Left,
     Output,
     Owner,
@@ -125,6 +126,7 @@ __all__ = [
     "Inspection",
     "Known",
     "Late",
+    "LateCredit",
     "Learn",
     "Learnt",
     "Leaves",
@@ -171,6 +173,7 @@ ToRank = (
     | Owner
     | AskCells
     | Credit
+    | LateCredit
     | Resync
     | Settled
     | PushValue

@@ -39,6 +39,7 @@ from hvdlab.kernel_ext.payloads import (
     Credit,
     Entered,
     Late,
+    LateCredit,
     Left,
     Output,
     Resync,
@@ -101,7 +102,8 @@ class Runs:
         stall_time: Seconds after which a line under a cell says what it waits for; None: never.
         replaceable: Whether single ranks can be started again.
         newcomers: The ranks that came later than others and have nothing of what those know.
-        late: Called with what a rank's threads and tasks wrote after the end of their cell. The client's thread; must not block.
+        late: Called with what a rank wrote after the end of its cell, for which :meth:`credit_late` has to be called in the end. The
+            client's thread; must not block.
         untold: Called with each line that :meth:`tell` gave a cell too late: it had ended. The thread that drove the cell; must not block.
 
     Attributes:
@@ -466,6 +468,10 @@ class Runs:
     def _credit(self, cell: str, arrivals: Arrivals, rank: int, taken: int) -> None:
         arrivals.taken(rank, taken)
         self.post(TO_RANK, encode(Credit(cell, taken)), [rank])
+
+    def credit_late(self, rank: int, late: Late) -> None:
+        """What a rank wrote after the end of a cell was shown: it may write more. Any thread."""
+        self.post(TO_RANK, encode(LateCredit(late.total)), [rank])
 
     def _finished(self, cell: str, results: CellResults | None) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""What threads and tasks of ranks write after the end of their cell, shown under that cell."""
+"""What threads, tasks and subprocesses of ranks write after the end of their cell, shown under that cell."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from hvdlab.kernel_ext.cells.drive import BACKLOG
 from hvdlab.kernel_ext.cells.guarded import GuardedSink
 from hvdlab.kernel_ext.cells.sink import TimedSink
 from hvdlab.kernel_ext.payloads import Chunk
@@ -24,13 +25,13 @@ class LateOutput:
         self._make, self._ranks = make, set(ranks)
         self._sink: GuardedSink | None = None
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[int, tuple[Chunk, ...]]] = deque()
+        self._waiting: deque[tuple[int, tuple[Chunk, ...], Callable[[], None]]] = deque()
         self._thread: threading.Thread | None = None
 
-    def __call__(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
-        """A rank wrote. Any thread; does not block."""
+    def __call__(self, rank: int, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
+        """A rank wrote; ``shown`` is called once the sink can take more. Any thread; does not block."""
         with self._changed:
-            self._waiting.append((rank, chunks))
+            self._waiting.append((rank, chunks, shown))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._show, name="hvdlab-late-output", daemon=True)
                 self._thread.start()
@@ -39,15 +40,21 @@ class LateOutput:
     def _show(self) -> None:
         if self._sink is None:
             self._sink = GuardedSink(self._make())
+        held: list[Callable[[], None]] = []
         while True:
             with self._changed:
                 waiting, self._waiting = self._waiting, deque()
-            for rank, chunks in waiting:
+            for rank, chunks, shown in waiting:
                 if rank not in self._ranks:  # the rank joined while the cell ran
                     self._ranks.add(rank)
                     self._sink.began(rank)
                 self._sink.output(rank, chunks)
+                held.append(shown)
             at = self._sink.tick(time.monotonic())
+            if at is None or self._sink.backlog() <= BACKLOG:
+                ready, held = held, []
+                for each in ready:
+                    each()
             with self._changed:
                 if self._waiting:
                     continue

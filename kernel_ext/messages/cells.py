@@ -47,6 +47,12 @@ class Credit(Payload, frozen=True):
     taken: int
 
 
+class LateCredit(Payload, frozen=True):
+    """The pool has taken ``taken`` bytes of what this rank wrote after the ends of cells; it may have a window more in flight."""
+
+    taken: int
+
+
 class Resync(Payload, frozen=True):
     """The pool may have missed mail: a coordinator died, or this pool has only now come to these ranks.
 
@@ -126,10 +132,15 @@ class Output(Payload, frozen=True):
 
 
 class Late(Payload, frozen=True):
-    """What a thread or task of a cell wrote after the cell's end: it counts for no window."""
+    """What a thread, task or subprocess of a cell wrote after the cell's end.
+
+    ``total`` counts all bytes that this rank has sent so, of whichever cells, this message's included. They have a window of
+    their own, see :class:`LateCredit`.
+    """
 
     cell: str
     chunks: tuple[Chunk, ...]
+    total: int = 0
 
 
 class Left(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from hvdlab.collectives.knobs import read
 from hvdlab.kernel_ext.cells.guarded import GuardedSink
@@ -17,8 +18,13 @@ from hvdlab.kernel_ext.output.report import report
 from hvdlab.kernel_ext.output.transcript import Ending, Transcript
 from hvdlab.kernel_ext.payloads import CellDone, Chunk
 
-ShowLate = Callable[[int, tuple[Chunk, ...]], None]
-"""Shows what a rank wrote after the end of a cell."""
+
+class ShowLate(Protocol):
+    """Shows what ranks write after the end of a cell."""
+
+    def __call__(self, rank: int, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
+        """Have it shown, and then call ``shown``: the rank waits for that before it sends much more. Any thread; does not block."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +67,24 @@ class Recorder:
         self._wake = wake
 
     def show_late(self, show: ShowLate | None) -> None:
-        """Give what ranks write after the end of their cell to ``show``, which must not block."""
+        """Give what ranks write after the end of their cell to ``show``."""
         self._late = show
 
-    def late(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
-        """A thread or task of the cell wrote on this rank after the cell's end. Any thread."""
+    def late(self, rank: int, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
+        """A thread, task or subprocess of the cell wrote on this rank after the cell's end. Any thread.
+
+        Args:
+            rank: The rank.
+            chunks: What it wrote.
+            shown: Called once it is shown, or recorded if it is not to be shown.
+        """
         if rank in self.transcript.ranks:
             with self.transcript.lock:
                 self.transcript.add(rank, chunks)
             if self._late is not None:
-                self._late(rank, chunks)
+                self._late(rank, chunks, shown)
+                return
+        shown()
 
     def attach(self, sink: OutputSink, ranks: Sequence[int]) -> None:
         """Show what these ranks have written, and what they write from now on, on another sink as well.
@@ -192,12 +206,14 @@ class Transcripts:
                 return recorder
         return None
 
-    def late(self, rank: int, cell: str, chunks: tuple[Chunk, ...]) -> None:
-        """A rank wrote this after the end of a cell. Any thread."""
+    def late(self, rank: int, cell: str, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
+        """A rank wrote this after the end of a cell; see :meth:`Recorder.late`. What a forgotten cell writes is dropped. Any thread."""
         with self._lock:
             recorder = self._recorders.get(cell)
-        if recorder is not None:
-            recorder.late(rank, chunks)
+        if recorder is None:
+            shown()
+        else:
+            recorder.late(rank, chunks, shown)
 
     def forget(self, cell: str) -> None:
         """Drop the recorder of a cell that did not begin."""

@@ -34,6 +34,7 @@ from hvdlab.kernel_ext.payloads import (
     Express,
     Fetch,
     Inspect,
+    LateCredit,
     Learn,
     Learnt,
     Owner,
@@ -195,6 +196,8 @@ class RankAgent:
             return
         if isinstance(mail, Credit):
             self._capture.credit(mail.cell, mail.taken)
+        elif isinstance(mail, LateCredit):
+            self._capture.credit_late(mail.taken)
         elif isinstance(mail, Settled):
             self._capture.settled(mail.cell)
             self._prompting.settled(mail.cell)

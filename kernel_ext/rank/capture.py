@@ -2,7 +2,8 @@
 
 Text and displays of all threads go into one queue, in order; one thread sends it on in batches. The first output
 after a quiet time leaves at once, what follows within :data:`INTERVAL` seconds or :data:`BATCH` bytes. The pool
-acknowledges what it has taken; a rank that is a :data:`WINDOW` ahead blocks in ``write``, as on a full pipe.
+acknowledges what it has taken; a rank that is a :data:`WINDOW` ahead blocks in ``write``, as on a full pipe. What is written
+after the end of a cell (by its threads, tasks and subprocesses) has a window of the same size for itself.
 
 Writing costs a lock and an append. No message is made on the writer's thread but at the end of a cell.
 """
@@ -91,6 +92,8 @@ class Capture:
         self._sending = threading.RLock()
         self._entries: deque[_Entry] = deque()
         self._late: deque[tuple[str, _Entry]] = deque()  # written after the end of these cells
+        self._late_queued = 0  # bytes in _late
+        self._late_taken = 0  # of those that were sent, what the pool has taken
         self._over = False  # the end of the current cell is on its way: what is written now comes after it
         self._queued = 0  # bytes in _entries
         self._lands = False  # whether what was read from a pipe last is in the area of unsent output
@@ -153,6 +156,15 @@ class Capture:
         if self._fds is not None:
             self._wake()
 
+    def credit_late(self, taken: int) -> None:
+        """The pool has taken ``taken`` bytes of what was written after the ends of cells. Control thread; does not block."""
+        with self._lock:
+            # More than was sent: that was to a former process of this rank.
+            self._late_taken = max(self._late_taken, min(taken, self.sent.late_total))
+            self._room.notify_all()
+        if self._fds is not None:
+            self._wake()
+
     def finish(self, done: CellDone) -> None:
         """Send what is left of the cell's output, then its end.
 
@@ -181,6 +193,7 @@ class Capture:
         self._attendance.name(pid, started)
         if not pid:
             self.sent.release()
+        self.credit_late(self.sent.late_total)  # the former process may have taken it, and is not asked
         self._wake()
 
     def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
@@ -189,6 +202,8 @@ class Capture:
         A cell that the pool does not wait for any more can't fill a window: what it writes goes nowhere.
         """
         self.sent.resync(cells)
+        # It is not kept, so what was lost of it will not be taken.
+        self.credit_late(self.sent.late_total)
         known = {cell: taken for cell, _, taken in cells}
         self.credit(self._cell, known.get(self._cell, UNBOUNDED))
 
@@ -243,7 +258,7 @@ class Capture:
         size = entry[2]
         with self._lock:
             if self._over or (cell and cell != self._cell):
-                self._put_late(entry, cell or self._cell, landed)
+                self._put_late(entry, cell or self._cell, wait, landed)
                 return
             if wait and self._total + size - self._taken > self._window and not self._attendance.absent:
                 self._await_room(size)
@@ -269,25 +284,35 @@ class Capture:
             self._urgent = self._queued >= BATCH
         self._wake()
 
-    def _put_late(self, entry: _Entry, cell: str, landed: Piece | None) -> None:
+    def _put_late(self, entry: _Entry, cell: str, wait: bool, landed: Piece | None) -> None:
         """Queue what a cell that has ended writes. The caller holds the lock."""
         if landed is not None and self._unsent is not None:
             self._unsent.write_landed(landed.stream, "", landed.size, landed.cut)
-        if entry[2] or entry[1] is None:
-            self._late.append((cell, entry))
-            self._wake()
+        size = entry[2]
+        if not size and entry[1] is not None:
+            return
+        if wait and self._late_ahead() + size > self._window:
+            self._wait_until(lambda: self._late_ahead() <= max(0, self._window - size))
+        if self._closed:
+            return
+        self._late.append((cell, entry))
+        # Afterwards: if an interrupt comes between, too little is counted until the queue is sent, not too much for ever.
+        self._late_queued += size
+        self._wake()
+
+    def _late_ahead(self) -> int:
+        """Bytes that were written after the ends of cells and that the pool has not taken. The caller holds the lock."""
+        return self._late_queued + self.sent.late_total - self._late_taken
 
     def _await_room(self, size: int) -> None:
-        # An entry that is larger than the window goes alone: it waits until the pool has taken all before it.
         self._urgent = True
+        # An entry that is larger than the window goes alone: it waits until the pool has taken all before it.
+        self._wait_until(lambda: self._total - self._taken <= max(0, self._window - size))
+
+    def _wait_until(self, is_room: Callable[[], bool]) -> None:
+        """Wait for room; without limit there is where no process takes the output, and at the end of the rank."""
         self._wake()
-        self._room.wait_for(
-            lambda: (
-                self._closed
-                or self._attendance.absent
-                or self._total - self._taken <= max(0, self._window - size)
-            )
-        )
+        self._room.wait_for(lambda: self._closed or self._attendance.absent or is_room())
 
     def _write_in_child(self, name: str, text: str) -> None:
         """In a process that user code forked there is no thread that sends: write to the descriptor, which is ours."""
@@ -328,23 +353,28 @@ class Capture:
 
     def _send_late(self) -> None:
         with self._lock:
-            late, self._late = self._late, deque()
+            late, self._late, self._late_queued = self._late, deque(), 0
         while late:
             cell, size, entries = late[0][0], 0, list[_Entry]()
             while late and late[0][0] == cell and size < MESSAGE:
                 _, entry = late.popleft()
                 size += entry[2]
                 entries.append(entry)
-            self.sent.late(cell, _merged(entries))
+            self.sent.late(cell, _merged(entries), size)
 
     def _drain_fds(self) -> None:
         fds = self._fds
         assert fds is not None
         with fds.lock:
-            room = self._window - (0 if self._attendance.absent else self._total - self._taken)
-            for piece in fds.read(room, self._receive):
+            for piece in fds.read(self._room_for_pipes(), self._receive):
                 # Must not wait for room: the thread that sends comes through here, and no room comes without it.
                 self._put(_entry(piece.stream, piece.text), wait=False, landed=piece if self._lands else None)
+
+    def _room_for_pipes(self) -> int:
+        """How many bytes may be taken out of the pipes now: they are the cell's, or came after its end."""
+        if self._attendance.absent:
+            return self._window
+        return self._window - (self._late_ahead() if self._over else self._total - self._taken)
 
     def _drain_all(self, fds: FdCapture) -> None:
         """Send what is in the pipes now, but not what is written meanwhile: a process may go on to write for ever."""
@@ -418,7 +448,7 @@ class Capture:
         """Watch the pipes only while there is room for what they bring: a full window is a full pipe for writers."""
         if self._fds is None:
             return False
-        room = self._attendance.absent or self._total - self._taken < self._window
+        room = self._room_for_pipes() > 0
         if room and not watching:
             for fd in self._fds.readers:
                 selector.register(fd, selectors.EVENT_READ)

@@ -68,6 +68,7 @@ class Sent:
         self._lock = threading.RLock()
         self._cells: dict[str, _Cell] = {}
         self._holding = False
+        self._late_total = 0
 
     def held(self) -> tuple[HeldCell, ...]:
         """What there is for the process that uses this rank next. Nothing of it is dropped before :meth:`release`."""
@@ -113,10 +114,19 @@ class Sent:
             self._post(TO_POOL, body)
             return before + size
 
-    def late(self, cell: str, chunks: Sequence[Chunk]) -> None:
-        """Send what was written after the cell's end. It is not kept: the pool does not wait for it to be complete."""
+    @property
+    def late_total(self) -> int:
+        """Bytes that :meth:`late` has sent."""
+        return self._late_total
+
+    def late(self, cell: str, chunks: Sequence[Chunk], size: int) -> None:
+        """Send what was written after the cell's end, of this many bytes.
+
+        It is not kept: the pool does not wait for it to be complete.
+        """
         with self._lock:
-            self._post(TO_POOL, encode(Late(cell, tuple(chunks))))
+            self._late_total += size
+            self._post(TO_POOL, encode(Late(cell, tuple(chunks), self._late_total)))
 
     def done(self, done: CellDone) -> None:
         """Send a cell's end, after all of its output."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from live_kernel import Cell, LiveKernel
+from patience import eventually
 
 PREPARE = """\
 %%hvd_run -np 2
@@ -65,6 +66,27 @@ def test_a_thread_prints_under_the_cell_that_started_it_while_another_fails(kern
     assert other.text() == "[0,1] other\n"
     assert other.error is not None
     assert other.error["ename"] == "ZeroDivisionError"
+
+
+def test_a_process_that_outlives_its_cell_gets_all_its_output_shown_or_recorded(kernel: LiveKernel) -> None:
+    """It waits for room, and gets it: 30 MB are more than may be on their way."""
+    cell = kernel.run(
+        "%%hvd_run --ranks 0\nimport subprocess\n"
+        "p = subprocess.Popen('until [ -e flood ]; do sleep 0.05; done; yes ' + 9999 * 'x' + ' | head -n 3000; '"
+        "                     'echo THE END; touch flooded', shell=True)"
+    )
+    assert cell.error is None, cell.error
+    go(kernel, "flood")
+    eventually((kernel.directory / "flooded").exists)
+    assert kernel.run("%%hvd_run\nprint('next')").text().endswith("[0,1] next\n")
+    number = cell.reply["execution_count"]
+
+    def recorded() -> str:
+        kernel.run(f"%hvd_output {number} --to written")
+        return (kernel.directory / "written").read_text()
+
+    eventually(lambda: "THE END" in recorded())
+    assert recorded().count("x") == 3000 * 9999
 
 
 def test_a_task_and_an_uncaught_error_of_a_thread_are_shown(kernel: LiveKernel) -> None:

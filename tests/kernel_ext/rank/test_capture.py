@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import queue
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hvdlab.kernel_ext import payloads
-from hvdlab.kernel_ext.payloads import CellDone, Credit, Display, Late, Output, Stream
+from hvdlab.kernel_ext.payloads import CellDone, Credit, Display, Late, LateCredit, Output, Resync, Stream
 from hvdlab.kernel_ext.rank.capture import INTERVAL, PIECE, WINDOW, Capture, window_of
 from hvdlab.kernel_ext.rank.streams import RankStream
 
@@ -226,6 +227,73 @@ def test_an_interrupt_breaks_the_wait(rank: Rank) -> None:
     rank.play(script)
 
 
+LATE = 3000 * 10000
+WRITES_LATE = """\
+import threading
+def write():
+    go.wait()
+    for i in range(3000): print('x' * 9999)
+threading.Thread(target=write).start()
+"""
+
+
+def late_up_to_the_window(pool: Pool, cell: str) -> int:
+    """Take what comes until the window is full. Returns how many bytes that is."""
+    received = 0
+    while received < WINDOW - PIECE:
+        late = pool.expect(Late)
+        assert late.cell == cell
+        received = late.total
+    with contextlib.suppress(queue.Empty):  # a moment for a rank that goes on
+        while True:
+            late = pool.engine.posted.get(timeout=0.3)
+            assert isinstance(late, Late)
+            received = late.total
+    assert received <= WINDOW + PIECE
+    return received
+
+
+def the_rest_of_the_late(pool: Pool, received: int, total: int) -> None:
+    while received < total:
+        received = pool.expect(Late).total
+        pool.engine.mail(LateCredit(received))
+    assert received == total
+
+
+def test_a_thread_that_outlives_its_cell_waits_for_the_pool_too(rank: Rank) -> None:
+    rank.shell.user_ns["go"] = go = threading.Event()
+
+    def script(pool: Pool) -> None:
+        cell = pool.start(WRITES_LATE)
+        pool.finish(cell)
+        go.set()
+        received = late_up_to_the_window(pool, cell)
+        assert pool.run("print('next')").text() == "next\n"  # which has a window of its own
+        pool.engine.mail(LateCredit(received))
+        the_rest_of_the_late(pool, received, LATE)
+
+    rank.play(script)
+
+
+def test_a_late_writer_does_not_wait_for_what_a_lost_coordinator_took_along(rank: Rank) -> None:
+    rank.shell.user_ns["go"] = go = threading.Event()
+
+    def script(pool: Pool) -> None:
+        cell = pool.start(WRITES_LATE)
+        pool.finish(cell)
+        go.set()
+        received = late_up_to_the_window(pool, cell)
+        pool.engine.mail(Resync(()))
+        the_rest_of_the_late(pool, received, LATE)
+
+    rank.play(script)
+
+
+def test_late_credit_that_was_for_a_former_process_is_ignored(capture: Capture) -> None:
+    capture.credit_late(1 << 40)
+    assert capture._late_taken == 0
+
+
 def test_credit_of_an_older_cell_is_ignored(capture: Capture) -> None:
     capture.begin_cell("new")
     capture.credit("old", 1 << 40)
@@ -413,6 +481,24 @@ def test_a_process_that_outlives_its_cell_still_arrives(fd_rank: Rank) -> None:
         pool.finish(cell)
         fd_rank.shell.user_ns["p"].communicate(b"\n")
         assert late_of(pool, cell, 5) == "late\n"
+
+    fd_rank.play(script)
+
+
+def test_a_process_that_outlives_its_cell_waits_for_the_pool_too(fd_rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        cell = pool.start(
+            "import subprocess\np = subprocess.Popen('read x; head -c 30000000 /dev/zero | tr \"\\\\0\" x', shell=True, "
+            "stdin=subprocess.PIPE)"
+        )
+        pool.finish(cell)
+        process = fd_rank.shell.user_ns["p"]
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        received = late_up_to_the_window(pool, cell)
+        pool.engine.mail(LateCredit(received))
+        the_rest_of_the_late(pool, received, 30000000)
+        assert process.wait(PATIENCE) == 0
 
     fd_rank.play(script)
 

@@ -41,7 +41,9 @@ PROMISED = [
 ]
 #: All extras but those that have an environment of their own, `out/engines`.
 EXTRAS: dict[str, list[str]] = {
-    name: lines for name, lines in PROJECT["optional-dependencies"].items() if name not in ("ray", "spark")
+    name: lines
+    for name, lines in PROJECT["optional-dependencies"].items()
+    if name not in ("ray", "spark", "dask")
 }
 #: What `make install` brings beside the extras, and the one extra that it does not bring.
 BESIDE = ["mpich", "tensorflow-cpu"]

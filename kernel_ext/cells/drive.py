@@ -92,6 +92,8 @@ class CellHandle:
         self._credit, self._interrupt, self._on_finished = credit, interrupt, finished
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes the driver
         self._held: list[SendCredit] = []
+        #: Lines that came behind the event that ended the run, when it had nothing more to show.
+        self._untold: list[str] = []
         self._sink_at: float | None = None
         self._driver = threading.Lock()
         self._ended = threading.Event()
@@ -158,7 +160,7 @@ class CellHandle:
 
     def take_untold(self) -> list[str]:
         """Lines that have come too late to be shown under the cell. To be called in ``finished``, once no more of them can come."""
-        lines = []
+        lines, self._untold = self._untold, []
         with suppress(Empty):
             while True:
                 if isinstance(event := self._events.get_nowait(), PoolNews):
@@ -213,6 +215,8 @@ class CellHandle:
         return taken
 
     def _take(self, event: Event, now: float) -> None:
+        if self._run.finished and isinstance(event, PoolNews):
+            self._untold.append(event.text)
         for effect in self._run.handle(event, now):
             self._perform(effect)
         match event:

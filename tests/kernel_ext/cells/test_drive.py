@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from hvdlab.kernel_ext.cells.drive import BACKLOG, CellHandle
-from hvdlab.kernel_ext.cells.events import Asked, DoneArrived, Event, OutputArrived
+from hvdlab.kernel_ext.cells.events import Asked, DoneArrived, Event, OutputArrived, PoolNews
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Stream
@@ -181,6 +181,20 @@ def test_an_interrupt_from_any_thread_reaches_the_ranks_and_the_sink() -> None:
     run.feed(done(0), done(1))
     assert run.handle.wait(PATIENCE).interrupted
     assert ("hurry",) in run.sink.calls
+
+
+@pytest.mark.parametrize("held_back", [False, True])
+def test_a_line_behind_the_end_of_the_run_is_not_lost(held_back: bool) -> None:
+    """It may come in one burst with the last rank's end, and while the sink still shows what it has held back."""
+    run = Run()
+    untold: list[str] = []
+    run.handle._on_finished = lambda results: untold.extend(run.handle.take_untold())
+    if held_back:
+        run.sink.due = time.monotonic() + 0.05
+    run.feed(PoolNews("in time"), done(0), done(1), PoolNews("too late"))
+    assert run.handle.wait().ok
+    notes = [call[1] for call in run.sink.calls if call[0] == "note"]
+    assert (notes, untold) == (["in time"], ["too late"])
 
 
 def test_who_waits_longer_drives_on() -> None:

@@ -1,0 +1,124 @@
+"""A driver of the tests, on a standalone cluster: ``python on_executors.py CASE DIRECTORY SECONDS``. Prints what it has found as JSON.
+
+``SECONDS`` are the limit of each start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import hvdlab.spark
+
+
+def kill_the_executor() -> None:
+    """Kill the executor that runs this rank's task, as if its host had failed."""
+    import psutil
+
+    for parent in psutil.Process().parents():
+        if any("CoarseGrainedExecutorBackend" in word for word in parent.cmdline()):
+            parent.send_signal(signal.SIGKILL)
+            return
+    raise AssertionError([parent.cmdline() for parent in psutil.Process().parents()])
+
+
+def where() -> tuple[float, str, int, int]:
+    """The sum over the ranks, and where this one is: in which worker's directory, and beside how many."""
+    import numpy as np
+
+    import hvdlab.numpy as hvd
+
+    hvd.init()
+    total = float(hvd.allreduce(np.full(1, 1.0 + hvd.rank()), op=hvd.Sum)[0])
+    return total, Path.cwd().parts[-3], hvd.local_rank(), hvd.local_size()
+
+
+def lose(directory: str) -> None:
+    """Rank 1 takes its executor along."""
+    import hvdlab.numpy as hvd
+
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == 1:
+        kill_the_executor()
+        signal.pause()
+    hvd.barrier()
+
+
+def train(directory: str) -> tuple[list[int], int, int]:
+    """Train on while the executor of rank 1 is lost and another one takes its place. Returns sizes, entries and the process."""
+    import time
+
+    import numpy as np
+
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives.elastic import ObjectState, run_fn
+
+    lost = Path(directory, "lost")
+    hvd.init()
+    state: Any = ObjectState(hvd.broadcast_object, hvd.rank, sizes=[], step=0)
+    entered = 0
+
+    def steps(state: Any) -> None:
+        nonlocal entered
+        entered += 1
+        while state.sizes != [2, 1, 2]:
+            size = int(hvd.allreduce(np.ones(1), op=hvd.Sum, name="size")[0])
+            if size == [2, 1, 2][len(state.sizes)]:
+                state.sizes = [*state.sizes, size]
+            state.step += 1
+            state.commit()
+            if hvd.rank() == 1 and not lost.exists():
+                lost.touch()
+                kill_the_executor()
+                signal.pause()
+            time.sleep(0.05)  # as long as a step: the new executor needs the processors to start
+
+    run_fn(steps, lambda: None)(state)
+    return state.sizes, entered, os.getpid()
+
+
+def main(case: str, directory: str, seconds: str) -> None:
+    """Run one case."""
+    from pyspark import SparkConf, SparkContext
+
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.executor.memory": "512m",
+    }
+    conf = SparkConf().setMaster(os.environ["SPARK_MASTER"]).setAppName("hvdlab").setAll(settings.items())
+    context = SparkContext(conf=conf)
+    context.setLogLevel("OFF")
+    found: Any
+    limit = float(seconds)
+    try:
+        if case == "run":
+            found = hvdlab.spark.run(where, num_proc=2, start_timeout=limit)
+        elif case == "lost":
+            try:
+                found = hvdlab.spark.run(lose, args=(directory,), num_proc=2, start_timeout=limit)
+            except Exception as error:  # noqa: BLE001  # the test looks at whatever it is
+                found = [type(error).__name__, str(error)]
+            # The cluster has replaced the executor, and Spark is as usable as before.
+            found = [*found, hvdlab.spark.run(where, num_proc=2, start_timeout=limit)]
+        else:
+            found = hvdlab.spark.run_elastic(
+                train,
+                args=(directory,),
+                num_proc=2,
+                min_num_proc=1,
+                elastic_timeout=limit,
+                start_timeout=limit,
+            )
+    finally:
+        context.stop()
+    print("found", json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

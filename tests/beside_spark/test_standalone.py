@@ -1,0 +1,67 @@
+"""A standalone cluster of Spark's: ranks on executors of two workers, executors that are lost, and the example notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from beside_spark.spark_cluster import SparkCluster
+from notebook_in_kernel import run_notebook
+from patience import PATIENCE
+
+DRIVER = Path(__file__).with_name("on_executors.py")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkCluster]:
+    with SparkCluster(tmp_path_factory.mktemp("spark")) as cluster:
+        yield cluster
+
+
+def driven(cluster: SparkCluster, case: str, directory: Path) -> Any:
+    """What a driver has found. It is a process of its own: a process has one SparkContext."""
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), case, str(directory), str(4 * PATIENCE)],
+        cwd=directory,
+        env=os.environ | cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=5 * PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+    return json.loads(found.removeprefix("found "))
+
+
+def test_ranks_on_two_executors_of_a_machine_share_its_memory(cluster: SparkCluster, tmp_path: Path) -> None:
+    found = driven(cluster, "run", tmp_path)
+    assert [each[0] for each in found] == [3.0, 3.0]
+    assert {each[1] for each in found} == {"w0", "w1"}
+    assert [each[2:] for each in found] == [[0, 2], [1, 2]]
+
+
+def test_the_loss_of_an_executor_ends_a_run_and_says_so(cluster: SparkCluster, tmp_path: Path) -> None:
+    kind, said, after = driven(cluster, "lost", tmp_path)
+    assert kind == "RankFailedError", said
+    assert "rank 1" in said
+    assert [each[0] for each in after] == [3.0, 3.0]
+
+
+def test_elastic_ranks_go_on_without_a_lost_executor_and_with_the_next(
+    cluster: SparkCluster, tmp_path: Path
+) -> None:
+    first, second = driven(cluster, "elastic", tmp_path)
+    assert first[0] == second[0] == [2, 1, 2]
+    assert (tmp_path / "lost").exists()
+
+
+def test_the_notebook(cluster: SparkCluster, tmp_path: Path) -> None:
+    run_notebook("spark", tmp_path, cluster.environment)

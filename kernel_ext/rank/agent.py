@@ -192,12 +192,13 @@ class RankAgent:
             mail = decode_to_rank(body)
         except ProtocolError:
             return  # not from the pool, but from another process that has the token
-        if self._leaving:
-            return
         if isinstance(mail, Credit):
             self._capture.credit(mail.cell, mail.taken)
         elif isinstance(mail, LateCredit):
+            # Also while the rank leaves: the main thread may wait for it, in a task between cells, and no interrupt ends that.
             self._capture.credit_late(mail.taken)
+        elif self._leaving:
+            return
         elif isinstance(mail, Settled):
             self._capture.settled(mail.cell)
             self._prompting.settled(mail.cell)

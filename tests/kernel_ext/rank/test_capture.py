@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import io
@@ -285,6 +286,28 @@ def test_a_late_writer_does_not_wait_for_what_a_lost_coordinator_took_along(rank
         received = late_up_to_the_window(pool, cell)
         pool.engine.mail(Resync(()))
         the_rest_of_the_late(pool, received, LATE)
+
+    rank.play(script)
+
+
+def test_a_task_that_waits_for_room_gets_it_while_its_rank_leaves(rank: Rank) -> None:
+    """No interrupt would end its wait, which is between cells, and it waits on the main thread."""
+    rank.shell.user_ns["go"] = go = asyncio.Event()
+
+    def script(pool: Pool) -> None:
+        cell = pool.start(
+            "import asyncio\n"
+            "async def write():\n    await go.wait()\n    for i in range(3000): print('x' * 9999)\n"
+            "task = asyncio.create_task(write())"
+        )
+        pool.finish(cell)
+        rank.loop.call_soon_threadsafe(go.set)
+        received = late_up_to_the_window(pool, cell)
+        pool.engine.leave()
+        pool.engine.settle()
+        pool.engine.mail(LateCredit(received))
+        the_rest_of_the_late(pool, received, LATE)
+        assert rank.left.wait(PATIENCE)
 
     rank.play(script)
 

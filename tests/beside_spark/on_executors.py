@@ -103,7 +103,7 @@ def main(case: str, directory: str, seconds: str) -> None:
             try:
                 found = hvdlab.spark.run(lose, args=(directory,), num_proc=2, start_timeout=limit)
             except Exception as error:  # noqa: BLE001  # the test looks at whatever it is
-                found = [type(error).__name__, str(error)]
+                found = ["\n".join([str(error), *error.__notes__])]
             # The cluster has replaced the executor, and Spark is as usable as before.
             found = [*found, hvdlab.spark.run(where, num_proc=2, start_timeout=limit)]
         else:

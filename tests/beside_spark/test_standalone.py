@@ -49,9 +49,10 @@ def test_ranks_on_two_executors_of_a_machine_share_its_memory(cluster: SparkClus
 
 
 def test_the_loss_of_an_executor_ends_a_run_and_says_so(cluster: SparkCluster, tmp_path: Path) -> None:
-    kind, said, after = driven(cluster, "lost", tmp_path)
-    assert kind == "RankFailedError", said
-    assert "rank 1" in said
+    said, after = driven(cluster, "lost", tmp_path)
+    # As the coordinator or Spark was first to notice.
+    assert said.startswith(("rank 1 failed: ", "Spark job has failed"))
+    assert "\nSpark says: " in said
     assert [each[0] for each in after] == [3.0, 3.0]
 
 

@@ -26,7 +26,7 @@ from hvdlab.launch.exits import describe_exit
 from hvdlab.launch.host_source import HostSource
 from hvdlab.launch.options import Option
 from hvdlab.launch.starter import Capabilities, Capability, Ended, LaunchRequest, RankObserver, Started
-from hvdlab.spark.runner import active_context, is_local, slots
+from hvdlab.spark.runner import active_context, is_local, said_by_spark, slots
 from hvdlab.spark.task import RankEnd, SingleRankTask
 
 _CANCELLED_WITHIN = 5.0
@@ -227,7 +227,7 @@ class SparkStarter:
             tasks = self._context.parallelize([seat.rank], 1).mapPartitions(self._task(seat.rank, size))
             (end,) = tasks.collect()
         except Exception as error:  # noqa: BLE001  # whatever Spark raises for a job that failed or was cancelled
-            self._end(seat, seat.given_up or f"its Spark job failed: {_cause(error)}")
+            self._end(seat, seat.given_up or f"its Spark job failed: {said_by_spark(error)}")
             return
         if end.outcome.text:
             self._end(seat, end.outcome.text, end.outcome.exit_code or None)
@@ -288,9 +288,3 @@ class SparkStarter:
                     started.append(Started(member.rank, member.pid, seat.host))
         for event in started:
             self._ranks.handle(event)
-
-
-def _cause(error: Exception) -> str:
-    """What Spark says, without what py4j says before it and the traces behind it."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return next((line.removeprefix(": ") for line in lines if line.startswith(": ")), lines[0])

@@ -78,7 +78,7 @@ def run(
         StartError: pyspark is missing, no SparkContext is active, or Spark did not start all tasks in time, or has too few slots for them.
         RankFailedError: A rank failed; also an instance of what its function raised, with the rank and its traceback.
         InvalidRequestError: The arguments make no sense, or the function can't be pickled.
-        RuntimeError: Spark's job failed.
+        RuntimeError: Spark's job failed, such as with an executor that was lost. A note of the error has what Spark says.
         KeyboardInterrupt: The call was interrupted; the job was cancelled.
     """
     if use_mpi or extra_mpi_args:
@@ -219,12 +219,16 @@ class Job:
                     yield info
 
     def _job_error(self) -> Exception:
+        assert self._error is not None
+        error: Exception
         if self._failed:
             (rank, reason), *_ = self._failed.items()
-            failed = RankFailedError(f"rank {rank} failed: {reason}")
-            failed.rank = rank
-            return failed
-        return RuntimeError("Spark job has failed, see the error above.")
+            error = RankFailedError(f"rank {rank} failed: {reason}")
+            error.rank = rank
+        else:
+            error = RuntimeError("Spark job has failed, see the error above.")  # in Horovod's words
+        error.add_note(f"Spark says: {said_by_spark(self._error)}")
+        return error
 
     def done(self) -> Done:
         """The job's end as ``hvdlab.run`` has it."""
@@ -266,6 +270,12 @@ def slots(context: Any) -> int:
     """How many tasks of one processor Spark can run at once, free or not."""
     scala = context._jsc.sc()
     return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
+
+
+def said_by_spark(error: Exception) -> str:
+    """What Spark says of a job that failed, without what py4j says before it and the traces behind it."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line.removeprefix(": ") for line in lines if line.startswith(": ")), lines[0])
 
 
 def active_context() -> Any:

@@ -67,7 +67,8 @@ for name in operations(None, (None, None, None)):
     zeros = [np.zeros_like(array) for array in users]
     for again in operations(plane, zeros).values():
         refused(again)
-    assert all(np.array_equal(a, b) for a, b in zip(before, given)), name
+    # As bytes: MPI's result goes to memory that is not initialised, and a NaN in it would equal nothing.
+    assert [array.tobytes() for array in before] == [array.tobytes() for array in given], name
     print(name)
 """
 

@@ -44,8 +44,11 @@ class Ranks(Pieces):
         other = (self.victim + self.rng.randrange(1, self.campaign.size)) % self.campaign.size
         pids = self._pids()
         at = time.monotonic()
-        for rank in (self.victim, other):
-            os.kill(pids[rank], signal.SIGKILL)
+        # Stopped first: this process may have to wait between two signals, and the other rank would then learn of a death, end its
+        # cell with that, and die later.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for rank in (self.victim, other):
+                os.kill(pids[rank], number)
         results = self.await_end(run)
         self.told(at, time.monotonic(), self.outcome.said)
         if set(results.deaths) != {self.victim, other} or not names(self.outcome.said, other):

@@ -135,10 +135,16 @@ class Kind(abc.ABC, Generic[P]):
 class PoolFaults(Kind[Campaign]):
     """Faults on pools."""
 
+    def __init__(self, given: argparse.Namespace) -> None:
+        super().__init__(given)
+        self.faults = chosen(given.fault)
+        if set(self.faults) <= set(WRAPPED):
+            self.name = "ddp"  # which has a table of its own
+
     def start(self, plane: str) -> Campaign:
         given = self.given
         return Campaign(
-            given.seed, plane, size=given.ranks, faults=chosen(given.fault), views=not given.without_views
+            given.seed, plane, size=given.ranks, faults=self.faults, views=not given.without_views
         )
 
     def stop(self, played: Campaign) -> list[str]:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import shared_memory
+from our_processes import our_processes
 from patience import PATIENCE
 
 collect_ignore_glob = [] if importlib.util.find_spec("distributed") else ["test_*.py"]
@@ -38,21 +39,10 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def leak_check(cluster: Any) -> Iterator[None]:
     """Instead of the check of all tests: Dask's threads and sockets come and go, but no process of ours may stay."""
-    before, memory = {process.pid for process in _ours()}, shared_memory.entries()
+    before, memory = {process.pid for process in our_processes()}, shared_memory.entries()
     yield
-    _, left = psutil.wait_procs([each for each in _ours() if each.pid not in before], timeout=PATIENCE)
+    _, left = psutil.wait_procs(
+        [each for each in our_processes() if each.pid not in before], timeout=PATIENCE
+    )
     assert left == []
     assert shared_memory.left(memory) == set()
-
-
-def _ours() -> list[psutil.Process]:
-    """Agents, fork servers, ranks and coordinators, whoever their parent is: all that have this process's mark."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            words = process.cmdline()
-        except psutil.Error:
-            continue
-        if any(word.startswith(("hvdlab.", "hvdlab:")) for word in words):
-            found.append(process)
-    return found

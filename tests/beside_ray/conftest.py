@@ -5,7 +5,6 @@ The folder is not called ``ray``: it would be found under that name.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 import shared_memory
+from our_processes import our_processes
 from patience import PATIENCE
 
 collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_*.py"]
@@ -62,17 +62,10 @@ def _started() -> Any:
 @pytest.fixture(autouse=True)
 def leak_check(cluster: Any) -> Iterator[None]:
     """Instead of the check of all tests: Ray's processes, threads and sockets come and go, but no coordinator of ours may stay."""
-    before, memory = {process.pid for process in _ours()}, shared_memory.entries()
+    before, memory = {process.pid for process in our_processes()}, shared_memory.entries()
     yield
-    _, left = psutil.wait_procs([each for each in _ours() if each.pid not in before], timeout=PATIENCE)
+    _, left = psutil.wait_procs(
+        [each for each in our_processes() if each.pid not in before], timeout=PATIENCE
+    )
     assert left == []
     assert shared_memory.left(memory) == set()
-
-
-def _ours() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if any(word.startswith("hvdlab.") for word in process.cmdline()):
-                found.append(process)
-    return found

@@ -5,7 +5,6 @@ The folder is not called ``spark``: it would be found under that name.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import sys
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 import shared_memory
+from our_processes import our_processes
 from patience import PATIENCE
 
 collect_ignore_glob = [] if importlib.util.find_spec("pyspark") else ["test_*.py"]
@@ -47,15 +47,6 @@ def leak_check() -> Iterator[None]:
     """Instead of the check of all tests: Spark's own processes, threads and sockets come and go, but none of ours may stay."""
     memory = shared_memory.entries()
     yield
-    _, left = psutil.wait_procs(_ours(), timeout=PATIENCE)
+    _, left = psutil.wait_procs(our_processes(), timeout=PATIENCE)
     assert left == []
     assert shared_memory.left(memory) == set()
-
-
-def _ours() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if any(word.startswith("hvdlab.") for word in process.cmdline()):
-                found.append(process)
-    return found

@@ -151,7 +151,8 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)]]
     lines += [*map(cells, result["rows"]), [f"**{text}**" if text else "" for text in total(result["rows"])]]
     shown = ["| " + " | ".join(line) + " |" for line in lines]
-    machine = f"{result['faults']} {'changes' if result.get('campaign') == 'elastic' else 'faults'}, {result['ranks']} ranks on {result['cores']} cores, Python {result['python']}"
+    events = "changes" if str(result.get("campaign")).startswith("elastic") else "faults"
+    machine = f"{result['faults']} {events}, {result['ranks']} ranks on {result['cores']} cores, Python {result['python']}"
     load = f", load average {result['load_average']}" if "load_average" in result else ""
     return "\n".join([f"{machine}{load}, seed {result['seed']}.", "", *shown])
 

@@ -24,7 +24,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import pages
 
     yield pages
-    for name in ("pages", "versus_peers"):
+    for name in ("pages", "recovery", "versus_peers"):
         sys.modules.pop(name, None)
 
 
@@ -73,6 +73,14 @@ def test_the_page_has_the_figures_of_the_campaign(benchmarks: ModuleType, place:
     path = ROOT / "benchmarks/results" / file
     expected = markdown(json.loads(path.read_text())) if path.exists() else ""
     assert benchmarks.between(PAGE.read_text(), place) == expected
+
+
+def test_the_page_has_the_figures_of_recovery(benchmarks: ModuleType) -> None:
+    import recovery
+
+    path = ROOT / "benchmarks/results/recovery.json"
+    expected = recovery.markdown(json.loads(path.read_text())) if path.exists() else ""
+    assert benchmarks.between((ROOT / "docs/how-to/elastic.md").read_text(), "recovery") == expected
 
 
 def test_the_page_has_what_was_seen_of_the_peers(benchmarks: ModuleType) -> None:

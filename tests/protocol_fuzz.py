@@ -20,7 +20,14 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
-from hvdlab.collectives.coordinator.events import CloseConnection, PeerConnected, PeerLost, Received, Tick
+from hvdlab.collectives.coordinator.events import (
+    CloseConnection,
+    PeerConnected,
+    PeerLost,
+    Received,
+    ReceivedTogether,
+    Tick,
+)
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.dtypes import OpKind
@@ -153,7 +160,7 @@ def one_conversation(chance: random.Random) -> None:
             peers += 1
             hello = _hello(peers, chance)
             connected[peers] = hello.role == "client"
-            event: Any = PeerConnected(peers, hello)
+            event: Any = PeerConnected(peers, hello, chance.choice((0, 1, 1)))
         elif action < 0.2:
             event = PeerLost(connected.popitem()[0], "end of file")
         elif action < 0.25:
@@ -168,6 +175,9 @@ def one_conversation(chance: random.Random) -> None:
                 kind = chance.choice([kind for kind in kinds if kind in allowed])
                 message = make(kind, chance, tame=chance.random() < 0.95)
             event = Received(peer, message)
+            ranks = tuple(each for each, is_client in connected.items() if not is_client)
+            if isinstance(message, m.Announce) and ranks and chance.random() < 0.5:
+                event = ReceivedTogether(ranks, message)
         for effect in state.handle(event, now):
             if isinstance(effect, CloseConnection):
                 connected.pop(effect.peer, None)

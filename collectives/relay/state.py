@@ -4,17 +4,23 @@ A relay numbers the ranks below it; the numbers are never used again. What these
 :class:`To` is written to each of them. Below may be other relays: what such a relay says of its own numbers is
 translated into this one's, and the other way round.
 
-Equal announcements of all ranks become one. Everything else goes on at once, behind what is held of the same ranks. Frames are not
-looked into, except for what they are: a relay knows no rank, epoch or tensor.
+Equal announcements of all ranks become one. Everything else goes on at once, behind what is held of the same ranks. What a rank says is
+checked, so that it can't be the relay's fault above, and goes on as it came: a relay knows no rank, epoch or tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.codec import decode_from_relay, decode_to_relay, encode_payload
+from hvdlab.collectives.protocol.codec import (
+    decode_from_rank,
+    decode_from_relay,
+    decode_hello,
+    decode_to_relay,
+    encode_payload,
+)
 from hvdlab.collectives.protocol.rosters import pack, unpack_known
 from hvdlab.collectives.relay.events import (
     CloseConnection,
@@ -90,8 +96,13 @@ class RelayState:
         if below is None:
             return []  # closed
         if not below.relays:
-            if not below.numbers:  # numbers are in the order in which those above hear of them
-                self._add(connection, below, 0)
+            if below.numbers:
+                decode_from_rank(
+                    payload
+                )  # what makes no sense ends here, with the connection of its rank alone
+            else:
+                decode_hello(payload)
+                self._add(connection, below, 0)  # in the order in which those above hear of them
             return self._take(tuple(below.numbers.values()), payload, now)
         message = decode_from_relay(payload)
         if isinstance(message, m.From):
@@ -103,16 +114,16 @@ class RelayState:
             return self._lose(numbers, message.reason)
         raise ProtocolError(f"a {type(message).__name__} of a relay out of place")
 
-    def _numbers_of(self, connection: int, below: Below, packed: Sequence[int]) -> tuple[int, ...]:
+    def _numbers_of(self, connection: int, below: Below, packed: tuple[int, ...]) -> tuple[int, ...]:
         """This relay's numbers of ranks behind another one. A rank that was closed meanwhile has none any more."""
-        found: list[int] = []
+        found: dict[int, None] = {}
         for inner in unpack_known(packed, below.newest + 1):
             if inner > below.newest:
                 below.newest = inner
                 self._add(connection, below, inner)
             number = below.numbers.get(inner)
             if number is not None:
-                found.append(number)
+                found[number] = None
         return tuple(found)
 
     def _add(self, connection: int, below: Below, inner: int) -> None:
@@ -169,11 +180,11 @@ class RelayState:
             yield CloseConnection(connection)
         yield from self._forget(gone)
 
-    def _routes(self, packed: Sequence[int]) -> tuple[list[int], dict[int, list[int]]]:
+    def _routes(self, packed: tuple[int, ...]) -> tuple[list[int], dict[int, list[int]]]:
         """The connections of those of these ranks that have their own, and the others' numbers by the connection of their relay."""
         ranks: list[int] = []
         relayed: dict[int, list[int]] = {}
-        for number in unpack_known(packed, self._next - 1):
+        for number in dict.fromkeys(unpack_known(packed, self._next - 1)):
             place = self._places.get(number)
             if place is None:
                 continue  # it is gone, and the coordinator does not know yet

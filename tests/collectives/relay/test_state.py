@@ -403,6 +403,30 @@ def test_a_relay_refuses_what_no_relay_sends(payload: bytes) -> None:
         state.handle(Heard(1, payload), 0.0)
 
 
+def test_what_a_rank_says_that_makes_no_sense_ends_at_the_relay() -> None:
+    state = RelayState()
+    state.handle(Opened(1), 0.0)
+    for payload in (b"", b"\xff", encode_payload(announce(1))):
+        with pytest.raises(ProtocolError, match="no Hello"):
+            state.handle(Heard(1, payload), 0.0)
+    state.handle(Heard(1, encode_payload(hello(0))), 0.0)
+    for payload in (b"", b"\xff", encode_payload(m.Expect((0,))), encode_payload(m.From((0,), b"x"))):
+        with pytest.raises(ProtocolError, match="of a rank"):
+            state.handle(Heard(1, payload), 0.0)
+
+
+def test_numbers_that_are_named_twice_count_once() -> None:
+    tree = Tree((2,), 0)
+    peers = tree.introduce()
+    leaf = tree.above[tree.ranks[0]]
+    tree.tell((peers[tree.ranks[0]],), m.StoreValue(1, b""))
+    tree.handle(TOP, Told(encode_payload(m.To((0, 0, 1), encode_payload(m.Interrupt())))))
+    tree.handle(TOP, Heard(leaf, encode_payload(m.Lost((0, 0, 0), "end of file"))))
+    tree.handle(TOP, Told(encode_payload(m.Close((1, 1)))))
+    assert [len(payload) > 0 for payload in tree.down[leaf]] == [True] * 3
+    assert tree.events == [PeerLost(peers[tree.ranks[0]], "end of file")]
+
+
 def test_a_rank_that_was_never_heard_of_is_not_told_of() -> None:
     state = RelayState()
     state.handle(Opened(1), 0.0)

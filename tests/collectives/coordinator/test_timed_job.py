@@ -144,6 +144,14 @@ def test_the_page_has_what_came_out(benchmarks: tuple[ModuleType, ModuleType]) -
     assert pages.between(page, "relays") == scale.relays_markdown(result)
 
 
+def test_relays_reach_their_goal(benchmarks: tuple[ModuleType, ModuleType]) -> None:
+    _, scale = benchmarks
+    result = json.loads(scale.RESULT.read_text())
+    for size, levels, goal in (("1024", 1, 0.1), ("4096", 2, 0.02)):
+        without, relayed = (scale.figures_of(result, n)[size]["tensor"]["seconds"] for n in (0, levels))
+        assert relayed <= goal * without
+
+
 @pytest.mark.parametrize("levels", [0, 1])
 def test_what_came_out_is_what_the_state_machines_do(
     benchmarks: tuple[ModuleType, ModuleType], levels: int

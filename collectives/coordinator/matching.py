@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 from hvdlab.collectives.coordinator.joining import refuse_incomplete, refuse_with_joined
 from hvdlab.collectives.coordinator.pending import PendingRounds, waits_for_receiver
-from hvdlab.collectives.coordinator.rounds import Extra, Item, Round, parties_of, report_round
+from hvdlab.collectives.coordinator.rounds import Extra, Item, Round, parties_of
 from hvdlab.collectives.coordinator.signatures import Defined, Interned
 from hvdlab.collectives.coordinator.verdicts import DuplicateName, InVain, Mismatch, Rejection, Verdict
 from hvdlab.collectives.dtypes import OpKind
@@ -50,7 +50,7 @@ class Matcher(PendingRounds):
         """Take in a submission of a member.
 
         Args:
-            rank: The rank that submits.
+            rank: The rank that submits; the first one of a bloc for all of it, if what it submits :meth:`fits`.
             defined: What its local id stands for.
             extra: The numbers that go along with it.
             now: The time, in monotonic seconds.
@@ -80,11 +80,17 @@ class Matcher(PendingRounds):
         if extra:
             if current.extras is None:
                 current.extras = {}
-            current.extras[rank] = extra
+            if self.blocs:
+                current.extras.update(dict.fromkeys(self.blocs.get(rank, (rank,)), extra))
+            else:
+                current.extras[rank] = extra
         if payload:
             if current.payloads is None:
                 current.payloads = {}
-            current.payloads[rank] = payload
+            if self.blocs:
+                current.payloads.update(dict.fromkeys(self.blocs.get(rank, (rank,)), payload))
+            else:
+                current.payloads[rank] = payload
         if info is not current.info:
             if current.disputed is None:
                 current.disputed = now
@@ -158,6 +164,7 @@ class Matcher(PendingRounds):
 
     def _join(self, joining: Round, now: float) -> None:
         """A rank has run out of work: no round but the joining itself waits for it any more."""
+        self.take_all_apart()
         self.joining = joining
         if self.debts:
             for rank in joining.heads:
@@ -248,7 +255,7 @@ class Matcher(PendingRounds):
 
     def _mismatch(self, current: Round, now: float) -> None:
         name = current.info.name
-        parties = parties_of(current.heads)
+        parties = parties_of(self.heads_of(current))
         groups = {d.info.group for d in current.heads.values()}
         if len(groups) > 1:
             # The ranks disagree about which tensors go together, so it can't be said which others the verdict concerns.
@@ -259,6 +266,7 @@ class Matcher(PendingRounds):
 
     def duplicate(self, name: str, rank: int, first_site: str, second_site: str, now: float) -> None:
         """A rank has submitted ``name`` again: end the round with an error, if it has not been released yet."""
+        self.take_all_apart()
         verdict = DuplicateName(name, rank, first_site, second_site)
         current = self.rounds.get(name)
         if current is None:
@@ -288,7 +296,7 @@ class Matcher(PendingRounds):
         self, current: Round, kind: CauseKind, ranks: tuple[int, ...], text: str, now: float
     ) -> None:
         """The other rank of a message won't come: the rank that waits gets this verdict, and its next submission of the name is due."""
-        verdict = InVain(report_round(current, self.missing(current), self.joined), kind, ranks, text)
+        verdict = InVain(self.report_round(current, self.missing(current)), kind, ranks, text)
         left = list(self._withdraw(current))[len(current.heads) :]  # the heads come first
         self._take_out(current.info.name)
         for rank, defined in current.heads.items():
@@ -311,10 +319,10 @@ class Matcher(PendingRounds):
         if current is None or not defined.info.between:
             return None
         items = list(self._withdraw(current))
-        alike = [place for place, (of, item) in enumerate(items) if of == rank and item[0] is defined]
+        alike = [place for place, (of, item) in enumerate(items) if of == rank and defined.is_like(item[0])]
         if len(alike) <= later:
             return None
-        report = report_round(current, self.missing(current), self.joined)
+        report = self.report_round(current, self.missing(current))
         self._take_out(current.info.name)
         del items[alike[-1 - later]]
         self._submit_all(items, now)
@@ -331,6 +339,7 @@ class Matcher(PendingRounds):
 
     def _decide(self, current: Round, verdict: Verdict, now: float) -> None:
         info = current.info
+        self.take_all_apart()  # each rank gets the verdict, or owes a submission
         self._take_out(info.name)
         for rank, defined in current.heads.items():
             self._reject(rank, defined, verdict)

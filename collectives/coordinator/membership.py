@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hvdlab.collectives.coordinator.signatures import Defined
 from hvdlab.collectives.protocol.messages import MOST_RANKS, Await, Death, Hello, Member, World
 from hvdlab.collectives.versions import AgreedVersions
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.blocs import Bloc
 
 WORLD_INTERVAL = 0.2
 """Seconds between reports of the forming world to its ranks: with one for each newcomer a thousand ranks would get a million."""
@@ -49,17 +52,20 @@ class RankPeer:
         leaving: Whether the coordinator has told it to leave.
         admitted: Whether it has been in a world.
         versions: Versions that all ranks must have alike, by name, as far as it has said them.
-        definitions: What its local ids stand for.
+        relay: The relay that it is behind, or 0.
+        bloc: The ranks that announce together with it, or ``None``.
+        definitions: What its local ids stand for; the same object for all ranks of a bloc.
         wait: The undecided collective in which its user is blocked, or ``None``.
         executing: The executing operation for whose end its user is blocked, or ``None``.
         awaits: The waits of its user's threads outside of collectives, by number.
     """
 
     __slots__ = (
-        "admitted", "awaits", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "versions", "wait",
+        "admitted", "awaits", "bloc", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "relay", "tracked",
+        "versions", "wait",
     )  # fmt: skip
 
-    def __init__(self, peer: int, rank: int, hello: Hello, started: float) -> None:
+    def __init__(self, peer: int, rank: int, hello: Hello, started: float, relay: int = 0) -> None:
         self.peer = peer
         self.rank = rank
         self.pid = hello.pid
@@ -70,6 +76,8 @@ class RankPeer:
         self.versions = hello.versions
         self.leaving = False
         self.admitted = False
+        self.relay = relay
+        self.bloc: Bloc | None = None
         self.definitions: dict[int, Defined] = {}
         self.wait: Wait | None = None
         self.executing: Wait | None = None
@@ -140,10 +148,10 @@ class Membership:
             return f"rank {rank} is not expected; the world is made of ranks {list(self.expected)}"
         return ""
 
-    def join(self, peer: int, rank: int, hello: Hello, now: float) -> RankPeer:
+    def join(self, peer: int, rank: int, hello: Hello, now: float, relay: int = 0) -> RankPeer:
         self._left.pop(rank, None)
         self.leaving.discard(rank)
-        newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, self._wall(now))
+        newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, self._wall(now), relay)
         self.hosts[hello.host] += 1
         self.versions.add(hello.versions)
         self.awaited.discard(rank)

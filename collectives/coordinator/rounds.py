@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from hvdlab.collectives.coordinator.signatures import Defined, Interned, describe
-from hvdlab.collectives.protocol.messages import AbortedCollective, Party
+from hvdlab.collectives.protocol.messages import Party
 
 Extra = tuple[int, ...]
 Item = tuple[Defined, Extra]
@@ -17,7 +18,7 @@ class Round:
     Attributes:
         info, local: Signature and local id of the first submission.
         agree: Once it is complete, whether all members have submitted it under the same local id.
-        heads: What each rank has submitted, by rank.
+        heads: What each rank has submitted, by rank; that of a bloc is under its first rank.
         extras: The numbers that came along and may differ between ranks, by rank; ``None`` if there are none.
         payloads: Small tensors that came along, by rank; ``None`` if there are none.
         behind: Later submissions of the same name, oldest first; ``None`` if there never were any.
@@ -48,17 +49,7 @@ class Round:
         self.priority = priority
 
 
-def report_round(
-    current: Round, missing: tuple[int, ...], joined: tuple[int, ...] = (), *, all_sites: bool = True
-) -> AbortedCollective:
-    """A round as messages report it."""
-    waited = tuple(sorted(current.heads))
-    shown = waited if all_sites else waited[:1]
-    sites = tuple(current.heads[rank].site for rank in shown)
-    return AbortedCollective(current.info.kind, current.info.name, waited, missing, sites, joined)
-
-
-def parties_of(heads: dict[int, Defined]) -> tuple[Party, ...]:
+def parties_of(heads: Mapping[int, Defined]) -> tuple[Party, ...]:
     """The ranks, grouped by what they asked for; each group's site is that of its lowest rank."""
     groups: dict[Interned, list[int]] = {}
     for rank in sorted(heads):

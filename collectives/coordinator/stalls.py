@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hvdlab.collectives.coordinator.executions import Executions, lead
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
-from hvdlab.collectives.coordinator.rounds import Round, report_round
+from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.coordinator.signatures import kind_label
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, call_name, compact_ranks, format_ranks
@@ -78,7 +78,7 @@ class Stalls:
         missing: tuple[int, ...],
         seconds: float,
     ) -> None:
-        report = report_round(current, missing, ps.matcher.joined)
+        report = ps.matcher.report_round(current, missing)
         joined = f", joined {_ranks(report.joined)}" if report.joined else ""
         lacking = f"submitted by {_ranks(report.waited)}, missing {_ranks(report.missing)}{joined}"
         _report(state, ps, report, seconds, f"has been waiting for {seconds:.0f} s: {lacking}")

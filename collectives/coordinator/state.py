@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hvdlab.collectives.coordinator import arrivals, elastic, releasing, restoring, set_changes
+import msgspec
+
+from hvdlab.collectives.coordinator import arrivals, blocs, elastic, releasing, restoring, set_changes
 from hvdlab.collectives.coordinator.cells import Cells
 from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
 from hvdlab.collectives.coordinator.elastic import Elastic
@@ -23,6 +25,7 @@ from hvdlab.collectives.coordinator.events import (
     PeerConnected,
     PeerLost,
     Received,
+    ReceivedTogether,
 )
 from hvdlab.collectives.coordinator.history import UNREAD_BYTES, History
 from hvdlab.collectives.coordinator.holding import Holding
@@ -118,6 +121,8 @@ class CoordinatorState:
             if type(event) is Received:
                 rank = by_peer.get(event.peer)
                 if rank is not None and type(event.message) is m.Announce:
+                    if rank.bloc is not None:
+                        blocs.announces_alone(self, rank, event.message)
                     self._announce(rank, event.message, now)
                     continue
                 plain = False
@@ -126,9 +131,12 @@ class CoordinatorState:
                 else:
                     self._from_rank(rank, event.message, now)
                 continue
+            if type(event) is ReceivedTogether:
+                self._announce_together(event, now)
+                continue
             plain = False
             if type(event) is PeerConnected:
-                arrivals.connect(self, event.peer, event.hello, now)
+                arrivals.connect(self, event.peer, event.hello, now, event.relay)
             elif type(event) is PeerLost:
                 arrivals.lose(self, event.peer, event.reason, now)
         if not (plain and self._release_plain(now)):
@@ -187,6 +195,22 @@ class CoordinatorState:
             self.stalls.watch(now)
             self._due = None  # to be found anew
         self.check_later(now)  # this may be what makes the others wait in vain
+
+    def _announce_together(self, event: ReceivedTogether, now: float) -> None:
+        """Take in an announcement that several ranks have made alike: at one go if they are a bloc, else of one after another."""
+        ranks = [self.by_peer[peer] for peer in event.peers if peer in self.by_peer]
+        if not ranks:
+            return
+        message, bloc = event.message, blocs.find(self, ranks, event.message)
+        if bloc is not None:
+            as_one = blocs.enter(self, bloc, event)
+            message = msgspec.structs.replace(message, definitions=())
+            if as_one:
+                self._announce(bloc.peers[0], message, now)
+                return
+        for rank in ranks:
+            if self.by_peer.get(rank.peer) is rank:  # what another one sent may have been its end
+                self._announce(rank, message, now)
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
         react = TO_RANKS.get(type(message))
@@ -318,9 +342,17 @@ class CoordinatorState:
         assert self.awaiting == {rank for rank, peer in ranks.items() if peer.awaits}
         assert self.pauses.reasons.keys() <= ranks.keys()
         assert not self.outbox.effects
-        references = sum(len(peer.definitions) for peer in ranks.values())
+        tables = {id(peer.definitions): peer.definitions for peer in ranks.values()}
+        references = sum(map(len, tables.values()))
         assert sum(info.references for info in self.signatures) == references
+        for peer in ranks.values():
+            assert peer.bloc is None or (
+                peer in peer.bloc.peers and peer.definitions is peer.bloc.definitions
+            )
+        alone = sum(peer.bloc is None for peer in ranks.values())
+        assert len(tables) == alone + len({peer.bloc for peer in ranks.values()} - {None})
         for ps in self.sets:
+            assert all(ranks[first].bloc.ranks == bloc for first, bloc in ps.matcher.blocs.items())  # type: ignore[union-attr]
             assert not ps.matcher.ready or ps in self.holding
             if next(iter(ps.matcher.waiting()), None) is not None:
                 assert self.stalls.due is not None

@@ -48,6 +48,7 @@ class RankPeer:
         tracked: Whether its collectives belong to cells.
         leaving: Whether the coordinator has told it to leave.
         admitted: Whether it has been in a world.
+        behind: Whether the others have gone on without it since its connection was lost, and have not let it in again yet.
         versions: Versions that all ranks must have alike, by name, as far as it has said them.
         definitions: What its local ids stand for.
         wait: The undecided collective in which its user is blocked, or ``None``.
@@ -56,7 +57,7 @@ class RankPeer:
     """
 
     __slots__ = (
-        "admitted", "awaits", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "versions", "wait",
+        "admitted", "awaits", "behind", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "versions", "wait",
     )  # fmt: skip
 
     def __init__(self, peer: int, rank: int, hello: Hello, started: float) -> None:
@@ -69,7 +70,7 @@ class RankPeer:
         self.tracked = hello.cells_tracked
         self.versions = hello.versions
         self.leaving = False
-        self.admitted = False
+        self.admitted = self.behind = False
         self.definitions: dict[int, Defined] = {}
         self.wait: Wait | None = None
         self.executing: Wait | None = None
@@ -116,7 +117,8 @@ class Membership:
         self._ranks_owed = False
         self._wall = wall
         self._left: dict[int, int] = {}  # pid of ranks that said Bye: the end of that process is no death
-        self._unexplained: set[int] = set()  # ranks of whose death only a closed connection is known
+        # Ranks of whose death only a closed connection is known, and since when nothing has come from them.
+        self._unexplained: dict[int, float] = {}
 
     # -- joining --------------------------------------------------------------------------------------------------
 
@@ -148,9 +150,18 @@ class Membership:
         self.versions.add(hello.versions)
         self.awaited.discard(rank)
         self.deaths.pop(rank, None)
-        self._unexplained.discard(rank)
+        self._unexplained.pop(rank, None)
         self.changed = True
         return newcomer
+
+    def cut_off_since(self, rank: int, pid: int) -> float | None:
+        """Since when nothing has come from this process, which counts as dead for that reason alone.
+
+        ``None`` if the number is another process's now, or was one's, or if more is known against the process: the launcher has given it
+        up, or it broke the protocol.
+        """
+        death = self.deaths.get(rank)
+        return self._unexplained.get(rank) if death is not None and death.pid == pid else None
 
     def expect(self, ranks: Iterable[int]) -> list[RankPeer]:
         """Change which ranks the world is made of; returns the living ranks that have no place in it any more."""
@@ -160,7 +171,7 @@ class Membership:
         self.leaving.intersection_update(self.expected)
         for rank in [rank for rank in self.deaths if rank not in self.expected]:
             del self.deaths[rank]
-            self._unexplained.discard(rank)
+            self._unexplained.pop(rank, None)
         self.changed = self.urgent = True
         dropped = [p for p in self.ranks.values() if p.rank not in self.expected and not p.leaving]
         for peer in dropped:
@@ -179,11 +190,15 @@ class Membership:
             self.awaited.add(gone.rank)
         self.changed = True
 
-    def die(self, gone: RankPeer, reason: str, now: float, *, explained: bool) -> None:
-        """A rank was lost."""
+    def die(
+        self, gone: RankPeer, reason: str, now: float, *, explained: bool, since: float | None = None
+    ) -> None:
+        """A rank was lost; ``since`` is when the last sign of life came, if that was before ``now``."""
         self._remove(gone)
         self.leaving.discard(gone.rank)
-        self.record_death(gone.rank, gone.pid, reason, now, explained=explained, admitted=gone.admitted)
+        self.record_death(
+            gone.rank, gone.pid, reason, now, explained=explained, admitted=gone.admitted, since=since
+        )
 
     def _remove(self, gone: RankPeer) -> None:
         del self.ranks[gone.rank]
@@ -193,7 +208,15 @@ class Membership:
             del self.hosts[gone.member.host]
 
     def record_death(
-        self, rank: int, pid: int, reason: str, now: float, *, explained: bool, admitted: bool = False
+        self,
+        rank: int,
+        pid: int,
+        reason: str,
+        now: float,
+        *,
+        explained: bool,
+        admitted: bool = False,
+        since: float | None = None,
     ) -> None:
         """Note how a rank that does not live any more has ended; the launcher's reason replaces that of a closed connection."""
         self.awaited.discard(rank)
@@ -212,7 +235,9 @@ class Membership:
             self.deaths[rank] = Death(rank, pid, self._wall(now), reason, admitted)
         else:
             return
-        (self._unexplained.discard if explained else self._unexplained.add)(rank)
+        self._unexplained.pop(rank, None)
+        if not explained:
+            self._unexplained[rank] = now if since is None else since
         self.changed = self.urgent = True
 
     # -- the world ------------------------------------------------------------------------------------------------
@@ -293,4 +318,4 @@ class Membership:
         assert not self.awaited & self.ranks.keys()
         assert self.leaving <= self.ranks.keys()
         assert self.hosts == Counter(peer.member.host for peer in self.ranks.values())
-        assert self._unexplained <= self.deaths.keys()
+        assert self._unexplained.keys() <= self.deaths.keys()

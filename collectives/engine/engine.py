@@ -137,9 +137,9 @@ class Engine(Groups):
     def _may_return(self) -> bool:
         """Whether this rank can come back when the others have gone on without it, since there is a point at which it takes part again.
 
-        That is where training begins again. Another script does not say where its collectives belong.
+        That is where training begins again, or the next cell. A script does not say where its collectives belong.
         """
-        return self._guarded.state.elastic
+        return self.settings.cells_tracked or self._guarded.state.elastic
 
     # -- the world ------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ class Client:
         self._collected: dict[bytes, set[int]] = {}
         self._on_events: list[Callable[[int, bytes], Any]] = []
         self._on_stall: list[Callable[[Stall], Any]] = []
+        self._on_returned: list[Callable[[int, int, float], Any]] = []
         self._on_paused: list[Callable[[Mapping[int, str]], Any]] = []
         self._paused: dict[int, str] = {}
         self._on_lost: list[Callable[[str], Any]] = []
@@ -318,6 +319,13 @@ class Client:
         """Call this with a :class:`Stall` when a collective has been waiting for long."""
         self._call(lambda: self._on_stall.append(callback))
 
+    def on_returned(self, callback: Callable[[int, int, float], Any]) -> None:
+        """Call ``callback(rank, pid, seconds)`` when a rank that counted as dead has connected again: the same process, with its memory.
+
+        ``seconds`` is the time since its last sign of life before that. Mail to it may have been lost meanwhile.
+        """
+        self._call(lambda: self._on_returned.append(callback))
+
     @property
     def paused(self) -> Mapping[int, str]:
         """Ranks in which the user looks around, and why, as it reads after ``rank 3 is``. Collectives that wait for them do not stall."""
@@ -502,6 +510,9 @@ class Client:
                 self._invoke(callback, message.rank, message.batch)
         elif isinstance(message, m.World):
             self._take_world(message)
+        elif isinstance(message, m.Returned):
+            for on_returned in self._on_returned:
+                self._invoke(on_returned, message.rank, message.pid, message.seconds)
         elif isinstance(message, m.Pong):
             if message.number == 0:
                 return  # an answer to the heartbeat: it only says that the coordinator lives

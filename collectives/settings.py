@@ -43,6 +43,7 @@ class Settings:
         start_timeout: Seconds that ``init()`` waits for the world.
         dead_after: Seconds of silence after which a coordinator of another host counts as lost.
         reattach: A third of the seconds that a rank which has lost the coordinator waits for a successor; 0 not at all.
+        cut_off: Seconds that a rank which can come back waits for the network, if the coordinator's host does not answer at all.
         elastic_timeout: Seconds that ranks of elastic training wait for each other.
         min_np: How many ranks elastic training needs.
         reset_limit: How often elastic training may begin again; 0 for no limit.
@@ -82,6 +83,7 @@ class Settings:
     start_timeout: float = 60.0
     dead_after: float = 30.0
     reattach: float = 10.0
+    cut_off: float = 300.0
     elastic_timeout: float = 600.0
     min_np: int = 1
     reset_limit: int = 0

@@ -120,6 +120,7 @@ class PoolBase:
             tell=self.tell,
             give_up=self._break,
             rebuilt=self._rebuilt,
+            near=launcher.forks,
         )
         if keeping is not None:
             self._find()

@@ -241,7 +241,7 @@ class Group:
     def settle(self, deadline: Deadline) -> None:
         """Wait until the processes of ranks that the coordinator takes for dead have ended; kill those that stay.
 
-        Such a process can't come back into the world.
+        One that is cut off might come back, but the caller is about to replace it.
         """
 
         def cut_off() -> list[int]:

@@ -1,6 +1,7 @@
 """Puts back what has died beside the ranks: another coordinator takes over, with the world and the cells as they were.
 
-A coordinator that lives, and to which only the connection was lost, stays.
+A coordinator that lives, and to which only the connection was lost, stays. A rank that was cut off and has come back gets what it
+has missed.
 
 All of that is done by one thread, which sleeps until something has died. (The parts of the pool that have the fork server
 and ipyparallel's controller replace them themselves: that takes no waiting.)
@@ -8,6 +9,7 @@ and ipyparallel's controller replace them themselves: that takes no waiting.)
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import os
@@ -48,6 +50,7 @@ class Rebuilder:
         tell: Takes one sentence for the user.
         give_up: Called with the reason if the pool can't be put back.
         rebuilt: Called when there is another connection to a coordinator.
+        near: Whether the ranks are processes of this host: then nothing but a fault keeps one that lives from coming back at once.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class Rebuilder:
         tell: Callable[[str], None],
         give_up: Callable[[str], None],
         rebuilt: Callable[[], None],
+        near: bool = True,
     ) -> None:
+        self._near = near
         self._client, self._group, self._runs = client, group, runs
         self._recovery = Recovery(
             coordinator,
@@ -80,6 +85,7 @@ class Rebuilder:
         self._thread.start()
         client.on_lost(self._lost)
         client.on_membership(self._look)
+        client.on_returned(self._came_back)
         if client.closed:  # it was lost before on_lost() was called
             self._lost("it was lost before the pool used it")
 
@@ -106,11 +112,17 @@ class Rebuilder:
         self._jobs.put(lambda: self._rebuild(reason))
 
     def _look(self, membership: Membership) -> None:
-        """Look for ranks that the coordinator has given up (silent for long, cut off) and that still have a process."""
+        """Look for ranks that the coordinator has given up and that still have a process here."""
+        if not self._near:
+            return
         found = {(rank, self._group.pids().get(rank, 0)) for rank in self._group.cut_off(membership)}
         new, self._cut_off = found - self._cut_off, found
         if new:
             self._jobs.put(lambda: self._schedule(CUT_OFF_WITHIN, lambda: self._end_cut_off(new)))
+
+    def _came_back(self, rank: int, pid: int, seconds: float) -> None:
+        """A rank that the coordinator had given up is connected again."""
+        self._jobs.put(partial(self._take_back, rank, pid, seconds))
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -130,7 +142,7 @@ class Rebuilder:
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._numbers), job))
 
     def _end_cut_off(self, ranks: set[tuple[int, int]]) -> None:
-        """Kill these ranks: without a connection they can't come back, and cells that wait for them must learn of their end."""
+        """Kill these ranks, which have not come back: cells that wait for them must learn of their end."""
         deaths = {(death.rank, death.pid): death.reason for death in self._client.membership().deaths}
         for rank, pid in ranks:
             reason = deaths.get((rank, pid))
@@ -139,6 +151,13 @@ class Rebuilder:
                 self._group.explain(rank, pid, reason)
                 self._group.kill([rank])
                 self._schedule(KILLED_WITHIN, partial(self._give_rank_up, rank, pid, reason))
+
+    def _take_back(self, rank: int, pid: int, seconds: float) -> None:
+        if self._group.pids().get(rank) != pid:  # it has ended since
+            return
+        with contextlib.suppress(CoordinatorLostError):  # _rebuild() follows, which makes up for it
+            self._runs.came_back(rank)
+        self._tell(f"rank {rank} was cut off for {seconds:.0f} s, and is back with its memory")
 
     def _give_rank_up(self, rank: int, pid: int, reason: str) -> None:
         """Count the rank as ended if not even SIGKILL has ended it: it hangs in the system."""

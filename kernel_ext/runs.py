@@ -418,6 +418,24 @@ class Runs:
             self._connected = True
         self.questions.ask_again()
 
+    def came_back(self, rank: int) -> None:
+        """A rank that was cut off has connected again: send it what it may have missed, and have it send what is missing here.
+
+        A cell that the others have begun meanwhile it runs by itself: the coordinator lets it in when they have ended theirs.
+
+        Raises:
+            CoordinatorLostError: This process's own connection is lost; :meth:`resync` makes up for it.
+        """
+        with self._order:
+            with self._lock:
+                runs = [run for run in self._runs.values() if rank in run.arrivals.waiting]
+            # The rank itself tells the coordinator that it begins a cell; of one that it has ended the coordinator must not hear again.
+            for run in runs if self._connected else ():
+                for order, ranks in () if run.unknown else run.orders((rank,)):
+                    self._client.post(TO_RANK, encode(order), ranks)
+            self._ask_again(rank)
+        self.questions.ask_again()
+
     def _send_again(self, run: _Run, running: Mapping[str, Collection[int]]) -> None:
         """Send a cell once more; ranks that have it already, or have ended it, ignore that."""
         if waiting := run.arrivals.waiting:

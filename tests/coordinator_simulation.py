@@ -289,8 +289,8 @@ class Simulation:
         self._next_peer += 1
         self._by_peer[newcomer.peer] = newcomer
         self.ranks[rank] = newcomer
-        pid = 1000 * newcomer.peer + rank
-        self.handle(PeerConnected(newcomer.peer, hello(rank, tracked=tracked, pid=pid, **fields), relay))
+        given = {"pid": 1000 * newcomer.peer + rank} | fields
+        self.handle(PeerConnected(newcomer.peer, hello(rank, tracked=tracked, **given), relay))  # type: ignore[arg-type]  # as above
         return newcomer
 
     def client_says(self, message: m.FromClient) -> None:

@@ -62,6 +62,7 @@ class Process:
         turns: The thread of its program.
         passed: Steps that were committed by all, when it was one of them.
         saved: Steps that it has saved.
+        origin: The process with whose state the training began that it took part in last.
         known: Whether the coordinator is certain to know that it trains.
         cut: Whether its network has failed, so that it may be lost.
         signal: One that it was sent and that ends it.
@@ -76,6 +77,7 @@ class Process:
     engine: SimEngine | None = None
     passed: int = 0
     saved: int = 0
+    origin: int = 0
     known: bool = False
     cut: bool = False
     signal: int = 0
@@ -129,6 +131,9 @@ class ElasticSchedule:
         self.run_._client = _Client(self.sim)  # type: ignore[assignment]  # stands in for a Client
         self.run_._starter = _Starter(self)
         self.sim.client_hears = self._world_told
+        self.sim.client_hears_of_return = lambda told: self.run_._news._on_returned(
+            told.rank, told.pid, told.seconds
+        )
 
     def close(self) -> None:
         """End all threads."""
@@ -195,7 +200,7 @@ class ElasticSchedule:
         code = 0
         try:
             engine.world.wait_complete(30.0, process.rank, 600.0)
-            state = TrainingState(_Watcher(self, process), batch=0, groups=(), done=False)
+            state = TrainingState(_Watcher(self, process), batch=0, groups=(), done=False, origin=process.pid)
             state.register_reset_callbacks([lambda: self._check_number(engine)])
             run_fn(self._train, lambda: None)(state, process)
             engine.shutdown()
@@ -348,7 +353,8 @@ class ElasticSchedule:
     def _reconnected(self) -> None:
         """Before time passes: let ranks find the coordinator's successor, which would give them up, and ends be reported."""
         for _ in range(20_000):
-            lost = any(me.lost or None in me.from_coordinator for me in self.sim.ranks if me.alive)
+            there = [me for me in self.sim.ranks if me.alive and not me.away]
+            lost = any(me.lost or None in me.from_coordinator for me in there)
             ending = any(process.end is not None for process in self.processes) or self.run_._news._queue
             if not (lost or ending or self.sim.coordinator.restoring.active) or self.run_._finished:
                 return
@@ -426,6 +432,7 @@ class ElasticSchedule:
     def do_mend(self) -> None:
         self.down.clear()
         self.stalled.clear()
+        self.sim.mend()
 
     def do_restart(self) -> None:
         self._fault("the coordinator is killed")
@@ -438,7 +445,7 @@ class ElasticSchedule:
             self._fault(f"rank {process.rank} is cut off")
             process.cut = True
             self.cut.add(process.pid)
-            self.sim.cut(process.rank)
+            self.sim.cut(process.rank, away=self.chance.random() < 0.5)
 
     def do_time(self) -> None:
         """Time passes until the launcher has something to do."""
@@ -583,6 +590,12 @@ class _Watcher:
         process, engine = self._process, self._process.engine
         assert engine is not None
         process.watched.append("synced")
+        if process.origin not in (0, state.origin):
+            # All that some rank had trained with were lost, and others began from the start before it came back.
+            pids = {pid for _, _, pid in engine.processes()[1]}
+            assert pids & self._schedule.sim.returned, f"rank {process.rank} began from the start"
+            process.passed = 0
+        process.origin = state.origin
         assert state.batch >= process.passed, f"{process.passed} steps were committed, {state.batch} are left"
         assert sum(count for _, count in state.groups) == state.batch, "steps were lost, or done twice"
         if engine.size > 1:

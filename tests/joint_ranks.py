@@ -50,7 +50,8 @@ class SimRank:
         open: Whether the coordinator listens to its connection.
         ending: Whether its connection has ended at its side (it died, or left), so that no more bytes come.
         lost: Whether it looks for a successor of its coordinator.
-        cut: Whether its network has failed.
+        early: Whether the coordinator has told it to come again later.
+        cut: Whether its network has failed. away: Whether it is not back yet.
         killed, told_to_leave: What happened to it.
         blocked: What its user waits for.
         at_board: Its user's thread, where that waits at a board.
@@ -73,7 +74,9 @@ class SimRank:
     open: bool = True
     ending: bool = False
     lost: bool = False
+    early: bool = False
     cut: bool = False
+    away: bool = False
     killed: bool = False
     told_to_leave: bool = False
     blocked: SimEntry | None = None

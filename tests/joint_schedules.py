@@ -42,7 +42,7 @@ GROWTH = 2
 ACTIONS = (
     *["submit"] * 6, *["everywhere"] * 5, *["steps"] * 6,
     *["directly"] * 4, *["messages"] * 4, "give_up", "alone", "group", "gather", "exchange", "copy", "barrier", "join", "mismatch", "add_set", "remove_set",
-    "withdraw", "tear", "kill", "cut", "leave", "come", "come", "resize", "restart", "block", "wait", "cell", "end_cell", "pause", "go_on",
+    "withdraw", "tear", "kill", "cut", "mend", "leave", "come", "come", "resize", "restart", "block", "wait", "cell", "end_cell", "pause", "go_on",
     "settle",
 )  # fmt: skip
 _NAMES = (None, None, "a", "b", "c")
@@ -77,6 +77,7 @@ class Schedule:
             validate=0.05,
             lacking=chance.choice([0.0, 0.0, 0.1]),
             relays=random.Random(f"relays of {seed}").choice([0, 0, 1, 2]),
+            returns=chance.random() < 0.8,
         )
         #: Priorities that allreduces have in this schedule.
         self.priorities = chance.choice([[None], [None], [None, 0], [0, 0, 7, -3]])
@@ -344,7 +345,11 @@ class Schedule:
 
     def do_cut(self) -> None:
         if len(self.living()) > 1:
-            self.sim.cut(self.chance.choice(self.living()).rank)
+            self.sim.cut(self.chance.choice(self.living()).rank, away=self.chance.random() < 0.4)
+
+    def do_mend(self) -> None:
+        """Networks are back."""
+        self.sim.mend()
 
     def do_leave(self) -> None:
         me = self.someone()
@@ -420,7 +425,9 @@ class Schedule:
         return (self.sim.by_pid[pid] for pid in me.members[process_set, group.epoch])
 
     def check_waits(self, me: SimRank) -> None:
-        """Nothing waits for what can't come."""
+        """Nothing waits for what can't come; but for the network."""
+        if me.away:
+            return
         for group in me.state.sets.values():
             for entry in group.pending:
                 what = f"rank {me.rank}: {entry.request.kind.label} {entry.name} in {group.id}, epoch {entry.epoch}"
@@ -430,8 +437,11 @@ class Schedule:
                 if not group.configured:
                     assert group.id == 0, f"{what} waits for an epoch that does not come"
                     awaited = self.sim.coordinator.membership.awaited or me.told_to_leave
-                    # Who is not in the world, and has no cell, is let in when no other runs one.
-                    at_the_door = self.tracked and not me.cells and any(o.cells for o in self.living())
+                    # Who is not in the world, and has no cell or was cut off, is let in when no other runs one.
+                    waits = not me.cells or self.sim.coordinator.membership.ranks[me.rank].behind
+                    at_the_door = (
+                        self.tracked and waits and any(o.cells for o in self.living() if o is not me)
+                    )
                     assert awaited or at_the_door, what
                     continue
                 assert entry.phase == ANNOUNCED, what
@@ -492,6 +502,7 @@ class Schedule:
     def finish(self) -> None:
         """Users give up what is left; then what remains of the group works, goes, and leaves nothing behind."""
         sim = self.sim
+        sim.mend()
         for me in self.living():
             if me.state.memory.paused:
                 me.state.paused(())

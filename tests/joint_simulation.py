@@ -59,6 +59,7 @@ class Simulation:
         validate: How often (a probability) states are validated after a step.
         lacking: How often a rank does not get the memory of an epoch.
         relays: How many relays the ranks are behind, which send equal announcements on as one; 0 for ranks with connections of their own.
+        returns: Whether ranks of a pool come back when the others have gone on without them; those that train elastically do.
 
     Attributes:
         merged: How many announcements of several ranks came as one.
@@ -75,13 +76,18 @@ class Simulation:
         validate: float = 1.0,
         lacking: float = 0.0,
         relays: int = 0,
+        returns: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
         self.tracked, self._local_limit, self._validate = tracked, local_limit, validate
-        self._lacking = lacking
         self.relays, self._lost_relays = relays, set[int]()
         self.merged = 0
+        self._lacking, self._returns = lacking, returns
+        #: The answer to the last Hello, if that was refused.
+        self._refused: m.Refused | None = None
+        #: Processes that the coordinator has let in again after it had given them up.
+        self.returned: set[int] = set()
         self.options = options or CoordinatorOptions(size=size)
         self.coordinator = CoordinatorState(self.options)
         self._members = SentMembers()
@@ -104,6 +110,8 @@ class Simulation:
         self._released: dict[int, int] = {}  # whom it wants to be let go, and their processes
         #: Called with each world that the client is told of.
         self.client_hears: Callable[[m.World], None] = lambda world: None
+        #: Called when the client is told that a rank is back.
+        self.client_hears_of_return: Callable[[m.Returned], None] = lambda returned: None
         self._carry_out(PeerConnected(CLIENT, m.Hello(m.PROTOCOL_VERSION, "", "client")))
         if self.options.size is None and size:
             self._carry_out(Received(CLIENT, m.Expect(tuple(range(size)))))
@@ -145,7 +153,11 @@ class Simulation:
         me.peer, me.open = self._peers, True
         me.members_told, me.members_known = 0, KnownMembers()
         self._by_peer[me.peer] = me
-        hello = m.Hello(
+        self._refused = None
+        self._carry_out(PeerConnected(me.peer, self._hello(me), me.relay))
+
+    def _hello(self, me: SimRank) -> m.Hello:
+        return m.Hello(
             m.PROTOCOL_VERSION,
             "",
             "rank",
@@ -155,12 +167,25 @@ class Simulation:
             planes=("shm",),
             cells_tracked=self.tracked,
             generation=me.generation,
+            returns=self.may_return(me),
         )
-        self._carry_out(PeerConnected(me.peer, hello, me.relay))
+
+    def may_return(self, me: SimRank) -> bool:
+        """Whether a rank comes back when the others have gone on without it."""
+        return me.state.elastic or (self.tracked and self._returns)
+
+    def _knock(self, me: SimRank) -> None:
+        """It comes back before the coordinator has given its old connection up."""
+        self._peers += 1
+        self._by_peer[self._peers] = SimRank.nobody(me.rank)
+        self._refused = None
+        self._carry_out(PeerConnected(self._peers, self._hello(me)))
+        assert self._refused is not None
+        assert self._refused.again, self._refused.reason
 
     def _reconnect(self, me: SimRank) -> None:
         """It finds the coordinator, or a successor, and says what that has to know; or it is refused."""
-        me.lost = me.cut = False
+        me.lost = me.cut = me.early = False
         me.from_coordinator.clear()
         me.to_coordinator.clear()
         self._introduce(me)
@@ -168,14 +193,21 @@ class Simulation:
             me.ending = False
             me.to_coordinator.append(me.state.resume(me.world))
             self._flush(me)
+        elif self._refused is not None and self._refused.again:
+            me.lost = me.ending = me.early = True
         else:
             me.ending = True
             self._end(me, Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
 
+    def _comes_again(self, me: SimRank) -> bool:
+        """One that the coordinator has told to come again does so. Returns whether it was not too early once more."""
+        self._reconnect(me)
+        return not me.early
+
     def kill(self, rank: int) -> None:
         """Its process ends; what it had written before may or may not be read."""
         me = self.ranks[rank]
-        me.alive, me.ending, me.killed = False, True, True
+        me.alive, me.early, me.ending, me.killed = False, False, True, True
         me.from_coordinator.clear()
         me.jobs.clear()
         self._lose_some(me.to_coordinator)
@@ -192,13 +224,24 @@ class Simulation:
         me.ending = True
         self._end(me, Cause(CauseKind.SHUTDOWN, (rank,), f"rank {rank} shut down"))
 
-    def cut(self, rank: int) -> None:
-        """Its network fails for so long that both sides give the connection up, each in its own time."""
+    def cut(self, rank: int, *, away: bool = False) -> None:
+        """Its network fails for so long that both sides give the connection up, each in its own time.
+
+        Args:
+            rank: Whose.
+            away: Whether the network stays away, until :meth:`mend`.
+        """
         me = self.ranks[rank]
         me.cut = me.ending = True
+        me.away = me.away or away
         self._lose_some(me.to_coordinator)
         self._lose_some(me.from_coordinator)
         me.from_coordinator.append(None)
+
+    def mend(self) -> None:
+        """The network is back for all ranks."""
+        for me in self.ranks:
+            me.away = False
 
     def restart(self, *, client: bool = True) -> None:
         """The coordinator is killed and has a successor. With a client the latter is told what that one knows.
@@ -263,7 +306,7 @@ class Simulation:
 
     def _end(self, me: SimRank, cause: Cause) -> None:
         """No more of this process."""
-        me.alive, self._gone = False, True
+        me.alive, me.early, self._gone = False, False, True
         for effect in me.state.lose(cause):
             if isinstance(effect, Fail) and isinstance(effect.entry, SimEntry):
                 effect.entry.complete(effect.error)
@@ -372,8 +415,10 @@ class Simulation:
             if me.open and (me.to_coordinator or me.ending):
                 choices.append((self._to_coordinator, me))
             if me.alive:
-                if me.lost and not me.open:
+                if me.lost and not me.open and not me.early and not me.away:
                     choices.append((self._reconnect, me))
+                elif me.lost and me.open and not me.away and self.may_return(me):
+                    choices.append((self._knock, me))
                 if me.state.has_messages and not me.ending:
                     choices.append((self._flush, me))
                 if me.from_coordinator:
@@ -392,6 +437,9 @@ class Simulation:
         if choices:
             action, me = self.random.choice(choices)
             action(me)
+            return True
+        came = [self._comes_again(me) for me in self._moving if me.early and not me.away]
+        if any(came):
             return True
         if not clock:
             return False
@@ -477,6 +525,11 @@ class Simulation:
             if isinstance(effect, Send | SendConfigure):
                 if isinstance(effect.message, m.Configure):
                     self._note_epoch(effect.message)
+                if isinstance(effect.message, m.Refused):
+                    self._refused = effect.message
+                elif isinstance(effect.message, m.Returned):
+                    self.returned.add(effect.message.pid)
+                    self.client_hears_of_return(effect.message)
                 for peer in effect.peers:
                     me = self._by_peer.get(peer)
                     if me is not None and me.alive and me.peer == peer and not me.cut:

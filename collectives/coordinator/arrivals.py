@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives import encryption, versions
@@ -40,12 +41,14 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float, rela
     reason = reason or _too_late(state, rank, hello)
     reason = reason or _differs(state, rank, hello)
     if reason:
-        if reason not in state.refused:  # a rank that is started again and again is logged once
+        early = _is_early(state, rank, hello)
+        if not early and reason not in state.refused:  # a rank that is started again and again is logged once
             state.refused.append(reason)
             outbox.log(f"refused: {reason}")
-        outbox.send((peer,), m.Refused(reason))
+        outbox.send((peer,), m.Refused(reason, early))
         outbox.effects.append(CloseConnection(peer))
         return
+    since = membership.cut_off_since(rank, hello.pid) if hello.generation >= 0 else None
     newcomer = membership.join(peer, rank, hello, now, relay)
     state.by_peer[peer] = newcomer
     if hello.generation < 0 and state.restoring.active:
@@ -53,6 +56,18 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float, rela
     if newcomer.tracked:
         state.cells.join(rank)
     outbox.send((peer,), m.Welcome(rank, int(now * 1e9), state.options.generation, state.options.pid))
+    if since is not None:
+        outbox.note(f"rank {rank} (pid {hello.pid}) is back after {now - since:.1f} s")
+        outbox.send(tuple(membership.clients), m.Returned(rank, hello.pid, now - since))
+    if hello.generation >= 0 and hello.returns and not state.restoring.active:
+        fall_behind(state, newcomer)
+
+
+def fall_behind(state: CoordinatorState, rank: RankPeer) -> None:
+    """The others have gone on without this rank, which has come back with its memory: have it learn that, and wait to be let in."""
+    rank.behind = True
+    text = f"rank {rank.rank} was cut off, and the others have gone on without it"
+    state.outbox.send((rank.peer,), m.Outdated(text))
 
 
 def _differs(state: CoordinatorState, rank: int, hello: m.Hello) -> str:
@@ -74,12 +89,44 @@ def _too_late(state: CoordinatorState, rank: int, hello: m.Hello) -> str:
     if hello.generation < 0:
         return ""
     if hello.generation >= state.options.generation or (death is not None and death.pid == hello.pid):
+        cut_off = state.membership.cut_off_since(rank, hello.pid) is not None
+        if cut_off and hello.returns and not state.restoring.active:
+            return ""
         return f"the connection of rank {rank} was lost, and the others have gone on without it"
     return ""
 
 
-def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explained: bool = False) -> None:
-    """A peer's connection has ended without Bye."""
+def _is_early(state: CoordinatorState, rank: int, hello: m.Hello) -> bool:
+    """Whether a rank that was refused is one that comes back too soon: its old connection is not given up yet, or who lives is not
+    known before the world is restored.
+    """
+    if hello.generation < 0 or not hello.returns:
+        return False
+    living = state.membership.ranks.get(rank)
+    if living is not None:
+        return living.pid == hello.pid
+    return state.restoring.active and state.membership.cut_off_since(rank, hello.pid) is not None
+
+
+def lose(
+    state: CoordinatorState,
+    peer: int,
+    reason: str,
+    now: float,
+    *,
+    explained: bool = False,
+    since: float | None = None,
+) -> None:
+    """A peer's connection has ended without Bye.
+
+    Args:
+        state: What loses it.
+        peer: The connection.
+        reason: How it has ended.
+        now: When.
+        explained: Whether more is known than that: the process has ended, or must not come back.
+        since: When the last sign of life came; ``None`` for ``now``.
+    """
     rank = state.by_peer.get(peer)
     if rank is None:
         state.membership.clients.pop(peer, None)
@@ -93,7 +140,7 @@ def lose(state: CoordinatorState, peer: int, reason: str, now: float, *, explain
         state.membership.leave(rank)
     else:
         state.outbox.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
-        state.membership.die(rank, reason, now, explained=explained)
+        state.membership.die(rank, reason, now, explained=explained, since=since)
     for ps in sets:
         state.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), f"rank {rank.rank} died: {reason}")
     _end_past(state, past, rank, reason)
@@ -195,7 +242,8 @@ def admit(state: CoordinatorState) -> None:
 
     A tracked newcomer without a cell waits until no member runs one: it would not take part in that cell's
     collectives, and the ranks that run it would fail for no reason of their own. Elastic training lets newcomers in when its
-    ranks regroup; then not all expected ranks need be there.
+    ranks regroup; then not all expected ranks need be there. A rank that the others have gone on without waits until its own training has
+    gone back to its last commit, or the cells of the members have ended.
     """
     membership, world, cells = state.membership, state.sets.world, state.cells
     if membership.expected is None or not (membership.complete or state.elastic.active):
@@ -205,8 +253,11 @@ def admit(state: CoordinatorState) -> None:
     there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
     current = world.current
     gone = world.gone | membership.returning
-    stay = [rank for rank in there if rank in current and rank not in gone]
-    new = [rank for rank in there if rank not in stay]
+    behind = {rank for rank in there if membership.ranks[rank].behind}
+    stay = [rank for rank in there if rank in current and rank not in gone | behind]
+    new = [
+        rank for rank in there if rank not in stay and (rank not in behind or _may_enter(state, rank, stay))
+    ]
     if any(cells.active(rank) for rank in current):
         new = [rank for rank in new if rank not in cells.idle]
     if any(not membership.ranks[rank].tracked for rank in stay):
@@ -219,6 +270,23 @@ def admit(state: CoordinatorState) -> None:
     membership.wait(tuple(new) if change is Change.LATER else ())
     if change is Change.NOW or (change is Change.FREE and new and membership.complete):
         membership.returning.difference_update(new)
+        for rank in new:
+            membership.ranks[rank].behind = False
         # The members keep their order: a restored world has no other record of which rank came first.
         state.sets.switch(world, (*(rank for rank in current if rank in stay), *sorted(new)))
         elastic.regroup(state)
+
+
+def _may_enter(state: CoordinatorState, rank: int, members: Sequence[int]) -> bool:
+    """Whether a rank that these members have gone on without may be let in.
+
+    Not while they are in the middle of something that it has not begun with them. What it had begun itself fails there until it has ended
+    (:class:`~hvdlab.collectives.protocol.messages.Outdated`).
+    """
+    training, ready = state.elastic.training, state.elastic.ready
+    if rank in training:
+        return False
+    busy = any(state.cells.active(member) for member in members)
+    if rank in ready:
+        return not busy or any(member in training or member in ready for member in members)
+    return state.membership.ranks[rank].tracked and not busy

@@ -110,11 +110,12 @@ class Connections:
                 return True
         return False
 
-    def lose(self, connection: Connection, reason: str, events: list[Event]) -> None:
-        """Close a connection that was introduced, and append the event."""
+    def lose(self, connection: Connection, reason: str, events: list[Event], *, faulty: bool = False) -> None:
+        """Close a connection that was introduced, and append the event; ``faulty`` if the peer broke the protocol."""
         del self.open[connection.peer]
         self.drop(connection)
-        events.append(PeerLost(connection.peer, reason))
+        silence = time.monotonic() - connection.heard
+        events.append(PeerLost(connection.peer, reason, silence, faulty))
 
     def finish(self, connection: Connection) -> None:
         """Close a connection once its peer has read what was sent to it; the server does not read from it any more."""

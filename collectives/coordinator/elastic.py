@@ -67,7 +67,8 @@ class Elastic:
         """
         if not self.training.isdisjoint(stay):
             return Change.LATER
-        wanted = [self.ready[rank].at_least for rank in stay if rank in self.ready]
+        # If no member is left, those that come back begin again by themselves, as soon as there are enough.
+        wanted = [self.ready[rank].at_least for rank in stay or new if rank in self.ready]
         if not wanted:
             return Change.FREE if self.finished.isdisjoint(stay) else Change.LATER
         return Change.NOW if len(stay) + len(new) - leaving >= max(wanted) else Change.LATER

@@ -35,10 +35,15 @@ class ReceivedTogether(NamedTuple):
 
 
 class PeerLost(NamedTuple):
-    """A peer's connection ended without Bye."""
+    """A peer's connection ended without Bye.
+
+    ``silence`` is for how many seconds nothing had come from it. ``faulty``: it broke the protocol, and would do so again.
+    """
 
     peer: int
     reason: str
+    silence: float = 0.0
+    faulty: bool = False
 
 
 class Tick(NamedTuple):

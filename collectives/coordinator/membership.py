@@ -51,6 +51,7 @@ class RankPeer:
         tracked: Whether its collectives belong to cells.
         leaving: Whether the coordinator has told it to leave.
         admitted: Whether it has been in a world.
+        behind: Whether the others have gone on without it since its connection was lost, and have not let it in again yet.
         versions: Versions that all ranks must have alike, by name, as far as it has said them.
         relay: The relay that it is behind, or 0.
         bloc: The ranks that announce together with it, or ``None``.
@@ -61,7 +62,7 @@ class RankPeer:
     """
 
     __slots__ = (
-        "admitted", "awaits", "bloc", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "relay", "tracked",
+        "admitted", "awaits", "behind", "bloc", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "relay", "tracked",
         "versions", "wait",
     )  # fmt: skip
 
@@ -75,7 +76,7 @@ class RankPeer:
         self.tracked = hello.cells_tracked
         self.versions = hello.versions
         self.leaving = False
-        self.admitted = False
+        self.admitted = self.behind = False
         self.relay = relay
         self.bloc: Bloc | None = None
         self.definitions: dict[int, Defined] = {}
@@ -124,7 +125,8 @@ class Membership:
         self._ranks_owed = False
         self._wall = wall
         self._left: dict[int, int] = {}  # pid of ranks that said Bye: the end of that process is no death
-        self._unexplained: set[int] = set()  # ranks of whose death only a closed connection is known
+        # Ranks of whose death only a closed connection is known, and since when nothing has come from them.
+        self._unexplained: dict[int, float] = {}
 
     # -- joining --------------------------------------------------------------------------------------------------
 
@@ -156,9 +158,18 @@ class Membership:
         self.versions.add(hello.versions)
         self.awaited.discard(rank)
         self.deaths.pop(rank, None)
-        self._unexplained.discard(rank)
+        self._unexplained.pop(rank, None)
         self.changed = True
         return newcomer
+
+    def cut_off_since(self, rank: int, pid: int) -> float | None:
+        """Since when nothing has come from this process, which counts as dead for that reason alone.
+
+        ``None`` if the number is another process's now, or was one's, or if more is known against the process: the launcher has given it
+        up, or it broke the protocol.
+        """
+        death = self.deaths.get(rank)
+        return self._unexplained.get(rank) if death is not None and death.pid == pid else None
 
     def expect(self, ranks: Iterable[int]) -> list[RankPeer]:
         """Change which ranks the world is made of; returns the living ranks that have no place in it any more."""
@@ -168,7 +179,7 @@ class Membership:
         self.leaving.intersection_update(self.expected)
         for rank in [rank for rank in self.deaths if rank not in self.expected]:
             del self.deaths[rank]
-            self._unexplained.discard(rank)
+            self._unexplained.pop(rank, None)
         self.changed = self.urgent = True
         dropped = [p for p in self.ranks.values() if p.rank not in self.expected and not p.leaving]
         for peer in dropped:
@@ -187,11 +198,15 @@ class Membership:
             self.awaited.add(gone.rank)
         self.changed = True
 
-    def die(self, gone: RankPeer, reason: str, now: float, *, explained: bool) -> None:
-        """A rank was lost."""
+    def die(
+        self, gone: RankPeer, reason: str, now: float, *, explained: bool, since: float | None = None
+    ) -> None:
+        """A rank was lost; ``since`` is when the last sign of life came, if that was before ``now``."""
         self._remove(gone)
         self.leaving.discard(gone.rank)
-        self.record_death(gone.rank, gone.pid, reason, now, explained=explained, admitted=gone.admitted)
+        self.record_death(
+            gone.rank, gone.pid, reason, now, explained=explained, admitted=gone.admitted, since=since
+        )
 
     def _remove(self, gone: RankPeer) -> None:
         del self.ranks[gone.rank]
@@ -201,7 +216,15 @@ class Membership:
             del self.hosts[gone.member.host]
 
     def record_death(
-        self, rank: int, pid: int, reason: str, now: float, *, explained: bool, admitted: bool = False
+        self,
+        rank: int,
+        pid: int,
+        reason: str,
+        now: float,
+        *,
+        explained: bool,
+        admitted: bool = False,
+        since: float | None = None,
     ) -> None:
         """Note how a rank that does not live any more has ended; the launcher's reason replaces that of a closed connection."""
         self.awaited.discard(rank)
@@ -220,7 +243,9 @@ class Membership:
             self.deaths[rank] = Death(rank, pid, self._wall(now), reason, admitted)
         else:
             return
-        (self._unexplained.discard if explained else self._unexplained.add)(rank)
+        self._unexplained.pop(rank, None)
+        if not explained:
+            self._unexplained[rank] = now if since is None else since
         self.changed = self.urgent = True
 
     # -- the world ------------------------------------------------------------------------------------------------
@@ -301,4 +326,4 @@ class Membership:
         assert not self.awaited & self.ranks.keys()
         assert self.leaving <= self.ranks.keys()
         assert self.hosts == Counter(peer.member.host for peer in self.ranks.values())
-        assert self._unexplained <= self.deaths.keys()
+        assert self._unexplained.keys() <= self.deaths.keys()

@@ -274,7 +274,7 @@ class ProcessSets:
     def _may_enter(self, ps: ProcessSet, rank: int) -> bool:
         """Whether a rank lives and knows of the set: one that has left and come back on a new connection is a member of nothing."""
         peer = self._membership.ranks.get(rank)
-        if peer is None or peer.leaving:
+        if peer is None or peer.leaving or peer.behind:
             return False
         if ps is self.world:
             return rank not in self._membership.returning

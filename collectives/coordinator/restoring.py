@@ -175,6 +175,9 @@ def _restore_sets(state: CoordinatorState) -> None:
             # A rank that was cut off when the others went on without it is no member any more, and must not wait to be one.
             former = [r for r, said in restoring.resumed.items() if r not in members and _is_in(said, id, r)]
             state.outbox.send(tuple(state.membership.ranks[r].peer for r in former if id > 0), m.Dissolve(id))
+            for rank in (state.membership.ranks[r] for r in former if id == 0):
+                if rank.tracked or restoring.resumed[rank.rank].elastic:
+                    arrivals.fall_behind(state, rank)
         else:
             knowing = [r for r, said in restoring.resumed.items() if any(k.id == id for k in said.sets)]
             state.outbox.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))

@@ -292,7 +292,7 @@ class Server:
             self.connections.lose(connection, f"its connection ended without a goodbye{detail}", events)
         except ProtocolError as error:
             self._log(f"{connection.name} is closed: {error}")
-            self.connections.lose(connection, f"it sent {error}", events)
+            self.connections.lose(connection, f"it sent {error}", events, faulty=True)
 
     def _read_last_words(self, lost: RankLost, events: list[Event]) -> None:
         """Take in what a rank had written before its process ended: one that said goodbye has not died.

@@ -138,7 +138,8 @@ class CoordinatorState:
             if type(event) is PeerConnected:
                 arrivals.connect(self, event.peer, event.hello, now, event.relay)
             elif type(event) is PeerLost:
-                arrivals.lose(self, event.peer, event.reason, now)
+                since = now - event.silence
+                arrivals.lose(self, event.peer, event.reason, now, explained=event.faulty, since=since)
         if not (plain and self._release_plain(now)):
             self._settle(now)
             self._due = self._find_due()
@@ -237,7 +238,7 @@ class CoordinatorState:
         """A rank broke the protocol: its connection ends, which means the rank is lost."""
         self.outbox.log(f"rank {rank.rank} sent {text}")
         self.outbox.effects.append(CloseConnection(rank.peer))
-        arrivals.lose(self, rank.peer, f"it sent {text}", now)
+        arrivals.lose(self, rank.peer, f"it sent {text}", now, explained=True)
 
     def open_set(self, rank: RankPeer, message: Any) -> ProcessSet | None:
         """The process set that a message is about, unless the message is of an ended epoch."""

@@ -16,18 +16,35 @@ from hvdlab.collectives.numbering import own_number
 from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 
+ATTEMPT = 1 << 24
+"""Each time the ranks begin again together, the count of their saves goes on from the next multiple of this.
+
+So a rank that was cut off, and that the others have gone on without, is behind them however often it had saved before.
+"""
+
+
+def begun_again(saves: int) -> int:
+    """The count of saves of all ranks, once they have begun again with the state of a rank that had saved so often."""
+    return (saves // ATTEMPT + 1) * ATTEMPT
+
+
+def is_overtaken(saves: int, elected: int) -> bool:
+    """Whether others have begun again since a rank that has saved so often did; ``elected`` is the count of the one that is ahead."""
+    return saves // ATTEMPT < elected // ATTEMPT
+
 
 def elect(saves: int) -> tuple[int, int]:
-    """Agree on the rank whose state is ahead: the one that saved most often; among several, the one with the lowest number.
+    """Agree on the rank whose state is ahead: of those that began again last, the one that saved most often; among several, the one with
+    the lowest number.
 
     A newcomer has not saved yet, so its state is never chosen, which would undo what others have trained. After a failure that hit
     ranks at different points, one of them may have committed once more than the others.
 
     Args:
-        saves: How often this rank has saved.
+        saves: This rank's count of saves (:data:`ATTEMPT`).
 
     Returns:
-        The rank, as scripts number them, and how often it has saved. Without other ranks, this one.
+        The rank, as scripts number them, and its count. Without other ranks, this one.
     """
     if not context.is_initialized():
         return 0, saves

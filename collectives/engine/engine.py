@@ -88,7 +88,9 @@ class Engine(Groups):
         )
         self._control = self._dispatcher.control = Control(endpoint, self._dispatcher, str(rank))
         hello = introduction(settings, rank)
-        self._reconnecting = Reconnecting(settings, hello, generation, self._dispatcher, self._control)
+        self._reconnecting = Reconnecting(
+            settings, hello, generation, self._dispatcher, self._control, self._may_return
+        )
         self._leader = Leader(guarded, endpoint, self._control, self._executor)
         self._direct = Direct(guarded, self._executor, self._spans, self._dispatcher.schedule_events)
         self._waiter = Waiter(rank, guarded, self._leader, self._executor, self.hooks, self._direct)
@@ -131,6 +133,13 @@ class Engine(Groups):
 
     def _wake(self) -> None:
         self._control.wake()
+
+    def _may_return(self) -> bool:
+        """Whether this rank can come back when the others have gone on without it, since there is a point at which it takes part again.
+
+        That is where training begins again, or the next cell. A script does not say where its collectives belong.
+        """
+        return self.settings.cells_tracked or self._guarded.state.elastic
 
     # -- the world ------------------------------------------------------------------------------------------------
 

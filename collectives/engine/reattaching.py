@@ -63,6 +63,11 @@ class Memory:
             elif request.kind is OpKind.REMOVE_PROCESS_SET:
                 self._removing += (request.root,)
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Cells that run here."""
+        return tuple(self._cells)
+
     # -- what the successor gets ----------------------------------------------------------------------------------
 
     def tell(
@@ -92,7 +97,7 @@ class Memory:
             self._last_set,
             self._adding,
             self._removing,
-            tuple(self._cells),
+            self.cells,
             tuple(self._ended),
             elastic and self.regroup is None,
             released,

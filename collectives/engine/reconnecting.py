@@ -1,10 +1,13 @@
-"""Finding the coordinator's successor: a thread of its own, since connecting blocks and the control thread must not."""
+"""Finding the coordinator again, or its successor: a thread of its own, since connecting blocks and the control thread must not."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -14,7 +17,7 @@ from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.dispatch import Dispatcher
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError, connect
+from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError, UnreachableError, connect
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.settings import Settings
 
@@ -22,6 +25,9 @@ LONGER = 3
 """A rank waits this many times as long for a successor as a successor waits for ranks: it has to be started first."""
 OFTEN = 5
 """Successors that may die before they have answered; after each of them the time to wait for one begins anew."""
+WITHIN = 60.0
+"""A rank that has come back to the same coordinator :data:`OFTEN` times within so many seconds comes back no more: what ends its
+connection would end the next one as well, and each return costs the others an epoch."""
 PAUSE = 0.2
 """Seconds between two attempts, if the first failed although the coordinator's sockets are still kept open."""
 
@@ -30,7 +36,8 @@ class Reconnecting:
     """Connects again when the connection is lost.
 
     As long as the process that started the coordinator keeps its listening sockets, a connection waits there for the successor;
-    once no process keeps them, connecting is refused at once.
+    once no process keeps them, connecting is refused at once. As long as the coordinator's host does not answer at all, this rank may be cut
+    off from it, and waits longer if it can come back then.
 
     Args:
         settings: Where the coordinator is.
@@ -38,12 +45,21 @@ class Reconnecting:
         generation: Generation of the coordinator that this rank is connected to.
         dispatcher: Takes the new connection, or gives up if there is none.
         control: Runs what follows on the control thread.
+        returns: Whether this rank can come back when the others have gone on without it.
     """
 
     def __init__(
-        self, settings: Settings, hello: m.Hello, generation: int, dispatcher: Dispatcher, control: Control
+        self,
+        settings: Settings,
+        hello: m.Hello,
+        generation: int,
+        dispatcher: Dispatcher,
+        control: Control,
+        returns: Callable[[], bool] = lambda: False,
     ) -> None:
         self.generation = generation
+        self._returns = returns
+        self._returned: deque[float] = deque(maxlen=OFTEN)
         self._settings = settings
         self._hello = hello
         self._dispatcher = dispatcher
@@ -81,7 +97,7 @@ class Reconnecting:
     # -- its thread -----------------------------------------------------------------------------------------------
 
     def _run(self, reason: str) -> None:
-        deadline = Deadline(LONGER * self._settings.reattach)
+        deadline, cut_off = self._deadline(), Deadline(self._settings.cut_off)
         why, died = "no other one has taken its place", 0
         while not self._cancelled.is_set() and not deadline.expired:
             try:
@@ -89,14 +105,18 @@ class Reconnecting:
             except NobodyThereError:
                 why = "no other one takes its place: the process that started it has ended as well, or does not do that"
                 break
-            except RefusedError as error:
+            except (RefusedError, UnreachableError) as error:
                 why = str(error)
-                break
+                if isinstance(error, RefusedError) and not error.again:
+                    break
+                if self._may_return() and not cut_off.expired:
+                    deadline = self._deadline(cut_off.remaining())
+                self._cancelled.wait(min(PAUSE, deadline.remaining() or 0.0))
             except StartError as error:
                 why = str(error)
                 if not deadline.expired and died < OFTEN:
                     # A successor had come, and has died as well: wait for the next one.
-                    died, deadline = died + 1, Deadline(LONGER * self._settings.reattach)
+                    died, deadline = died + 1, self._deadline()
                 self._cancelled.wait(min(PAUSE, deadline.remaining() or 0.0))
             else:
                 self._control.call(partial(self._go_on, endpoint, welcome))
@@ -105,10 +125,18 @@ class Reconnecting:
                 self._socket = None
         self._control.call(lambda: self._dispatcher.give_up(f"{reason}; {why}"))
 
+    def _may_return(self) -> bool:
+        often = len(self._returned) == OFTEN and time.monotonic() < self._returned[0] + WITHIN
+        return self._returns() and not often
+
+    def _deadline(self, at_most: float | None = None) -> Deadline:
+        seconds = LONGER * self._settings.reattach
+        return Deadline(seconds if at_most is None else min(seconds, at_most))
+
     def _connect(self, deadline: Deadline) -> tuple[Endpoint, m.Welcome]:
         settings = self._settings
         assert settings.coordinator is not None
-        hello = msgspec.structs.replace(self._hello, generation=self.generation)
+        hello = msgspec.structs.replace(self._hello, generation=self.generation, returns=self._may_return())
         return connect(
             settings.coordinator,
             hello,
@@ -130,6 +158,8 @@ class Reconnecting:
         if self._cancelled.is_set():
             endpoint.close()
             return
+        if self.generation == welcome.generation:
+            self._returned.append(time.monotonic())
         self.generation = welcome.generation
         try:
             self._dispatcher.reconnected(endpoint)

@@ -59,6 +59,7 @@ class RankState:
         memory: What a successor of the coordinator has to know and this state needs for nothing else.
         elastic: Whether elastic training goes on, in which all ranks begin again together after a failure.
         failure: Why nothing can be submitted before the ranks have begun again, or ``None``.
+        behind: Whether the others have gone on without this rank: then ``failure`` also lasts until the cells that run here have ended.
     """
 
     def __init__(self, rank: int, local_limit: int = LOCAL_LIMIT) -> None:
@@ -67,6 +68,7 @@ class RankState:
         self.lost: Cause | None = None
         self.elastic = False
         self.failure: Cause | None = None
+        self.behind = False
         self.memory = Memory()
         self.locals = Locals(local_limit)
         self._outbox: dict[int, list[Entry]] = {}
@@ -529,7 +531,9 @@ class RankState:
 
     def train(self, on: bool) -> None:
         """Elastic training begins or ends."""
-        self.elastic, self.failure, self.memory.regroup = on, None, None
+        self.elastic, self.memory.regroup = on, None
+        if not self.behind:
+            self.failure = None
         if self.lost is None:
             self._messages.append(m.Elastic(on))
 
@@ -541,6 +545,20 @@ class RankState:
     def begin_again(self) -> None:
         """All ranks in training begin again together."""
         self.failure = self.memory.regroup = None
+        self.behind = False
+
+    def fall_behind(self, text: str) -> list[Effect]:
+        """The others have gone on without this rank: what waits here fails, as does what the program goes on to submit.
+
+        That lasts until the ranks of elastic training begin again together, and until the cells that run now have ended.
+        """
+        cause = Cause(CauseKind.COORDINATOR_LOST, (), text)
+        if self.elastic or self.memory.cells:
+            self.behind, self.failure = True, cause
+        effects: list[Effect] = []
+        for group in self.sets.values():
+            effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
+        return effects
 
     # -- cells ----------------------------------------------------------------------------------------------------
 
@@ -552,6 +570,8 @@ class RankState:
     def end_cell(self, cell: str, error: str) -> None:
         """A cell ended here; ``error`` is empty or one line that says how it failed."""
         self.memory.cell_ended(cell, error)
+        if self.behind and not (self.elastic or self.memory.cells):
+            self.failure, self.behind = None, False
         self._messages.append(m.CellEnd(cell, error))
 
     # -- checks ---------------------------------------------------------------------------------------------------
@@ -572,6 +592,10 @@ class RankState:
 def _on_regrouped(state: RankState, message: m.Regrouped) -> list[Effect]:
     state.begin_again()
     return []
+
+
+def _on_outdated(state: RankState, message: m.Outdated) -> list[Effect]:
+    return state.fall_behind(message.text)
 
 
 def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
@@ -595,6 +619,7 @@ _REACTIONS: dict[type, Reaction] = {
     **ON_ORDERS,
     **ON_EPOCHS,
     m.Regrouped: _on_regrouped,
+    m.Outdated: _on_outdated,
     m.DeclinePost: _on_decline_post,
 }
 

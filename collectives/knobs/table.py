@@ -113,6 +113,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HVDLAB_PING_AFTER", SECONDS, _C, "5", "silence after which the coordinator asks a rank for a sign of life", "ping_after"),
     Knob("HVDLAB_DEAD_AFTER", SECONDS, Reader.BOTH, "30", "silence after which a rank of another host counts as dead, and for such a rank the coordinator", "dead_after"),
     Knob("HVDLAB_REATTACH", SECONDS, Reader.BOTH, "10", "how long a coordinator's successor waits for the ranks that had lost that; they wait for it three times as long; 0 not at all", "reattach"),
+    Knob("HVDLAB_CUT_OFF", SECONDS, _R, "300", "how long a rank of a pool, or one that trains elastically, tries to [come back](../how-to/several-hosts.md#when-a-host-is-lost) with its memory while the coordinator's host does not answer at all", "cut_off"),
     Knob("HVDLAB_NP", POSITIVE, _K, "-", "ranks that the [kernel](../how-to/spmd-kernel.md) *Python 3 (hvdlab)* starts; unset one for each usable core. The notebook's metadata goes first"),
     Knob("HVDLAB_LAUNCHER", TEXT, _K, "local", "what that kernel starts them with"),
     Knob("HVDLAB_HOSTS", TEXT, _K, "-", "hosts that it starts them on, as `a:4,b:4`"),

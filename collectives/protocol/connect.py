@@ -24,14 +24,29 @@ Opened = Callable[[socket.socket], None]
 _NOBODY = (errno.ECONNREFUSED, errno.ENOENT)
 _PASSING = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 _TRY_AGAIN_SECONDS = 0.2
+_ANSWER_SECONDS = 5.0
+"""Seconds for one attempt to reach another host. The system repeats what was not answered ever more rarely: to begin anew finds a network
+sooner that is back."""
 
 
 class NobodyThereError(StartError):
     """No process has the listening socket: neither a coordinator nor a starter that could start one on it."""
 
 
+class UnreachableError(StartError):
+    """No sign of the coordinator's host: it is off, or the network between it and this one is."""
+
+
 class RefusedError(StartError):
-    """The coordinator has answered, and does not let this peer in."""
+    """The coordinator has answered, and does not let this peer in.
+
+    Attributes:
+        again: Whether it may let it in in a moment.
+    """
+
+    def __init__(self, text: str, *, again: bool = False) -> None:
+        self.again = again
+        super().__init__(text)
 
 
 def connect(
@@ -58,8 +73,9 @@ def connect(
         The connection, on which nothing after ``Welcome`` was read yet, and the coordinator's answer.
 
     Raises:
-        StartError: No process listens there (``NobodyThereError``), the certificate is another one, the coordinator refused Hello
-            (``RefusedError``), or time is over.
+        StartError: No process listens there (``NobodyThereError``), the host did not answer before time was over
+            (``UnreachableError``), the certificate is another one, the coordinator refused Hello (``RefusedError``), or it did not
+            answer in time.
         InvalidRequestError: The address can't be read.
     """
     where = parse_address(address)
@@ -81,6 +97,8 @@ def _open(
         sock = _reach(where, deadline, opened)
     except OSError as error:
         kind = NobodyThereError if error.errno in _NOBODY else StartError
+        if _passes(error) and not isinstance(where, UnixAddress):
+            kind = UnreachableError
         raise kind(
             f"No coordinator answers at {where} ({error.strerror or error}); it has ended or the address is old."
         ) from error
@@ -104,23 +122,30 @@ def _reach(where: Address, deadline: Deadline, opened: Opened | None) -> socket.
         try:
             return _connect_first(where, deadline, opened)
         except OSError as error:
-            if error.errno not in _PASSING or deadline.expired:
+            if not _passes(error) or deadline.expired:
                 raise
         time.sleep(min(_TRY_AGAIN_SECONDS, deadline.remaining() or _TRY_AGAIN_SECONDS))
 
 
+def _passes(error: OSError) -> bool:
+    """Whether this says no more than that no answer has come from the other host yet."""
+    return isinstance(error, TimeoutError) or error.errno in _PASSING
+
+
 def _connect_first(where: Address, deadline: Deadline, opened: Opened | None) -> socket.socket:
     """A connection to the first address of ``where`` that answers."""
+    limit = deadline.remaining()
     if isinstance(where, UnixAddress):
         found: list[tuple[int, Any]] = [(socket.AF_UNIX, where.path)]
     else:
+        limit = _ANSWER_SECONDS if limit is None else min(limit, _ANSWER_SECONDS)
         names = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
         found = [(family, address) for family, _, _, _, address in names]
     failure: OSError | None = None
     for family, address in found:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            sock.settimeout(deadline.remaining())
+            sock.settimeout(limit)
             if opened is not None:
                 opened(sock)
             sock.connect(address)
@@ -188,7 +213,7 @@ def _introduce(sock: socket.socket, hello: Hello, where: str, deadline: Deadline
     except (OSError, ProtocolError) as error:
         raise StartError(f"{where} did not answer like a coordinator: {error}") from error
     if isinstance(answer, Refused):
-        raise RefusedError(f"The coordinator at {where} refused: {answer.reason}")
+        raise RefusedError(f"The coordinator at {where} refused: {answer.reason}", again=answer.again)
     if not isinstance(answer, Welcome):
         raise StartError(f"The coordinator at {where} answered Hello with {type(answer).__name__}.")
     return answer

@@ -122,6 +122,8 @@ class Hello(Message, frozen=True):
     message (:class:`Resume`, :class:`Recall`) what a successor has to know.
 
     ``versions`` are those that all ranks must have alike, by name.
+
+    ``returns``: if the others have gone on without this rank, it comes in as a newcomer, with the memory that it has (:class:`Outdated`).
     """
 
     version: int
@@ -137,6 +139,7 @@ class Hello(Message, frozen=True):
     events: bool = False
     generation: int = -1
     versions: dict[str, str] = {}
+    returns: bool = False
 
 
 class Ping(Message, frozen=True):
@@ -489,9 +492,10 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Hello was not accepted; the connection is closed after this."""
+    """Hello was not accepted; the connection is closed after this. ``again``: the same Hello may be accepted in a moment."""
 
     reason: str
+    again: bool = False
 
 
 class Configure(Message, frozen=True):
@@ -673,6 +677,26 @@ class Leave(Message, frozen=True):
     reason: str
 
 
+class Outdated(Message, frozen=True):
+    """To a rank that comes back: the others have gone on without it, and let it in as a newcomer.
+
+    What waits there is of a world that is gone, and its user must learn that before the rank takes part again.
+    """
+
+    text: str
+
+
+class Returned(Message, frozen=True):
+    """To clients: a rank whose connection was lost has connected again. It is the same process, with its memory.
+
+    ``seconds`` is the time since its last sign of life before that.
+    """
+
+    rank: int
+    pid: int
+    seconds: float
+
+
 class World(Message, frozen=True):
     """Membership as it is now; sent to clients and observers on each change, and to ranks soon after it."""
 
@@ -821,6 +845,8 @@ ToPeer = (
     | StoreValue
     | Interrupt
     | Leave
+    | Outdated
+    | Returned
     | Regrouped
     | World
     | RankEvents

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from hosts import Network
+from hvdlab.bindings.elastic.handlers import HandlerRegistry
+from hvdlab.bindings.elastic.state import HandledState
 from hvdlab.collectives import api, context
+from hvdlab.collectives.elastic import run_fn
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from patience import GONE, HOUR, PATIENCE
 from ranks import RankFailed
@@ -27,6 +30,10 @@ def ranks(request: pytest.FixtureRequest, network: Network) -> Iterator[RanksOnH
             yield made
     finally:
         network.hosts[1].mend()
+
+
+KEPT: dict[str, int] = {}
+"""On a rank: what it must still have when it is back."""
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------
@@ -55,6 +62,27 @@ def reduce_until_it_fails() -> None:
 def rejoin() -> None:
     context.shutdown()
     context.init()
+
+
+def train() -> tuple[int, object]:
+    """Train until the ranks of the second host have been away and are back: the steps, and what is kept here."""
+
+    def steps(state: HandledState) -> None:
+        members = 0.0
+        while not (state.apart and members == 4):
+            members = float(api.allreduce(np.ones(1), "members", op=api.Sum)[0])
+            state.apart = state.apart or members == 2
+            state.batch += 1
+            time.sleep(0.01)  # what a step takes
+            state.commit()
+
+    state = HandledState(HandlerRegistry([]), batch=0, apart=False)
+    run_fn(steps, lambda: None)(state)
+    return state.batch, KEPT.get("rank")
+
+
+def keep() -> None:
+    KEPT["rank"] = context.engine().rank
 
 
 def place() -> tuple[int, int]:
@@ -115,6 +143,17 @@ def test_a_host_that_comes_back(ranks: RanksOnHosts) -> None:
         ranks.run(total, 1.0, ranks=[2, 3])
     ranks.run(rejoin, ranks=[2, 3], timeout=60)
     assert ranks.run(total, 1.0) == [4.0] * 4
+
+
+def test_ranks_that_train_come_back_with_their_memory(ranks: RanksOnHosts) -> None:
+    ranks.run(keep, timeout=60)
+    running = ranks.start(train)
+    ranks.network.hosts[1].cut()
+    time.sleep(2 * DEAD_AFTER)
+    ranks.network.hosts[1].mend()
+    found = running.results(PATIENCE)
+    assert [kept for _, kept in found] == [0, 1, 2, 3]
+    assert len({steps for steps, _ in found}) == 1
 
 
 def test_a_short_cut_is_survived(ranks: RanksOnHosts) -> None:

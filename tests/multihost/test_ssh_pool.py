@@ -1,16 +1,19 @@
-"""A pool over ssh on two hosts, one of whose agents is killed."""
+"""A pool over ssh on two hosts, of one of which the agent is killed, or the cable pulled."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from hosts import Network
 from remote_shell import RemoteShell
 
 SCRIPT = str(Path(__file__).with_name("ssh_pool.py"))
+CUT = str(Path(__file__).with_name("cut_pool.py"))
+DEAD_AFTER = 2.0
 
 
 def test_ranks_of_a_host_that_lost_its_agent_are_replaced_there(network: Network, tmp_path: Path) -> None:
@@ -52,3 +55,43 @@ def test_ranks_of_a_host_that_lost_its_agent_are_replaced_there(network: Network
     for host in network.hosts:
         left = [line for line in host.run("ps", "-eo", "args").splitlines() if "hvdlab" in line]
         assert left == []
+
+
+def test_ranks_of_a_host_that_was_cut_off_have_their_variables(network: Network, tmp_path: Path) -> None:
+    first, second = network.hosts
+    with RemoteShell(network, tmp_path) as shell:
+        process = first.popen(
+            [sys.executable, CUT, first.name, second.name, shell.client],
+            env={
+                "OMP_NUM_THREADS": "1",
+                "IPYTHONDIR": str(tmp_path),
+                "HVDLAB_PING_AFTER": "0.5",
+                "HVDLAB_DEAD_AFTER": str(DEAD_AFTER),
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            for wanted, act in ((b"cut\n", second.cut), (b"runs\n", lambda: time.sleep(2 * DEAD_AFTER))):
+                assert process.stdout.readline() == wanted
+                act()
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+            second.mend()
+            out, err = process.communicate(timeout=200)
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
+        finally:
+            second.mend()
+        assert process.returncode == 0, err.decode()
+        shell.wait()
+    found = json.loads(out.decode().splitlines()[-1])
+    assert found["ok"], "the cell ran on the ranks that were cut off, too, when they were back"
+    assert found["after"] == found["before"]
+    assert found["sum"] == [10.0] * 4
+    assert found["lost"] == {}

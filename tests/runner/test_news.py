@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.protocol import messages as m
 from hvdlab.runner import events as e
 from hvdlab.runner.news import MOST_HELD, News, Written
 
@@ -59,3 +61,18 @@ def test_the_end_of_the_loop_lets_go_whoever_is_held_up(news: News) -> None:
     news.stop()
     writer.join(60)
     assert not writer.is_alive()
+
+
+def test_a_rank_that_was_cut_off_has_joined_once_it_is_in_the_world_again(news: News) -> None:
+    """It goes back to its last commit first, and then waits; neither is taken for having joined."""
+    both = tuple(m.Member(rank, "host", 100 + rank) for rank in range(2))
+    death = m.Death(1, 101, 0.0, "no sign of life for 30 s")
+    news._on_membership(Membership((0, 1), both, (), 1, (), (0, 1)))
+    news._on_membership(Membership((0, 1), both[:1], (death,), 2, (), (0,)))
+    assert list(news.take())[2:] == [e.Disconnected(1, "no sign of life for 30 s")]
+    news._on_returned(1, 101, 45.0)
+    news._on_membership(Membership((0, 1), both, (), 2, (), (0,)))
+    news._on_membership(Membership((0, 1), both, (), 2, (1,), (0,)))
+    assert list(news.take()) == [e.Returned(1, 45.0)]
+    news._on_membership(Membership((0, 1), both, (), 3, (), (0, 1)))
+    assert list(news.take()) == [e.Connected(1)]

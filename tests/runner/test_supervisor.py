@@ -285,6 +285,28 @@ def test_elastic_lets_what_takes_part_again_come_to_its_end() -> None:
     assert script.of(e.Finish) == [e.Finish(0)]
 
 
+def test_a_rank_that_was_cut_off_and_is_back_is_told_of_and_takes_part_again() -> None:
+    script = Script(2, min_ranks=1)
+    lost = e.Disconnected(1, "no sign of life for 30 s")
+    script.tell(e.Connected(0), e.Connected(1), lost)
+    assert script.tell(e.Returned(1, 44.6)) == [
+        e.Say("rank 1 was cut off for 45 s, and is back with its memory")
+    ]
+    script.tell(e.Connected(1))
+    assert not any(isinstance(effect, e.Signal) for effect in script.tell(e.Exited(0, OK)))
+    assert script.tell(e.Exited(1, OK))[-1] == e.Finish(0)
+
+
+@pytest.mark.parametrize("first", ["it is back", "the others end"])
+def test_elastic_ends_a_rank_that_is_back_when_the_others_have_ended(first: str) -> None:
+    script = Script(2, min_ranks=1)
+    script.tell(e.Connected(0), e.Connected(1), e.Disconnected(1, "no sign of life for 30 s"))
+    events = [e.Returned(1, 45.0), e.Exited(0, OK)]
+    effects = script.tell(*(events if first == "it is back" else reversed(events)))
+    assert [effect for effect in effects if isinstance(effect, e.Signal)] == [e.Signal((1,), signal.SIGTERM)]
+    assert script.tell(e.Exited(1, KILLED))[-1] == e.Finish(0)
+
+
 def test_elastic_does_not_replace_what_never_joined() -> None:
     script = Script(2, min_ranks=2)
     script.tell(e.Exited(1, BAD))
@@ -297,6 +319,7 @@ def _event(size: int) -> st.SearchStrategy[e.Event]:
     outcome = st.sampled_from([OK, BAD, KILLED, Outcome(3)])
     some = st.lists(rank, unique=True, max_size=size).map(tuple)
     return st.one_of(
+        st.builds(e.Returned, rank, st.just(45.0)),
         st.builds(e.Spawned, rank, st.integers(1, 9)),
         st.builds(e.Exited, rank, outcome),
         st.builds(e.Unstartable, some, st.just("lost")),

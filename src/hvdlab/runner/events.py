@@ -55,6 +55,17 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
+class Returned:
+    """A rank that the coordinator had given up has connected again, with its memory, ``seconds`` after its last sign of life.
+
+    :class:`Connected` follows once the others have let it in.
+    """
+
+    rank: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Reported:
     """An uncaught exception ends a rank's program.
 
@@ -117,6 +128,7 @@ Event = (
     | Unstartable
     | Connected
     | Disconnected
+    | Returned
     | Reported
     | Stopped
     | CoordinatorLost

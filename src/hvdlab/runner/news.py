@@ -65,6 +65,8 @@ class News:
         #: Bytes of output in the queue, and whether :meth:`stop` was called; guarded by ``_room``.
         self._held, self._closed = 0, False
         self._members: dict[int, int] = {}
+        #: Ranks that were cut off, have connected again, and are not in the world yet.
+        self._back: set[int] = set()
 
     def post(self, event: Posted) -> None:
         """Queue an event, from another thread or a signal handler. The loop may never take what comes after :meth:`stop`."""
@@ -110,6 +112,7 @@ class News:
         """Post what the coordinator knows of the ranks."""
         client.on_membership(self._on_membership)
         client.on_mail(TOPIC, self._on_uncaught)
+        client.on_returned(self._on_returned)
         client.on_stall(lambda stall: self.post(stall_line(stall)))
 
     def coordinator_lost(self, reason: str) -> None:
@@ -119,8 +122,10 @@ class News:
     def _on_membership(self, membership: Membership) -> None:
         members = {member.rank: member.pid for member in membership.members}
         self.last_pid.update(members)
-        # A newcomer that waits until elastic training lets it in has not joined yet.
-        now = {rank: pid for rank, pid in members.items() if rank not in membership.waiting}
+        self._back &= members.keys() - set(membership.formed)
+        # One that waits until elastic training lets it in has not joined yet, nor has one that goes back to its last commit before that.
+        out = self._back.union(membership.waiting)
+        now = {rank: pid for rank, pid in members.items() if rank not in out}
         for rank, pid in self._members.items():
             if now.get(rank) != pid:
                 reasons = [
@@ -131,6 +136,10 @@ class News:
             if self._members.get(rank) != pid:
                 self.post(e.Connected(rank))
         self._members = now
+
+    def _on_returned(self, rank: int, pid: int, seconds: float) -> None:
+        self._back.add(rank)
+        self.post(e.Returned(rank, seconds))
 
     def _on_uncaught(self, rank: int, body: bytes) -> None:
         said = msgspec.json.decode(body, type=Uncaught)

@@ -72,6 +72,8 @@ class RankState:
     joined: bool = False
     lost: str = ""
     """Why the coordinator gave it up."""
+    returned: bool = False
+    """Whether it was cut off, has connected again, and waits for the others to let it in."""
     anew: bool = False
     """Whether it was started while the job ran, in place of a lost rank or on a host that was found."""
     dismissed: bool = False

@@ -91,6 +91,8 @@ class Supervisor:
                 self._connected(rank, now)
             case e.Disconnected(rank, reason):
                 self.ranks[rank].connected, self.ranks[rank].lost = False, reason
+            case e.Returned(rank, seconds):
+                self._returned(rank, seconds)
             case e.Reported(rank):
                 self._reported(rank, event, now)
             case e.Stopped(number):
@@ -112,7 +114,7 @@ class Supervisor:
 
     def _connected(self, rank: int, now: float) -> None:
         self.ranks[rank].connected = self.ranks[rank].joined = True
-        self.ranks[rank].lost = ""
+        self.ranks[rank].lost, self.ranks[rank].returned = "", False
         self._unjoined.discard((rank, self.ranks[rank].host))
         if self.ranks[rank].released:  # before it had joined, which the coordinator knows no more
             self._effects.append(e.Release((rank,)))
@@ -123,6 +125,13 @@ class Supervisor:
             self._join_by = None
         elif self._join_by is None:
             self._join_by = now + self.policy.join_timeout
+
+    def _returned(self, rank: int, seconds: float) -> None:
+        self.ranks[rank].returned = True
+        self._effects.append(
+            e.Say(f"rank {rank} was cut off for {seconds:.0f} s, and is back with its memory")
+        )
+        self._end_late()
 
     def _reported(self, rank: int, report: e.Reported, now: float) -> None:
         state = self.ranks[rank]
@@ -311,11 +320,14 @@ class Supervisor:
             self._effects.append(e.Signal(new, signal.SIGTERM))
 
     def _is_late(self, rank: int) -> bool:
-        """Whether a rank was started anew and has not taken part yet."""
-        return self.ranks[rank].anew and not self.ranks[rank].joined
+        """Whether a rank was started anew and has not taken part yet, or was cut off and has not taken part since."""
+        state = self.ranks[rank]
+        return (state.anew and not state.joined) or state.returned
 
     def _end_late(self) -> None:
-        """End the ranks that were started anew and have not joined: the program has ended on a rank already."""
+        """End the ranks that have still to come (back), once the program has ended on a rank: they could not take part any more."""
+        if not self._is_over:
+            return
         late = tuple(rank for rank in self.living if self._is_late(rank) and not self.ranks[rank].dismissed)
         if late and self.phase is Phase.RUNNING:
             for rank in late:

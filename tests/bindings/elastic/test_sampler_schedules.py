@@ -100,6 +100,22 @@ class World:
         self._together("sync", self.ranks[0])
         self.number = 0
 
+    def cut_off(self, rank: int) -> SamplerStateHandler:
+        """A rank is cut off, and the others go on without it. It has saved once more than they have."""
+        lost = self.ranks[rank % len(self.ranks)]
+        lost.save()
+        self.lose(rank)
+        return lost
+
+    def come_back(self, handler: SamplerStateHandler) -> None:
+        """A rank that was cut off is let in, at a commit."""
+        root, self.ranks = self.ranks[0], [*self.ranks, handler]
+        self._place(handler)
+        handler.restore()
+        self._begin_again()
+        handler.overtaken()
+        self._together("sync", root)
+
     def leave(self, rank: int) -> None:
         """A rank is let go, at a commit."""
         self._together("hand_over", self.ranks[0])
@@ -140,7 +156,8 @@ def check(world: World, samples: int, peak: int) -> None:
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(("step", "step", "commit")), st.just(0)),
-        st.tuples(st.sampled_from(("lose", "torn")), st.integers(0, 7)),
+        st.tuples(st.sampled_from(("lose", "torn", "cut off")), st.integers(0, 7)),
+        st.tuples(st.just("come back"), st.just(0)),
         st.tuples(st.just("leave"), st.integers(0, 7)),
         st.tuples(st.just("join"), st.integers(1, 2)),
     ),
@@ -155,8 +172,14 @@ def test_no_sample_is_lost_and_none_committed_twice(
 ) -> None:
     world = World(patch, samples, size, batch)
     peak = size
+    away: list[SamplerStateHandler] = []
     for what, number in schedule:
         match what:
+            case "cut off" if len(world.ranks) > 1:
+                away.append(world.cut_off(number))
+            case "come back" if away:
+                world.commit()
+                world.come_back(away.pop())
             case "step":
                 world.step()
             case "commit":
@@ -182,3 +205,23 @@ def test_no_sample_is_lost_and_none_committed_twice(
     world.commit()
     assert set(world.seen) == set(range(samples))
     check(world, samples, peak)
+
+
+def test_what_only_a_rank_that_was_cut_off_has_committed_is_processed_again(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    """No other has trained with it: the others went back when they had lost that rank."""
+    world = World(patch, 24, 3, 2)
+    world.step()
+    world.commit()
+    world.step()
+    lost = world.cut_off(1)
+    assert lost.value.processed_indices - set(world.seen)
+    world.step()
+    world.commit()
+    world.come_back(lost)
+    assert all(handler.value.processed_indices == set(world.seen) for handler in world.ranks)
+    while world.step():
+        pass
+    world.commit()
+    assert set(world.seen) == set(range(24))

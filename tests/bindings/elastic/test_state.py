@@ -18,6 +18,7 @@ from hvdlab.bindings.elastic.handlers import (
 from hvdlab.bindings.elastic.sampler import ElasticSampler
 from hvdlab.bindings.elastic.state import HandledState
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt
+from hvdlab.collectives.elastic.election import begun_again
 from ranks import Ranks
 
 
@@ -124,6 +125,28 @@ def test_the_state_of_the_rank_that_is_ahead_wins(three: Ranks, ahead: int | Non
     root = ahead or 0
     expected = [[float(root)], [0, 1, 2], root]
     assert three.run(synchronized, ahead) == [[expected, expected, [index]] for index in (3, 4, 5)]
+
+
+def cut_off() -> list[Any]:
+    """Rank 0 commits once more and is cut off; the others go back, and begin again without it before it is let in."""
+    rank = hvd.rank()
+    sampler = ElasticSampler(range(6), shuffle=False)
+    state: Any = HandledState(REGISTRY, schedule=Schedule(0.0), sampler=sampler, rank=-1)
+    state.sync()
+    sampler.record_indices([rank])
+    if rank:
+        state.restore()
+        state._saves = begun_again(state._saves)
+    else:
+        state.save()
+    state.rank = rank
+    state.schedule.rates.append(float(rank))
+    state.sync()
+    return [state.rank, state.schedule.rates, sorted(sampler.processed_indices)]
+
+
+def test_a_rank_that_was_cut_off_gets_the_state_of_those_that_have_begun_again(three: Ranks) -> None:
+    assert three.run(cut_off) == [[1, [0.0, 1.0], []]] * 3
 
 
 def another_epoch() -> list[Any]:

@@ -366,7 +366,11 @@ def test_a_silent_peer_that_can_not_be_alive_is_lost(start: Start) -> None:
                 other.endpoint.send(m.Pong(message.number))
     assert "no sign of life" in other.wait_for(m.Abort).text
     silent.endpoint.close()
-    other.endpoint.close()
+    back = join(running, 0, tls=True, generation=0, returns=True)
+    assert "the others have gone on without it" in back.wait_for(m.Outdated).text
+    running.notes.wait_for("is back after")
+    for peer in (back, other):
+        peer.endpoint.close()
 
 
 def test_a_peer_whose_user_looks_around_there_may_be_silent(start: Start) -> None:

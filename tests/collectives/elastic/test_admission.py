@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator_simulation import SimulatedRank, Simulation, signature
+from coordinator_simulation import SimulatedRank, Simulation, hello, signature
 from effort import examples
-from hvdlab.collectives.coordinator.events import Tick
+from hvdlab.collectives.coordinator.events import PeerConnected, PeerLost, Tick
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
@@ -429,3 +429,171 @@ def test_positions_of_ranks_that_stay_never_change_among_each_other(changes: lis
         say(sim, m.Elastic(True), *inside)
         say(sim, m.Regroup(ticket, 1, ""), *inside)
         assert [world_of(sim, rank) for rank in sim.ranks] == [tuple(order)] * len(order)
+
+
+# -- ranks that were cut off ------------------------------------------------------------------------------------------
+
+
+def come_back(
+    sim: Simulation, lost: SimulatedRank, *, training: bool = True, **fields: object
+) -> SimulatedRank:
+    """The process of a rank whose connection was lost connects again, and says what it knows."""
+    again = {"pid": 1000 * lost.peer + lost.rank, "generation": 0, "returns": True} | fields
+    back = sim.connect(lost.rank, tracked=lost.tracked, **again)
+    if back.peer in sim._by_peer:
+        back.say(m.Resume((m.KnownSet(0, 1, (0, 1, 2)),), (0, 1, 2), elastic=training))
+    sim.drain()
+    return back
+
+
+def refusal(rank: SimulatedRank) -> m.Refused:
+    while rank.incoming:
+        rank.take(rank.incoming.popleft())
+    (refused,) = all_of(rank, m.Refused)
+    return refused
+
+
+def cut_off(sim: Simulation, rank: int = 1, silence: float = 30.0) -> SimulatedRank:
+    """The coordinator gives a rank up, and the others begin again without it."""
+    lost = sim.ranks.pop(rank)
+    sim.gone.append(lost)
+    del sim._by_peer[lost.peer]
+    sim.handle(PeerLost(lost.peer, "no sign of life for 30 s", silence))
+    regroup(sim, *sim.ranks)
+    return lost
+
+
+def test_a_rank_that_was_cut_off_comes_back_and_waits_to_be_let_in() -> None:
+    sim = training()
+    lost = cut_off(sim)
+    assert world_of(sim, 0) == (0, 2)
+    sim.tick(12.0)
+    back = come_back(sim, lost, training=False)
+    assert [type(message) for message in back.received[:2]] == [m.Welcome, m.Outdated]
+    assert "the others have gone on without it" in all_of(back, m.Outdated)[0].text
+    (returned,) = [message for message in sim.to_client if isinstance(message, m.Returned)]
+    assert (returned.rank, returned.seconds) == (1, pytest.approx(42.0))
+    regroup(sim, 1)
+    assert back.sets == {}
+    assert all_of(sim.ranks[0], m.World)[-1].waiting == (1,)
+    regroup(sim, 0, 2, ticket=2)
+    assert world_of(sim, 0) == world_of(sim, 1) == (0, 1, 2)
+    assert [answer.ticket for answer in all_of(back, m.Regrouped)] == [1]
+    assert not sim.state.membership.ranks[1].behind
+
+
+def test_one_in_the_middle_of_its_own_training_is_not_let_in_before_it_has_gone_back() -> None:
+    """The others would begin again twice: once with it, and once more when it fails."""
+    sim = training()
+    back = come_back(sim, cut_off(sim))
+    regroup(sim, 0, 2, ticket=2)
+    assert back.sets == {}
+    assert world_of(sim, 0) == (0, 2)
+    regroup(sim, 1)
+    assert back.sets == {}
+    regroup(sim, 0, 2, ticket=3)
+    assert world_of(sim, 0) == world_of(sim, 1) == (0, 1, 2)
+
+
+def test_it_is_no_member_if_it_comes_back_in_the_moment_of_its_loss() -> None:
+    sim = training()
+    lost = sim.ranks.pop(1)
+    back = SimulatedRank(1, sim._next_peer, tracked=False)
+    sim.ranks[1] = sim._by_peer[back.peer] = back
+    again = hello(1, pid=1000 * lost.peer + 1, generation=0, returns=True)
+    sim.handle(PeerLost(lost.peer, "its connection ended"), PeerConnected(back.peer, again))
+    sim.drain()
+    assert world_of(sim, 0) == (0, 2)
+    assert back.sets == {}
+
+
+def test_its_number_may_be_taken() -> None:
+    sim = training()
+    lost = cut_off(sim)
+    sim.connect(1)
+    refused = refusal(come_back(sim, lost))
+    assert "already connected" in refused.reason
+    assert not refused.again
+
+
+def test_it_is_not_let_in_after_another_process_with_its_number() -> None:
+    sim = training()
+    lost = cut_off(sim)
+    sim.connect(1)
+    sim.drain()
+    sim.kill(1)
+    assert "gone on without it" in refusal(come_back(sim, lost)).reason
+
+
+def test_the_launcher_may_have_given_it_up() -> None:
+    sim = training()
+    lost = cut_off(sim)
+    sim.client_says(m.RankLost(1, 1000 * lost.peer + 1, "the connection to b is lost"))
+    refused = refusal(come_back(sim, lost))
+    assert "gone on without it" in refused.reason
+    assert not refused.again
+
+
+def test_one_that_does_not_train_is_not_let_in() -> None:
+    """What it submits next would meet what the others have come to meanwhile."""
+    sim = training()
+    assert "gone on without it" in refusal(come_back(sim, cut_off(sim), returns=False)).reason
+
+
+@pytest.mark.parametrize("noticed_by", ["the server", "the state"])
+def test_one_that_broke_the_protocol_is_not_let_in(noticed_by: str) -> None:
+    sim = training()
+    lost = sim.ranks[1]
+    if noticed_by == "the state":
+        lost.say(m.Regrouped(1))
+        sim.deliver_from(lost)
+    else:
+        del sim._by_peer[lost.peer]
+        sim.handle(PeerLost(lost.peer, "it sent no message", faulty=True))
+    assert "gone on without it" in refusal(come_back(sim, lost)).reason
+
+
+def test_one_whose_old_connection_is_still_there_is_to_come_again() -> None:
+    sim = training()
+    living = sim.ranks[1]
+    early = refusal(come_back(sim, living))
+    assert early.again
+    sim.ranks[1] = living
+    lost = cut_off(sim)
+    back = come_back(sim, lost)
+    assert all_of(back, m.Refused) == []
+
+
+def test_those_that_come_back_begin_again_by_themselves_once_there_are_enough() -> None:
+    sim = training()
+    lost = [cut_off(sim, rank) for rank in (0, 1, 2)]
+    for each in lost:
+        come_back(sim, each)
+    regroup(sim, 0, at_least=2)
+    assert sim.ranks[0].sets == {}
+    regroup(sim, 1, at_least=2)
+    assert world_of(sim, 0) == world_of(sim, 1) == (0, 1)
+
+
+def test_in_a_pool_it_is_let_in_once_the_others_have_ended_their_cells() -> None:
+    sim = Simulation(CoordinatorOptions(size=3))
+    sim.connect_client()
+    sim.world(0, 1, 2, tracked=True)
+    sim.client_says(m.CellStarted("cell", (0, 1, 2)))
+    back = come_back(sim, cut_off_of_pool(sim), training=False)
+    back.say(m.CellBegin("cell"))
+    sim.drain()
+    assert back.sets == {}
+    for rank in (0, 2):
+        sim.ranks[rank].say(m.CellEnd("cell", ""))
+        assert back.sets == {}
+        sim.drain()
+    assert back.sets[0].ranks == world_of(sim, 0) == (0, 1, 2)
+
+
+def cut_off_of_pool(sim: Simulation) -> SimulatedRank:
+    lost = sim.ranks.pop(1)
+    del sim._by_peer[lost.peer]
+    sim.handle(PeerLost(lost.peer, "no sign of life for 30 s", 30.0))
+    sim.drain()
+    return lost

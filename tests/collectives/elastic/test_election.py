@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.elastic import election
+from hvdlab.collectives.elastic.election import ATTEMPT, begun_again, is_overtaken
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 
 
@@ -41,6 +42,10 @@ def elected(ranks: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> list[tupl
         ({0: 3, MOST_RANKS - 1: 3}, (0, 3)),
         ({2: 7, 5: 0, 1: 7}, (1, 7)),
         ({1: 0, 4: 0}, (1, 0)),
+        (
+            {0: ATTEMPT + 9, 2: begun_again(ATTEMPT + 8)},
+            (2, 2 * ATTEMPT),
+        ),  # rank 0 was cut off, and the others have begun again
         ({1: 1 << 40, MOST_RANKS - 1: (1 << 40) + 1}, (MOST_RANKS - 1, (1 << 40) + 1)),
     ],
 )
@@ -48,3 +53,10 @@ def test_all_agree_on_the_one_that_saved_most_often(
     saves: dict[int, int], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert elected(saves, monkeypatch) == [expected] * len(saves)
+
+
+def test_one_that_others_have_begun_again_without_is_overtaken() -> None:
+    assert is_overtaken(ATTEMPT + 9, begun_again(ATTEMPT + 8))
+    assert is_overtaken(0, begun_again(0))
+    assert not is_overtaken(ATTEMPT + 8, ATTEMPT + 9)
+    assert not is_overtaken(0, 0)

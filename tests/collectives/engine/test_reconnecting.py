@@ -10,10 +10,10 @@ import pytest
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine import reconnecting
-from hvdlab.collectives.engine.reconnecting import LONGER, OFTEN, Reconnecting
+from hvdlab.collectives.engine.reconnecting import LONGER, OFTEN, WITHIN, Reconnecting
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.connect import NobodyThereError
+from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError, UnreachableError
 from hvdlab.collectives.settings import Settings
 from patience import PATIENCE
 
@@ -21,7 +21,15 @@ from patience import PATIENCE
 class Waiting(Reconnecting):
     """Each attempt takes a given time, and fails."""
 
-    def __init__(self, seconds: float, error: StartError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        error: StartError,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        returns: bool = False,
+        cut_off: float = 100.0,
+    ) -> None:
         self.now, self.attempts = 0.0, 0
         self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._seconds, self._error = seconds, error
@@ -29,8 +37,8 @@ class Waiting(Reconnecting):
         monkeypatch.setattr(reconnecting, "PAUSE", 0.0)
         dispatcher: Any = SimpleNamespace(give_up=self.ended.put)
         control: Any = SimpleNamespace(call=lambda call: call())
-        settings = Settings(coordinator="unix:/nowhere", reattach=10.0)
-        super().__init__(settings, m.Hello(1, "", "rank", 0), 0, dispatcher, control)
+        settings = Settings(coordinator="unix:/nowhere", reattach=10.0, cut_off=cut_off)
+        super().__init__(settings, m.Hello(1, "", "rank", 0), 0, dispatcher, control, lambda: returns)
 
     def _connect(self, deadline: Deadline) -> Any:
         self.attempts += 1
@@ -60,3 +68,46 @@ def test_it_does_not_wait_where_nobody_would_start_one(monkeypatch: pytest.Monke
     waiting = Waiting(0.0, NobodyThereError("refused"), monkeypatch)
     assert "the process that started it has ended as well" in waiting.run()
     assert waiting.attempts == 1
+
+
+def test_a_rank_that_can_come_back_waits_longer_for_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(LONGER * 10.0, UnreachableError("no answer"), monkeypatch, returns=True)
+    assert waiting.run() == "it was killed; no answer"
+    assert waiting.attempts == 4  # the last of them had 10 s left
+
+
+def test_one_that_can_not_come_back_waits_as_for_a_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(LONGER * 10.0, UnreachableError("no answer"), monkeypatch)
+    assert waiting.run() == "it was killed; no answer"
+    assert waiting.attempts == 1
+
+
+def test_one_that_is_refused_for_good_does_not_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(0.0, RefusedError("taken"), monkeypatch, returns=True)
+    assert waiting.run() == "it was killed; taken"
+    assert waiting.attempts == 1
+
+
+def test_one_that_comes_too_early_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(25.0, RefusedError("still there", again=True), monkeypatch, returns=True)
+    assert waiting.run() == "it was killed; still there"
+    assert waiting.attempts > 3
+
+
+def test_one_that_loses_its_connection_again_and_again_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = Waiting(0.0, StartError("closed"), monkeypatch, returns=True)
+    waiting._dispatcher.reconnected = lambda endpoint: None  # type: ignore[method-assign]
+    clock = SimpleNamespace(monotonic=lambda: waiting.now)
+    monkeypatch.setattr(reconnecting, "time", clock)
+    endpoint: Any = None
+    for _ in range(OFTEN):
+        assert waiting._may_return()
+        waiting.now += 1.0
+        waiting._go_on(endpoint, m.Welcome(0, 0, generation=0))
+    assert not waiting._may_return()
+    waiting.now += WITHIN
+    assert waiting._may_return()
+    waiting._go_on(endpoint, m.Welcome(0, 0, generation=1))  # a successor
+    assert waiting._may_return()

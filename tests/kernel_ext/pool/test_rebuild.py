@@ -450,6 +450,7 @@ class Surroundings:
         self.told: list[object] = []
         self.killed = threading.Event()
         self.look: Callable[[Membership], None] = lambda membership: None
+        self.returned: Callable[[int, int, float], None] = lambda rank, pid, seconds: None
 
     # the client
     def on_lost(self, callback: object) -> None: ...
@@ -457,8 +458,15 @@ class Surroundings:
     def on_membership(self, callback: Callable[[Membership], None]) -> None:
         self.look = callback
 
+    def on_returned(self, callback: Callable[[int, int, float], None]) -> None:
+        self.returned = callback
+
     def membership(self) -> Membership:
         return Membership(deaths=(Death(1, self.process.pid, 0.0, "silent for 30 s"),))
+
+    # the runs
+    def came_back(self, rank: int) -> None:
+        self.told.append(("missed", rank))
 
     # the group
     def cut_off(self, membership: Membership) -> list[int]:
@@ -502,3 +510,48 @@ def test_a_rank_that_the_coordinator_has_given_up_is_ended(lives: bool) -> None:
         rebuilder.join()
         # How it ended is told by who looks after the process; this only knows why.
         assert surroundings.told == ([(1, process.pid, "silent for 30 s")] if lives else [])
+
+
+def test_a_rank_that_is_back_gets_what_it_has_missed_and_the_user_is_told() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        surroundings: Any = Surroundings(process)
+        rebuilder = Rebuilder(
+            surroundings,
+            surroundings,
+            surroundings,
+            surroundings,
+            tell=surroundings.told.append,
+            give_up=pytest.fail,
+            rebuilt=pytest.fail,
+        )
+        surroundings.returned(1, process.pid + 1, 45.0)  # one that another process has replaced since
+        surroundings.returned(1, process.pid, 45.0)
+        rebuilder.settle(10)
+        rebuilder.close()
+        rebuilder.join()
+        process.kill()
+        assert surroundings.told == [
+            ("missed", 1),
+            "rank 1 was cut off for 45 s, and is back with its memory",
+        ]
+
+
+def test_a_rank_of_another_host_that_the_coordinator_has_given_up_may_come_back() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:  # it has the same number as the rank's there
+        surroundings: Any = Surroundings(process)
+        rebuilder = Rebuilder(
+            surroundings,
+            surroundings,
+            surroundings,
+            surroundings,
+            tell=pytest.fail,
+            give_up=pytest.fail,
+            rebuilt=pytest.fail,
+            near=False,
+        )
+        surroundings.look(surroundings.membership())
+        assert not surroundings.killed.wait(2 * CUT_OFF_WITHIN)
+        rebuilder.close()
+        rebuilder.join()
+        process.kill()
+        assert surroundings.told == []

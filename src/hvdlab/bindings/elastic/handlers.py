@@ -52,6 +52,9 @@ class StateHandler(Generic[T]):
     def reset(self) -> None:
         """Training begins again with other ranks."""
 
+    def overtaken(self) -> None:
+        """The other ranks have begun again without this one: what only it knows counts no more. :meth:`sync` follows."""
+
     def set_value(self, value: T) -> None:
         """Take care of this object from now on."""
         self.value = value
@@ -90,6 +93,11 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
         every = allgather_object(mine)
         self.value.processed_indices = set().union(*(its for epoch, its in every if epoch == mine[0]))
         return True
+
+    def overtaken(self) -> None:
+        """Drop the record: the others go on from a state that need not have learnt from it, or have it already."""
+        self.value.processed_indices = set()
+        self._again = False
 
     def sync(self) -> None:
         state = broadcast_object(self.value.state_dict(), self.root_rank)

@@ -8,7 +8,7 @@ from hvdlab.bindings.elastic.handlers import HandlerRegistry, StateHandler
 from hvdlab.bindings.elastic.place import first_rank
 from hvdlab.bindings.objects import broadcast_object
 from hvdlab.collectives.basics import rank
-from hvdlab.collectives.elastic.election import elect, united
+from hvdlab.collectives.elastic.election import begun_again, elect, is_overtaken, united
 from hvdlab.collectives.elastic.state import News, ObjectState
 
 
@@ -57,12 +57,15 @@ class HandledState(ObjectState):
     def sync(self) -> None:
         """Make the state the same on all ranks: that of the rank that has committed most often (at the start, the first)."""
         root, saves = elect(self._saves)
+        if is_overtaken(self._saves, saves):
+            for handler in self._handlers.values():
+                handler.overtaken()
         for handler in self._handlers.values():
             handler.root = root
             handler.sync()
         self._root = root
         super().sync()
-        self._saves = saves + 1
+        self._saves = begun_again(saves)
 
     def reset(self) -> None:
         self._root = None  # that rank may be gone

@@ -1,0 +1,47 @@
+"""A pool over ssh whose second host is cut off, and comes back: ``python cut_pool.py FIRST SECOND SHELL``.
+
+Runs on the first host. Writes a line when the cable is to be pulled, and when a cell runs that the cut ranks don't get; reads one when that is done.
+Prints what was found, in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from hvdlab.kernel_ext.pool import Pool
+
+START = """\
+import os
+import numpy as np
+from hvdlab.collectives import api, context
+engine = context.init()
+kept = np.random.default_rng(engine.rank).standard_normal(1000)
+(os.getpid(), float(kept.sum()))
+"""
+KEPT = "(os.getpid(), float(kept.sum()))"
+SUM = "float(api.allreduce(np.full(1, 1.0 + engine.rank), op=api.ReduceOp.SUM)[0])"
+
+
+def main(first: str, second: str, shell: str) -> dict[str, Any]:
+    hosts, options = f"{first}:2,{second}:2", {"shell": shell}
+    pool = Pool.start(4, launcher="ssh", hosts=hosts, launcher_options=options, timeout=90)
+    try:
+        found: dict[str, Any] = {"before": list(pool.run(START))}
+        print("cut", flush=True)
+        sys.stdin.readline()
+        running = pool.start_run("import time; time.sleep(1)")
+        print("runs", flush=True)
+        sys.stdin.readline()
+        found["ok"] = running.wait(60).ok
+        found["after"] = list(pool.run(KEPT))
+        found["sum"] = list(pool.run(SUM))
+        found["lost"] = dict(pool.lost)
+        return found
+    finally:
+        pool.stop()
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -16,6 +16,7 @@ from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed
 from hvdlab.collectives.planes.cuda.gpus import CUDA, CudaBuffer
+from hvdlab.collectives.planes.links import UNKNOWN, Links
 
 
 class MembersOfGpus(Protocol):
@@ -113,6 +114,13 @@ class GpuPlane(Plane, Generic[Joined]):
             if self._aborted:
                 group.stop()
         group.connect(deadline)
+        others = [rank for index, rank in enumerate(self.context.ranks) if index != self.context.index]
+        if others:
+            self.context.on_links(self._links(others))
+
+    def _links(self, others: Sequence[int]) -> Links:
+        """What data goes over between this member's GPU and those of the other ranks, once they have joined."""
+        return {UNKNOWN: tuple(others)}
 
     def _device(self, ordinal: int | None) -> Device:
         """This member's GPU: the one that its first tensor is on; without a tensor, the first GPU that its process uses already."""

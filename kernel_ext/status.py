@@ -28,7 +28,7 @@ class RankStatus:
         servers: Parameter servers of its key-value stores.
         device_memory: Bytes of GPUs' memory that its frameworks hold, used or kept for later.
         links: What its CUDA tensors go over to the other ranks, which it names by kind of link: ``same GPU``, ``NVLink``, ``PCIe``, ``peer
-            access, link unknown``, ``link unknown``, ``CUDA tensors through the host``. Empty before their first collective.
+            access, link unknown``, ``link unknown``, ``network, through the host``, ``CUDA tensors through the host``. Empty before their first collective.
     """
 
     rank: int

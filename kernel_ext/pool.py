@@ -396,6 +396,7 @@ def _status(rank: int, host: str, pid: int, answer: Status) -> RankStatus:
         answer.pending,
         answer.servers,
         answer.device_memory,
+        answer.links,
     )
 
 

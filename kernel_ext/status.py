@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
+from hvdlab.collectives.planes.links import Links
 from hvdlab.kernel_ext.payloads import PendingNow, ServerNow
 
 
@@ -26,6 +27,8 @@ class RankStatus:
         pending: Collectives that it is in, and what else it waits for other ranks for.
         servers: Parameter servers of its key-value stores.
         device_memory: Bytes of GPUs' memory that its frameworks hold, used or kept for later.
+        links: What its CUDA tensors go over to the other ranks, which it names by kind of link: ``same GPU``, ``NVLink``, ``PCIe``, ``peer
+            access, link unknown``, ``link unknown``, ``network, through the host``, ``CUDA tensors through the host``. Empty before their first collective.
     """
 
     rank: int
@@ -42,8 +45,11 @@ class RankStatus:
     pending: tuple[PendingNow, ...] = ()
     servers: tuple[ServerNow, ...] = ()
     device_memory: int = 0
+    links: Links = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        values = (
+            (f.name, getattr(self, f.name), {} if f.name == "links" else f.default) for f in fields(self)
+        )
         shown = ", ".join(f"{name}={value!r}" for name, value, default in values if value != default)
         return f"{type(self).__name__}({shown})"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdlab.collectives.planes.links import planes_text
 from hvdlab.collectives.visible import visible
 
 WIDEST = 300
@@ -110,7 +111,7 @@ def _row(status: Any, hosts: Mapping[str, str], labels: Mapping[str, str]) -> tu
         labels.get(status.cell, str(status.cell or "")),
         memory(status.pss or status.rss),
         f"{status.cpu:.1f} s" if status.cpu is not None else "",
-        str(status.plane or ""),
+        planes_text((str(status.plane or ""),), getattr(status, "links", {})),
     )
     return tuple(visible(text, WIDEST) for text in found)
 

@@ -14,6 +14,8 @@ CUDA_IPC, CUDA_IPC_LIMIT = "cuda/ipc", 64
 """The plane for GPUs of one host, and how many ranks it has room for: its kernels take that many addresses."""
 CUDA_NCCL, CUDA_NCCL_LIMIT = "cuda/nccl", 127
 """The plane for GPUs of several hosts, and how many ranks it has room for."""
+CUDA_HIERARCHICAL = "cuda/hierarchical"
+"""The plane for GPUs of several hosts which exchange through the hosts' network; :data:`CUDA_IPC_LIMIT` ranks of each host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,10 @@ def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) ->
     memory within those hosts that have several members. Beside it there is a plane for each device class for which all members offer
     one.
     """
-    return replace(_choose_host_plane(members, hierarchy), device_planes=_device_planes(members))
+    choice, devices = _choose_host_plane(members, hierarchy), _device_planes(members)
+    if CUDA_HIERARCHICAL in devices.values():
+        choice = replace(choice, options=choice.options | {"outer": _between(members)})
+    return replace(choice, device_planes=devices)
 
 
 def _device_planes(members: Sequence[Member]) -> dict[str, str]:
@@ -82,6 +87,10 @@ def _suits(plane: str, members: Sequence[Member]) -> bool:
     """Whether a plane for devices can connect these members."""
     if plane == CUDA_IPC:
         return len(members) <= CUDA_IPC_LIMIT and len({member.host for member in members}) == 1
+    if plane == CUDA_HIERARCHICAL:
+        hosts = _by_host(members)
+        largest = max(len(here) for here in hosts.values())
+        return len(hosts) > 1 and largest <= CUDA_IPC_LIMIT and _all_offer(_between(members), members)
     return plane != CUDA_NCCL or len(members) <= CUDA_NCCL_LIMIT
 
 
@@ -90,7 +99,7 @@ def _choose_host_plane(members: Sequence[Member], hierarchy: Hierarchy) -> Plane
     wish = _wish(members, notes)
     if wish:
         return _choice(wish, members, notes, hierarchy)
-    between = "mpi" if _all_offer("mpi", members) else "gloo"
+    between = _between(members)
     hosts = _by_host(members)
     if len(hosts) > 1:
         plane = "hierarchical" if _nests(hosts, hierarchy, notes) else between
@@ -149,6 +158,11 @@ def _all_offer(plane: str, members: Sequence[Member]) -> bool:
     return all(plane in member.planes for member in members)
 
 
+def _between(members: Sequence[Member]) -> str:
+    """The plane between hosts."""
+    return "mpi" if _all_offer("mpi", members) else "gloo"
+
+
 def _wish(members: Sequence[Member], notes: list[str]) -> str:
     wishes = {member.plane: member.rank for member in reversed(members) if member.plane not in ("", "auto")}
     if not wishes:
@@ -185,8 +199,7 @@ def _wish(members: Sequence[Member], notes: list[str]) -> str:
 def _choice(plane: str, members: Sequence[Member], notes: list[str], hierarchy: Hierarchy) -> PlaneChoice:
     options = {"note": "; ".join(notes)} if notes else {}
     if plane == "hierarchical":
-        between = "mpi" if _all_offer("mpi", members) else "gloo"
-        options |= _layout() | {"inner": "shm", "outer": between, "flat": hierarchy.flat}
+        options |= _layout() | {"inner": "shm", "outer": _between(members), "flat": hierarchy.flat}
     if plane != "shm":
         return PlaneChoice(plane, options, 0, tuple(notes))
     return PlaneChoice(

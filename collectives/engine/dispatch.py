@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from hvdlab.collectives import logs
 from hvdlab.collectives.engine.awaits import Awaits
@@ -29,11 +30,13 @@ from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.slots import PlaneSlot
 from hvdlab.collectives.engine.small import MEMBERS
 from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.engine.store import EngineStore, Tickets
 from hvdlab.collectives.engine.world import WorldView
 from hvdlab.collectives.errors import Cause, CauseKind
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.planes.links import Links, planes_text
 from hvdlab.collectives.planes.scoped import ScopedStore
 from hvdlab.collectives.planes.shm.board import map_board
 from hvdlab.collectives.planes.shm.layout import layout_from
@@ -116,7 +119,8 @@ class Dispatcher:
             self._executor.ring()
         if isinstance(message, m.Configure):
             logs.configured(self._guarded.state.rank, message)
-            self._spans.members(message.process_set, message.epoch, len(message.members), message.plane)
+            planes = planes_text((message.plane, *message.device_planes.values()), {})
+            self._spans.members(message.process_set, message.epoch, len(message.members), planes)
             if message.process_set == 0:
                 self.world.configured([member.rank for member in message.members], message.epoch)
         elif isinstance(message, m.Dissolve):
@@ -198,8 +202,26 @@ class Dispatcher:
         )
         self._executor.prepare(PlaneSlot(effect.plane, HOST, context, store.abort))
         for device, plane in effect.device_planes.items():
-            apart = replace(context, store=ScopedStore(store, f"{device}/"), memory_fd=-1)
+            apart = replace(
+                context,
+                store=ScopedStore(store, f"{device}/"),
+                memory_fd=-1,
+                on_links=partial(self._linked, effect.process_set, effect.epoch),
+            )
             self._executor.prepare(PlaneSlot(plane, device, apart, store.abort))
+
+    def _linked(self, process_set: int, epoch: int, links: Links) -> None:
+        """A plane of GPUs has found out what its data goes over. Executor thread."""
+
+        def record(state: RankState) -> None:
+            state.linked(process_set, epoch, links)
+            group = state.sets.get(process_set)
+            if group is not None and group.epoch == epoch:
+                planes = planes_text((group.plane, *group.device_planes.values()), links)
+                # Under the lock: else the record of a newer epoch could come in between, and this one replace it.
+                self._spans.members(process_set, epoch, len(group.members), planes)
+
+        self._guarded.tell(record)
 
     def _open_board(self, effect: NewEpoch, memory: int) -> None:
         members = len(effect.members)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.protocol.messages import Definition, Member, Signature
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class SetState:
 
     Attributes:
         id, epoch, members, plane, options, device_planes: As configured last.
+        links: What the data of CUDA tensors goes over in this epoch, as far as the plane for them has found out.
         ranks: Rank of each member, by position.
         index: Own position, or -1 if this rank is no member.
         configured: Whether ``epoch`` may be announced in; between an abort and the next ``Configure`` it may not.
@@ -104,7 +106,7 @@ class SetState:
     """
 
     __slots__ = (
-        "configured", "device_planes", "epoch", "given_up", "id", "index", "members", "names", "options", "past_seats", "pending", "plane",
+        "configured", "device_planes", "epoch", "given_up", "id", "index", "links", "members", "names", "options", "past_seats", "pending", "plane",
         "ranks", "seat", "withdrawn",
     )  # fmt: skip
 
@@ -116,6 +118,7 @@ class SetState:
         self.index = -1
         self.plane = ""
         self.device_planes: dict[str, str] = {}
+        self.links: Links = {}
         self.options: dict[str, str] = {}
         self.configured = False
         self.withdrawn = -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.hosts import Place, place
+from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.settings import Settings
 
 
@@ -60,6 +61,11 @@ class Groups:
         """Names of the data planes for tensors that are not on the host."""
         group = self._guarded.state.sets.get(process_set)
         return tuple(group.device_planes.values()) if group is not None else ()
+
+    def links(self, process_set: int = 0) -> Links:
+        """What the data of CUDA tensors goes over to the other ranks; empty until these have joined the plane for CUDA tensors."""
+        group = self._guarded.state.sets.get(process_set)
+        return group.links if group is not None else {}
 
     def planes(self, process_set: int = 0) -> tuple[str, ...]:
         """The data plane, or what the hierarchical one consists of: the plane within hosts and that between them."""

@@ -27,6 +27,7 @@ from hvdlab.collectives.errors import (
     InvalidRequestError,
     Pending,
 )
+from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.protocol import messages as m
 
 OVERDUE_NS = 1_000_000_000
@@ -406,6 +407,12 @@ class RankState:
         group.withdrawn = group.epoch
         group.given_up = why
         self._messages.append(m.Withdraw(group.id, group.epoch, kind.value, text, site))
+
+    def linked(self, set_id: int, epoch: int, links: Links) -> None:
+        """The plane of GPUs of an epoch has found out what its data goes over."""
+        group = self.sets.get(set_id)
+        if group is not None and group.epoch == epoch:
+            group.links = links
 
     def plane_failed(self, set_id: int, epoch: int, text: str) -> None:
         """The data plane of an epoch failed here."""

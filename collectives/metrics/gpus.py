@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hvdlab.collectives import nvml
 from hvdlab.collectives.metrics import names
 from hvdlab.collectives.metrics.process import Values
 
@@ -30,25 +30,19 @@ class GpuUsage:
     """Samples the GPUs that this process uses: those on which a framework has memory, or the only one that it can see.
 
     Args:
-        nvml: The module ``pynvml``, initialized.
+        library: The module ``pynvml``, initialized.
     """
 
-    def __init__(self, nvml: Any) -> None:
-        self._nvml = nvml
-        self._handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        self._uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in self._handles]
+    def __init__(self, library: Any) -> None:
+        self._nvml = library
+        self._handles = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
+        self._uuids = [_text(library.nvmlDeviceGetUUID(handle)) for handle in self._handles]
 
     @classmethod
     def find(cls) -> GpuUsage | None:
         """``None`` without GPUs, their driver or ``nvidia-ml-py``."""
-        try:
-            pynvml: Any = importlib.import_module("pynvml")
-        except ImportError:
-            return None
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            logger.debug("GPUs are not sampled: %s", error)
+        pynvml = nvml.opened("GPUs are not sampled")
+        if pynvml is None:
             return None
         try:
             return cls(pynvml)

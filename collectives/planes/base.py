@@ -12,13 +12,14 @@ for the next epoch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.buffers import Buffer, Tensor
 from hvdlab.collectives.planes.completion import Completion
+from hvdlab.collectives.planes.links import Links
 
 
 class PlaneAborted(Exception):
@@ -40,6 +41,9 @@ class KeyValue(ABC):
         """Wait until the key exists. Raises ``TimeoutError`` after ``timeout`` seconds, ``PlaneAborted`` on abort."""
 
 
+def _nothing_to_do(links: Links) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlaneContext:
     """What a plane knows about the process set and epoch that it is built for.
@@ -55,6 +59,7 @@ class PlaneContext:
         memory_fd: An open memfd shared by all members, or -1. The plane takes it over and closes it.
         address: Address that this rank's data-plane sockets bind to; never a wildcard.
         options: Settings of the plane, such as ``chunk_bytes``; equal on all members.
+        on_links: A plane of GPUs calls it, on the executor thread, once it knows what its data goes over.
     """
 
     process_set: int
@@ -67,6 +72,7 @@ class PlaneContext:
     memory_fd: int = -1
     address: str = "127.0.0.1"
     options: dict[str, str] = field(default_factory=dict)
+    on_links: Callable[[Links], None] = _nothing_to_do
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ class Parts:
         self, name: str, members: Sequence[int], index: int, scope: str, deadline: Deadline
     ) -> HostPlane:
         """Connect a plane of this name; this member is ``members[index]``. The members make shared memory themselves."""
-        context = self._part(members, index, scope)
+        context = self.part(members, index, scope)
         cls = registry.host_plane_class(name)
         if name != "shm":
             return self._connect(cls(context), deadline)
@@ -66,7 +66,8 @@ class Parts:
         size = layout_from(context.options, context.size).size
         return segment.offer(context.store, f"hvdlab-{context.process_set}-{context.epoch}", size)
 
-    def _part(self, members: Sequence[int], index: int, scope: str) -> PlaneContext:
+    def part(self, members: Sequence[int], index: int, scope: str) -> PlaneContext:
+        """What a plane of some of the members is built from; this member is ``members[index]``."""
         me = self._context
         return replace(
             me,

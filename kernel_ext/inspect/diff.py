@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.collectives.fingerprint import SIZE, differing
 from hvdlab.kernel_ext.inspect.arrays import family
-from hvdlab.kernel_ext.inspect.examination import same_key
+from hvdlab.kernel_ext.inspect.examination import same_key, with_host_digest
 from hvdlab.kernel_ext.inspect.messages import (
     AskBlocks,
     AskLeaves,
@@ -111,6 +111,7 @@ class _Comparison:
         for group in self._groups:
             self._leaves[group.ranks[0]] = self._ask_leaves(group)
         paths = dict.fromkeys(path for leaves in self._leaves.values() for path in leaves)
+        self._to_one_method(paths)
         for path in paths:
             self._look_at(path)
         if self._pairs:
@@ -133,6 +134,31 @@ class _Comparison:
                 path = f"{leaf.path}#{again}"
             by_path[path] = number, leaf
         return by_path
+
+    def _to_one_method(self, paths: Iterable[str]) -> None:
+        """Have arrays that only some ranks have on a device read on the host there, too: the device's fingerprints are made by another method."""
+        wanted: dict[int, list[str]] = {}
+        for path in paths:
+            arrays = {
+                rank: leaves[path][1]
+                for rank, leaves in self._leaves.items()
+                if path in leaves and leaves[path][1].kind == "array"
+            }
+            if len({leaf.on_device for leaf in arrays.values()}) > 1:
+                for rank, leaf in arrays.items():
+                    if leaf.on_device:
+                        wanted.setdefault(rank, []).append(path)
+        if not wanted:
+            return
+        asked = {rank: tuple(self._leaves[rank][path][0] for path in found) for rank, found in wanted.items()}
+        answers = self._ask(lambda ticket: AskBlocks(ticket, self._lot, asked, on_host=True), list(asked))
+        for rank, found in wanted.items():
+            answer = answers[rank]
+            if not isinstance(answer, Blocks):
+                raise _broken(rank, answer)
+            for path, blocks in zip(found, answer.digests, strict=True):
+                number, leaf = self._leaves[rank][path]
+                self._leaves[rank][path] = number, with_host_digest(leaf, blocks)
 
     def _look_at(self, path: str) -> None:
         """Add a row for each group of ranks that has something else here than most."""

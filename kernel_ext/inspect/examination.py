@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from hvdlab.bindings.array_source import ArraySource
-from hvdlab.collectives.fingerprint import fingerprint, of_blocks
+from hvdlab.collectives.fingerprint import fingerprint
 from hvdlab.kernel_ext.inspect.arrays import Bytes, family
 from hvdlab.kernel_ext.inspect.elements import compare, not_finite
 from hvdlab.kernel_ext.inspect.leaves import FINGERPRINTS, Found, leaves_of
@@ -54,7 +56,7 @@ class Examination:
         array, blocks = found.array, b""
         if array is not None:
             try:
-                blocks = of_blocks(array.nbytes, array.read, block=array.block, pool=pool)
+                blocks = array.fingerprints(pool)
             except Exception as error:  # noqa: BLE001  # a device may fail, or have no memory left
                 found = Found(found.path, "error", found.type, text=one_line(error))
                 array = None
@@ -90,8 +92,17 @@ class Examination:
         """The leaves from number ``first`` on, :data:`MOST_IN_ONE` at most."""
         return Leaves(ticket, tuple(self.leaves[first : first + MOST_IN_ONE]))
 
-    def blocks(self, ticket: int, leaves: Sequence[int]) -> Blocks:
-        """Fingerprints of the blocks of these arrays, and what of them is not finite."""
+    def blocks(self, ticket: int, leaves: Sequence[int], on_host: bool = False) -> Blocks:
+        """Fingerprints of the blocks of these arrays, and what of them is not finite.
+
+        Args:
+            ticket: Of the question.
+            leaves: Numbers of the arrays.
+            on_host: Whether the fingerprints are to be those of the bytes from now on, wherever the arrays are.
+        """
+        if on_host:
+            for number in leaves:
+                self._read_on_host(number)
         odd = [self._not_finite(number) for number in leaves]
         return Blocks(
             ticket,
@@ -100,17 +111,26 @@ class Examination:
             tuple(n for _, n in odd),
         )
 
+    def _read_on_host(self, number: int) -> None:
+        array = self._arrays[number]
+        if array is not None and array.on_device is not None:
+            array = self._arrays[number] = replace(array, on_device=None)
+            blocks = self._blocks[number] = array.fingerprints()
+            self.leaves[number] = with_host_digest(self.leaves[number], blocks)
+
     def _blocks_of(self, number: int) -> bytes:
         """Fingerprints of blocks; those of texts are only made here, since the pool seldom asks for them."""
         array = self._arrays[number]
         if array is None or self.leaves[number].kind == "array":
             return self._blocks[number]
-        return of_blocks(array.nbytes, array.read, block=array.block)
+        return array.fingerprints()
 
     def _not_finite(self, number: int) -> tuple[int, int]:
         array = self._arrays[number]
         nans = infs = 0
         if array is not None and self.leaves[number].kind == "array":
+            if array.on_device is not None and (found := array.on_device.not_finite()) is not None:
+                return found
             for offset in range(0, array.nbytes, array.block):
                 part = array.read(offset, min(array.block, array.nbytes - offset))
                 more = not_finite(part, array.dtype, array.itemsize)
@@ -252,4 +272,10 @@ def _array_leaf(found: Found, array: ArraySource, blocks: bytes) -> Leaf:
         array.itemsize,
         array.block,
         array.requires_grad,
+        on_device=array.on_device is not None,
     )
+
+
+def with_host_digest(leaf: Leaf, blocks: bytes) -> Leaf:
+    """An array whose blocks' fingerprints were made of its bytes on the host."""
+    return msgspec.structs.replace(leaf, digest=fingerprint(blocks), on_device=False)

@@ -35,6 +35,7 @@ class Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
         block: Bytes of the blocks of an array that have fingerprints of their own.
         requires_grad: Of torch's tensors.
         text: The value, shortened, or the error.
+        on_device: Whether ``digest`` was made on the array's device, by another method than on the host.
     """
 
     path: str
@@ -49,6 +50,7 @@ class Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
     block: int = 0
     requires_grad: bool | None = None
     text: str = ""
+    on_device: bool = False
 
 
 class Examine(Payload, frozen=True):
@@ -101,11 +103,12 @@ class Leaves(Payload, frozen=True):
 
 
 class AskBlocks(Payload, frozen=True):
-    """Ask for the fingerprints of blocks: of ``leaves[rank]``, by their numbers."""
+    """Ask for the fingerprints of blocks: of ``leaves[rank]``, by their numbers; ``on_host`` if those of the bytes are needed, also of a device's arrays."""
 
     ticket: int
     lot: int
     leaves: dict[int, tuple[int, ...]]
+    on_host: bool = False
 
 
 class Blocks(Payload, frozen=True):

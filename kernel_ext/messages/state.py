@@ -78,7 +78,7 @@ class ServerNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Status(Payload, frozen=True):
     """Answer to AskStatus; made by the control thread, so it comes even while the rank is busy.
 
-    Memory in bytes; ``cpu`` in seconds of CPU time used so far.
+    Memory in bytes; ``cpu`` in seconds of CPU time used so far; ``links`` as :data:`hvdlab.collectives.planes.links.Links`.
     """
 
     ticket: int
@@ -93,6 +93,7 @@ class Status(Payload, frozen=True):
     pending: tuple[PendingNow, ...] = ()
     servers: tuple[ServerNow, ...] = ()
     device_memory: int = 0
+    links: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -315,6 +315,7 @@ class RankAgent:
             plane=", ".join((self._engine.plane(), *self._engine.device_planes())),
             pending=status.pending_now(self._engine.pending()),
             servers=status.servers_now(self._engine),
+            links=status.links_now(self._engine),
         )
 
     def _stack(self, ticket: int) -> ToPool:

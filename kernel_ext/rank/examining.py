@@ -160,7 +160,7 @@ class Examining:
         if isinstance(question, AskLeaves):
             return examination.some_leaves(question.ticket, question.first)
         if isinstance(question, AskBlocks):
-            return examination.blocks(question.ticket, question.leaves.get(rank, ()))
+            return examination.blocks(question.ticket, question.leaves.get(rank, ()), question.on_host)
         if isinstance(question, Gather):
             return self._gathered(question, examination)
         ranges = question.ranges.get(rank, ())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from types import MappingProxyType
 
 from hvdlab.bindings.framework_hooks import device_memory, loaded
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.request import PendingCollective
+from hvdlab.collectives.planes.links import THROUGH_HOST, Links
 from hvdlab.kernel_ext.payloads import PendingNow, ServerNow, Status
 
 
@@ -21,6 +23,7 @@ def make_status(
     plane: str,
     pending: tuple[PendingNow, ...],
     servers: tuple[ServerNow, ...] = (),
+    links: Links = MappingProxyType({}),
 ) -> Status:
     """The answer to a question for the status; memory is in bytes, ``cpu`` in seconds."""
     rss, pss = memory()
@@ -37,6 +40,7 @@ def make_status(
         plane=plane,
         pending=pending,
         servers=servers,
+        links=dict(links),
     )
 
 
@@ -59,6 +63,14 @@ def memory(process: str = "self") -> tuple[int, int]:
 def current_device() -> str:
     """The device that new arrays of the calling thread go to, ``cpu`` if no framework has begun to use another."""
     return next((device for hooks in loaded() if (device := hooks.current_device())), "cpu")
+
+
+def links_now(engine: Engine) -> Links:
+    """What this rank's CUDA tensors go over to the other ranks, as far as that is known."""
+    if engine.device_planes():
+        return engine.links()
+    others = tuple(rank for rank in engine.ranks() if rank != engine.rank)
+    return {THROUGH_HOST: others} if others and device_memory() else {}
 
 
 def servers_now(engine: Engine) -> tuple[ServerNow, ...]:

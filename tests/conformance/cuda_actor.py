@@ -16,13 +16,13 @@ import fake_cuda
 import fake_nccl
 from conformance.actor import Array, CollectiveActor, PlaneActor
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases, PlaneContext
+from hvdlab.collectives.planes.base import Phases, Plane, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.gpu_plane import GpuPlane
 from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, StreamMark
 from hvdlab.collectives.planes.cuda.plane import CudaPlane
+from hvdlab.collectives.planes.cuda_hosts.plane import CudaHierarchicalPlane
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.nccl.plane import NcclPlane
 
@@ -47,6 +47,17 @@ def fake_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
 def real_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
     """`cuda/nccl` on the first GPU. Where members share it, each needs an ``NCCL_HOSTID`` of its own."""
     return PlaneActor(ThroughNccl(NcclPlane(context), RealMemory()))
+
+
+def fake_hierarchical_actor(target: str, context: PlaneContext) -> CollectiveActor:
+    """`cuda/hierarchical` on hosts with a simulated GPU each."""
+    fake_cuda.install()
+    return PlaneActor(ThroughGpu(CudaHierarchicalPlane(context), FakeMemory()))
+
+
+def real_hierarchical_actor(target: str, context: PlaneContext) -> CollectiveActor:
+    """`cuda/hierarchical` on the first GPU, as if each host had it."""
+    return PlaneActor(ThroughGpu(CudaHierarchicalPlane(context), RealMemory()))
 
 
 class FakeMemory:
@@ -104,7 +115,7 @@ class ThroughGpu(HostPlane):
 
     name: ClassVar[str] = "through-gpu"
 
-    def __init__(self, plane: GpuPlane[Any], memory: FakeMemory) -> None:
+    def __init__(self, plane: Plane, memory: FakeMemory) -> None:
         super().__init__(plane.context)
         self._plane, self._memory = plane, memory
         self._shifts = itertools.cycle((0, 8, 16, 2, 0, 4, 32))
@@ -177,6 +188,10 @@ class ThroughGpu(HostPlane):
     def barrier(self, phases: Phases) -> None:
         self._end(self._plane.start_barrier(phases), [], [])
 
+    @property
+    def gave_up(self) -> bool:
+        return bool(getattr(self._plane, "gave_up", False))
+
     def abort(self) -> None:
         self._plane.abort()
 
@@ -214,16 +229,16 @@ class ThroughGpu(HostPlane):
 
 
 class ThroughNccl(ThroughGpu):
-    """The same with NCCL itself, which keeps a socket of a communicator that is aborted because another member has died.
+    """The same with NCCL itself, which keeps a socket of a communicator that is aborted because another member has died: descriptors may be left."""
 
-    Attributes:
-        gave_up: Whether descriptors may be left for that reason.
-    """
+    _was_aborted = False
 
-    gave_up = False
+    @property
+    def gave_up(self) -> bool:
+        return self._was_aborted
 
     def abort(self) -> None:
-        self.gave_up = True
+        self._was_aborted = True
         super().abort()
 
 

@@ -50,6 +50,12 @@ def plane() -> tuple[bool, str]:
     return hvd().cuda_built(), context.engine().device_plane(0, "cuda")
 
 
+def links() -> dict[str, tuple[int, ...]]:
+    from hvdlab.collectives import context
+
+    return dict(context.engine().links())
+
+
 def total(count: int = 100_000) -> float:
     return float(hvd().allreduce(torch.ones(count, device=GPU), op=hvd().Sum)[-1])
 
@@ -213,6 +219,8 @@ mine: torch.Tensor
 def test_eight_ranks_share_a_gpu(eight: Ranks) -> None:
     assert eight.run(plane, timeout=60) == [(True, "cuda/ipc")] * SIZE
     assert eight.run(total, timeout=60) == [float(SIZE)] * SIZE
+    others = [tuple(rank for rank in range(SIZE) if rank != mine) for mine in range(SIZE)]
+    assert eight.run(links, timeout=60) == [{"same GPU": ranks} for ranks in others]
 
 
 def test_a_collective_is_ordered_behind_the_stream_of_its_thread(eight: Ranks) -> None:

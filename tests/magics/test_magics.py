@@ -41,6 +41,23 @@ def test_memory_that_a_rank_holds_on_gpus_stands_beside_its_device() -> None:
     assert [row[3] for row in StatusTable(rows).cells()] == ["cuda:1, 3.0 GiB", "cuda:1", ""]
 
 
+def test_the_link_of_cuda_tensors_stands_beside_the_planes() -> None:
+    rows = [
+        RankStatus(0, plane="shm, cuda/ipc", links={"NVLink": (1, 2)}),
+        RankStatus(1, plane="shm, cuda/ipc", links={"same GPU": (2,), "NVLink": (0,)}),
+        RankStatus(2, plane="shm", links={"CUDA tensors through the host": (0, 1)}),
+        RankStatus(3, plane="shm, cuda/ipc"),
+    ]
+    assert [row[8] for row in StatusTable(rows).cells()] == [
+        "shm, cuda/ipc (NVLink)",
+        "shm, cuda/ipc (same GPU: 2; NVLink: 0)",
+        "shm (CUDA tensors through the host)",
+        "shm, cuda/ipc",
+    ]
+    assert "links" not in repr(rows[3])
+    assert "links={'NVLink': (1, 2)}" in repr(rows[0])
+
+
 def test_servers_have_a_table_of_their_own_below_the_ranks() -> None:
     """Each once, as the rank tells that knows most of it; only ranks of its host know its memory."""
     alone = StatusTable([RankStatus(0, "a#1")])

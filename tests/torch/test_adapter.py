@@ -87,6 +87,15 @@ def test_complex_tensors_are_refused_with_a_way_out() -> None:
         ADAPTER.dtype(torch.ones(2, dtype=torch.complex64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_floats_of_eight_bits_are_refused_with_a_way_out(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([1.0, -0.0, 448.0]).to(dtype)
+    with pytest.raises(UnsupportedError, match=r"view\(torch\.uint8\).*cast it to bfloat16") as refused:
+        ADAPTER.dtype(tensor)
+    assert str(dtype) in str(refused.value)
+    assert ADAPTER.dtype(tensor.view(torch.uint8)) is DType.U8
+
+
 def test_sparse_and_meta_tensors_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="to_dense"):
         ADAPTER.stage(torch.eye(3).to_sparse())

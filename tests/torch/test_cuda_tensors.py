@@ -105,6 +105,14 @@ def moved() -> list[Any]:
     return [gathered.tolist(), sent.tolist(), gathered.data_ptr() in received]
 
 
+def linked() -> tuple[dict[str, tuple[int, ...]], str]:
+    """What the engine knows, and what it records for the tables of ranks."""
+    from hvdlab.collectives import context
+
+    engine = context.engine()
+    return dict(engine.links()), engine._spans._members[0][2]
+
+
 def capture() -> str:
     from hvdlab import torch as hvd
 
@@ -156,6 +164,12 @@ def test_reductions_work_on_the_memory_of_the_gpu(two: Ranks) -> None:
 
 def test_what_other_threads_allocate_is_made_known_to_the_users_stream(two: Ranks) -> None:
     assert two.run(moved) == [[[[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]], [4.0], True]] * 2
+
+
+def test_what_tensors_go_over_is_known_once_the_ranks_have_met_on_a_gpu(two: Ranks) -> None:
+    two.run(reduced)
+    known = [({"same GPU": (1 - rank,)}, "shm, cuda/ipc (same GPU)") for rank in range(2)]
+    assert two.run(linked) == known
 
 
 def test_gradients_are_averaged_where_they_are(two: Ranks) -> None:

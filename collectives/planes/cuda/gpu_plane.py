@@ -16,6 +16,7 @@ from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed
 from hvdlab.collectives.planes.cuda.gpus import CUDA, CudaBuffer
+from hvdlab.collectives.planes.links import UNKNOWN, Links
 
 
 class MembersOfGpus(Protocol):
@@ -113,6 +114,13 @@ class GpuPlane(Plane, Generic[Joined]):
             if self._aborted:
                 group.stop()
         group.connect(deadline)
+        others = [rank for index, rank in enumerate(self.context.ranks) if index != self.context.index]
+        if others:
+            self.context.on_links(self._links(others))
+
+    def _links(self, others: Sequence[int]) -> Links:
+        """What data goes over between this member's GPU and those of the other ranks, once they have joined."""
+        return {UNKNOWN: tuple(others)}
 
     def _device(self, ordinal: int | None) -> Device:
         """This member's GPU: the one that its first tensor is on; without a tensor, the first GPU that its process uses already."""
@@ -125,14 +133,9 @@ class GpuPlane(Plane, Generic[Joined]):
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> CudaBuffer:
         try:
-            device = self._device(None)
-            buffer = CudaBuffer(0, shape, dtype, self._ordinal)
-            with device:
-                owner = _Memory(device, max(1, buffer.nbytes))
+            return allocated(self._device(None), self._ordinal, shape, dtype)
         except DeviceFailed as error:
             raise PlaneBroken(f"the GPU of this rank: {error}") from error
-        buffer.pointer, buffer.owner = owner.pointer, owner
-        return buffer
 
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> CudaBuffer:
         buffer = self.empty(shape, dtype)
@@ -168,6 +171,25 @@ class _Memory:
 def _free(device: Device, pointer: int) -> None:
     with contextlib.suppress(DeviceFailed), device:  # after a failure all memory of the process is gone
         device.free(pointer)
+
+
+def allocated(device: Device, ordinal: int, shape: tuple[int, ...], dtype: DType) -> CudaBuffer:
+    """Uninitialised memory of a GPU, which is freed when the buffer goes.
+
+    Args:
+        device: The GPU.
+        ordinal: Its number in this process.
+        shape: Extent of each dimension.
+        dtype: Element type.
+
+    Raises:
+        DeviceFailed: The GPU has no memory left.
+    """
+    buffer = CudaBuffer(0, shape, dtype, ordinal)
+    with device:
+        owner = _Memory(device, max(1, buffer.nbytes))
+    buffer.pointer, buffer.owner = owner.pointer, owner
+    return buffer
 
 
 def cuda_buffer(buffer: Buffer) -> CudaBuffer:

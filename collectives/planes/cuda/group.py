@@ -559,6 +559,7 @@ class Worker:
             members=self._members,
             stride=layout.stride,
             times=self._base + layout.times + (place * self._members + self._index) * 16,
+            wide=operation.wide,
         )
 
     def _jobs_of(self, operation: Operation, places: Array64, numbers: Array64) -> tuple[Table, int, int]:
@@ -569,6 +570,7 @@ class Worker:
         key = (
             operation.jobs,
             operation.itemsize,
+            operation.out_itemsize,
             places.tobytes(),
             numbers.tobytes() if operation.numbers else b"",
         )
@@ -593,6 +595,7 @@ class Worker:
             Inputs(starts[0] + places[:, :, 1], starts[1] + places[:, :, 3], numbers.astype(np.int64))
         )
         begins, counts = share(jobs.counts, self._part, self._parts, operation.itemsize)
-        offsets = (begins * operation.itemsize).astype(np.uint64)[:, np.newaxis]
-        addresses = np.concatenate((jobs.ins + offsets, jobs.outs + offsets), axis=1)
+        read = (begins * operation.itemsize).astype(np.uint64)[:, np.newaxis]
+        written = (begins * operation.out_itemsize).astype(np.uint64)[:, np.newaxis]
+        addresses = np.concatenate((jobs.ins + read, jobs.outs + written), axis=1)
         return table_of(counts, addresses, operation.itemsize), jobs.ins.shape[1], jobs.outs.shape[1]

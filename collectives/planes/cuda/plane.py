@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import segment
-from hvdlab.collectives.planes.base import Phases, PlaneBroken
+from hvdlab.collectives.planes.base import Phases, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.cuda.board import TENSORS, BoardLayout
@@ -18,7 +18,9 @@ from hvdlab.collectives.planes.cuda.device import Device
 from hvdlab.collectives.planes.cuda.gpu_plane import GpuPlane, cuda_buffer
 from hvdlab.collectives.planes.cuda.group import Group
 from hvdlab.collectives.planes.cuda.jobs import MOST_ADDRESSES
+from hvdlab.collectives.planes.cuda.links import links_between
 from hvdlab.collectives.planes.cuda.operation import (
+    WIDE,
     AllgatherJobs,
     AllreduceJobs,
     AlltoallJobs,
@@ -26,6 +28,7 @@ from hvdlab.collectives.planes.cuda.operation import (
     Operation,
     ReducescatterJobs,
 )
+from hvdlab.collectives.planes.links import Links
 
 
 class CudaPlane(GpuPlane[Group]):
@@ -40,6 +43,11 @@ class CudaPlane(GpuPlane[Group]):
     name: ClassVar[str] = "cuda/ipc"
     most_members: ClassVar[int] = MOST_ADDRESSES // 2
 
+    def __init__(self, context: PlaneContext) -> None:
+        super().__init__(context)
+        #: The UUIDs of the members' GPUs, by position.
+        self._identities: list[str] = []
+
     # -- joining ----------------------------------------------------------------------------------------------------
 
     def _join(self, device: Device, deadline: float) -> Group:
@@ -51,7 +59,7 @@ class CudaPlane(GpuPlane[Group]):
         me, store = self.context, self.context.store
         assert store is not None, "a group of the engine has a store"
         store.set(f"gpu/{me.index}", device.identity.encode())
-        identities = [
+        identities = self._identities = [
             store.get(f"gpu/{i}", max(0.0, deadline - time.monotonic())).decode() for i in range(me.size)
         ]
         beyond = [r for r, there in zip(me.ranks, identities, strict=True) if not device.reaches(there)]
@@ -63,6 +71,11 @@ class CudaPlane(GpuPlane[Group]):
         if me.options.get("workers") == "all":
             return list(range(me.size))
         return sorted({identities.index(identity) for identity in identities})
+
+    def _links(self, others: Sequence[int]) -> Links:
+        me = self.context.index
+        identities = [identity for index, identity in enumerate(self._identities) if index != me]
+        return links_between(self._identities[me], identities, others)
 
     def _memory(self, deadline: float) -> mmap.mmap:
         me = self.context
@@ -95,6 +108,32 @@ class CudaPlane(GpuPlane[Group]):
         postscale: float,
         phases: Phases,
     ) -> Completion | None:
+        return self._allreduce(ins, outs, dtype, op, prescale, postscale, phases, wide=False)
+
+    def start_sums(
+        self,
+        ins: Sequence[Buffer],
+        outs: Sequence[Buffer],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        phases: Phases,
+    ) -> Completion | None:
+        """As :meth:`start_allreduce`, but the results of f16 and bf16 are left in float32, of which ``outs`` are then: another plane goes on adding."""
+        return self._allreduce(ins, outs, dtype, op, prescale, 1.0, phases, wide=dtype in WIDE)
+
+    def _allreduce(
+        self,
+        ins: Sequence[Buffer],
+        outs: Sequence[Buffer],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+        *,
+        wide: bool,
+    ) -> Completion | None:
         started = time.monotonic_ns()
         pairs = [(cuda_buffer(i), cuda_buffer(o)) for i, o in zip(ins, outs, strict=True) if i.nbytes]
         last: Completion | None = None
@@ -109,6 +148,7 @@ class CudaPlane(GpuPlane[Group]):
                     op=op,
                     prescale=prescale,
                     postscale=postscale,
+                    wide=wide,
                 ),
                 phases,
                 started,

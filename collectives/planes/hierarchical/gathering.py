@@ -59,12 +59,12 @@ class Gathering:
     def place(self, gathered: HostArray, out: HostArray) -> None:
         """Copy the pieces, by column and host, to where the members' parts belong."""
         at = 0
-        for begin, end, start in self._moves():
+        for begin, end, start in self.moves():
             length = end - begin
             out[start : start + length] = gathered[at : at + length]
             at += length
 
-    def _moves(self) -> Iterator[tuple[int, int, int]]:
+    def moves(self) -> Iterator[tuple[int, int, int]]:
         """Begin and end within a host's block, and start in the output, in the order of the gathered pieces."""
         starts = [0, *accumulate(self.sizes)]
         for column in range(self.topology.columns):

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives import fingerprint
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
     import numpy as np
     import numpy.typing as npt
 
     Bytes = npt.NDArray[np.uint8]
+
+
+class OnDevice(Protocol):
+    """What is found out about an array's elements on the device that they are on, without moving them."""
+
+    def fingerprints(self) -> bytes:
+        """A fingerprint of :data:`~hvdlab.collectives.fingerprint.SIZE` bytes for each block, one behind the other; equal ones mean equal bytes.
+
+        They are made by another method than on the host, so one may only be compared with one that a device has made.
+        """
+        ...
+
+    def not_finite(self) -> tuple[int, int] | None:
+        """How many of the elements are NaN, and how many infinite; ``None`` if that takes a look at them on the host."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +42,8 @@ class ArraySource:
         nbytes: Of all elements.
         itemsize: Bytes of one.
         read: ``read(offset, length)``: these bytes, without a copy if they are in this process's memory.
+        on_device: Works on the elements where they are; ``None`` if it is as well to read them. Whether there is one depends on the kind of
+            device and ``nbytes`` only, so it is the same on all ranks for arrays that are alike in these.
     """
 
     dtype: str
@@ -34,11 +53,22 @@ class ArraySource:
     nbytes: int
     itemsize: int
     read: Callable[[int, int], Bytes]
+    on_device: OnDevice | None = None
 
     @property
     def block(self) -> int:
         """Bytes of a block with a fingerprint of its own; whole elements."""
         return max(1, fingerprint.BLOCK // self.itemsize) * self.itemsize
+
+    def fingerprints(self, pool: ThreadPoolExecutor | None = None) -> bytes:
+        """The fingerprints of the blocks, one behind the other: those of the device if it makes any, else those of the bytes.
+
+        Args:
+            pool: Threads among which blocks that are read are divided.
+        """
+        if self.on_device is not None:
+            return self.on_device.fingerprints()
+        return fingerprint.of_blocks(self.nbytes, self.read, block=self.block, pool=pool)
 
 
 def numpy_source(

@@ -54,9 +54,8 @@ class TorchAdapter:
             return DTYPES[tensor.dtype]
         except KeyError:
             known = ", ".join(dtype.label for dtype in DType)
-            hint = " Send torch.view_as_real(tensor) instead." if tensor.is_complex() else ""
             raise UnsupportedError(
-                f"Collectives take {known}; this tensor is {tensor.dtype}.{hint}"
+                f"Collectives take {known}; this tensor is {tensor.dtype}.{_way_out(tensor)}"
             ) from None
 
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -115,6 +114,17 @@ class TorchAdapter:
 
     def received_splits(self, counts: tuple[int, ...]) -> torch.Tensor:
         return torch.tensor(counts, dtype=torch.int32)
+
+
+def _way_out(tensor: torch.Tensor) -> str:
+    """What to do with a tensor whose dtype the core does not know, as a further sentence; empty if there is nothing to say."""
+    if tensor.is_complex():
+        return " Send torch.view_as_real(tensor) instead."
+    if (
+        tensor.is_floating_point() and tensor.element_size() == 1
+    ):  # sums would be rounded to three bits, or to two
+        return " Send tensor.view(torch.uint8) where it is only moved; cast it to bfloat16 or float32 to reduce it."
+    return ""
 
 
 class CudaTensors:

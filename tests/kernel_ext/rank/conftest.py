@@ -93,6 +93,9 @@ class FakeEngine:
     def plane(self, process_set: int = 0) -> str:
         return "shm"
 
+    def links(self, process_set: int = 0) -> dict[str, tuple[int, ...]]:
+        return {"same GPU": (1,)}
+
     def device_planes(self, process_set: int = 0) -> tuple[str, ...]:
         return ("fake/thread",)
 

@@ -43,6 +43,7 @@ def test_status_of_an_idle_rank(rank: Rank) -> None:
         assert status.cpu > 0
         assert status.threads >= threading.active_count() - 1
         assert (status.device, status.plane) == ("cpu", "shm, fake/thread")
+        assert status.links == {"same GPU": (1,)}
 
     rank.play(script)
 

@@ -7,11 +7,13 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from hvdlab.bindings import word_sums
 from hvdlab.bindings.array_source import ArraySource
 from hvdlab.bindings.framework_hooks import FrameworkHooks, NotOurs, Part, is_instance_type
+from hvdlab.collectives import fingerprint
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -27,6 +29,9 @@ _MODULE_OWN = frozenset(
 
 
 _AUTOCAST = ("cpu", "cuda")
+
+# The types whose NaNs and infinities a GPU may count. Of others the host says whether they have any.
+_FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 # The files in which torch switches gradients and autocast off and on again around a caller's code. None of that code holds
 # off an interrupt between two of its instructions, so the interrupted thread would go on without gradients.
@@ -254,15 +259,84 @@ def _of_tensor(tensor: Any) -> ArraySource | None:
         part: Bytes = raw[offset : offset + length].cpu().numpy()
         return part
 
+    nbytes = int(raw.numel())
     return ArraySource(
         str(tensor.dtype).removeprefix("torch."),
         tuple(tensor.shape),
         str(tensor.device),
         bool(tensor.requires_grad),
-        int(raw.numel()),
+        nbytes,
         max(1, int(plain.element_size())),
         read,
+        TensorOnDevice(raw, plain) if _works_on(tensor.device) and nbytes >= word_sums.LEAST else None,
     )
+
+
+def _works_on(device: Any) -> bool:
+    """Whether what is found out about elements is worked out on this device, and not on the host."""
+    return bool(device.type == "cuda")
+
+
+class TensorOnDevice:
+    """See :class:`~hvdlab.bindings.array_source.OnDevice`. If the device has no memory left for it, blocks are worked on on the host, in the same way.
+
+    Args:
+        raw: The bytes, in one dimension.
+        elements: The same memory as elements.
+    """
+
+    def __init__(self, raw: Any, elements: Any) -> None:
+        self._raw, self._elements = raw, elements
+
+    def fingerprints(self) -> bytes:
+        return word_sums.fingerprints(self._worked_out(self._sums))
+
+    def not_finite(self) -> tuple[int, int] | None:
+        torch: Any = sys.modules["torch"]
+        if self._elements.dtype not in {getattr(torch, name) for name in _FLOATING}:
+            return None
+        nans, infs = self._worked_out(self._odd).tolist()
+        return nans, infs
+
+    def _worked_out(self, work: Callable[[Any], Any]) -> Any:
+        torch: Any = sys.modules["torch"]
+        try:
+            return work(self._raw.device).cpu().numpy()
+        except torch.cuda.OutOfMemoryError:
+            return work(torch.device("cpu")).numpy()
+
+    def _sums(self, device: Any) -> Any:
+        """A row of sums for each block. All memory that it needs is allocated once, about 20 MiB."""
+        torch: Any = sys.modules["torch"]
+        rows, columns, sets = word_sums.ROWS, word_sums.COLUMNS, word_sums.SETS
+        weights = torch.from_numpy(word_sums.weights(rows, columns).copy()).to(device)
+        of_words, of_halves = weights[:, :columns], weights[:, columns:]
+        parts = self._raw.split(fingerprint.BLOCK)
+        block = torch.empty(fingerprint.BLOCK, dtype=torch.uint8, device=device)
+        words = torch.empty((rows, columns), dtype=torch.int64, device=device)
+        products = torch.empty_like(words)
+        of_rows = torch.empty((sets, rows), dtype=torch.int64, device=device)
+        sums = torch.empty((len(parts), sets), dtype=torch.int64, device=device)
+        for number, part in enumerate(parts):
+            block[: part.numel()].copy_(part)  # wherever a tensor begins, a block's words are aligned
+            block[part.numel() :].zero_()
+            words.copy_(block.view(torch.int32).view(rows, columns))
+            for one in range(sets):
+                torch.mul(words, of_words[one], out=products)
+                torch.sum(products, 1, out=of_rows[one])
+            halves = torch.cat((of_rows & 0xFFFFFFFF, of_rows >> 32), 1)
+            torch.sum(halves * of_halves, 1, out=sums[number])
+        return sums
+
+    def _odd(self, device: Any) -> Any:
+        """How many elements are NaN, and how many infinite."""
+        torch: Any = sys.modules["torch"]
+        counts = torch.zeros(2, dtype=torch.int64, device=device)
+        for part in self._elements.split(max(1, fingerprint.BLOCK // self._elements.element_size())):
+            here = part.to(device)
+            nans = here.isnan().sum()
+            counts += torch.stack((nans, here.isfinite().logical_not().sum() - nans))
+        return counts
 
 
 def _of_storage(storage: Any) -> ArraySource | None:

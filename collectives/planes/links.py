@@ -1,0 +1,33 @@
+"""What CUDA tensors travel over between this rank's GPU and those of others, in words. Only what was asked of the driver is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hvdlab.collectives.errors import compact_ranks
+
+Links = Mapping[str, tuple[int, ...]]
+"""The ranks that are reached by each kind of link, one of the words below. Empty as long as no rank was reached."""
+
+SAME_GPU = "same GPU"
+NVLINK = "NVLink"
+PCIE = "PCIe"
+PEER = "peer access, link unknown"
+"""The GPUs read each other's memory; what is between them can't be found out."""
+UNKNOWN = "link unknown"
+NETWORK = "network, through the host"
+THROUGH_HOST = "CUDA tensors through the host"
+"""There is no plane for CUDA tensors: they are copied to the host and back."""
+
+
+def links_text(links: Links) -> str:
+    """``NVLink`` if all ranks are reached by it, else which are: ``same GPU: 1; NVLink: 2-3``."""
+    if len(links) == 1:
+        return next(iter(links))
+    return "; ".join(f"{link}: {compact_ranks(ranks)}" for link, ranks in links.items())
+
+
+def planes_text(planes: Iterable[str], links: Links) -> str:
+    """The planes of a process set, those for devices last, with what the last one's data goes over: ``shm, cuda/ipc (NVLink)``."""
+    text = ", ".join(filter(None, planes))
+    return f"{text} ({links_text(links)})" if links else text

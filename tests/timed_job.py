@@ -282,7 +282,7 @@ class TimedJob:
                 self._awake = False
                 self._one_round()
             elif isinstance(what, FromRelay):
-                self._inbox.append((self._relays.take(what.relay, what.message), size))
+                self._inbox.append((self._relays.received(what.relay, what.message), size))
                 self._wake()
             else:
                 assert isinstance(what, PeerConnected | Received | PeerLost | Tick)

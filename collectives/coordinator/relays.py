@@ -48,7 +48,7 @@ class Relays:
         """A relay is connected. ``relay`` is not 0, and never used again."""
         self._relays[relay] = _Relay()
 
-    def take(self, relay: int, message: From | Lost) -> list[Event]:
+    def received(self, relay: int, message: From | Lost) -> list[Event]:
         """What has happened, from what a relay says. The caller checks that the tokens of those that introduce themselves are valid.
 
         Raises:

@@ -270,6 +270,23 @@ def test_those_that_wait_for_the_world_do_without_one_that_can_not_be_started() 
     assert done[:2] == [e.Expect((0,)), e.Tell(2, "exit code 1")]
 
 
+def test_one_that_was_let_go_and_can_not_be_started_is_waited_for_no_more() -> None:
+    """Its host may be listed with fewer slots while the launcher tries in vain to start the host's agent."""
+    job = Job(start=3)
+    job.hosts(a=1, b=2)
+    job.come(0)
+    job.hosts(a=1, b=1)
+    assert job.told == [2]
+    for rank in (1, 2):
+        del job.running[rank]
+    done = job(e.Unstartable((1, 2), "no route to b"))
+    assert [effect for effect in done if isinstance(effect, e.Expect)][-1] == e.Expect((0,))
+    assert job.said[-1] == "rank 2 has left b"
+    assert job.machine.living == (0,)
+    job.end(0)
+    assert job.code == 0
+
+
 def test_too_few_hosts() -> None:
     job = Job(least=2)
     job.hosts(a=1, b=1)

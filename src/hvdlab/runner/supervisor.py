@@ -202,7 +202,8 @@ class Supervisor:
                 self._effects += [e.Tell(rank, text) for rank in failed if self.ranks[rank].joined]
                 self._effects.append(e.Expect(self.living))
                 self._grow(now)
-                return
+                # Those that were let go meanwhile have ended with them, and else the others would wait for them for ever.
+                ranks = tuple(rank for rank in ranks if self.ranks[rank].released)
         for rank in ranks:
             self._exited(rank, Outcome(1, text=text), now)
 

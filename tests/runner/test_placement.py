@@ -177,6 +177,24 @@ def test_a_lost_host_after_the_limit_of_resets_ends_what_has_too_few_ranks() -> 
     assert job.code == 1
 
 
+def test_ranks_that_leave_do_not_count_once_no_others_can_come() -> None:
+    """Those that stay would wait for a rank in the place of the lost one, and the one that leaves with them."""
+    job = Job(least=2, resets=0)
+    job.hosts(a=1, b=1, c=1)
+    job.come(0, 1, 2)
+    job.hosts(a=1, b=1)
+    assert job.told == [2]
+    job.end(1, Outcome(9))
+    assert (
+        job.said[-1] == "1 rank stays, --min-np is 2, and no rank is started anew any more (--reset-limit 0)"
+    )
+    job(e.Tick(), 2.0)
+    assert job.machine.phase is Phase.ENDING
+    for rank in (0, 2):
+        job.end(rank, Outcome(0, signal.SIGTERM))
+    assert job.code == 9
+
+
 def test_a_lost_host_is_put_aside_and_what_was_there_goes_elsewhere() -> None:
     job = Job()
     job.hosts(a=1, b=2, c=1)

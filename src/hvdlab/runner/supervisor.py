@@ -225,7 +225,10 @@ class Supervisor:
         if spent:
             self._settled = True
             least = self.policy.min_ranks or 1
-            if len(self.living) < least and not self._is_over:
+            # Those that were let go leave, or wait with the others for ranks in their place: none will come.
+            stay = [living for living in self.living if not self.ranks[living].released]
+            if len(stay) < least and not self._is_over:
+                self._effects.append(e.Say(self._too_few(len(stay), least)))
                 return False
             self._effects.append(e.Say(f"rank {rank}: {outcome}; going on without it"))
         else:
@@ -239,6 +242,12 @@ class Supervisor:
         self._effects.append(e.Expect(self.living))
         self._grow(now)
         return True
+
+    def _too_few(self, stay: int, least: int) -> str:
+        """Why the job ends with the loss of a rank once the restarts are spent."""
+        number = f"{stay} rank" + (" stays" if stay == 1 else "s stay")
+        limit = self.policy.reset_limit
+        return f"{number}, --min-np is {least}, and no rank is started anew any more (--reset-limit {limit})"
 
     def _failed_to_join(self, rank: int, host: str, outcome: Outcome) -> None:
         """A rank has ended on this host before it had joined. Once that may be by chance, as when its cable is pulled just then."""

@@ -201,6 +201,8 @@ class Supervisor:
                 # Those that have never joined are no members that have died: ranks that wait for them need not fail.
                 self._effects += [e.Tell(rank, text) for rank in failed if self.ranks[rank].joined]
                 self._effects.append(e.Expect(self.living))
+                # But they may have connected, and the connection of such a one would keep out the process that is started in its place.
+                self._effects += [e.Tell(rank, text) for rank in failed if not self.ranks[rank].joined]
                 self._grow(now)
                 # Those that were let go meanwhile have ended with them, and else the others would wait for them for ever.
                 ranks = tuple(rank for rank in ranks if self.ranks[rank].released)

@@ -177,6 +177,24 @@ def test_a_lost_host_after_the_limit_of_resets_ends_what_has_too_few_ranks() -> 
     assert job.code == 1
 
 
+def test_ranks_that_leave_do_not_count_once_no_others_can_come() -> None:
+    """Those that stay would wait for a rank in the place of the lost one, and the one that leaves with them."""
+    job = Job(least=2, resets=0)
+    job.hosts(a=1, b=1, c=1)
+    job.come(0, 1, 2)
+    job.hosts(a=1, b=1)
+    assert job.told == [2]
+    job.end(1, Outcome(9))
+    assert (
+        job.said[-1] == "1 rank stays, --min-np is 2, and no rank is started anew any more (--reset-limit 0)"
+    )
+    job(e.Tick(), 2.0)
+    assert job.machine.phase is Phase.ENDING
+    for rank in (0, 2):
+        job.end(rank, Outcome(0, signal.SIGTERM))
+    assert job.code == 9
+
+
 def test_a_lost_host_is_put_aside_and_what_was_there_goes_elsewhere() -> None:
     job = Job()
     job.hosts(a=1, b=2, c=1)
@@ -265,9 +283,26 @@ def test_those_that_wait_for_the_world_do_without_one_that_can_not_be_started() 
     job.hosts(a=1, b=1, c=1)
     del job.running[1]
     done = [x for x in job(e.Unstartable((1,), "no route to b")) if isinstance(x, e.Tell | e.Expect)]
-    assert done == [e.Expect((0, 2))]
+    assert done == [e.Expect((0, 2)), e.Tell(1, "no route to b")]  # it may have connected
     done = [x for x in job.end(2, Outcome(1)) if isinstance(x, e.Tell | e.Expect)]
     assert done[:2] == [e.Expect((0,)), e.Tell(2, "exit code 1")]
+
+
+def test_one_that_was_let_go_and_can_not_be_started_is_waited_for_no_more() -> None:
+    """Its host may be listed with fewer slots while the launcher tries in vain to start the host's agent."""
+    job = Job(start=3)
+    job.hosts(a=1, b=2)
+    job.come(0)
+    job.hosts(a=1, b=1)
+    assert job.told == [2]
+    for rank in (1, 2):
+        del job.running[rank]
+    done = job(e.Unstartable((1, 2), "no route to b"))
+    assert [effect for effect in done if isinstance(effect, e.Expect)][-1] == e.Expect((0,))
+    assert job.said[-1] == "rank 2 has left b"
+    assert job.machine.living == (0,)
+    job.end(0)
+    assert job.code == 0
 
 
 def test_too_few_hosts() -> None:

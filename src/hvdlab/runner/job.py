@@ -66,6 +66,8 @@ class JobRun:
         #: Host of each rank, where the launcher has reported it.
         self._hosts: dict[int, str] = {}
         self._table = HostTable(job.cooldown, job.source_name) if job.source is not None else None
+        #: Which hosts there are, if that has changed and the supervisor does not know yet.
+        self._changed: e.Hosts | None = None
         self._news = News()
         self._client: Client | None = None
         self._starter: Starter | None = None
@@ -232,6 +234,11 @@ class JobRun:
                 self._handle(posted)
 
     def _on_host_event(self, event: HostEvent) -> None:
+        self._enter(event)
+        self._handle_hosts()
+
+    def _enter(self, event: HostEvent) -> None:
+        """Have the table of hosts take an event; the supervisor does not learn yet what that changes."""
         if self._table is None:
             return
         for effect in self._table.handle(event, time.monotonic()):
@@ -239,13 +246,25 @@ class JobRun:
                 case SayOfHosts(text):
                     self._say(text)
                 case HostsChanged(slots, aside):
-                    self._handle(e.Hosts(slots, aside))
+                    self._changed = e.Hosts(slots, aside)
 
     # -- effects ----------------------------------------------------------------------------------------------------------
 
     def _handle(self, event: e.Event) -> None:
         for effect in self._supervisor.handle(event, time.monotonic()):
             self._do(effect)
+        self._handle_hosts()
+
+    def _handle_hosts(self) -> None:
+        """Let the supervisor know which hosts there are now.
+
+        Hosts that its effects put aside change that, too, but only once all effects are carried out: what the supervisor wants in
+        answer would else overtake those that are left, and an older Expect would undo a newer one.
+        """
+        while (changed := self._changed) is not None:
+            self._changed = None
+            for effect in self._supervisor.handle(changed, time.monotonic()):
+                self._do(effect)
 
     def _do(self, effect: e.Effect) -> None:
         match effect:
@@ -274,7 +293,7 @@ class JobRun:
             case e.HostFailed(host, reason, hangs):
                 if hangs and isinstance(self._starter, PlacingStarter):
                     self._starter.give_up(host)
-                self._on_host_event(HostFailed(host, reason))
+                self._enter(HostFailed(host, reason))
             case e.Tell() | e.Expect() | e.Release():
                 self._tell(effect)
 

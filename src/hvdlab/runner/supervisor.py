@@ -201,8 +201,11 @@ class Supervisor:
                 # Those that have never joined are no members that have died: ranks that wait for them need not fail.
                 self._effects += [e.Tell(rank, text) for rank in failed if self.ranks[rank].joined]
                 self._effects.append(e.Expect(self.living))
+                # But they may have connected, and the connection of such a one would keep out the process that is started in its place.
+                self._effects += [e.Tell(rank, text) for rank in failed if not self.ranks[rank].joined]
                 self._grow(now)
-                return
+                # Those that were let go meanwhile have ended with them, and else the others would wait for them for ever.
+                ranks = tuple(rank for rank in ranks if self.ranks[rank].released)
         for rank in ranks:
             self._exited(rank, Outcome(1, text=text), now)
 
@@ -224,7 +227,10 @@ class Supervisor:
         if spent:
             self._settled = True
             least = self.policy.min_ranks or 1
-            if len(self.living) < least and not self._is_over:
+            # Those that were let go leave, or wait with the others for ranks in their place: none will come.
+            stay = [living for living in self.living if not self.ranks[living].released]
+            if len(stay) < least and not self._is_over:
+                self._effects.append(e.Say(self._too_few(len(stay), least)))
                 return False
             self._effects.append(e.Say(f"rank {rank}: {outcome}; going on without it"))
         else:
@@ -238,6 +244,12 @@ class Supervisor:
         self._effects.append(e.Expect(self.living))
         self._grow(now)
         return True
+
+    def _too_few(self, stay: int, least: int) -> str:
+        """Why the job ends with the loss of a rank once the restarts are spent."""
+        number = f"{stay} rank" + (" stays" if stay == 1 else "s stay")
+        limit = self.policy.reset_limit
+        return f"{number}, --min-np is {least}, and no rank is started anew any more (--reset-limit {limit})"
 
     def _failed_to_join(self, rank: int, host: str, outcome: Outcome) -> None:
         """A rank has ended on this host before it had joined. Once that may be by chance, as when its cable is pulled just then."""

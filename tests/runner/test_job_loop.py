@@ -1,0 +1,103 @@
+"""What the launcher's loop does with events, without processes; the clock is the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from hvdlab.launch.host_source import HostSource
+from hvdlab.launch.host_table import Found
+from hvdlab.runner import events as e
+from hvdlab.runner import job as job_module
+from hvdlab.runner.job import JobRun
+from hvdlab.runner.news import Posted
+from hvdlab.runner.plan import Job
+
+
+class Loop:
+    """A job with up to three ranks whose hosts come and go, and what it has its client and its starter do."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        patch.setattr(job_module, "time", self)
+        self.expected: list[tuple[int, ...]] = []
+        self.started: list[tuple[str, tuple[int, ...]]] = []
+        given = Job(("train",), 1, (), min_ranks=1, max_ranks=3, source=HostSource(), cooldown=(10.0, 600.0))
+        self.run = JobRun(given, _NoSink(), lambda text: None)
+        self.run._client = SimpleNamespace(  # type: ignore[assignment]  # stands in for a Client
+            expect=lambda ranks: self.expected.append(tuple(ranks)),
+            release=lambda ranks: None,
+            rank_lost=lambda rank, pid, reason: None,
+        )
+        self.run._starter = _Starter(self.started)
+
+    def monotonic(self) -> float:
+        """The clock that the loop reads."""
+        return self.now
+
+    def take(self, *posted: Posted) -> None:
+        for event in posted:
+            self.run._take(event)
+
+    def come(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.take(e.Spawned(rank, 100 + rank), e.Connected(rank))
+
+
+class _Starter:
+    """Records what is started where; nothing runs."""
+
+    def __init__(self, started: list[tuple[str, tuple[int, ...]]]) -> None:
+        self._started = started
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        raise AssertionError("a job whose hosts come and go says where ranks are started")
+
+    def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
+        self._started.append((host, tuple(ranks)))
+
+    def give_up(self, host: str) -> None:
+        pass
+
+    def signal(self, rank: int, number: int) -> None:
+        pass
+
+    def place(self, rank: int, size: int) -> None:
+        return None
+
+    def close(self, timeout: float) -> None:
+        pass
+
+
+class _NoSink:
+    """Takes no output, since there is none."""
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        raise AssertionError("no rank runs that could write")
+
+    def ended(self, rank: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    made = Loop(monkeypatch)
+    yield made
+    made.run._news.close()
+
+
+def test_what_is_expected_last_are_the_ranks_that_there_are(loop: Loop) -> None:
+    """A host fails just as another one may be tried again: the table of hosts says so amid the effects of the failure."""
+    loop.take(Found({"a": 1, "b": 1, "c": 1}))
+    loop.come(0, 1, 2)
+    loop.take(e.Unstartable((1,), "the connection to b is lost"))
+    assert loop.expected[-1] == (0, 2)
+    loop.now = 10.0
+    loop.take(e.Unstartable((2,), "the connection to c is lost"))
+    assert loop.started[-1] == ("b", (1,))
+    assert loop.expected[-1] == (0, 1), "rank 1 would be refused"

@@ -221,7 +221,7 @@ def one_relay(chance: random.Random) -> None:
         with contextlib.suppress(ProtocolError):
             for effect in state.handle(event, now):
                 if isinstance(effect, relay.SendUp) and isinstance(effect.message, m.From | m.Lost):
-                    root.take(1, effect.message)
+                    root.received(1, effect.message)
                 elif isinstance(effect, relay.CloseConnection):
                     assert effect.connection <= connection
     root.lose(1, "the end")

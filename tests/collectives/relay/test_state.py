@@ -83,7 +83,7 @@ class Tree:
                 said = decode_from_relay(payload)
                 assert isinstance(said, m.From | m.Lost)
                 self.frames.append(said)
-                self.events += self.root.take(TOP, said)
+                self.events += self.root.received(TOP, said)
             else:
                 self.up[relay].append(payload)
         elif isinstance(effect, SendDown):
@@ -390,7 +390,7 @@ def test_the_coordinator_refuses_what_makes_no_sense(message: m.From) -> None:
     root = Relays(itertools.count(1).__next__)
     root.open(TOP)
     with pytest.raises(ProtocolError):
-        root.take(TOP, message)
+        root.received(TOP, message)
 
 
 @pytest.mark.parametrize(

@@ -335,8 +335,8 @@ def _other_errors() -> list[str]:
                 kinds.append(type(error))
         if kinds and kinds[0] is not None and not (kinds[1] is not None and issubclass(kinds[1], kinds[0])):
             found.append(f"{name}: {kinds[1]} in place of {kinds[0]}")
-    for group in (_GROUPS["gloo"], dist.group.WORLD):
-        dist.barrier(group=group)
+    # Not with Gloo: its barrier raises the error of the call before it as long as a thread of Gloo's has not let go of that.
+    dist.barrier()
     return found
 
 

@@ -68,7 +68,8 @@ def tensor_of(data: bytes, dtype: torch.dtype, layout: str) -> torch.Tensor:
         return shifted.view(dtype)[1:]
     found = raw.view(dtype)
     if layout == "transposed":
-        return found.reshape(2, -1).t().contiguous().t()
+        rows = 1 if found.numel() % 2 else 2
+        return found.reshape(rows, -1).t().contiguous().t()
     return found.conj() if layout == "conjugated" and dtype.is_complex else found
 
 

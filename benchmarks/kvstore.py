@@ -1,11 +1,11 @@
 """Key-value stores of several workers with hvdlab and with MXNet's parameter servers, alternating, on the same machine.
 
     make mxnet                                                                # once: an environment with MXNet 1.9.1
-    out/mxnet/bin/python benchmarks/kvstore.py --json benchmarks/results/kvstore.json    # about five minutes
+    out/mxnet/bin/python benchmarks/kvstore.py --json benchmarks/results/kvstore.json    # about four minutes
 
 Both run on the interpreter that this is called with, which needs MXNet for the comparison; without one only hvdlab is measured.
-``pushpull`` is timed with two workers, pushes with four. Printed are medians over all turns, and hvdlab's time by MXNet's (below 1
-hvdlab is quicker) or, for pushes, its rate by MXNet's (above 1 it is quicker). ``memcpy`` is the time of one copy of as many bytes.
+``pushpull`` is timed with two workers, pushes with four, and ``local`` and ``device`` in one process. Printed are medians over all turns, and hvdlab's time by MXNet's (below 1
+hvdlab is quicker) or, for pushes and compression, its rate by MXNet's (above 1 it is quicker). ``memcpy`` is the time of one copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ import numpy as np
 SIZES = {"4 KiB": 1 << 12, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
 TIMES = {1 << 12: 200, 1 << 20: 40, 1 << 24: 6, 1 << 26: 3}
 KEYS, KEY_ELEMENTS, PUSH_ROUNDS = 100, 1 << 14, 5
+ARRAYS, ARRAY_BYTES = 4, 1 << 24
+"""What one process pushes at a time."""
 MOMENTUM = 0.9
 
 
@@ -42,7 +45,7 @@ class Hvdlab:
         from hvdlab import kvstore
 
         self.create, self.sgd = kvstore.create, kvstore.optimizer.SGD
-        self.array = np.ones
+        self.array: Any = partial(np.ones, dtype=np.float32)  # as MXNet's arrays are
 
     def wait(self, array: Any) -> None:
         """What was pulled is there."""
@@ -110,11 +113,42 @@ def time_pushes(library: Hvdlab | Mxnet) -> dict[str, float]:
     return {f"dist_async, {KEYS} keys of {KEY_ELEMENTS * 4 >> 10} KiB, pushes/s": statistics.median(samples)}
 
 
+def time_one_process(library: Hvdlab | Mxnet) -> dict[str, float]:
+    """Median milliseconds of a push of four arrays and a pull into them; and with compression the gigabytes of gradients per second."""
+    found = {}
+    shape = (ARRAY_BYTES // 4,)
+    arrays, outs = ([library.array(shape) for _ in range(ARRAYS)] for _ in range(2))
+    for kind, compressed in (("local", False), ("device", False), ("device", True)):
+        store = library.create(kind)
+        if compressed:
+            store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        store.init(0, library.array(shape))
+        samples = []
+        for number in range(TIMES[ARRAY_BYTES] + 2):
+            start = time.perf_counter()
+            store.push(0, arrays)
+            store.pull(0, out=outs)
+            for out in outs:
+                library.wait(out)
+            if number >= 2:
+                samples.append(time.perf_counter() - start)
+        seconds = statistics.median(samples)
+        if compressed:
+            found[f"{kind}, 2bit, {ARRAYS} arrays of {ARRAY_BYTES >> 20} MiB, GB/s"] = (
+                ARRAYS * ARRAY_BYTES / seconds / 1e9
+            )
+        else:
+            found[f"{kind}, {ARRAYS} arrays of {ARRAY_BYTES >> 20} MiB"] = 1e3 * seconds
+    return found
+
+
 def work(name: str, what: str) -> None:
     """A worker's part; the one of rank 0 prints what it measured."""
     library = Hvdlab() if name == "hvdlab" else Mxnet()
     # One store for each job: MXNet's servers end with the first that is given up.
-    if what == "pushes":
+    if what == "one process":
+        found = time_one_process(library)
+    elif what == "pushes":
         found = time_pushes(library)
     elif what == "updates":
         found = time_pushpulls(library, ", SGD with momentum", optimizer=True)
@@ -188,6 +222,15 @@ def run_mxnet(workers: int, servers: int, what: str) -> dict[str, float]:
     return result_of("\n".join(outputs))
 
 
+def run_alone(name: str) -> dict[str, float]:
+    """One process without others."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command(name, "one process"), env=environment, capture_output=True, text=True, check=True, timeout=90
+    )
+    return result_of(done.stdout)
+
+
 def copy_times() -> dict[str, float]:
     """Milliseconds of one copy of each size."""
     found = {}
@@ -232,6 +275,9 @@ def main() -> None:
             keep("hvdlab", run_hvdlab(workers, what))
             if what == "updates":
                 keep("hvdlab, updates on a server", run_hvdlab(workers, what, "servers"))
+        keep("hvdlab", run_alone("hvdlab"))
+        if theirs:
+            keep("MXNet, 1 server", run_alone("mxnet"))  # which it has nothing to do with
     report(samples, options.json)
 
 

@@ -69,22 +69,23 @@ class GradientCompression:
             out: Gets the values that are sent, of the same size; may be ``gradient``.
         """
         t = np.float32(self.threshold)
+        high, low = np.empty((2, min(BLOCK, gradient.size)), np.bool_)
         with np.errstate(over="ignore", invalid="ignore"):
             for start in range(0, gradient.size, BLOCK):
                 r, q = residual[start : start + BLOCK], out[start : start + BLOCK]
+                above, below = high[: r.size], low[: r.size]
                 np.add(r, gradient[start : start + BLOCK], out=r)
                 if self.type == "2bit":
                     # The difference of two comparisons is 1, -1 or 0; its product with the threshold is exact.
-                    np.subtract(
-                        (r >= t).view(np.int8),
-                        (r <= -t).view(np.int8),
-                        out=q,
-                        dtype=np.float32,
-                        casting="unsafe",
-                    )
+                    np.greater_equal(r, t, out=above)
+                    np.less_equal(r, -t, out=below)
+                    signs = above.view(np.int8)
+                    np.subtract(signs, below.view(np.int8), out=signs)
+                    np.copyto(q, signs)
                     np.multiply(q, t, out=q)
                 else:
-                    np.copyto(q, (r > t).view(np.int8), casting="unsafe")
+                    np.greater(r, t, out=above)
+                    np.copyto(q, above)
                     np.multiply(q, np.float32(2), out=q)
                     np.subtract(q, np.float32(1), out=q)
                 np.subtract(r, q, out=r)

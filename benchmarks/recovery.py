@@ -279,7 +279,7 @@ class Torchelastic(System):
     def _agent(self, workers: int) -> None:
         self.run(
             self._python, "-m", "torch.distributed.run",
-            "--nnodes", "1:2", "--nproc-per-node", str(workers), "--max-restarts", "100",
+            "--nnodes", "1:2", "--nproc-per-node", str(workers), "--max-restarts", "100", "--local-addr", "127.0.0.1",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}", "--rdzv-conf", "last_call_timeout=1",
             *self.script(),
         )  # fmt: skip

@@ -282,6 +282,8 @@ class Torchelastic(System):
             "--nnodes", "1:2", "--nproc-per-node", str(workers), "--max-restarts", "100",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self._port}", "--rdzv-conf", "last_call_timeout=1",
             *self.script(),
+            # With a shared store, PyTorch 2.13's first agent tells later ones of it only once, and an agent that joins waits in vain.
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from hvdlab.runner import events as e
 from hvdlab.runner import job as job_module
 from hvdlab.runner.job import JobRun
 from hvdlab.runner.plan import Job
+from job_stand_ins import IdleStarter, NoSink
 from joint_programs import SimEngine, Submitted, TrainingState, Turns, own_engines, use
 from joint_ranks import SimRank
 from joint_schedules import command_line
@@ -127,7 +128,7 @@ class ElasticSchedule:
             reset_limit=limit,
             elastic_timeout=3 * _FAR,
         )
-        self.run_ = JobRun(given, _NoSink(), self._say)
+        self.run_ = JobRun(given, NoSink(), self._say)
         self.run_._client = _Client(self.sim)  # type: ignore[assignment]  # stands in for a Client
         self.run_._starter = _Starter(self)
         self.sim.client_hears = self._world_told
@@ -631,14 +632,11 @@ class _Client:
         self._simulation.say(m.RankLost(rank, pid, reason))
 
 
-class _Starter:
+class _Starter(IdleStarter):
     """What the launcher has started, signalled and given up."""
 
     def __init__(self, schedule: ElasticSchedule) -> None:
         self._schedule = schedule
-
-    def start(self, ranks: Sequence[int], size: int) -> None:
-        raise AssertionError("a job whose hosts come and go says where ranks are started")
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
         self._schedule.start_on(host, ranks)
@@ -648,25 +646,6 @@ class _Starter:
 
     def signal(self, rank: int, number: int) -> None:
         self._schedule.signal_rank(rank, number)
-
-    def place(self, rank: int, size: int) -> None:
-        return None
-
-    def close(self, timeout: float) -> None:
-        pass
-
-
-class _NoSink:
-    """Takes no output, since there is none."""
-
-    def write(self, rank: int, stream: int, data: bytes) -> None:
-        raise AssertionError("simulated ranks write nothing")
-
-    def ended(self, rank: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def run_elastic_seed(seed: int) -> str:

@@ -14,6 +14,7 @@ from hvdlab.runner import job as job_module
 from hvdlab.runner.job import JobRun
 from hvdlab.runner.news import Posted
 from hvdlab.runner.plan import Job
+from job_stand_ins import IdleStarter, NoSink
 
 
 class Loop:
@@ -25,7 +26,7 @@ class Loop:
         self.expected: list[tuple[int, ...]] = []
         self.started: list[tuple[str, tuple[int, ...]]] = []
         given = Job(("train",), 1, (), min_ranks=1, max_ranks=3, source=HostSource(), cooldown=(10.0, 600.0))
-        self.run = JobRun(given, _NoSink(), lambda text: None)
+        self.run = JobRun(given, NoSink(), lambda text: None)
         self.run._client = SimpleNamespace(  # type: ignore[assignment]  # stands in for a Client
             expect=lambda ranks: self.expected.append(tuple(ranks)),
             release=lambda ranks: None,
@@ -46,42 +47,14 @@ class Loop:
             self.take(e.Spawned(rank, 100 + rank), e.Connected(rank))
 
 
-class _Starter:
+class _Starter(IdleStarter):
     """Records what is started where; nothing runs."""
 
     def __init__(self, started: list[tuple[str, tuple[int, ...]]]) -> None:
         self._started = started
 
-    def start(self, ranks: Sequence[int], size: int) -> None:
-        raise AssertionError("a job whose hosts come and go says where ranks are started")
-
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
         self._started.append((host, tuple(ranks)))
-
-    def give_up(self, host: str) -> None:
-        pass
-
-    def signal(self, rank: int, number: int) -> None:
-        pass
-
-    def place(self, rank: int, size: int) -> None:
-        return None
-
-    def close(self, timeout: float) -> None:
-        pass
-
-
-class _NoSink:
-    """Takes no output, since there is none."""
-
-    def write(self, rank: int, stream: int, data: bytes) -> None:
-        raise AssertionError("no rank runs that could write")
-
-    def ended(self, rank: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

@@ -487,6 +487,22 @@ class Surroundings:
         self.told.append(event)
 
 
+def rebuilder_in(
+    surroundings: Any, tell: Callable[[str], object] = pytest.fail, *, near: bool = True
+) -> Rebuilder:
+    """A rebuilder of a pool whose coordinator neither dies nor is given up."""
+    return Rebuilder(
+        surroundings,
+        surroundings,
+        surroundings,
+        surroundings,
+        tell=tell,
+        give_up=pytest.fail,
+        rebuilt=pytest.fail,
+        near=near,
+    )
+
+
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_rank_that_the_coordinator_has_given_up_is_ended(lives: bool) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
@@ -494,15 +510,7 @@ def test_a_rank_that_the_coordinator_has_given_up_is_ended(lives: bool) -> None:
             process.kill()
             process.wait()
         surroundings: Any = Surroundings(process)
-        rebuilder = Rebuilder(
-            surroundings,
-            surroundings,
-            surroundings,
-            surroundings,
-            tell=pytest.fail,
-            give_up=pytest.fail,
-            rebuilt=pytest.fail,
-        )
+        rebuilder = rebuilder_in(surroundings)
         surroundings.look(surroundings.membership())
         assert surroundings.killed.wait(20 if lives else 2 * CUT_OFF_WITHIN) is lives
         rebuilder.settle(10)
@@ -515,15 +523,7 @@ def test_a_rank_that_the_coordinator_has_given_up_is_ended(lives: bool) -> None:
 def test_a_rank_that_is_back_gets_what_it_has_missed_and_the_user_is_told() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         surroundings: Any = Surroundings(process)
-        rebuilder = Rebuilder(
-            surroundings,
-            surroundings,
-            surroundings,
-            surroundings,
-            tell=surroundings.told.append,
-            give_up=pytest.fail,
-            rebuilt=pytest.fail,
-        )
+        rebuilder = rebuilder_in(surroundings, tell=surroundings.told.append)
         surroundings.returned(1, process.pid + 1, 45.0)  # one that another process has replaced since
         surroundings.returned(1, process.pid, 45.0)
         rebuilder.settle(10)
@@ -539,16 +539,7 @@ def test_a_rank_that_is_back_gets_what_it_has_missed_and_the_user_is_told() -> N
 def test_a_rank_of_another_host_that_the_coordinator_has_given_up_may_come_back() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:  # it has the same number as the rank's there
         surroundings: Any = Surroundings(process)
-        rebuilder = Rebuilder(
-            surroundings,
-            surroundings,
-            surroundings,
-            surroundings,
-            tell=pytest.fail,
-            give_up=pytest.fail,
-            rebuilt=pytest.fail,
-            near=False,
-        )
+        rebuilder = rebuilder_in(surroundings, near=False)
         surroundings.look(surroundings.membership())
         assert not surroundings.killed.wait(2 * CUT_OFF_WITHIN)
         rebuilder.close()

@@ -1,0 +1,40 @@
+"""Stand-ins for what a launcher's job has around it, where no process runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class IdleStarter:
+    """Starts nothing, signals nothing and gives up nothing; a test that wants to know of it overrides that."""
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        raise AssertionError("a job whose hosts come and go says where ranks are started")
+
+    def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
+        """Ranks are to be started there."""
+
+    def give_up(self, host: str) -> None:
+        """Nothing more is wanted from that host."""
+
+    def signal(self, rank: int, number: int) -> None:
+        """A rank gets a signal."""
+
+    def place(self, rank: int, size: int) -> None:
+        return None
+
+    def close(self, timeout: float) -> None:
+        """The job is over."""
+
+
+class NoSink:
+    """Takes no output, since there is none."""
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        raise AssertionError("no rank runs that could write")
+
+    def ended(self, rank: int) -> None:
+        """A rank writes no more."""
+
+    def close(self) -> None:
+        """All output was written."""

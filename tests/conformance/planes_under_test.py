@@ -54,17 +54,19 @@ def negotiated(name: str, target: str, *, lacks: frozenset[str] = frozenset(), *
 HIERARCHICAL = "hvdlab.collectives.planes.hierarchical:HierarchicalPlane"
 
 
-def hierarchical(hosts: str, outer: str = "gloo", every: int = 12) -> PlaneUnderTest:
+def hierarchical(hosts: str, outer: str = "gloo", every: int = 12, block_bytes: int = 0) -> PlaneUnderTest:
     """The hierarchical plane on simulated hosts, a letter for each member."""
     how: dict[str, Any] = {}
     if outer == "mpi":
         how = {"launcher": mpiexec, "missing": mpi_missing, "lacks": frozenset({"survive"})}
     return PlaneUnderTest(
-        f"hierarchical-{hosts}" + ("" if outer == "gloo" else f"-{outer}"),
+        f"hierarchical-{hosts}"
+        + ("" if outer == "gloo" else f"-{outer}")
+        + ("-blocks" if block_bytes else ""),
         HIERARCHICAL,
         sizes=(len(hosts),),
         hosts=hosts,
-        options={"chunk_bytes": str(CHUNK), "outer": outer},
+        options={"chunk_bytes": str(CHUNK), "outer": outer, "block_bytes": str(block_bytes)},
         library=True,
         every=every,
         **how,
@@ -139,6 +141,8 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     hierarchical("abcc"),
     hierarchical("aabba", every=6),  # a host whose members do not follow each other
     hierarchical("aaaa"),
+    hierarchical("aabb", every=6, block_bytes=2 * CHUNK),
+    hierarchical("aab", block_bytes=2 * CHUNK),
     hierarchical("abb"),
     cuda_hierarchical("aabb"),
     cuda_hierarchical("aab"),

@@ -7,10 +7,14 @@ both planes. Scales are applied once: ``prescale`` by the first reduction of a v
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from time import monotonic_ns
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -21,6 +25,7 @@ from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.hierarchical.gathering import Gathering
+from hvdlab.collectives.planes.hierarchical.outer_thread import OuterThread
 from hvdlab.collectives.planes.hierarchical.routing import Routing
 from hvdlab.collectives.planes.hierarchical.topology import Topology
 from hvdlab.collectives.planes.host import HostPlane
@@ -30,6 +35,10 @@ from hvdlab.collectives.planes.staging import Scratch, narrow, widen
 
 SMALL_BYTES = 16 * 1024
 """Up to this size every carrier sends the whole tensor: a step less within the host, for more bytes between hosts."""
+BLOCK_BYTES = 4 * 1024 * 1024
+"""Larger tensors are reduced in blocks of about this size: what a block's messages wait for each other is little beside their transfer."""
+_AHEAD = 2
+"""Blocks that are given to the outer plane before the first one of them is awaited, so that the network always has one to work on."""
 _GRAIN = 16
 """Slices are cut at multiples of this many elements."""
 _WIDE = {DType.F16: DType.F32, DType.BF16: DType.F32}
@@ -38,9 +47,11 @@ _WIDE = {DType.F16: DType.F32, DType.BF16: DType.F32}
 class HierarchicalPlane(HostPlane):
     """A data plane for several hosts with several members each.
 
+    Reductions of large tensors are cut into blocks, so that the network works on one while memory works on the others.
+
     Options: ``inner`` and ``outer`` (names of planes; default ``shm`` and ``gloo``); ``flat`` (operations, separated by
-    commas, of ``allreduce`` and ``allgather``, that go through one outer plane of all members instead); and those of
-    the planes. The members of a host make their shared memory themselves. Where all members are on one host the
+    commas, of ``allreduce`` and ``allgather``, that go through one outer plane of all members instead); ``block_bytes`` (size of the
+    blocks; 0 cuts nothing, as an outer plane ``mpi`` does); and those of the planes. The members of a host make their shared memory themselves. Where all members are on one host the
     inner plane does everything, and where no host has more than one, the outer plane does.
     """
 
@@ -56,6 +67,10 @@ class HierarchicalPlane(HostPlane):
         self._alone: HostPlane | None = None
         self._flat: HostPlane | None = None
         self._packed, self._slice, self._whole = Scratch(), Scratch(), Scratch()
+        # One thread of a process calls MPI at a time.
+        overlaps = self._parts.outer_name == "gloo"
+        self._block_bytes = int(context.options.get("block_bytes", BLOCK_BYTES)) if overlaps else 0
+        self._outer_thread = OuterThread()
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -155,22 +170,69 @@ class HierarchicalPlane(HostPlane):
         postscale: float,
         phases: Phases,
     ) -> None:
-        """Reduce a slice per carrier within the host, each slice in its column, then gather the slices."""
+        """Reduce a slice per carrier within the host, each slice in its column, then gather the slices: block by block.
+
+        While the network works on a block, the next one is reduced within the host and the one before is gathered.
+        """
         wide, top = _WIDE.get(dtype, dtype), self._topology
-        bounds = slice_bounds(len(packed), top.columns, _GRAIN)
-        counts = [high - low for low, high in pairwise(bounds)]
-        counts += [0] * (len(top.here) - len(counts))
-        mine = self._slice.take(counts[top.local], packed.dtype)
-        self._inner.reducescatter(packed, counts, mine, wide, op, prescale, 1.0, phases)
-        if self._outer is not None:
-            self._outer.allreduce([mine], [mine], wide, op, 1.0, postscale, phases)
-        if wide is not dtype:
+        blocks = [_Block.of(top, low, high) for low, high in pairwise(self._cuts(packed))]
+        slices = self._slice.take(sum(block.counts[top.local] for block in blocks), packed.dtype)
+        begun: deque[tuple[_Block, HostArray, Future[None] | None]] = deque()
+        at = 0
+        try:
+            for block in blocks:
+                mine = slices[at : (at := at + block.counts[top.local])]
+                source = packed[block.low : block.high]
+                self._inner.reducescatter(source, block.counts, mine, wide, op, prescale, 1.0, phases)
+                begun.append((block, mine, self._begin_outer(mine, wide, op, postscale, phases, len(blocks))))
+                if len(begun) == _AHEAD:
+                    self._gather_slices(*begun.popleft(), result, dtype, phases)
+            while begun:
+                self._gather_slices(*begun.popleft(), result, dtype, phases)
+        except BaseException:
+            # Operations of the outer plane that were begun end with the abort; their memory is not used before.
+            self.abort()
+            wait([future for _, _, future in begun if future is not None])
+            raise
+
+    def _cuts(self, packed: HostArray) -> list[int]:
+        """Where to cut a tensor into blocks; all members cut alike."""
+        count = max(1, packed.nbytes // self._block_bytes) if self._block_bytes else 1
+        return slice_bounds(len(packed), count, _GRAIN)
+
+    def _begin_outer(
+        self, mine: HostArray, wide: DType, op: ReduceOp, postscale: float, phases: Phases, blocks: int
+    ) -> Future[None] | None:
+        """Reduce a slice in its column: now if it is the only one, else on the outer plane's thread."""
+        if self._outer is None:
+            return None
+        reduce = partial(self._outer.allreduce, [mine], [mine], wide, op, 1.0, postscale)
+        if blocks == 1:
+            reduce(phases)
+            return None
+        return self._outer_thread.submit(partial(reduce, Phases()))
+
+    def _gather_slices(
+        self,
+        block: _Block,
+        mine: HostArray,
+        reduced: Future[None] | None,
+        result: HostArray,
+        dtype: DType,
+        phases: Phases,
+    ) -> None:
+        """Gather the slices of a block within the host, once this member's one is reduced."""
+        if reduced is not None:
+            start = monotonic_ns()
+            reduced.result()
+            phases.transfer += monotonic_ns() - start
+        if _WIDE.get(dtype, dtype) is not dtype:
             start = monotonic_ns()
             rounded = np.empty(len(mine), storage_type(dtype))
             narrow(mine, rounded, dtype)
             mine = rounded
             phases.unpack += monotonic_ns() - start
-        self._inner.allgather(mine, counts, result, phases)
+        self._inner.allgather(mine, block.counts, result[block.low : block.high], phases)
 
     def reducescatter(
         self,
@@ -313,7 +375,25 @@ class HierarchicalPlane(HostPlane):
         self._parts.abort()
 
     def close(self) -> None:
+        self.abort()
+        self._outer_thread.close()
         self._parts.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Elements ``low`` to ``high`` (not included) of a tensor, and how many of them each member of the host reduces."""
+
+    low: int
+    high: int
+    counts: list[int]
+
+    @classmethod
+    def of(cls, top: Topology, low: int, high: int) -> Self:
+        """The block with a slice for each column."""
+        bounds = slice_bounds(high - low, top.columns, _GRAIN)
+        counts = [stop - start for start, stop in pairwise(bounds)]
+        return cls(low, high, counts + [0] * (len(top.here) - len(counts)))
 
 
 def _hand_out(result: HostArray, outs: Sequence[HostArray], dtype: DType, phases: Phases) -> None:

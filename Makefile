@@ -159,9 +159,9 @@ lock: ## write constraints.txt and requirements/ for every Python that is promis
 	printf 'mxnet==1.9.1\nnumpy==1.23.5\npytest\npytest-timeout\npytest-xdist\nhypothesis\nhatchling\neditables\npip\n' | $(COMPILE) \
 		--python-version 3.11 --generate-hashes --output-file requirements/mxnet.txt $(LOCK_ARGS) pyproject.toml -
 	cp requirements/engines.txt out/lock/engines.txt  # its pins are kept
-	printf "$$(grep -oE '^(torch|tensorflow-cpu)==[^ ]*' constraints.txt)\nlightning\naccelerate\ntransformers\npytest\npytest-timeout\npytest-xdist\nhypothesis\nhatchling\neditables\nsetuptools\nwheel\npip\n" | \
+	printf "$$(grep -oE '^(torch|tensorflow-cpu)==[^ ]*' constraints.txt)\ntf_keras\ntensorboard\nlightning\naccelerate\ntransformers\npytest\npytest-timeout\npytest-xdist\nhypothesis\nhatchling\neditables\nsetuptools\nwheel\npip\n" | \
 		$(COMPILE) --python-version 3.11 --extra ray --extra spark --extra dask --generate-hashes --output-file out/lock/engines.txt $(LOCK_ARGS) pyproject.toml -
-	awk '/^[a-z]/ { cuda = /^(nvidia-|cuda-|triton=)/ } !cuda' out/lock/engines.txt > requirements/engines.txt
+	awk '/^[a-z]/ { left_out = /^(nvidia-|cuda-|triton=|tensorflow==)/ } !left_out' out/lock/engines.txt > requirements/engines.txt
 
 clean:
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache

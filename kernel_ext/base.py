@@ -20,6 +20,7 @@ from hvdlab.kernel_ext.cells.sink import NullSink
 from hvdlab.kernel_ext.forked import PROGRAM_NAME, decode_left
 from hvdlab.kernel_ext.foundation import address_for, base_for
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group
+from hvdlab.kernel_ext.held import HeldPool
 from hvdlab.kernel_ext.history import Change, History
 from hvdlab.kernel_ext.keeping import AttachedCoordinator, Keeping
 from hvdlab.kernel_ext.launchers import names
@@ -35,6 +36,7 @@ from hvdlab.kernel_ext.rebuild import Rebuilder
 from hvdlab.kernel_ext.registry import Registry
 from hvdlab.kernel_ext.runs import Runs
 from hvdlab.kernel_ext.topics import JOIN, JOINED
+from hvdlab.launch import registry
 from hvdlab.launch.exits import last_lines
 from hvdlab.launch.forkserver.messages import Exited, FromServer
 from hvdlab.launch.hosts import parse_hosts
@@ -76,12 +78,14 @@ class PoolBase:
         plane: str,
         hosts: str,
         options: Mapping[str, object],
-        keeping: Keeping | None = None,
+        keeping: Keeping | HeldPool | None = None,
+        *,
+        begun: bool = False,
     ) -> None:
         self.launch = launcher
         self.launcher, self.plane, self.hosts = launcher.name, plane, hosts
         self.keeping = keeping
-        self._ports = keeping.kept.ports if keeping is not None else ("127.0.0.1", free_port())
+        self._ports = keeping.ports if keeping is not None else ("127.0.0.1", free_port())
         self.client: Client = base.client
         self.broken = ""
         self._base = base
@@ -109,7 +113,8 @@ class PoolBase:
         )
         # These files go with the coordinator's directory, which is removed at the pool's end, also if this process dies.
         self.transcripts = Transcripts(base.coordinator.directory / "output", kept_limit(os.environ))
-        self._starter = launcher.starter(self._request(options), self)
+        held = keeping if isinstance(keeping, HeldPool) else None
+        self._starter = launcher.starter(self._request(options), self) if held is None else held.starter()
         self.companion.use(self._starter)
         self.group.use(self._starter)
         self.rebuilder = Rebuilder(
@@ -122,8 +127,10 @@ class PoolBase:
             rebuilt=self._rebuilt,
             near=launcher.forks,
         )
-        if keeping is not None:
+        if keeping is not None and not begun:
             self._find()
+        if held is not None:
+            held.follow(self, self._lost_hold)
         base.client.on_membership(self.history.world)
         base.client.on_mail(JOINED, self._joined)
         base.fork_server.listen(self._hear, self._fork_server_lost)
@@ -146,19 +153,31 @@ class PoolBase:
         values = parse(found.name, found.options(), options) if options else {}
         found.check(size, hosts)
         checks.check_plane(plane)
+        held: HeldPool | None = None
         if keep is not None:
-            remedy = "start the pool without keep, or with the launcher `local`."
+            remedy = "start the pool without keep, or with the launcher `local` or `ray`."
             found.capabilities.require(Capability.KEEP, found.name, remedy)
-            keep = Registry().free_name(keep)
+            if registry.keeper(found.name) is None:
+                keep = Registry().free_name(keep)
+            else:
+                progress("beginning what keeps the ranks")
+                held = HeldPool.begin(found.name, keep, size, plane, RANK_MODULE, values, deadline)
         progress("starting the coordinator")
-        named = parse_hosts(hosts) if hosts else []
-        tcp_host = address_for(h.name for h in named) if found.is_far(hosts) else None
-        base = base_for(found.forks, tcp_host, keep is not None, warm, deadline)
+        try:
+            base = (
+                cls._base_here(found, hosts, keep is not None, warm, deadline)
+                if held is None
+                else held.connect(warm, deadline)
+            )
+        except BaseException:
+            if held is not None:
+                held.forget()
+            raise
         try:
             if found.forks:
                 progress("importing what the ranks share")
                 check_loaded(base.fork_server.wait_loaded(deadline))
-            self = cls(base, found, plane, hosts, values)
+            self = cls(base, found, plane, hosts, values, held, begun=True)
         except BaseException:
             base.close()
             raise
@@ -167,7 +186,7 @@ class PoolBase:
             self.group.want(range(size), deadline, progress=progress)
             self._note_arrivals("start", range(size))
             if keep is not None:
-                self.keeping = Keeping.begin(
+                self.keeping = held or Keeping.begin(
                     base, keep, size=size, plane=plane, ports=self._ports, deadline=deadline
                 )
                 self._own(range(size))
@@ -176,18 +195,41 @@ class PoolBase:
             raise
         return self
 
+    @staticmethod
+    def _base_here(
+        launcher: Launcher, hosts: str, keep: bool, warm: Prestart | None, deadline: Deadline
+    ) -> Base:
+        named = parse_hosts(hosts) if hosts else []
+        tcp_host = address_for(h.name for h in named) if launcher.is_far(hosts) else None
+        return base_for(launcher.forks, tcp_host, keep, warm, deadline)
+
     @classmethod
     def attach(
-        cls, name: str, deadline: Deadline, progress: Progress, show: leftovers.Show | None = None
+        cls,
+        name: str,
+        launcher: str,
+        deadline: Deadline,
+        progress: Progress,
+        show: leftovers.Show | None = None,
     ) -> PoolBase:
         """Take over a pool that was kept. Raises what ``Pool.attach`` does, and has left the pool as it was then."""
-        keeping = Keeping.claim(name)
+        keeping = Keeping.claim(name) if launcher == names.LOCAL else HeldPool.claim(name, launcher)
         progress("finding the ranks")
-        base = keeping.connect(deadline)
+        if isinstance(keeping, Keeping):
+            base = keeping.connect(deadline)
+        else:
+            try:
+                base = keeping.connect(None, deadline)
+            except BaseException:
+                keeping.release()
+                raise
         try:
-            self = cls(base, names.find(names.LOCAL), keeping.kept.plane, "", {}, keeping)
+            self = cls(base, names.find(launcher), keeping.plane, "", {}, keeping)
         except BaseException:
-            base.leave()
+            if isinstance(keeping, HeldPool):
+                base.release()
+            else:
+                base.leave()
             keeping.release()
             raise
         try:
@@ -237,31 +279,45 @@ class PoolBase:
 
     def _own(self, ranks: Iterable[int]) -> None:
         """Tell ranks that this process takes what they write; they need its id, since they outlive it."""
-        pid = os.getpid()
-        self.runs.post(TO_RANK, encode(Owner(pid, start_time(pid))), tuple(ranks))
+        pid, near = os.getpid(), not isinstance(self.keeping, HeldPool)
+        self.runs.post(TO_RANK, encode(Owner(pid, start_time(pid), near)), tuple(ranks))
 
     @property
     def _coordinator_was_replaced(self) -> bool:
         """Whether the coordinator died while no process had this pool."""
+        if isinstance(self.keeping, HeldPool):
+            return self.keeping.replaced
         coordinator = self._base.coordinator
         return isinstance(coordinator, AttachedCoordinator) and coordinator.replaced
 
     def _find(self) -> None:
         """Take in the ranks that another process has started. Missing ones have ended while no process had the pool."""
-        pids = {
-            number: child.pid for number, child in self._base.fork_server.children().items() if number >= 0
-        }
+        ended: Mapping[int, Ended] = {}
+        if isinstance(self.keeping, HeldPool):
+            pids, ended = dict(self.keeping.living), self.keeping.ended
+        else:
+            pids = {
+                number: child.pid
+                for number, child in self._base.fork_server.children().items()
+                if number >= 0
+            }
         world = self.client.membership()
         wanted = tuple(rank for rank in world.expected or pids if rank not in world.leaving)
         if self._coordinator_was_replaced and self.keeping is not None:
             # The successor has never heard of ranks that ended before it started: go by the pool's size. The process before this one may
             # have ended in the middle of a resize, and ranks live that it has not counted yet.
             uncounted = pids.keys() & set(world.expected)
-            known = {*range(self.keeping.kept.size), *uncounted} - set(world.leaving)
+            known = {*range(self.keeping.size), *uncounted} - set(world.leaving)
             wanted = tuple(sorted(known))
         self.group.handle(Found(wanted, pids, world.leaving))
         for rank in set(wanted) - set(pids):
-            self.group.handle(Ended(rank, 0, "it ended while no notebook was attached"))
+            absent = "it ended while no notebook was attached"
+            known_end = ended.get(rank)
+            self.group.handle(
+                Ended(rank, 0, absent)
+                if known_end is None
+                else replace(known_end, pid=0, reason=f"{absent}: {known_end.reason}")
+            )
 
     def _request(self, options: Mapping[str, object]) -> PoolRequest:
         coordinator = self._base.coordinator
@@ -464,6 +520,12 @@ class PoolBase:
         news, self._news = self._news, []
         return news
 
+    def _lost_hold(self, reason: str) -> None:
+        """The pool's launcher has given it to another process, or ended it."""
+        assert self.keeping is not None
+        self.client.close()  # first: ranks that count as ended here are another notebook's, and the coordinator must not hear of it
+        self._break(f"the pool `{self.keeping.name}` is lost to this notebook: {reason}")
+
     def _break(self, reason: str) -> None:
         if not self._closed:
             self.broken = reason
@@ -493,12 +555,17 @@ class PoolBase:
         if self.keeping is None:
             self.close()
         elif self._claim_end():
+            held = isinstance(self.keeping, HeldPool)
             self.rebuilder.close()
-            self.companion.close(keep=True)
-            self.runs.leave()
-            self.runs.post(TO_RANK, encode(Owner(0, 0)), tuple(self.group.pids()))
+            self.companion.close(keep=not held)
+            with contextlib.suppress(CoordinatorLostError):  # what keeps the pool tells its ranks
+                self.runs.leave()
+                self.runs.post(TO_RANK, encode(Owner(0, 0)), tuple(self.group.pids()))
             self._end_runs("the notebook has let go of the pool; what runs there goes on")
-            self._base.leave()
+            if held:
+                self._base.release()
+            else:
+                self._base.leave()
             self.keeping.release()
             self.rebuilder.join()
 
@@ -516,6 +583,9 @@ class PoolBase:
 
     def close(self) -> None:
         """End everything. Idempotent; does nothing in a forked child of the pool's process."""
+        if isinstance(self.keeping, HeldPool) and self.keeping.lost:
+            self.leave()  # it is another notebook's
+            return
         if not self._claim_end():
             return
         self.rebuilder.close()

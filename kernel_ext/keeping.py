@@ -21,6 +21,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.forked import PROGRAM_NAME
+from hvdlab.kernel_ext.held import HeldCoordinator
 from hvdlab.kernel_ext.prestart import Base
 from hvdlab.kernel_ext.registry import Kept, Process, Registry
 from hvdlab.launch.exits import describe_signal
@@ -130,6 +131,21 @@ class Keeping:
     def name(self) -> str:
         return self.kept.name
 
+    @property
+    def size(self) -> int:
+        """Number of ranks, as the entry says."""
+        return self.kept.size
+
+    @property
+    def plane(self) -> str:
+        """The data plane that the user asked for."""
+        return self.kept.plane
+
+    @property
+    def ports(self) -> tuple[str, int]:
+        """``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
+        return self.kept.ports
+
     @classmethod
     def begin(
         cls, base: Base, name: str, *, size: int, plane: str, ports: tuple[str, int], deadline: Deadline
@@ -190,7 +206,10 @@ class Keeping:
         return Base(warm, coordinator, client)
 
     def update(
-        self, coordinator: CoordinatorProcess | AttachedCoordinator, fork_server: ForkServer, size: int
+        self,
+        coordinator: CoordinatorProcess | AttachedCoordinator | HeldCoordinator,
+        fork_server: ForkServer,
+        size: int,
     ) -> None:
         """Write changed processes, or a changed size, into the entry."""
         kept = msgspec.structs.replace(

@@ -20,6 +20,7 @@ from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.history import ElasticState
 from hvdlab.kernel_ext.inspect.looking import Looking
 from hvdlab.kernel_ext.inspect.views import Ranks
+from hvdlab.kernel_ext.kept_pools import launcher_of
 from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.measuring import Measuring
 from hvdlab.kernel_ext.members import MemberState
@@ -81,7 +82,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
             warm: What :meth:`hvdlab.kernel_ext.prestart.Prestart.begin` began; the pool takes it over, and closes it if
                 this fails.
             keep: A name for the pool; with an empty text the pool chooses one. The ranks then outlive this process, until
-                :meth:`stop`, and another process finds them by :meth:`attach`. Only for the launcher ``local``.
+                :meth:`stop`, and another process finds them by :meth:`attach`. Only for the launchers ``local`` and ``ray``.
             timeout: Seconds for the whole start.
             on_progress: Called with a short text at each step, on the calling thread.
 
@@ -115,6 +116,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         cls,
         name: str,
         *,
+        launcher: str | None = None,
         show: Callable[[LeftCell], OutputSink] | None = None,
         timeout: float = 60,
         on_progress: Progress | None = None,
@@ -125,6 +127,8 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
 
         Args:
             name: The pool's name; ``hvdlab pools`` on the command line lists them.
+            launcher: The pool's launcher. By default the pool is looked for on this host, and on the Ray cluster that this process is
+                connected to or that ``RAY_ADDRESS`` names; ``ray`` also finds a cluster that runs on this host.
             show: Called with each cell whose end the former process has not seen; it returns the sink for the cell's output:
                 the newest 4 MiB of each rank and what follows. :attr:`resumed` has these cells. Without it nothing is
                 shown of them, and only elastic cells that run are among these: ranks go on joining and leaving them.
@@ -135,7 +139,8 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
             InvalidRequestError: There is no pool of this name, or another process uses it; the text says which.
             StartError: The pool does not answer.
         """
-        return cls(PoolBase.attach(name, Deadline(timeout), on_progress or _say_nothing, show))
+        found = launcher or launcher_of(name)
+        return cls(PoolBase.attach(name, found, Deadline(timeout), on_progress or _say_nothing, show))
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext import keeping
+from hvdlab.kernel_ext.kept_pools import kept_elsewhere, stop
 from hvdlab.kernel_ext.registry import Registry, table
 
 
@@ -17,10 +17,11 @@ def main(arguments: Sequence[str]) -> int:
     """
     match list(arguments):
         case []:
-            print(table(Registry().all()))
+            elsewhere, problems = kept_elsewhere()
+            print("\n".join([table(Registry().all(), elsewhere), *problems]))
         case ["stop", *names] if names:
             for name in names:
-                keeping.stop(name)
+                stop(name)
                 print(f"the pool `{name}` has ended, with its ranks and their variables")
         case _:
             raise InvalidRequestError("write `hvdlab pools`, or `hvdlab pools stop NAME ...`")

@@ -19,6 +19,7 @@ from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.launch.forkserver.client import ForkServer
 
 if TYPE_CHECKING:
+    from hvdlab.kernel_ext.held import HeldCoordinator
     from hvdlab.kernel_ext.keeping import AttachedCoordinator
 
 
@@ -27,12 +28,18 @@ class Base:
     """The processes and the connection that a pool stands on. The pool that takes them closes them."""
 
     fork_server: ForkServer
-    coordinator: CoordinatorProcess | AttachedCoordinator
+    coordinator: CoordinatorProcess | AttachedCoordinator | HeldCoordinator
     client: Client
 
     def leave(self) -> None:
         """Let go of all three; the fork server and the coordinator were asked to stay, and do."""
         self.fork_server.detach()
+        self.client.close()
+        self.coordinator.release()
+
+    def release(self) -> None:
+        """End what runs on this host, and let go of a coordinator that its launcher keeps."""
+        self.fork_server.close()
         self.client.close()
         self.coordinator.release()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -22,13 +21,11 @@ from hvdlab.collectives import private
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.visible import visible
+from hvdlab.launch.kept import KeptJob, free_name, in_use, none_there
 from hvdlab.launch.processes import open_process, readable, start_time
 
 _LONGEST = 300
 """Characters of a text from a file that are shown at most."""
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
-DEFAULT = "pool"
-"""The name of a pool whose user gave none; the next ones are ``pool-2``, ``pool-3``."""
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -120,27 +117,11 @@ class Registry:
         for kept in found:
             if kept.name == name:
                 return kept
-        names = ", ".join(f"`{kept.name}`" for kept in found)
-        there = f"there is {names}" if found else "none is kept here"
-        raise InvalidRequestError(f"there is no pool `{name}`; {there}")
+        raise InvalidRequestError(none_there(name, [kept.name for kept in found]))
 
     def free_name(self, name: str) -> str:
         """This name, or a default one; raises ``InvalidRequestError`` if it is taken or no name."""
-        taken = {kept.name for kept in self.all()}
-        if not name:
-            number = 1
-            while (name := DEFAULT if number == 1 else f"{DEFAULT}-{number}") in taken:
-                number += 1
-            return name
-        if not _NAME.fullmatch(name):
-            raise InvalidRequestError(
-                f"a pool can't be called {name!r}: names begin with a letter and have letters, digits, `.`, `_` and `-`"
-            )
-        if name in taken:
-            raise InvalidRequestError(
-                f"there is a pool `{name}` already; attach to it, stop it, or give another name"
-            )
-        return name
+        return free_name(name, {kept.name for kept in self.all()})
 
     def claim(self, name: str, place: str) -> Kept:
         """Become the owner of a pool.
@@ -154,7 +135,7 @@ class Registry:
             if kept is None:
                 raise InvalidRequestError(f"the pool `{name}` has just ended")
             if kept.owner.lives:
-                raise InvalidRequestError(in_use(kept))
+                raise InvalidRequestError(_in_use(kept))
             kept = msgspec.structs.replace(kept, owner=Process.of(os.getpid()), place=place)
             self._write(kept)
             return kept
@@ -235,14 +216,11 @@ class Registry:
             self._directory.parent.rmdir()
 
 
-def in_use(kept: Kept) -> str:
+def _in_use(kept: Kept) -> str:
     """Which process uses the pool, and what the user can do."""
     if kept.owner.pid == os.getpid():
         return f"the pool `{kept.name}` is in use by this very process"
-    return (
-        f"the pool `{kept.name}` is in use by {user_of(kept)}; `%hvd_pool detach` there lets go of it, and so does the "
-        "end of that process"
-    )
+    return in_use(kept.name, user_of(kept))
 
 
 def user_of(kept: Kept) -> str:
@@ -250,25 +228,37 @@ def user_of(kept: Kept) -> str:
     return f"process {kept.owner.pid} in {visible(kept.place, _LONGEST)}" if kept.owner.lives else "nobody"
 
 
-def table(pools: Sequence[Kept]) -> str:
-    """Pools, for users to read."""
-    if not pools:
+def table(pools: Sequence[Kept], elsewhere: Sequence[KeptJob] = ()) -> str:
+    """Pools, for users to read.
+
+    Args:
+        pools: Those that are kept on this host.
+        elsewhere: Those that their launchers keep. If there are any, a column says which launcher has which pool.
+    """
+    if not pools and not elsewhere:
         return "no pool is kept; `%hvd_pool start --keep NAME` in a notebook starts one"
-    rows = [("name", "ranks", "plane", "started", "in use by")]
-    for kept in pools:
-        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.started))
-        rows.append(
+    entries = [
+        *((kept.name, kept.size, "local", kept.plane, kept.started, user_of(kept)) for kept in pools),
+        *(
             (
-                visible(kept.name, _LONGEST),
-                str(kept.size),
-                visible(kept.plane, _LONGEST),
-                started,
-                user_of(kept),
+                job.name,
+                job.size,
+                job.launcher,
+                job.plane,
+                job.started,
+                "no process" if job.tenant is None else str(job.tenant),
             )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+            for job in elsewhere
+        ),
+    ]
+    rows = [("name", "ranks", "launcher", "plane", "started", "in use by")]
+    for name, size, launcher, plane, began, user in entries:
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(began))
+        rows.append((visible(name, _LONGEST), str(size), launcher, visible(plane, _LONGEST), started, user))
+    shown = [cells if elsewhere else [*cells[:2], *cells[3:]] for cells in map(list, rows)]
+    widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))]
     return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown
     )
 
 

@@ -151,8 +151,8 @@ class PoolMagics(Magics):
 
     def _attach(self, options: Any) -> None:
         with as_usage_error():
-            name = options.argument or _only_pool()
-        pool = self.session.attach(name, self._show_left)
+            name = options.argument or _only_pool(options.launcher)
+        pool = self.session.attach(name, self._show_left, options.launcher)
         self.session.labels.update({run.cell: run.label for run in pool.resumed})
         print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready, with all variables")
         busy = [status.rank for status in pool.status() if status.state.partition(",")[0] == "running"]
@@ -178,17 +178,21 @@ class PoolMagics(Magics):
         print(f"the ranks stay; `%hvd_pool attach {pool.name}` finds them")
 
     def _list(self, options: Any) -> None:
+        from hvdlab.kernel_ext.kept_pools import kept_elsewhere
         from hvdlab.kernel_ext.registry import Registry, table
 
         with as_usage_error():
-            print(table(Registry().all()))
+            elsewhere, problems = kept_elsewhere(options.launcher)
+            print("\n".join([table(Registry().all(), elsewhere), *problems]))
 
 
-def _only_pool() -> str:
-    """The name of the only kept pool; ``UsageError`` if there is none, or more than one."""
+def _only_pool(launcher: str | None) -> str:
+    """The name of the only kept pool, or the only one of a launcher; ``UsageError`` if there is none, or more than one."""
+    from hvdlab.kernel_ext.kept_pools import kept_elsewhere
     from hvdlab.kernel_ext.registry import Registry
 
-    names = [kept.name for kept in Registry().all()]
+    here = [kept.name for kept in Registry().all()] if launcher in (None, "local") else []
+    names = [*here, *(job.name for job in kept_elsewhere(launcher)[0])]
     if len(names) == 1:
         return names[0]
     raise UsageError(

@@ -252,11 +252,13 @@ class Session:
             else:
                 pool.stop()
 
-    def attach(self, name: str, show: Callable[[LeftCell], OutputSink]) -> Pool:
+    def attach(self, name: str, show: Callable[[LeftCell], OutputSink], launcher: str | None = None) -> Pool:
         """Take a kept pool over. Raises UsageError if that fails, or this notebook has a pool.
 
         Args:
+            name: The pool's name.
             show: Returns the sink for a cell that the notebook before has left.
+            launcher: The pool's launcher, if the user named it.
         """
         self._wait_for_coming()
         if self.pool is not None:
@@ -267,7 +269,7 @@ class Session:
         if ahead is not None:
             ahead.close()
         with as_usage_error():
-            pool = self._attach_pool(name, show=show)
+            pool = self._attach_pool(name, show=show, launcher=launcher)
         self._broken = ""
         self._set(pool)
         return pool

@@ -162,7 +162,7 @@ class CoordinatorProcess:
         except ValueError:
             return f"killed by signal {-status}"
 
-    def respawn(self, timeout: float = 10) -> None:
+    def respawn(self, timeout: float = 10, size: int | None = None) -> None:
         """Kill what is left of this coordinator and start a successor on the same sockets, with the same tokens and certificate.
 
         Ranks and clients that have lost the connection find the successor at the same addresses. It knows nothing
@@ -170,6 +170,7 @@ class CoordinatorProcess:
 
         Args:
             timeout: Seconds that the start may take.
+            size: How many ranks the successor has to wait for, if no client will tell it.
 
         Raises:
             InvalidRequestError: It was started without ``keep``.
@@ -186,9 +187,10 @@ class CoordinatorProcess:
             self._process.kill()
             self._process.wait()  # before its lifeline is cut: at the end of that it might remove the directory
             _end(self._process, 0)
-            launch = msgspec.structs.replace(self._launch, generation=self._launch.generation + 1)
+            following = msgspec.structs.replace(self._launch, generation=self._launch.generation + 1)
+            launch = following if size is None else msgspec.structs.replace(following, size=size)
             self._process, _ = _launch(launch, self._listeners, deadline)
-            self._launch = launch
+            self._launch = following
 
     def release(self, timeout: float = 0.2) -> None:
         """Leave the process to itself: one that lingers ends after the last rank, any other now. Idempotent.

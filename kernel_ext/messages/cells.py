@@ -77,13 +77,15 @@ class Settled(Payload, frozen=True):
 
 
 class Owner(Payload, frozen=True):
-    """This process, on the rank's host, uses the kept pool from now on; no process does if ``pid`` is 0.
+    """This process uses the kept pool from now on; no process does if ``pid`` is 0.
 
-    ``started`` is when it started, in clock ticks since the boot.
+    ``started`` is when it started, in clock ticks since the boot. If it is ``near``, it runs on the rank's host, and the rank sees its end;
+    else what keeps the pool tells the rank.
     """
 
     pid: int
     started: int
+    near: bool = True
 
 
 class AskCells(Payload, frozen=True):

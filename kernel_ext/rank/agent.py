@@ -208,7 +208,7 @@ class RankAgent:
             self._capture.resync(mail.cells)
             self._prompting.ask_again()
         elif isinstance(mail, Owner):
-            self._capture.owned(mail.pid, mail.started)
+            self._capture.owned(mail.pid, mail.started, mail.near)
             self._prompting.attended(bool(mail.pid))
             self._debug.abandon()
         elif isinstance(mail, Reply):

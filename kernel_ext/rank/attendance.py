@@ -20,13 +20,16 @@ class Attendance:
     def __init__(self) -> None:
         self.absent = False
         self._lock = threading.Lock()
-        self._named: tuple[int, int] | None = None
+        self._named: tuple[int, int, bool] | None = None
         self._descriptor = -1
 
-    def name(self, pid: int, started: int) -> None:
-        """This process takes the output from now on; none does if ``pid`` is 0. Any thread; call :meth:`update` afterwards."""
+    def name(self, pid: int, started: int, near: bool = True) -> None:
+        """This process takes the output from now on; none does if ``pid`` is 0. Any thread; call :meth:`update` afterwards.
+
+        One that is not ``near`` is not watched: it counts as there until another one is named, or none.
+        """
         with self._lock:
-            self._named = (pid, started)
+            self._named = (pid, started, near)
 
     def update(self, selector: selectors.BaseSelector) -> None:
         """Watch the process that was named last. Only for the thread that sends, like the methods below."""
@@ -35,9 +38,10 @@ class Attendance:
         if named is None:
             return
         self.close(selector)
-        self._descriptor = open_process(*named) if named[0] else -1
-        self.absent = self._descriptor < 0
-        if not self.absent:
+        pid, started, near = named
+        self._descriptor = open_process(pid, started) if pid and near else -1
+        self.absent = self._descriptor < 0 and (near or not pid)
+        if self._descriptor >= 0:
             selector.register(self._descriptor, selectors.EVENT_READ)
 
     def is_it(self, descriptor: int) -> bool:

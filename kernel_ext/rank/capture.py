@@ -185,12 +185,12 @@ class Capture:
         self.sent.settled(cell)
         self.credit(cell, UNBOUNDED)
 
-    def owned(self, pid: int, started: int) -> None:
-        """Note which process takes what is written from now on; none does if ``pid`` is 0. Control thread.
+    def owned(self, pid: int, started: int, near: bool = True) -> None:
+        """Note which process takes what is written from now on, as :class:`Owner` says; none does if ``pid`` is 0. Control thread.
 
         While no process does, the newest output of each cell is kept and no writer waits for room.
         """
-        self._attendance.name(pid, started)
+        self._attendance.name(pid, started, near)
         if not pid:
             self.sent.release()
         self.credit_late(self.sent.late_total)  # the former process may have taken it, and is not asked

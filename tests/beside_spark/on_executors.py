@@ -14,6 +14,16 @@ from typing import Any
 
 import hvdlab.spark
 
+DYNAMIC = {
+    "spark.dynamicAllocation.enabled": "true",
+    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+    "spark.dynamicAllocation.minExecutors": "0",
+    "spark.dynamicAllocation.maxExecutors": "2",
+    "spark.dynamicAllocation.executorIdleTimeout": "2s",
+    "spark.executor.cores": "1",
+}
+"""Spark adds executors for tasks that wait, and takes them away 2 s after their last one."""
+
 
 def kill_the_executor() -> None:
     """Kill the executor that runs this rank's task, as if its host had failed."""
@@ -82,6 +92,53 @@ def train(directory: str) -> tuple[list[int], int, int]:
     return state.sizes, entered, os.getpid()
 
 
+def grow(directory: str) -> list[int]:
+    """Train until Spark has added an executor, for a second rank. Returns the sizes that the world had."""
+    import time
+
+    import numpy as np
+
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives.elastic import ObjectState, run_fn
+
+    hvd.init()
+    state: Any = ObjectState(hvd.broadcast_object, hvd.rank, sizes=[])
+
+    def steps(state: Any) -> None:
+        while state.sizes != [1, 2]:
+            size = int(hvd.allreduce(np.ones(1), op=hvd.Sum, name="size")[0])
+            if size not in state.sizes:
+                state.sizes = [*state.sizes, size]
+            state.commit()
+            time.sleep(0.05)  # as long as a step: the new executor needs the processors to start
+
+    run_fn(steps, lambda: None)(state)
+    return list(state.sizes)
+
+
+def executors(context: Any) -> int:
+    """How many executors there are beside the driver."""
+    return int(context._jsc.sc().getExecutorMemoryStatus().size()) - 1
+
+
+def come_and_go(context: Any, directory: str, limit: float) -> list[Any]:
+    """Ranks on executors that Spark adds for them, of which one is lost; Spark takes all away again, and adds them for the next ranks."""
+    import time
+
+    limits = {"start_timeout": limit, "elastic_timeout": limit}
+    counts = [executors(context)]
+    grown = hvdlab.spark.run_elastic(
+        grow, args=(directory,), num_proc=1, min_num_proc=1, max_num_proc=2, **limits
+    )
+    counts.append(executors(context))
+    until = time.monotonic() + limit
+    while executors(context) and time.monotonic() < until:
+        time.sleep(0.1)  # Spark gives no notice
+    counts.append(executors(context))
+    lost = hvdlab.spark.run_elastic(train, args=(directory,), num_proc=2, min_num_proc=1, **limits)
+    return [counts, grown, lost]
+
+
 def main(case: str, directory: str, seconds: str) -> None:
     """Run one case."""
     from pyspark import SparkConf, SparkContext
@@ -91,6 +148,8 @@ def main(case: str, directory: str, seconds: str) -> None:
         "spark.ui.showConsoleProgress": "false",
         "spark.executor.memory": "512m",
     }
+    if case.startswith("dynamic"):
+        settings |= DYNAMIC
     conf = SparkConf().setMaster(os.environ["SPARK_MASTER"]).setAppName("hvdlab").setAll(settings.items())
     context = SparkContext(conf=conf)
     context.setLogLevel("OFF")
@@ -106,6 +165,13 @@ def main(case: str, directory: str, seconds: str) -> None:
                 found = ["\n".join([str(error), *error.__notes__])]
             # The cluster has replaced the executor, and Spark is as usable as before.
             found = [*found, hvdlab.spark.run(where, num_proc=2, start_timeout=limit)]
+        elif case == "dynamic refused":
+            try:
+                found = hvdlab.spark.run(where, num_proc=2, start_timeout=limit)
+            except Exception as error:  # noqa: BLE001  # as above
+                found = [type(error).__name__, str(error)]
+        elif case == "dynamic":
+            found = come_and_go(context, directory, limit)
         else:
             found = hvdlab.spark.run_elastic(
                 train,

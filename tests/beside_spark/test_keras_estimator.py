@@ -238,3 +238,17 @@ def test_the_bytes_of_a_checkpoint_are_a_file_of_keras(tmp_path: Path) -> None:
     (place,) = (tmp_path / "runs" / "r").iterdir()
     os.rename(place, tmp_path / "found.keras")
     assert keras.models.load_model(tmp_path / "found.keras").count_params() == 4
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_what_is_of_keras_2_is_refused_with_the_way_out(tmp_path: Path, what: str) -> None:
+    old = pytest.importorskip("tf_keras")
+
+    class Own(old.Model):  # type: ignore[misc,name-defined]
+        pass
+
+    of = {"model": Own(), "optimizer": old.optimizers.SGD(0.1)}
+    with pytest.raises(
+        InvalidRequestError, match=f"{what} is a (Own|SGD) of tf_keras, which is Keras 2.*hvdlab.spark.run"
+    ):
+        estimator(write(tmp_path), **{what: of[what]}).fit_on_parquet()

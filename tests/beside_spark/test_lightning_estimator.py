@@ -122,6 +122,43 @@ def test_two_ranks_clip_what_is_reduced_and_go_on_with_the_schedule(tmp_path: Pa
     assert 0 < float(moved) <= 0.1 / 4 * 8 * limit * 1.001
 
 
+def scalars(store: LocalStore, run_id: str, name: str) -> dict[int, float]:
+    """What TensorBoard's own reader finds in the run's logs in the store: step to value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logs = store.get_logs_path(run_id)
+    assert logs is not None
+    events = EventAccumulator(store.get_localized_path(logs))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def test_tensorboards_files_are_in_the_store_from_each_epoch_on(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    store = write(tmp_path)
+    write(tmp_path, 32, "intermediate_val_data")
+    seen: list[int] = []
+
+    class Look(pl.Callback):  # type: ignore[misc]
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch:
+                seen.extend(scalars(store, "r", "val_loss"))
+
+    made = estimator(store, model=module_of(pl), backend=InThisProcess(), run_id="r", callbacks=[Look()])
+    model = made.fit_on_parquet()
+    steps = 64 // 8
+    assert seen == [steps - 1]
+    for name, part in (("loss", "train"), ("val_loss", "validation")):
+        found = scalars(store, "r", name)
+        assert list(found) == [steps - 1, 2 * steps - 1]
+        assert list(found.values()) == pytest.approx([epoch[part][name] for epoch in model.getHistory()])
+    # A run that is continued adds to them.
+    made.setEpochs(3).setCallbacks([]).fit_on_parquet()
+    assert len(scalars(store, "r", "loss")) == 3
+    lines = (tmp_path / "runs" / "r" / "logs" / "metrics.csv").read_text().splitlines()
+    assert lines[0].split(",")[:2] == ["epoch", "loss"]
+
+
 def test_a_plain_module_is_wrapped(tmp_path: Path) -> None:
     store = write(tmp_path, w=[1.0] * 32 + [0.0] * 32)
     write(tmp_path, 16, "intermediate_val_data", w=[1.0] * 16)

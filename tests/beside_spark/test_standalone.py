@@ -64,5 +64,21 @@ def test_elastic_ranks_go_on_without_a_lost_executor_and_with_the_next(
     assert (tmp_path / "lost").exists()
 
 
+def test_run_is_refused_while_spark_adds_and_removes_executors(cluster: SparkCluster, tmp_path: Path) -> None:
+    kind, said = driven(cluster, "dynamic refused", tmp_path)
+    assert kind == "StartError"
+    assert "spark.dynamicAllocation.enabled to false" in said
+    assert "hvdlab.spark.run_elastic" in said
+
+
+def test_elastic_ranks_come_and_go_with_executors_that_spark_adds(
+    cluster: SparkCluster, tmp_path: Path
+) -> None:
+    (at_first, grown, later), sizes, (one, other) = driven(cluster, "dynamic", tmp_path)
+    assert (at_first, grown, later) == (0, 2, 0)
+    assert sizes == [[1, 2], [1, 2]]
+    assert one[0] == other[0] == [2, 1, 2]
+
+
 def test_the_notebook(cluster: SparkCluster, tmp_path: Path) -> None:
     run_notebook("spark", tmp_path, cluster.environment)

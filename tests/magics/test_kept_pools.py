@@ -34,7 +34,7 @@ def kept(
 ) -> None:
     """There is a pool called ``mine``, with the cells that are ``left``, whose output goes to ``sinks``."""
 
-    def attach(name: str, show: Show) -> FakePool:
+    def attach(name: str, show: Show, launcher: str | None) -> FakePool:
         if name != "mine":
             raise InvalidRequestError(f"there is no pool `{name}`; there is `mine`")
         sinks.extend(show(cell) for cell in left)

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import cast
 
 from hvdlab.collectives.errors import StartError
+from hvdlab.launch.kept import JobKeeper
 from hvdlab.launch.starter import Launcher
 
 GROUP = "hvdlab.launchers"
@@ -21,6 +22,10 @@ OURS = {
     "spark": "hvdlab.spark.launcher:SparkLauncher",
     "dask": "hvdlab.launch.dask.launcher:DaskLauncher",
 }
+
+
+KEEPERS = {"ray": "hvdlab.ray.keeper:RayKeeper"}
+"""What keeps jobs when their notebook ends, by launcher; the fork server keeps those of ``local``."""
 
 
 def names() -> tuple[str, ...]:
@@ -49,6 +54,14 @@ def find(name: str) -> Launcher | None:
                     f"the launcher `{name}` ({entry.value}) can't be used: {type(error).__name__}: {error}"
                 ) from error
     return None
+
+
+def keeper(name: str) -> JobKeeper | None:
+    """What keeps the jobs of this launcher; ``None`` if they end with their notebook, or a process of this host keeps them."""
+    if name.lower() not in KEEPERS:
+        return None
+    module, _, attribute = KEEPERS[name.lower()].partition(":")
+    return cast("JobKeeper", getattr(importlib.import_module(module), attribute)())
 
 
 def _made(found: object) -> Launcher:

@@ -18,12 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE, Place, host_key, place
-from hvdlab.collectives.environment import own_environment
+from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol.frames import FrameDecoder
 from hvdlab.launch.environment import FOREIGN, default_python, exported
@@ -32,10 +33,20 @@ from hvdlab.launch.exec_agent.link import agent_command
 from hvdlab.launch.exits import Tail, describe_exit
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.options import Kind, Option
-from hvdlab.launch.starter import Capabilities, Capability, Ended, LaunchRequest, RankObserver, Started
+from hvdlab.launch.starter import (
+    Capabilities,
+    Capability,
+    Ended,
+    LaunchRequest,
+    Program,
+    RankObserver,
+    Started,
+)
 from hvdlab.ray.discovery import node_names
 from hvdlab.ray.strategy import GROUP_TIMEOUT, death_reason, free_resources, imported
 
+UNUSED_FOR = 86_400
+"""Seconds that a kept pool lives without a notebook, unless the option ``unused_for`` says otherwise."""
 _TURN = 0.5
 """Seconds between looks at whether a rank that has no room yet is still wanted."""
 _ACTORS_END_WITHIN = 5.0
@@ -89,10 +100,7 @@ class RayLauncher:
 
     name = "ray"
     capabilities = Capabilities.all_but(
-        {
-            Capability.KEEP: "their room belongs to the notebook that asked Ray for it",
-            Capability.PRELOADS: "each of Ray's workers executes its rank's program",
-        }
+        {Capability.PRELOADS: "each of Ray's workers executes its rank's program"}
     )
     forks = False
 
@@ -108,6 +116,11 @@ class RayLauncher:
             Option(
                 "timeout",
                 f"seconds within which there must be room for a rank (default: {GROUP_TIMEOUT:g})",
+                Kind.COUNT,
+            ),
+            Option(
+                "unused_for",
+                f"seconds without a notebook after which ranks that are kept end (default: {UNUSED_FOR}, a day)",
                 Kind.COUNT,
             ),
         )
@@ -128,7 +141,7 @@ class RayLauncher:
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> RayStarter:
         """What starts the ranks of a job. Raises ``StartError`` without Ray, ``InvalidRequestError`` for a wrong option."""
         connect()
-        return RayStarter(request, ranks)
+        return RayStarter(request, ranks, Surroundings.here())
 
 
 def connected_here() -> Any:
@@ -176,8 +189,54 @@ class _Seat:
         self.actor.order.options(concurrency_group="orders").remote(wire.encode(message))
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What ranks get of the process that asked for them.
+
+    Attributes:
+        directory: Its working directory.
+        environment: Its variables, but those of its host and of Ray.
+    """
+
+    directory: str
+    environment: Mapping[str, str]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Those of this process."""
+        variables = exported(os.environ).items()
+        return cls(
+            os.getcwd(),
+            {name: value for name, value in variables if not name.startswith(("RAY_", "CUDA_VISIBLE"))},
+        )
+
+
+class StartRequest(Protocol):
+    """What :class:`RayStarter` reads of a :class:`~hvdlab.launch.starter.LaunchRequest`."""
+
+    @property
+    def world(self) -> World:
+        """As there."""
+        ...
+
+    @property
+    def module(self) -> str:
+        """As there."""
+        ...
+
+    @property
+    def program(self) -> Program | None:
+        """As there."""
+        ...
+
+    @property
+    def options(self) -> Mapping[str, object]:
+        """As there."""
+        ...
+
+
 class RayStarter:
-    """A :class:`~hvdlab.launch.starter.PlacingStarter` of processes in actors.
+    """A :class:`~hvdlab.launch.starter.PlacingStarter` of processes in actors, which end with this process.
 
     A thread for all ranks that are started together waits for their room and places them; then one for each reads
     what its agent reports.
@@ -185,10 +244,11 @@ class RayStarter:
     Args:
         request: What for.
         ranks: Takes what happens to ranks.
+        surroundings: What ranks get of the process that asks for them.
     """
 
-    def __init__(self, request: LaunchRequest, ranks: RankObserver) -> None:
-        self._request, self._ranks = request, ranks
+    def __init__(self, request: StartRequest, ranks: RankObserver, surroundings: Surroundings) -> None:
+        self._request, self._ranks, self._surroundings = request, ranks, surroundings
         options = request.options
         self._cpus, self._gpus = int(str(options.get("cpus", 1))), int(str(options.get("gpus", 0)))
         self._timeout = float(str(options.get("timeout", GROUP_TIMEOUT)))
@@ -351,12 +411,7 @@ class RayStarter:
         program, rank = self._request.program, seat.rank
         placed = {other.rank: other.key for other in self._seats.values() if other.key}
         where = place(rank, list(placed), list(placed.values()))
-        variables = {
-            name: value
-            for name, value in exported(os.environ).items()
-            if not name.startswith(("RAY_", "CUDA_VISIBLE"))
-        }
-        variables |= dict(program.environment) if program else {}
+        variables = {**self._surroundings.environment, **(program.environment if program else {})}
         variables[HOST_VARIABLE] = seat.key
         if self._gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._visible(seat, where.local_rank))
@@ -366,7 +421,7 @@ class RayStarter:
         seat.order(
             wire.Start(
                 tuple(map(os.fsencode, command)),
-                os.fsencode(os.getcwd()),
+                os.fsencode(self._surroundings.directory),
                 {os.fsencode(name): os.fsencode(value) for name, value in variables.items()},
                 removed=FOREIGN,
                 function=program.function if program else b"",

@@ -116,7 +116,10 @@ def run_elastic(
     err = Writer(stderr or sys.stderr)
     sink = ConsoleSink(Writer(stdout or sys.stdout), err, timestamp=prefix_output_with_timestamp)
     said: list[str] = []
-    done = JobRun(job, sink, speaker(err) if verbose else said.append).run()
+    try:
+        done = JobRun(job, sink, speaker(err) if verbose else said.append).run()
+    finally:
+        launcher.close()
     if done.stopped:
         raise KeyboardInterrupt
     return results(done, max(done.outcomes, default=-1) + 1)

@@ -26,6 +26,7 @@ from hvdlab.launch.exits import describe_exit
 from hvdlab.launch.host_source import HostSource
 from hvdlab.launch.options import Option
 from hvdlab.launch.starter import Capabilities, Capability, Ended, LaunchRequest, RankObserver, Started
+from hvdlab.spark.demand import Demand
 from hvdlab.spark.runner import active_context, is_local, said_by_spark, slots
 from hvdlab.spark.task import RankEnd, SingleRankTask
 
@@ -57,6 +58,7 @@ class SparkLauncher:
     def __init__(self, *, captured: bool = False, most: int | None = None) -> None:
         self._captured, self._most = captured, most
         self._starter: SparkStarter | None = None
+        self._demand: Demand | None = None
 
     def options(self) -> Sequence[Option]:
         """Which interpreter ranks run in."""
@@ -87,11 +89,23 @@ class SparkLauncher:
         """The task slots as hosts of an elastic job, of which each takes one rank."""
         return _Slots(self)
 
+    def close(self) -> None:
+        """Ask for executors no more. Idempotent."""
+        if self._demand is not None:
+            self._demand.close(_CANCELLED_WITHIN)
+
     def free_and_taken(self) -> dict[str, int]:
-        """The slots of living ranks under the names that they have, and as many others as Spark has room for."""
+        """The slots of living ranks under the names that they have, and as many others as Spark has room for.
+
+        If ranks have all slots and there may be more ranks, dynamic allocation learns that slots are lacking.
+        """
         taken = self._starter.taken() if self._starter is not None else set()
         room = slots(active_context())
         room = room if self._most is None else min(room, self._most)
+        if self._most is not None and room <= len(taken):
+            if self._demand is None:
+                self._demand = Demand(active_context())
+            self._demand.ask(self._most - len(taken))
         names = (
             name for name in (f"slot-{number}" for number in range(room + len(taken))) if name not in taken
         )

@@ -20,6 +20,7 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.runner.calling import RankFailedError, pickled, results
 from hvdlab.runner.done import Done
 from hvdlab.runner.sinks import ConsoleSink, Writer
+from hvdlab.spark.demand import Demand, is_dynamic
 from hvdlab.spark.task import RankEnd, RankTask
 
 T = TypeVar("T")
@@ -75,7 +76,8 @@ def run(
         executable: Python interpreter of the ranks; by default the executors'.
 
     Raises:
-        StartError: pyspark is missing, no SparkContext is active, or Spark did not start all tasks in time, or has too few slots for them.
+        StartError: pyspark is missing, no SparkContext is active, its executors are allocated dynamically, or Spark did not start all
+            tasks in time, or has too few slots for them.
         RankFailedError: A rank failed; also an instance of what its function raised, with the rank and its traceback.
         InvalidRequestError: The arguments make no sense, or the function can't be pickled.
         RuntimeError: Spark's job failed, such as with an executor that was lost. A note of the error has what Spark says.
@@ -117,6 +119,12 @@ def run_tasks(
     size = context.defaultParallelism if num_proc is None else num_proc
     if size < 1:
         raise InvalidRequestError(f"num_proc={size}: there must be at least one rank.")
+    if is_dynamic(context):
+        raise StartError(
+            "Spark can't start all ranks together, as barrier stages do, while it adds and removes executors by itself: set "
+            "spark.dynamicAllocation.enabled to false for this application, or use hvdlab.spark.run_elastic, whose ranks come and go with "
+            "the executors."
+        )
     timeout = chosen_timeout(start_timeout)
     deadline = time.monotonic() + timeout
     wait_for_slots(context, size, deadline, timeout)
@@ -259,11 +267,16 @@ def wait_for_slots(context: Any, size: int, deadline: float, timeout: float) -> 
     Raises:
         StartError: Spark has no room in time, or never can have.
     """
-    while (there := slots(context)) < size:
-        left = deadline - time.monotonic()
-        if is_local(context) or left <= 0:
-            raise StartError(_late(f"it has {there} task slots for {size} ranks", timeout))
-        threading.Event().wait(min(left, _LOOKS))  # Spark reports new executors only when asked
+    demand = Demand(context)
+    try:
+        while (there := slots(context)) < size:
+            left = deadline - time.monotonic()
+            if is_local(context) or left <= 0:
+                raise StartError(_late(f"it has {there} task slots for {size} ranks", timeout))
+            demand.ask(size, hold=True)
+            threading.Event().wait(min(left, _LOOKS))  # Spark reports new executors only when asked
+    finally:
+        demand.close(_CLOSING)
 
 
 def slots(context: Any) -> int:

@@ -1,11 +1,14 @@
 """A process that keeps a pool: ``python keeper.py RANKS [CELL]``, with the name of a cell. Says ``up``; ends with its input.
 
+The variables ``LAUNCHER`` and ``UNUSED_FOR`` choose the launcher, and its option ``unused_for``.
+
 With an elastic cell it does what each line of its input says (see :data:`ACTS`), and says ``did`` after each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 
@@ -16,6 +19,8 @@ from hvdlab.kernel_ext.cells.sink import NullSink
 from hvdlab.kernel_ext.payloads import Chunk, Stream
 from hvdlab.kernel_ext.pool import Pool
 
+PATIENCE = 120.0
+"""Seconds that the pool may take to start."""
 SET_UP = """
 import os, time
 import numpy as np
@@ -120,7 +125,11 @@ def train(pool: Pool, cell: str) -> None:
 
 
 def main() -> None:
-    pool = Pool.start(int(sys.argv[1]), keep="mine")
+    launcher, unused_for = os.environ.get("LAUNCHER", "local"), os.environ.get("UNUSED_FOR")
+    options = {"unused_for": unused_for} if unused_for else {}
+    pool = Pool.start(
+        int(sys.argv[1]), keep="mine", launcher=launcher, launcher_options=options, timeout=PATIENCE
+    )
     if sys.argv[2:] and sys.argv[2] in ("elastic", "held"):
         train(pool, CELLS[sys.argv[2]])
         return

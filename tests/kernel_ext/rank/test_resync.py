@@ -227,6 +227,18 @@ def test_the_end_of_one_does_nothing_once_another_is_named() -> None:
     assert ends == ["the second"]
 
 
+def test_a_process_of_another_host_counts_as_there_until_the_rank_learns_otherwise() -> None:
+    attendance = Attendance()
+    with selectors.DefaultSelector() as selector:
+        attendance.name(1, 1, near=False)  # here this is another process, or none
+        attendance.update(selector)
+        assert not attendance.absent
+        assert not selector.get_map()
+        attendance.name(0, 0)
+        attendance.update(selector)
+        assert attendance.absent
+
+
 def me() -> tuple[int, int]:
     return os.getpid(), start_time(os.getpid())
 

@@ -76,8 +76,7 @@ class KerasEstimator(_KerasSaved, HorovodEstimator):
 
     def _checked(self, dataset: Any) -> Backend:
         backend = super()._checked(dataset)
-        if not isinstance(self.getModel(), keras.Model):
-            raise InvalidRequestError(f"model is no model of Keras 3 but a {type(self.getModel()).__name__}.")
+        self._check_version()
         if not self.getLoss():
             raise InvalidRequestError("Loss parameter is required for the model to compile")
         if not (self.getOptimizer() or getattr(self.getModel(), "optimizer", None)):
@@ -90,6 +89,17 @@ class KerasEstimator(_KerasSaved, HorovodEstimator):
                 "use save_weights_only=False."
             )
         return backend
+
+    def _check_version(self) -> None:
+        """Refuse a model and an optimizer of Keras 2, and what is no model at all."""
+        for name, value in (("model", self.getModel()), ("optimizer", self.getOptimizer())):
+            if any(base.__module__.startswith("tf_keras.") for base in type(value).__mro__):
+                raise InvalidRequestError(
+                    f"{name} is a {type(value).__name__} of tf_keras, which is Keras 2, and KerasEstimator trains with Keras 3: make it "
+                    "with `keras`, or train the model by hvdlab.spark.run with hvdlab.tensorflow.keras, which takes both."
+                )
+        if not isinstance(self.getModel(), keras.Model):
+            raise InvalidRequestError(f"model is no model of Keras 3 but a {type(self.getModel()).__name__}.")
 
     def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
         """Shapes of batches of the model's inputs and of its outputs, with -1 for what is not fixed."""

@@ -36,7 +36,8 @@ class LightningEstimator(ModuleEstimator):
         epochs: Passes over the rows. A run that ended in the middle is continued up to here; one that is complete, by as many.
         run_id: Name of the run in the store; by default a new one. One that has a checkpoint is continued.
         callbacks: Lightning's, on all ranks.
-        logger: Lightning's, on all ranks; by default a CSV file in the run's ``logs``.
+        logger: Lightning's, on all ranks. By default a CSV file and, where ``tensorboard`` or ``tensorboardX`` is installed, TensorBoard's
+            files, which are in the store at ``store.get_logs_path(run_id)`` from each epoch's end on.
         log_every_n_steps, profiler: As the trainer takes them.
         terminate_on_nan: Whether a loss that is not finite ends the training.
         num_gpus: 0 keeps ranks from using GPUs; else each has its own.
@@ -50,7 +51,9 @@ class LightningEstimator(ModuleEstimator):
 
     train_minibatch_fn = declared("train_minibatch_fn", "not there: training_step is for that")
     num_gpus = declared("num_gpus", "0 keeps ranks from using GPUs")
-    logger = declared("logger", "Lightning's logger; by default a CSV file in the store")
+    logger = declared(
+        "logger", "Lightning's logger; by default a CSV file and TensorBoard's files in the store"
+    )
     log_every_n_steps = declared("log_every_n_steps", "steps between two lines of the log")
     loader_num_epochs = declared(
         "loader_num_epochs", "without effect; rows are read as often as there are epochs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import tempfile
@@ -98,6 +99,8 @@ class _Trainer:
                     trainer.fit(self.module, datamodule=data, ckpt_path=resumed, weights_only=True)
                 else:
                     self._fit(trainer, data, resumed)
+            if trainer.is_global_zero and job.checkpoint is not None:
+                job.remote.sync(place)  # with what the loggers wrote after the last epoch's checkpoint
         if hvd.rank():
             return None
         optimizers = [on_cpu(optimizer.state_dict()) for optimizer in trainer.optimizers]
@@ -146,7 +149,7 @@ class _Trainer:
             )
         logger: Any = job.logger
         if logger is None:
-            logger = package.loggers.CSVLogger(place, name=job.remote.logs_subdir, version="")
+            logger = _loggers(package, place, job.remote.logs_subdir)
         # After the user's callbacks, which may log.
         own = [_keeper(package, self, place)]
         if job.terminate_on_nan:
@@ -213,6 +216,14 @@ class _Trainer:
         if job.verbose and trainer.is_global_zero:
             words = [f"{name} {value:.4g}" for name, value in known.items()]
             print(f"epoch {trainer.current_epoch + 1}/{self.last}: {', '.join(words)}", flush=True)
+
+
+def _loggers(package: Any, place: str, subdirectory: str) -> list[Any]:
+    """The loggers of a user who has given none: a CSV file, and TensorBoard's files where one of the packages that write them is there."""
+    loggers = [package.loggers.CSVLogger(place, name=subdirectory, version="")]
+    if any(importlib.util.find_spec(name) is not None for name in ("tensorboard", "tensorboardX")):
+        loggers.append(package.loggers.TensorBoardLogger(place, name=subdirectory, version=""))
+    return loggers
 
 
 class _Loader:

@@ -1,0 +1,187 @@
+"""Jobs that a launcher keeps itself when the process that started them ends, on what their ranks run on.
+
+A :class:`JobKeeper` is found by the launcher's name (:func:`hvdlab.launch.registry.keeper`). It begins a job, lists those that there are, and
+lets one process at a time use each: that has a :class:`HeldJob`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hvdlab.collectives.environment import World
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.launch.starter import Ended, RankObserver, Starter
+from hvdlab.launch.tenancy import Tenant
+
+DEFAULT = "pool"
+"""The name of a job whose user gave none; the next ones are ``pool-2``, ``pool-3``."""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRequest:
+    """What a keeper needs to begin a job.
+
+    Attributes:
+        name: The name that users know the job by; empty for one that the keeper chooses.
+        size, plane: Number of ranks, and the data plane that the user asked for.
+        module: What a rank runs: ``python -m module``.
+        options: The launcher's own options, as :func:`~hvdlab.launch.options.parse` has validated them.
+        vacant: Topic and body of the mail by which ranks learn that no process uses the job any more.
+        tenant: The process that begins it, and uses it.
+    """
+
+    name: str
+    size: int
+    plane: str
+    module: str
+    options: Mapping[str, object]
+    vacant: tuple[str, bytes]
+    tenant: Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class KeptJob:
+    """A job that is kept, as its keeper lists it.
+
+    Attributes:
+        name, size, plane: As in :class:`KeepRequest`; the size may have changed.
+        launcher: The name of its launcher.
+        started: When it was started, in seconds since 1970.
+        tenant: The process that uses it; ``None`` if none does.
+        version: The version of hvdlab that it runs.
+    """
+
+    name: str
+    size: int
+    plane: str
+    launcher: str
+    started: float
+    tenant: Tenant | None
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What the process that uses a job has to know of it.
+
+    Attributes:
+        world: What ranks know of the job; its address is one that other hosts reach.
+        client_token: The coordinator's secret for clients.
+        size: Number of ranks, lost ones included.
+        living: Rank to process of the ranks that live.
+        lost: How the others ended, as far as that is known.
+        replaced: Whether the coordinator was replaced while no process used the job.
+    """
+
+    world: World
+    client_token: str
+    size: int
+    living: Mapping[int, int] = field(default_factory=dict)
+    lost: Mapping[int, Ended] = field(default_factory=dict)
+    replaced: bool = False
+
+
+class HeldJob(Protocol):
+    """A kept job that this process uses.
+
+    Attributes:
+        job: What the keeper says of it.
+        access: How it was when this process began to use it.
+    """
+
+    job: KeptJob
+    access: Access
+
+    @property
+    def lost(self) -> str:
+        """Why this process uses the job no more although it did not let go of it; empty as long as it does."""
+        ...
+
+    def starter(self) -> Starter:
+        """What starts and ends single ranks."""
+        ...
+
+    def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
+        """Report what happens to ranks from :attr:`access` on; ``lost`` is called once with :attr:`lost`. Call it once."""
+
+    def coordinator_ended(self) -> str:
+        """How the coordinator ended that this process was connected to; empty if it runs. Raises ``StartError`` if the job is gone."""
+        ...
+
+    def replace_coordinator(self, timeout: float) -> None:
+        """Have another coordinator, unless the keeper has replaced it already. Raises ``StartError``."""
+
+    def resized(self, size: int) -> None:
+        """Note how many ranks the job has now."""
+
+    def let_go(self) -> None:
+        """Use the job no more; it stays. Idempotent."""
+
+    def end(self) -> None:
+        """End the job, and give back what it has. Idempotent."""
+
+
+class JobKeeper(Protocol):
+    """Keeps jobs of one launcher."""
+
+    def reachable(self) -> bool:
+        """Whether the place where jobs are kept is known to this process, so that they can be listed without a search."""
+        ...
+
+    def all(self) -> list[KeptJob]:
+        """The jobs that live. Raises ``StartError`` if the place where they are kept can't be reached."""
+        ...
+
+    def begin(self, request: KeepRequest, timeout: float) -> HeldJob:
+        """Begin a job without ranks.
+
+        Raises:
+            InvalidRequestError: There is a job of this name, or it is no name.
+            StartError: It can't be begun.
+        """
+        ...
+
+    def claim(self, name: str, tenant: Tenant) -> HeldJob:
+        """Use a job.
+
+        Raises:
+            InvalidRequestError: There is none of this name, or another process uses it; the text says which.
+            StartError: It does not answer.
+        """
+        ...
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """This name, or a default one; raises ``InvalidRequestError`` if it is taken or no name."""
+    if not name:
+        number = 1
+        while (name := DEFAULT if number == 1 else f"{DEFAULT}-{number}") in taken:
+            number += 1
+        return name
+    if not _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"a pool can't be called {name!r}: names begin with a letter and have letters, digits, `.`, `_` and `-`"
+        )
+    if name in taken:
+        raise InvalidRequestError(
+            f"there is a pool `{name}` already; attach to it, stop it, or give another name"
+        )
+    return name
+
+
+def none_there(name: str, names: Sequence[str]) -> str:
+    """That there is no pool of this name, and which there are."""
+    known = ", ".join(f"`{each}`" for each in names)
+    return f"there is no pool `{name}`; {f'there is {known}' if known else 'none is kept here'}"
+
+
+def in_use(name: str, user: str) -> str:
+    """Which process uses the pool, and what the user can do."""
+    return f"the pool `{name}` is in use by {user}; `%hvd_pool detach` there lets go of it, and so does the end of that process"

@@ -1,0 +1,151 @@
+"""Which process uses a job that outlives it, where no process of the job can watch that one: a lease, without I/O.
+
+A tenant's calls are its signs of life. One that makes none for the lease's length has lost the job, even if it lives: another one
+may have it then. A job without a tenant ends after a time limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdlab.collectives.visible import visible
+
+_LONGEST = 300
+"""Characters of a text of a tenant that are shown at most."""
+
+# -- what happens -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A process that uses a kept job.
+
+    Attributes:
+        pid, started: Its number, and when it started in clock ticks since the boot of its host.
+        host: What tells its host from others.
+        place: Its working directory, which shows which notebook it is.
+    """
+
+    pid: int
+    started: int
+    host: str
+    place: str
+
+    def __str__(self) -> str:
+        host, place = self.host.partition("#")[0], visible(self.place, _LONGEST)
+        return f"process {self.pid} on {visible(host, _LONGEST)} in {place}"
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A process wants to use the job. It has seen that the tenancy ``ended`` is over since its process has ended, if that is not 0."""
+
+    tenant: Tenant
+    ended: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A tenancy's process has given a sign of life."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """A tenancy's process uses the job no more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Nothing has happened until now."""
+
+
+Event = Claimed | Heard | LetGo | TimePassed
+
+# -- what to do -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The claim is granted, under this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Another process has the job, under this number."""
+
+    number: int
+    tenant: Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Vacant:
+    """The job has no tenant any more: ranks must wait for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The job had no tenant for so long that it ends."""
+
+
+Effect = Admitted | Refused | Vacant | Abandoned
+
+
+class Tenancy:
+    """The lease of one job, which has no tenant at first.
+
+    Args:
+        lease: Seconds without a sign of life after which a tenancy is over.
+        unused_for: Seconds without a tenant after which the job ends.
+        now: The time, as in all events.
+
+    Attributes:
+        tenant: The process that uses the job; ``None`` if none does.
+    """
+
+    def __init__(self, lease: float, unused_for: float, now: float) -> None:
+        self._lease, self._unused_for = lease, unused_for
+        self._number, self._since = 0, now
+        self.tenant: Tenant | None = None
+
+    def holds(self, number: int) -> bool:
+        """Whether the tenancy of this number goes on."""
+        return self.tenant is not None and number == self._number
+
+    @property
+    def next_at(self) -> float:
+        """When :class:`TimePassed` has an effect, unless something happens before."""
+        return self._since + (self._lease if self.tenant is not None else self._unused_for)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """What follows from an event."""
+        effects = self._pass_time(now)
+        match event:
+            case Claimed(tenant, ended):
+                effects += self._claim(tenant, ended, now)
+            case Heard(number) if self.holds(number):
+                self._since = now
+            case LetGo(number) if self.holds(number):
+                self.tenant, self._since = None, now
+                effects.append(Vacant())
+        return effects
+
+    def _claim(self, tenant: Tenant, ended: int, now: float) -> list[Effect]:
+        if self.tenant is not None and ended != self._number:
+            return [Refused(self._number, self.tenant)]
+        self.tenant, self._since = tenant, now
+        self._number += 1
+        return [Admitted(self._number)]
+
+    def _pass_time(self, now: float) -> list[Effect]:
+        if now < self.next_at:
+            return []
+        if self.tenant is None:
+            return [Abandoned()]
+        self.tenant, self._since = None, now
+        return [Vacant()]

@@ -1,0 +1,250 @@
+"""Pools that outlive their notebook on the cluster: found and attached to by another process, ended by a stop or a time limit."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.kernel_ext.held import this_process
+from hvdlab.kernel_ext.kept_pools import kept_elsewhere
+from hvdlab.kernel_ext.leftovers import LeftCell
+from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.pools_command import main as pools_command
+from hvdlab.launch.tenancy import Refused
+from hvdlab.ray.pool_actor import NAMESPACE
+from hvdlab.ray.strategy import create_placement_group
+from our_processes import our_processes
+from patience import PATIENCE
+from pool_recorder import Recorder
+
+KEEPER = Path(__file__).parents[1] / "kernel_ext" / "pool" / "keeper.py"
+CELLS = runpy.run_path(str(KEEPER))["CELLS"]
+SECRET = "(os.getpid(), hash(memory.tobytes()) == secret, hvd.allreduce(np.ones(2), op=hvd.Sum).tolist())"
+NODES, CPUS = 2, 3
+"""The cluster, and what each of its nodes claims to have."""
+
+# Ray leaves files and sockets to the collector.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No pool may be left on the cluster, and all of its CPUs can be had."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield
+    left = pools_there()
+    for name in left:
+        ray.kill(ray.get_actor(name, NAMESPACE))
+    assert left == []
+    group, _ = create_placement_group({"CPU": CPUS}, NODES, PATIENCE, "STRICT_SPREAD")
+    ray.util.remove_placement_group(group)
+
+
+def pools_there() -> list[str]:
+    """The names of the actors of kept pools."""
+    return [
+        entry["name"]
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == NAMESPACE
+    ]
+
+
+def keeper(*words: str, **variables: str) -> subprocess.Popen[str]:
+    """Another process, which starts a pool called ``mine``; returns when that is up."""
+    process = subprocess.Popen(
+        [sys.executable, str(KEEPER), *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "LAUNCHER": "ray", **variables},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    if process.stdout.readline() != "up\n":
+        pytest.fail(process.stderr.read())
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+
+
+def coordinators() -> list[psutil.Process]:
+    """The coordinators whose starter is a process of Ray's."""
+    found = []
+    for process in our_processes():
+        if "hvdlab.collectives.coordinator" in process.cmdline():
+            parent = process.parent()
+            if parent is not None and parent.name().startswith("ray::"):
+                found.append(process)
+    return found
+
+
+def test_a_pool_outlives_its_notebook_with_all_variables(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    process = keeper("3")
+    assert pools_command([]) == 0
+    listed = capsys.readouterr().out
+    assert listed.splitlines()[0].split()[:3] == ["name", "ranks", "launcher"]
+    assert listed.splitlines()[1].split()[:3] == ["mine", "3", "ray"]
+    assert f"process {process.pid} on " in listed
+    with pytest.raises(InvalidRequestError, match=f"`mine` is in use by process {process.pid} on .*detach"):
+        Pool.attach("mine")
+    kill(process)
+    with Pool.attach("mine", timeout=PATIENCE) as pool:
+        assert (pool.name, pool.launcher, pool.ranks) == ("mine", "ray", (0, 1, 2))
+        results = pool.run(SECRET, timeout=PATIENCE)
+        assert results.errors == {}
+        assert {rank: results[rank][1:] for rank in range(3)} == {
+            rank: (True, [3.0, 3.0]) for rank in range(3)
+        }
+        assert len({results[rank][0] for rank in range(3)}) == 3
+        out = Recorder()
+        pool.run("print('rank', me)", out=out)
+        assert out.text == {rank: f"rank {rank}\n" for rank in range(3)}
+    assert pools_there() == []
+
+
+def test_a_pool_that_is_let_go_can_be_attached_to_again_and_changed() -> None:
+    with Pool.start(2, launcher="ray", keep="", timeout=PATIENCE) as pool:
+        assert pool.name == "pool"
+        assert pool.run("import os; mine = os.getpid()").errors == {}
+        pids = pool.pull("mine")
+        pool.detach()
+        ((job,), problems) = kept_elsewhere()
+        assert (job.name, job.size, job.tenant, problems) == ("pool", 2, None, [])
+    with Pool.attach("pool", timeout=PATIENCE) as pool:
+        assert pool.pull("mine") == pids
+        pool.resize(3, timeout=PATIENCE)
+        os.kill(pids[1], signal.SIGKILL)
+        deadline = Deadline(PATIENCE)
+        while 1 not in pool.lost:
+            assert not deadline.expired
+            pool._base.rebuilder.settle(10)
+        assert pool.lost[1].startswith("killed by SIGKILL")
+        assert pool.repair() == (1,)
+        pool.detach()
+    with Pool.attach("pool", timeout=PATIENCE) as pool:
+        assert pool.ranks == (0, 1, 2)
+        assert pool.pull("mine", [0]) == {0: pids[0]}
+    assert pools_there() == []
+
+
+def test_a_rank_that_ends_while_no_notebook_is_there_is_named_with_its_reason() -> None:
+    process = keeper("2")
+    with pytest.raises(InvalidRequestError, match="there is a pool `mine` already"):
+        Pool.start(1, launcher="ray", keep="mine")
+    kill(process)
+    with Pool.attach("mine", timeout=PATIENCE) as pool:
+        pids = pool.pull("mine")
+        pool.detach()
+    os.kill(pids[1], signal.SIGKILL)
+    deadline = Deadline(PATIENCE)
+    with Pool.attach("mine", timeout=PATIENCE) as pool:
+        while 1 not in pool.lost:
+            assert not deadline.expired
+            pool._base.rebuilder.settle(10)
+        assert "killed by SIGKILL" in pool.lost[1]
+        assert pool.pull("mine", [0]) == {0: pids[0]}
+
+
+def test_what_a_cell_writes_meanwhile_is_shown_to_the_next_notebook(tmp_path: Path) -> None:
+    door = tmp_path / "door"
+    for rank in range(2):
+        os.mkfifo(f"{door}{rank}")
+    process = keeper("2", "waiting", DOOR=str(door))
+    kill(process)
+    for rank in range(2):
+        Path(f"{door}{rank}").write_text("go")
+    out = Recorder()
+    left: list[LeftCell] = []
+
+    def show(cell: LeftCell) -> Recorder:
+        left.append(cell)
+        return out
+
+    with Pool.attach("mine", show=show, timeout=PATIENCE) as pool:
+        (run,) = pool.resumed
+        results = run.wait(PATIENCE)
+        assert {rank: results[rank] for rank in range(2)} == {0: 0, 1: 1}
+        assert left[0].label == "[7]"
+        assert all(text.rstrip().endswith("the end") for text in out.text.values())
+
+
+def test_a_coordinator_that_dies_is_replaced_with_a_notebook_and_without() -> None:
+    process = keeper("2")
+    kill(process)
+    (first,) = coordinators()
+    first.kill()
+    with Pool.attach("mine", timeout=PATIENCE) as pool:
+        pids = pool.pull("mine")
+        (second,) = coordinators()
+        assert second.pid != first.pid
+        second.kill()
+        results = pool.run(SECRET, timeout=PATIENCE)
+        assert {rank: results[rank] for rank in results.ranks} == {
+            rank: (pid, True, [2.0, 2.0]) for rank, pid in pids.items()
+        }
+
+
+def test_a_pool_that_no_notebook_comes_back_to_ends_after_its_time() -> None:
+    process = keeper("2", UNUSED_FOR="1")
+    before = coordinators()
+    assert len(before) == 1
+    process.communicate("", timeout=PATIENCE)
+    assert process.returncode == 0
+    deadline = Deadline(PATIENCE)
+    while pools_there():
+        assert not deadline.expired
+        time.sleep(0.1)  # Ray gives no notice
+    psutil.wait_procs(before, timeout=PATIENCE)
+    assert coordinators() == []
+
+
+def test_a_notebook_that_has_lost_the_pool_says_so_and_leaves_the_ranks_alone() -> None:
+    """As when it was suspended for longer than the lease, and another one has come."""
+    pool = Pool.start(2, launcher="ray", keep="mine", timeout=PATIENCE)
+    assert pool.run("import os; mine = os.getpid()").errors == {}
+    pids = pool.pull("mine")
+    actor = ray.get_actor("mine", NAMESPACE)
+    held = ray.get(actor.claim.remote(this_process()))
+    assert isinstance(held, Refused)
+    other = ray.get(actor.claim.remote(this_process(), held.number))
+    deadline = Deadline(PATIENCE)
+    while not pool._base.broken:
+        assert not deadline.expired
+        pool._base.rebuilder.settle(10)
+    with pytest.raises(StartError, match=r"the pool `mine` is lost to this notebook: .*attach mine"):
+        pool.run("1")
+    pool.stop()
+    ray.get(actor.let_go.remote(other.number))
+    with Pool.attach("mine", timeout=PATIENCE) as again:
+        assert again.pull("mine") == pids
+
+
+def test_a_pool_is_ended_without_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    kill(keeper("1"))
+    assert pools_command(["stop", "mine"]) == 0
+    assert pools_there() == []
+    assert "`mine` has ended" in capsys.readouterr().out
+    with pytest.raises(InvalidRequestError, match="there is no pool `mine`; none is kept here"):
+        Pool.attach("mine")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hvdlab.bindings import framework_hooks
+from hvdlab.bindings.framework_preloads import FrameworkPreloads
 from hvdlab.kernel_ext.messages.cells import Left, Stream
 from hvdlab.kernel_ext.rank import unsent
 from hvdlab.launch.forkserver.pipes import StdPipes
@@ -21,7 +21,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _left = msgspec.msgpack.Decoder(Left)
 
 
-class PoolProgram:
+class PoolProgram(FrameworkPreloads):
     """A :class:`~hvdlab.launch.forkserver.program.ForkedProgram`."""
 
     # The last two are what each rank would import for itself.
@@ -45,23 +45,8 @@ class PoolProgram:
         """
         from hvdlab.kernel_ext.rank.shell import prepare_progress_bars
 
-        framework_hooks.set_environment()
+        super().after_required()
         prepare_progress_bars()
-
-    def usual(self) -> Sequence[str]:
-        """Frameworks whose hooks ask to be preloaded."""
-        return tuple(name for name in framework_hooks.names() if framework_hooks.hooks_of(name).preload)
-
-    def binding_of(self, framework: str) -> str:
-        """Our binding of a framework, by the framework's hooks; empty for a framework without hooks."""
-        known = framework in framework_hooks.names()
-        return framework_hooks.hooks_of(framework).binding if known else ""
-
-    def refresh(self, threads: int) -> None:
-        """New random states and thread pools for the frameworks that were imported before the fork."""
-        for hooks in framework_hooks.loaded():
-            hooks.reseed()
-            hooks.set_threads(threads)
 
     def make_area(self) -> int:
         """Memory for what a rank has written and not sent; as the protocol says."""
@@ -93,7 +78,7 @@ class PoolProgram:
         return run_forked(tuple(argv), channel)
 
 
-PROGRAM = PoolProgram()
+PROGRAM = PoolProgram(training=False)  # ranks would wait for it
 
 
 def decode_left(left: bytes) -> Left:

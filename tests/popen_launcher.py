@@ -47,6 +47,7 @@ class PopenLauncher:
             Capability.RESIZE: "its queue gives out whole jobs",
             Capability.KEEP: "its queue ends a job with its owner",
             Capability.REASONS: "its queue does not tell",
+            Capability.PRELOADS: "its queue executes each",
         },
     )
     forks = False

@@ -56,3 +56,15 @@ def test_a_thread_of_a_package_may_reap_its_own_process_first(monkeypatch: pytes
         monkeypatch.setattr(os, "wait4", wait4_too_late)
         assert ChildTable(selector, PROGRAM).reap() == []
         assert process.returncode == 0
+
+
+def test_each_rank_has_random_numbers_of_its_own() -> None:
+    ranks = ForkedRanks(ForkServer.start(PROGRAM_NAME, {**os.environ, "HVDLAB_PRELOAD": "numpy,torch"}))
+    try:
+        loaded(ranks.warm)
+        ranks.fork([0, 1, 2])
+        drawn = "import random, numpy, torch; [random.random(), numpy.random.rand(), torch.rand(1).item()]"
+        numbers = {number for rank in range(3) for number in ranks.run(rank, drawn).strip("[]").split(", ")}
+        assert len(numbers) == 9
+    finally:
+        ranks.close()

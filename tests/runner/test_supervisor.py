@@ -285,6 +285,36 @@ def test_elastic_lets_what_takes_part_again_come_to_its_end() -> None:
     assert script.of(e.Finish) == [e.Finish(0)]
 
 
+def test_elastic_ends_ranks_that_have_joined_when_all_others_had_left() -> None:
+    script = Script(4, min_ranks=2)
+    script.tell(*(e.Connected(rank) for rank in range(4)))
+    for rank in (1, 3):
+        script.tell(e.Disconnected(rank, ""), e.Exited(rank, KILLED), e.Spawned(rank, 300 + rank))
+    script.tell(*(e.Disconnected(rank) for rank in (0, 2)), *(e.Connected(rank) for rank in (1, 3)))
+    assert e.Signal((1, 3), signal.SIGTERM) in script.tell(e.Exited(2, OK))
+    script.tell(e.Exited(0, OK), e.Exited(1, KILLED), e.Exited(3, KILLED))
+    assert script.of(e.Finish) == [e.Finish(0)]
+
+
+def test_elastic_lets_a_rank_train_on_with_one_that_is_still_there() -> None:
+    script = Script(3, min_ranks=1)
+    script.tell(*(e.Connected(rank) for rank in range(3)))
+    script.tell(e.Disconnected(1), e.Exited(1, KILLED), e.Spawned(1, 300))
+    script.tell(e.Disconnected(0), e.Connected(1))
+    assert not any(isinstance(effect, e.Signal) for effect in script.tell(e.Exited(0, OK)))
+    script.tell(e.Disconnected(2), e.Exited(2, OK), e.Disconnected(1), e.Exited(1, OK))
+    assert script.of(e.Finish) == [e.Finish(0)]
+
+
+def test_elastic_spares_a_rank_that_was_alone_until_the_others_were_started_anew() -> None:
+    script = Script(2, min_ranks=1)
+    script.tell(e.Connected(0), e.Connected(1), e.Disconnected(1), e.Exited(1, KILLED), e.Spawned(1, 300))
+    script.tell(e.Disconnected(0), e.Connected(1), e.Exited(0, KILLED), e.Spawned(0, 301), e.Connected(0))
+    assert not any(isinstance(effect, e.Signal) for effect in script.tell(e.Exited(0, OK)))
+    script.tell(e.Exited(1, OK))
+    assert script.of(e.Finish) == [e.Finish(0)]
+
+
 def test_a_rank_that_was_cut_off_and_is_back_is_told_of_and_takes_part_again() -> None:
     script = Script(2, min_ranks=1)
     lost = e.Disconnected(1, "no sign of life for 30 s")

@@ -104,7 +104,11 @@ class MpiLauncher:
 
     name = "mpi"
     capabilities = Capabilities.all_but(
-        {**LACKS, Capability.PROGRAMS: "`hvdlab run --mpi` has mpiexec take its own place"}
+        {
+            **LACKS,
+            Capability.PROGRAMS: "`hvdlab run --mpi` has mpiexec take its own place",
+            Capability.PRELOADS: "mpiexec executes each of them",
+        }
     )
     forks = False
 

@@ -35,6 +35,8 @@ class Capability(StrEnum):
     """A signal reaches a rank wherever it runs."""
     PROGRAMS = "given a program to run"
     """They can be any program (``hvdlab run``), whose exit code is reported; see :class:`Program`."""
+    PRELOADS = "forked with modules that were imported beforehand"
+    """An agent on each host can import modules once and fork the ranks of a Python program (``hvdlab run --preload``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ class Program:
             an agent on each host get one.
         stdin: Whether rank 0 reads this process's standard input, if it is on this host.
         interfaces: Network interfaces to use between hosts; empty for a choice.
+        preload: Modules that each host's agent imports once before it forks ranks; see :attr:`Capability.PRELOADS`.
     """
 
     command: tuple[str, ...]
@@ -180,6 +183,7 @@ class Program:
     function: bytes = b""
     stdin: bool = False
     interfaces: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,10 @@ class RayLauncher:
 
     name = "ray"
     capabilities = Capabilities.all_but(
-        {Capability.KEEP: "their room belongs to the notebook that asked Ray for it"}
+        {
+            Capability.KEEP: "their room belongs to the notebook that asked Ray for it",
+            Capability.PRELOADS: "each of Ray's workers executes its rank's program",
+        }
     )
     forks = False
 

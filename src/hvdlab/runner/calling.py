@@ -73,6 +73,7 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
     plane: str | None = None,
+    preload: Sequence[str] | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
 ) -> list[T]:
@@ -102,6 +103,7 @@ def run(
         executable: Python interpreter of the ranks.
         env: Variables for the ranks, beside those of this process.
         plane: Data plane.
+        preload: Modules that each host imports once, before it forks the ranks; by default each rank is a new interpreter.
         stdout, stderr: Where output is shown; by default ``sys.stdout`` and ``sys.stderr`` as they are now.
         disable_cache, use_gloo, use_mpi, mpi_args: Horovod's; they are accepted and change nothing here (a line on
             ``stderr`` says so for ``use_mpi`` and ``mpi_args``).
@@ -128,6 +130,7 @@ def run(
         "output_filename": output_filename,
         "network_interfaces": network_interfaces or network_interface,
         "plane": plane,
+        "preload": ",".join(preload or ()) or None,
     }
     given = {dest: value for dest, value in given.items() if value is not None}
     if not {"num_proc", "min_num_proc", "hosts", "hostfile", "host_discovery_script"} & given.keys():

@@ -13,13 +13,14 @@ from hvdlab.launch import options, registry
 from hvdlab.launch.host_source import HostSource
 from hvdlab.launch.host_table import COOLDOWN
 from hvdlab.launch.hosts import Host, Slot, assign, is_local
+from hvdlab.launch.python_command import PythonCommand
 from hvdlab.launch.starter import Capability, Launcher, Program, ProgramOutput
 from hvdlab.runner.policy import Growth, Policy
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job. Making one raises ``InvalidRequestError`` if its hosts have too few slots, or it has too many ranks.
+    """A job. Making one raises ``InvalidRequestError`` if its hosts have too few slots, it has too many ranks, or can't preload.
 
     Attributes:
         command: Program and arguments; for a ``function`` the interpreter.
@@ -34,6 +35,7 @@ class Job:
         launcher: Name of what starts the ranks, or that itself.
         launcher_options: Its own options, as texts.
         stdin: Whether rank 0 reads the launcher's standard input.
+        preload: Modules that each host imports once, before it forks ranks; empty to execute the command for each rank.
         slots: Where each rank runs; empty with a ``source``.
         source: Where hosts come from while the job runs, or ``None`` if they are fixed. With a source ``hosts`` is empty,
             and the job waits for ``size`` slots before it starts ranks.
@@ -58,6 +60,7 @@ class Job:
     launcher: str | Launcher = "local"
     launcher_options: Mapping[str, str] = field(default_factory=dict)
     stdin: bool = False
+    preload: tuple[str, ...] = ()
     start_timeout: float = 30.0
     join_timeout: float | None = None
     min_ranks: int | None = None
@@ -76,8 +79,18 @@ class Job:
         for flag, ranks in (("-np", self.size), ("--max-np", self.max_ranks)):
             if ranks > MOST_RANKS:
                 raise InvalidRequestError(f"{flag} {ranks}: a job has {MOST_RANKS} ranks at most.")
+        if self.preload and PythonCommand.parse(self.words) is None:
+            raise InvalidRequestError(
+                f"--preload: `{self.command[0]}` is no Python program that could be forked; name it as "
+                "`python SCRIPT`, `python -m MODULE` or `python -c CODE`, or leave --preload out."
+            )
         fixed = () if self.source is not None else tuple(assign(self.hosts, self.size))
         object.__setattr__(self, "slots", fixed)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The command line of a rank."""
+        return (*self.command, "-m", "hvdlab.runner.function") if self.function else self.command
 
     @property
     def used_hosts(self) -> tuple[int, ...]:
@@ -129,6 +142,10 @@ def find_launcher(job: Job) -> tuple[Launcher, dict[str, object]]:
     if job.min_ranks is not None:
         found.capabilities.require(
             Capability.SINGLE_RANKS, found.name, f"run the job without --min-np, or {another}"
+        )
+    if job.preload:
+        found.capabilities.require(
+            Capability.PRELOADS, found.name, f"run the job without --preload, or {another}"
         )
     values = options.parse(found.name, found.options(), job.launcher_options)
     if found.name == "ssh":
@@ -189,5 +206,4 @@ def program(job: Job, output: ProgramOutput) -> Program:
     # flush each line, which costs less than unbuffered ones.
     flushed = bool(job.function) or "PYTHONUNBUFFERED" in os.environ
     environment = ({} if flushed else {"PYTHONUNBUFFERED": "1"}) | variables(job)
-    command = (*job.command, "-m", "hvdlab.runner.function") if job.function else job.command
-    return Program(command, environment, output, job.function, job.stdin, job.interfaces)
+    return Program(job.words, environment, output, job.function, job.stdin, job.interfaces, job.preload)

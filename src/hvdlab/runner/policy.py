@@ -70,6 +70,10 @@ class RankState:
     report: e.Reported | None = None
     connected: bool = False
     joined: bool = False
+    joined_at: int = 0
+    """The event with which it was connected last, counted by the supervisor."""
+    left_at: int | None = None
+    """The event with which that connection, or the rank, has ended."""
     lost: str = ""
     """Why the coordinator gave it up."""
     returned: bool = False

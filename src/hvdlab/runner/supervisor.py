@@ -56,6 +56,8 @@ class Supervisor:
         self._resets = 0
         #: Ranks that ended before they had joined, each with its host, until one of that number joins there.
         self._unjoined: set[tuple[int, str]] = set()
+        #: Events so far: in this order ranks join and leave.
+        self._events = 0
         self._effects: list[e.Effect] = []
 
     @property
@@ -85,6 +87,7 @@ class Supervisor:
     def handle(self, event: e.Event, now: float) -> list[e.Effect]:
         """Take one event. Nothing comes after :class:`~hvdlab.runner.events.Finish`."""
         self._effects = []
+        self._events += 1
         if self.phase is Phase.DONE:
             return []
         match event:
@@ -100,6 +103,7 @@ class Supervisor:
                 self._formed, self._join_by = True, None
             case e.Disconnected(rank, reason):
                 self.ranks[rank].connected, self.ranks[rank].lost = False, reason
+                self.ranks[rank].left_at = self._events
             case e.Returned(rank, seconds):
                 self._returned(rank, seconds)
             case e.Reported(rank):
@@ -131,6 +135,7 @@ class Supervisor:
 
     def _connected(self, rank: int, now: float) -> None:
         self.ranks[rank].connected = self.ranks[rank].joined = True
+        self.ranks[rank].joined_at, self.ranks[rank].left_at = self._events, None
         self.ranks[rank].lost, self.ranks[rank].returned = "", False
         self._unjoined.discard((rank, self.ranks[rank].host))
         if self.ranks[rank].released:  # before it had joined, which the coordinator knows no more
@@ -161,6 +166,8 @@ class Supervisor:
         if state.outcome is not None:
             return
         state.outcome = outcome
+        if state.left_at is None:
+            state.left_at = self._events
         if self.phase is Phase.ENDING:
             return
         if self._start_by is not None and all(self.ranks[expected].pid for expected in self.expected):
@@ -276,8 +283,7 @@ class Supervisor:
     @property
     def _is_over(self) -> bool:
         """Whether the program has ended on a rank that neither left nor was given up."""
-        stayed = [state for state in self.ranks if not (state.released or state.given_up)]
-        return any(state.outcome is not None and state.outcome.ok for state in stayed)
+        return any(map(self._has_finished, self.ranks))
 
     def _go_on(self, rank: int, outcome: Outcome, now: float) -> bool:
         """Do without a rank that was lost, and start it anew where there is room. Returns whether the job goes on."""
@@ -287,7 +293,7 @@ class Supervisor:
             self._settled = True
             least = self.policy.min_ranks or 1
             # Those that were let go leave, or wait with the others for ranks in their place: none will come.
-            stay = [living for living in self.living if not self.ranks[living].released]
+            stay = [living for living in self.expected if not self.ranks[living].released]
             if len(stay) < least and not self._is_over:
                 self._effects.append(e.Say(self._too_few(len(stay), least)))
                 return False
@@ -401,9 +407,38 @@ class Supervisor:
             self._effects.append(e.Signal(new, signal.SIGTERM))
 
     def _is_late(self, rank: int) -> bool:
-        """Whether a rank was started anew and has not taken part yet, or was cut off and has not taken part since."""
+        """Whether a rank was started anew and has not taken part yet, or was cut off and has not taken part since.
+
+        One that has joined has not taken part, either, if all others had left by then: the program ends on them, and it
+        would wait for them, or begin from the start, alone.
+        """
         state = self.ranks[rank]
-        return (state.anew and not state.joined) or state.returned
+        if not (state.anew and state.joined):
+            return state.anew or state.returned
+        with_finished = self._with_finished()
+        return bool(with_finished) and rank not in with_finished
+
+    def _with_finished(self) -> set[int]:
+        """Ranks that were there together with one on which the program has ended, or with one of those, and so on."""
+        spans = {
+            rank: (state.joined_at, self._events if state.left_at is None else state.left_at)
+            for rank, state in enumerate(self.ranks)
+            if state.joined
+        }
+        found = {rank for rank in spans if self._has_finished(self.ranks[rank])}
+        todo = list(found)
+        while todo:
+            begin, end = spans[todo.pop()]
+            met = [r for r, (first, last) in spans.items() if r not in found and first < end and begin < last]
+            found.update(met)
+            todo += met
+        return found
+
+    @staticmethod
+    def _has_finished(state: RankState) -> bool:
+        """Whether the program has ended on a rank that neither left nor was given up."""
+        ended = state.outcome is not None and state.outcome.ok
+        return ended and not (state.released or state.given_up)
 
     def _end_late(self) -> None:
         """End the ranks that have still to come (back), once the program has ended on a rank: they could not take part any more."""

@@ -137,6 +137,7 @@ class Wishes:
             launcher=self.launcher(hosts, grows=grows),
             launcher_options=split(self.get("launcher_options") or ()),
             stdin=stdin,
+            preload=tuple(filter(None, map(str.strip, (self.get("preload") or "").split(",")))),
             start_timeout=float(start or START_TIMEOUT),
             join_timeout=float(start or self._patience()),
             min_ranks=minimum,

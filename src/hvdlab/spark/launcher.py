@@ -48,6 +48,7 @@ class SparkLauncher:
     capabilities = Capabilities.all_but(
         {
             Capability.KEEP: "their tasks belong to the notebook's SparkContext",
+            Capability.PRELOADS: "each task executes its rank's program",
             Capability.SIGNALS: "Spark can end a task, and passes nothing else on to it",
         }
     )

@@ -15,7 +15,7 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +34,14 @@ class FrameworkHooks:
     Attributes:
         preload: Whether the fork server imports the framework, if it is installed, before it forks ranks.
         binding: The module of ours that is imported along with it, if any.
+        training: Modules that the framework itself imports when training begins.
         environment: Variables that a notebook's ranks set before the framework can be imported, by name; a variable that
             is set already stays as it is.
     """
 
     preload: bool = False
     binding: str = ""
+    training: Sequence[str] = ()
     environment: Mapping[str, str] = MappingProxyType({})
 
     # -- values -------------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class TorchHooks(FrameworkHooks):
 
     preload = True
     binding = "hvdlab.torch"
+    training = ("torch._dynamo",)  # by the first optimizer, also if nothing is compiled
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -190,6 +191,10 @@ class TorchHooks(FrameworkHooks):
             return sum(cuda.memory_reserved(index) for index in range(cuda.device_count()))
         except (AttributeError, RuntimeError):  # half imported; a device that has failed
             return 0
+
+    def reseed(self) -> None:
+        # Of the CPU only: other devices' generators are made when the device is first used, which is after the fork.
+        sys.modules["torch"].default_generator.seed()
 
     def set_threads(self, threads: int) -> None:
         sys.modules["torch"].set_num_threads(threads)

@@ -2,7 +2,8 @@
 
 It takes orders on standard input and reports on standard output. When its input ends, in whatever way the launcher
 ended, it ends its ranks with everything they started. It has one thread, so that it can fork children safely; with a
-fork server (:mod:`~hvdlab.launch.exec_agent.forked`), which forks them in its place, another thread listens to that.
+fork server (:mod:`~hvdlab.launch.exec_agent.forked`), which forks them in its place, another thread listens to that. A zygote
+(:mod:`~hvdlab.launch.exec_agent.zygote`) forks programs that become the agent's own children.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hvdlab.launch.exec_agent.child import Child, SpawnError, spawn
 
 if TYPE_CHECKING:
     from hvdlab.launch.exec_agent.forked import ForkedRanks
+    from hvdlab.launch.exec_agent.zygote import Zygote
 
 BACKLOG = 4 << 20
 """If more bytes than this wait for the launcher, the agent does not read the output of ranks, which holds them up."""
@@ -53,6 +55,8 @@ class Agent:
         self._wakeup = -1
         #: The fork server, if ranks are forked.
         self._forked: ForkedRanks | None = None
+        #: The zygote, while there is one; ranks are started anew without.
+        self._zygote: Zygote | None = None
 
     def run(self) -> None:
         """Serve until the launcher is gone, then end what is left."""
@@ -122,6 +126,17 @@ class Agent:
 
             forked = self._forked = ForkedRanks(order.forked)
             self._selector.register(forked.descriptor, selectors.EVENT_READ, lambda: self._hear(forked))
+        elif order.preload:
+            from hvdlab.launch.exec_agent.zygote import Zygote, ZygoteError
+
+            try:
+                zygote = self._zygote = Zygote(order)
+            except ZygoteError as error:
+                print(f"hvdlab: nothing is preloaded: {error}", file=sys.stderr)
+                return
+            self._selector.register(
+                zygote.descriptor, selectors.EVENT_READ, lambda: self._hear_zygote(zygote)
+            )
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -142,21 +157,56 @@ class Agent:
                 self._forked.fork(spec)
             return
         for spec in order.ranks:
-            stdin = self._stdin if spec.rank == self._start.stdin_rank else -1
-            try:
-                child = spawn(self._start, spec, stdin)
-            except SpawnError as error:
-                self._send(wire.RankNotStarted(spec.rank, error.code, str(error)))
-                continue
-            self._children[spec.rank] = self._by_pid[child.pid] = child
-            for fd in child.pipes:
-                self._selector.register(
-                    fd, selectors.EVENT_READ, lambda c=child, f=fd: self._read_output(c, f)
-                )
-            self._send(wire.RankStarted(spec.rank, child.pid))
-        if self._stdin >= 0 and any(spec.rank == self._start.stdin_rank for spec in order.ranks):
-            os.close(self._stdin)
-            self._stdin = -1
+            reads = spec.rank == self._start.stdin_rank
+            self._start_rank(spec, self._stdin if reads else -1)
+            if reads and self._stdin >= 0:
+                os.close(self._stdin)
+                self._stdin = -1
+
+    def _start_rank(self, spec: wire.RankSpec, stdin: int) -> None:
+        """Have a rank forked by the zygote, or execute the command. Does not close ``stdin``."""
+        assert self._start is not None
+        try:
+            if self._zygote is not None:
+                self._zygote.fork(spec, stdin)
+            else:
+                self._watch(spawn(self._start, spec, stdin))
+        except SpawnError as error:
+            self._send(wire.RankNotStarted(spec.rank, error.code, str(error)))
+
+    def _watch(self, child: Child) -> None:
+        self._children[child.rank] = self._by_pid[child.pid] = child
+        for fd in child.pipes:
+            self._selector.register(fd, selectors.EVENT_READ, lambda c=child, f=fd: self._read_output(c, f))
+        self._send(wire.RankStarted(child.rank, child.pid))
+
+    def _hear_zygote(self, zygote: Zygote, *, ended: bool = False) -> None:
+        """Take what the zygote has answered; if it has ended, execute the command for the ranks that it did not fork."""
+        answers = zygote.receive()
+        for answer in answers or ():
+            match answer:
+                case Child():
+                    self._watch(answer)
+                    if not _is_child(
+                        answer.pid
+                    ):  # it was killed, and reaped as an orphan, before this process knew of it
+                        del self._by_pid[answer.pid]
+                        self._reap(answer)
+                case wire.Preloaded(failed):
+                    for name, text in failed.items():
+                        print(f"hvdlab: --preload {name}: {text}", file=sys.stderr)
+                case _:
+                    self._send(answer)
+        if answers is not None and not ended:
+            return
+        self._selector_drop(zygote.descriptor)
+        self._zygote = None
+        why = zygote.why_ended()
+        print(f"hvdlab: ranks start without preloaded modules: their process ended, {why}", file=sys.stderr)
+        for spec, stdin in zygote.unborn():
+            self._start_rank(spec, stdin)
+            os.close(stdin)
+        zygote.close()
 
     def _signal(self, ranks: tuple[int, ...], number: int) -> None:
         for rank in ranks:
@@ -164,6 +214,8 @@ class Agent:
                 self._forked.signal(rank, number)
             if rank in self._children:
                 self._children[rank].signal(number)
+            elif self._zygote is not None:
+                self._zygote.signal(rank, number)
 
     def _read_output(self, child: Child, fd: int) -> bool:
         """Pass on the output that is there; returns whether there may be more."""
@@ -209,6 +261,12 @@ class Agent:
         while (ended := _ended_child()) > 0:
             if self._forked is not None and ended == self._forked.pid:
                 return  # the thread that listens to it reaps it, and wakes this one then
+            if self._zygote is not None and ended not in self._by_pid:
+                # A zygote reports a rank before that can end, and is reaped with its end.
+                over = ended == self._zygote.pid
+                self._hear_zygote(self._zygote, ended=over)
+                if over:
+                    continue
             child = self._by_pid.pop(ended, None)
             if child is None:  # an orphan that was adopted
                 os.waitpid(ended, 0)
@@ -235,6 +293,8 @@ class Agent:
 
     def _end_all(self) -> None:
         """The launcher is gone: SIGTERM, a moment, SIGKILL, also for processes that left their rank's process group."""
+        if self._zygote is not None:
+            self._zygote.close()
         if self._forked is not None:
             self._forked.close(GRACE)
         self._signal(tuple(self._children), signal.SIGTERM)
@@ -274,6 +334,15 @@ def _ended_child() -> int:
     except ChildProcessError:
         return 0
     return found.si_pid if found is not None else 0
+
+
+def _is_child(pid: int) -> bool:
+    """Whether a process is a child of this one that was not reaped."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _catch_signals() -> int:

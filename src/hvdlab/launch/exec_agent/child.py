@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
 
 from hvdlab.collectives.linux import die_with_parent
 from hvdlab.launch.exec_agent import wire
@@ -25,19 +27,22 @@ class SpawnError(Exception):
 class Child:
     """A rank in a process group of its own.
 
+    Args:
+        out, err: Reading ends of its pipes; taken over and made non-blocking.
+        memory: A descriptor of the memory that its function's outcome is in; taken over. -1 for none.
+
     Attributes:
         rank: The rank's number.
-        pid: Its process, and the number of its process group.
+        pid: Its process, a child of this one, and the number of its process group.
         pipes: Descriptor to read from, to the stream that it carries (1 or 2).
     """
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], memory: int) -> None:
-        assert process.stdout is not None
-        assert process.stderr is not None
+    def __init__(self, rank: int, pid: int, out: int, err: int, memory: int) -> None:
         self.rank = rank
-        self.pid = process.pid
-        self.pipes = {_detach(process.stdout): STDOUT, _detach(process.stderr): STDERR}
-        self._process = process
+        self.pid = pid
+        self.pipes = {out: STDOUT, err: STDERR}
+        for descriptor in self.pipes:
+            os.set_blocking(descriptor, False)
         self._memory = memory
 
     def signal(self, number: int) -> None:
@@ -49,8 +54,16 @@ class Child:
                 os.killpg(self.pid, signal.SIGCONT)
 
     def reap(self) -> tuple[int, int]:
-        """Exit code and signal of the process, which has ended."""
-        code = self._process.wait()
+        """Exit code and signal of the process, which has ended.
+
+        If it was reaped before this process knew of it, as happens to one that was killed while a zygote told of it, that
+        counts as SIGKILL.
+        """
+        try:
+            _, status = os.waitpid(self.pid, 0)
+        except ChildProcessError:
+            return 0, signal.SIGKILL
+        code = os.waitstatus_to_exitcode(status)
         return (code, 0) if code >= 0 else (0, -code)
 
     def result(self) -> Iterator[bytes]:
@@ -64,47 +77,98 @@ class Child:
         self._memory = -1
 
 
+@dataclass(slots=True)
+class RankDescriptors:
+    """The descriptors of a rank that has no process yet.
+
+    Attributes:
+        stdin: Its standard input.
+        out, err: ``(reading end, writing end)``.
+        call, memory: Anonymous memory with the pickled call, and for its outcome; -1 if it is no function that is run.
+    """
+
+    stdin: int
+    out: tuple[int, int]
+    err: tuple[int, int]
+    call: int = -1
+    memory: int = -1
+
+    @classmethod
+    def make(cls, function: bytes, stdin: int) -> Self:
+        """New ones.
+
+        Args:
+            function: The pickled call, or empty.
+            stdin: The rank's standard input, which is duplicated; -1 for none.
+
+        Raises:
+            SpawnError: This process may open no more files.
+        """
+        with contextlib.ExitStack() as undo:
+
+            def opened(*descriptors: int) -> tuple[int, ...]:
+                for descriptor in descriptors:
+                    undo.callback(os.close, descriptor)
+                return descriptors
+
+            call = memory = -1
+            try:
+                (given,) = opened(os.dup(stdin) if stdin >= 0 else os.open(os.devnull, os.O_RDONLY))
+                out, err = opened(*os.pipe2(os.O_CLOEXEC)), opened(*os.pipe2(os.O_CLOEXEC))
+                if function:
+                    call, memory = opened(os.memfd_create("hvdlab-call"), os.memfd_create("hvdlab-result"))
+                    with open(call, "wb", closefd=False) as file:
+                        file.write(function)
+            except OSError as error:
+                raise SpawnError(126, f"a rank can't be given pipes: {error.strerror or error}") from error
+            undo.pop_all()
+        return cls(given, (out[0], out[1]), (err[0], err[1]), call, memory)
+
+    @property
+    def for_rank(self) -> list[int]:
+        """What the rank gets: standard input, output and error, then the call and the memory for its outcome."""
+        return [self.stdin, self.out[1], self.err[1], *((self.call, self.memory) if self.call >= 0 else ())]
+
+    def child(self, rank: int, pid: int) -> Child:
+        """The process that has them now; what only the rank needs is closed here."""
+        child = Child(rank, pid, self.out[0], self.err[0], self.memory)
+        for descriptor in (self.stdin, self.out[1], self.err[1], self.call):
+            if descriptor >= 0:
+                os.close(descriptor)
+        return child
+
+    def close(self) -> None:
+        """There will be no process."""
+        for descriptor in (self.stdin, *self.out, *self.err, self.call, self.memory):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
 def spawn(start: wire.Start, spec: wire.RankSpec, stdin: int) -> Child:
     """Start a rank. Its stdin is ``stdin``, or nothing if that is negative.
 
     Raises:
-        SpawnError: The program does not exist, or may not be run.
+        SpawnError: The program does not exist, or may not be run, or this process may open no more files.
     """
-    command, memory, kept = list(map(os.fsdecode, start.command)), -1, []
-    if start.function:
-        call = os.memfd_create("hvdlab-call")
-        with open(call, "wb", closefd=False) as file:
-            file.write(start.function)
-        memory = os.memfd_create("hvdlab-result")
-        kept = [call, memory]
-        command += [str(call), str(memory)]
+    command = list(map(os.fsdecode, start.command))
+    descriptors = RankDescriptors.make(start.function, stdin)
+    _, out, err, *kept = descriptors.for_rank
     agent = os.getpid()
     try:
         process = subprocess.Popen(
-            command,
+            [*command, *map(str, kept)],
             env={**os.environ, **spec.environment},
-            stdin=stdin if stdin >= 0 else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=descriptors.stdin,
+            stdout=out,
+            stderr=err,
             pass_fds=kept,
             process_group=0,
             preexec_fn=lambda: die_with_parent(agent),  # noqa: PLW1509  # the agent has one thread
         )
     except OSError as error:
-        if memory >= 0:
-            os.close(memory)
+        descriptors.close()
         code = 127 if isinstance(error, FileNotFoundError) else 126
         hint = f"; `python {command[0]}`?" if command[0].endswith(".py") else ""
         raise SpawnError(code, f"`{command[0]}` can't be run: {error.strerror or error}{hint}") from error
-    finally:
-        if kept:
-            os.close(kept[0])
-    return Child(spec.rank, process, memory)
-
-
-def _detach(pipe: object) -> int:
-    """A non-blocking descriptor that is ours to close."""
-    fd = os.dup(pipe.fileno())  # type: ignore[attr-defined]  # the reading end that Popen made
-    pipe.close()  # type: ignore[attr-defined]  # as above
-    os.set_blocking(fd, False)
-    return fd
+    process.returncode = 0  # it is reaped by its number; Popen would wait for it, too
+    return descriptors.child(spec.rank, process.pid)

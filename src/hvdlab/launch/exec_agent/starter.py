@@ -190,6 +190,7 @@ class ExecStarter:
                 coordinator=self._request.world.coordinator,
                 interfaces=program.interfaces if program else (),
                 forked="" if program else self._request.forked,
+                preload=program.preload if program else (),
             )
         )
         self._links[host] = link

@@ -53,6 +53,8 @@ class Start(AgentMessage, frozen=True):
             ``HVDLAB_ADDRESS``.
         interfaces: Network interfaces to take that address from, or empty.
         forked: The program that a fork server of the host forks ranks to run, instead of the command; or empty.
+        preload: Modules that are imported on the host before ranks are forked to run the command, which starts Python then;
+            if empty, each rank's command is executed.
     """
 
     command: tuple[bytes, ...]
@@ -65,6 +67,7 @@ class Start(AgentMessage, frozen=True):
     coordinator: str = ""
     interfaces: tuple[str, ...] = ()
     forked: str = ""
+    preload: tuple[str, ...] = ()
 
 
 class Spawn(AgentMessage, frozen=True):
@@ -131,17 +134,40 @@ class RankExited(AgentMessage, frozen=True):
     left: bytes | None = None
 
 
+# -- between the agent and a zygote, which also gets Spawn, and answers with RankStarted and RankNotStarted -----------
+
+
+class Preloaded(AgentMessage, frozen=True):
+    """The zygote's imports are done.
+
+    Attributes:
+        failed: Module to why it could not be imported.
+    """
+
+    failed: dict[str, str]
+
+
 ToAgent = Start | Spawn | SignalRanks
 FromAgent = RankStarted | RankNotStarted | Output | ResultPiece | RankExited
+FromZygote = Preloaded | RankStarted | RankNotStarted
 
 _encoder = msgspec.msgpack.Encoder()
 _to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(cast("type[ToAgent]", ToAgent))
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(cast("type[FromAgent]", FromAgent))
+_to_zygote = msgspec.msgpack.Decoder(Spawn)
+_from_zygote: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(
+    cast("type[FromZygote]", FromZygote)
+)
 
 
 def encode(message: AgentMessage) -> bytes:
     """The whole frame of a message."""
     return encode_frame(_encoder.encode(message))
+
+
+def encode_payload(message: AgentMessage) -> bytes:
+    """A message without a frame, for sockets that keep messages apart."""
+    return _encoder.encode(message)
 
 
 def decode_to_agent(payload: bytes | memoryview) -> ToAgent:
@@ -158,3 +184,19 @@ def decode_from_agent(payload: bytes | memoryview) -> FromAgent:
         return _from_agent.decode(payload)
     except MALFORMED as error:
         raise ProtocolError(f"not a message of an agent: {error}") from error
+
+
+def decode_to_zygote(payload: bytes) -> Spawn:
+    """A message to a zygote. Raises ``ProtocolError``."""
+    try:
+        return _to_zygote.decode(payload)
+    except MALFORMED as error:
+        raise ProtocolError(f"not a message to a zygote: {error}") from error
+
+
+def decode_from_zygote(payload: bytes) -> FromZygote:
+    """A message of a zygote. Raises ``ProtocolError``."""
+    try:
+        return _from_zygote.decode(payload)
+    except MALFORMED as error:
+        raise ProtocolError(f"not a message of a zygote: {error}") from error

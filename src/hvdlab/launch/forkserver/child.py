@@ -21,7 +21,7 @@ from hvdlab.collectives.linux import die_with_parent, name_process
 from hvdlab.launch.forkserver.forking import Role
 from hvdlab.launch.forkserver.lifeline import depend_on
 from hvdlab.launch.forkserver.messages import CONTROLLER
-from hvdlab.launch.forkserver.program import ForkedProgram
+from hvdlab.launch.forkserver.program import ForkedProgram, Preloads
 
 
 def become(role: Role, program: ForkedProgram, *, open_files: int) -> NoReturn:
@@ -125,7 +125,7 @@ def _run(role: Role, program: ForkedProgram) -> int:
 # -- libraries that were imported before the fork -----------------------------------------------------------------------
 
 
-def refresh_libraries(program: ForkedProgram) -> None:
+def refresh_libraries(program: Preloads) -> None:
     """Undo what a fork must not share: random states, and thread pools sized for one process."""
     threads = int(os.environ.get("OMP_NUM_THREADS", "1") or 1)
     _size_openblas(threads)

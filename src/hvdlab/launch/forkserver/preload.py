@@ -8,10 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hvdlab.launch.forkserver.messages import Loaded
-from hvdlab.launch.forkserver.program import ForkedProgram
+from hvdlab.launch.forkserver.program import Preloads
 
 
-def modules_to_load(program: ForkedProgram, environ: Mapping[str, str]) -> tuple[str, ...]:
+def modules_to_load(program: Preloads, environ: Mapping[str, str]) -> tuple[str, ...]:
     """The user's list ``HVDLAB_PRELOAD`` (names separated by commas), else the usual frameworks that are installed."""
     wanted = environ.get("HVDLAB_PRELOAD")
     if wanted is None:
@@ -19,7 +19,7 @@ def modules_to_load(program: ForkedProgram, environ: Mapping[str, str]) -> tuple
     return tuple(name.strip() for name in wanted.split(",") if name.strip())
 
 
-def load(program: ForkedProgram, names: Sequence[str]) -> Loaded:
+def load(program: Preloads, names: Sequence[str]) -> Loaded:
     """Import what the program needs, then these modules. Failures are in the result and not raised."""
     began = time.monotonic()
     loaded: list[str] = []
@@ -30,9 +30,9 @@ def load(program: ForkedProgram, names: Sequence[str]) -> Loaded:
         program.after_required()
     for name in names:
         _load_one(name, loaded, failed)
-        binding = program.binding_of(name)
-        if binding and name in loaded and _installed(binding):
-            _load_one(binding, loaded, failed)
+        for further in program.along_with(name) if name in loaded else ():
+            if _installed(further):
+                _load_one(further, loaded, failed)
     return Loaded(tuple(loaded), failed, time.monotonic() - began)
 
 

@@ -9,20 +9,15 @@ from typing import Protocol, cast
 from hvdlab.launch.forkserver.pipes import StdPipes
 
 
-class ForkedProgram(Protocol):
-    """The program of ranks, and of ipyparallel's controller beside them.
-
-    The fork server imports the module of a program before anything else: the module has to be light, and to import heavy
-    modules in the methods that run in a child.
+class Preloads(Protocol):
+    """What is imported before a fork, and what the fork must not share of it.
 
     Attributes:
         required: Modules that every rank needs, in the order in which they are imported. An import error there is a
             broken installation.
-        later: Modules that ranks need soon after they have started; imported when the fork server has nothing to do.
     """
 
     required: Sequence[str]
-    later: Sequence[str]
 
     def after_required(self) -> None:
         """Called once in the fork server, after the required modules and before those that the user preloads."""
@@ -31,8 +26,8 @@ class ForkedProgram(Protocol):
         """The frameworks that the fork server imports, if they are installed and the user does not say otherwise."""
         ...
 
-    def binding_of(self, framework: str) -> str:
-        """The module of hvdlab that is imported along with a framework; empty if there is none."""
+    def along_with(self, framework: str) -> Sequence[str]:
+        """The modules that are imported after a framework, such as hvdlab's binding; those that are not installed are left out."""
         ...
 
     def refresh(self, threads: int) -> None:
@@ -42,6 +37,19 @@ class ForkedProgram(Protocol):
             threads: How many threads a rank's libraries may use.
         """
         ...
+
+
+class ForkedProgram(Preloads, Protocol):
+    """The program of ranks, and of ipyparallel's controller beside them.
+
+    The fork server imports the module of a program before anything else: the module has to be light, and to import heavy
+    modules in the methods that run in a child.
+
+    Attributes:
+        later: Modules that ranks need soon after they have started; imported when the fork server has nothing to do.
+    """
+
+    later: Sequence[str]
 
     def make_area(self) -> int:
         """A descriptor of memory that a rank and the fork server share, close-on-exec; -1 for none.

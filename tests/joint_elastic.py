@@ -127,6 +127,8 @@ class ElasticSchedule:
             source_name="the script",
             reset_limit=limit,
             elastic_timeout=3 * _FAR,
+            # Drawn apart, so that the seeds of before stand for the same schedules otherwise.
+            join_timeout=random.Random(f"patience of {seed}").choice((None, None, None, 3.0)),
         )
         self.run_ = JobRun(given, NoSink(), self._say)
         self.run_._client = _Client(self.sim)  # type: ignore[assignment]  # stands in for a Client

@@ -170,6 +170,8 @@ def _restore_sets(state: CoordinatorState) -> None:
     kept: dict[int, tuple[int, ...]] = {}
     for id, known in sorted(newest.items()):
         members = tuple(rank for rank in known.ranks if rank in restoring.resumed)
+        if id == 0:
+            members = _same_processes(state, known, members)
         if members and _stands(known, members, restoring):
             kept[id] = members
             # A rank that was cut off when the others went on without it is no member any more, and must not wait to be one.
@@ -186,6 +188,16 @@ def _restore_sets(state: CoordinatorState) -> None:
     if newest and not restoring.recalled:
         # An expected rank that did not live when the coordinator died is not on its way.
         state.membership.awaited &= restoring.alive.keys()
+
+
+def _same_processes(state: CoordinatorState, known: m.KnownSet, members: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of these members of the world that are the processes that they were in it.
+
+    A process in the place of one that died may have come to a coordinator that died before it had restored the world: such a process resumes like
+    the others, but is a newcomer. As a member it would have the place of the one that died, before ranks that have been there for longer.
+    """
+    processes = {*zip(known.ranks, known.pids, strict=False)}
+    return tuple(rank for rank in members if (rank, state.membership.ranks[rank].pid) in processes)
 
 
 def _is_in(said: m.Resume, id: int, rank: int) -> bool:

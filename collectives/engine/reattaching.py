@@ -84,7 +84,8 @@ class Memory:
         known = []
         world = groups.get(0)
         if world is not None and world.index >= 0:
-            known.append(m.KnownSet(0, world.epoch, world.ranks))
+            pids = tuple(member.pid for member in world.members)
+            known.append(m.KnownSet(0, world.epoch, world.ranks, pids))
         for id, ranks in self.sets.items():
             group = groups.get(id)
             mine = group is not None and group.index >= 0

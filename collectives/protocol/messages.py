@@ -93,11 +93,16 @@ class Death(Record, frozen=True):
 
 
 class KnownSet(Record, frozen=True):
-    """A process set as a rank knew it when the coordinator was lost; ``ranks`` were its members in ``epoch``."""
+    """A process set as a rank knew it when the coordinator was lost; ``ranks`` were its members in ``epoch``.
+
+    ``pids`` are the members' processes, and are said of the world only: under the number of a member that has died another process may come,
+    which was in no world yet.
+    """
 
     id: int
     epoch: int
     ranks: tuple[int, ...]
+    pids: tuple[int, ...] = ()
 
 
 class Submission(Record, frozen=True):

@@ -244,6 +244,11 @@ def kept() -> Iterator[CoordinatorProcess]:
         yield process
 
 
+def same_process(epoch: int, ranks: tuple[int, ...]) -> m.KnownSet:
+    """A world whose ranks are all connections of this process."""
+    return m.KnownSet(0, epoch, ranks, (os.getpid(),) * len(ranks))
+
+
 def come_back(
     kept: CoordinatorProcess,
     rank: int,
@@ -257,7 +262,7 @@ def come_back(
         m.PROTOCOL_VERSION, kept.token, "rank", rank, "h", os.getpid(), planes=("gloo",), generation=generation
     )  # fmt: skip
     endpoint, _ = connect(kept.address, hello, deadline=Deadline(PATIENCE))
-    endpoint.send(m.Resume((known or m.KnownSet(0, 1, alive),), alive, elastic=elastic))
+    endpoint.send(m.Resume((known or same_process(1, alive),), alive, elastic=elastic))
     return endpoint
 
 
@@ -432,7 +437,7 @@ def test_ranks_that_are_released_leave_at_their_commit_whatever_becomes_of_the_c
         # Its process has not ended yet, and the coordinator is lost once more: it is not waited for.
         lose_coordinator(kept, lost)
         kept.respawn(PATIENCE)
-        known = m.KnownSet(0, epoch + 1, (0, 1))
+        known = same_process(epoch + 1, (0, 1))
         newest = [
             come_back(kept, rank, (0, 1, 2), known=known, elastic=True, generation=1) for rank in (0, 1)
         ]

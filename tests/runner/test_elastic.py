@@ -6,6 +6,9 @@ import os
 
 import hvdlab
 
+LONG = 20.0
+"""Seconds within which ranks that come, come one after the other."""
+
 SCRIPT = """
     import os, signal, sys, time
     import torch
@@ -60,6 +63,43 @@ def test_too_few_are_left(launcher) -> None:
     ran = launcher.python(2, SCRIPT, "always", "2", flags=("--min-np", "2", "--reset-limit", "1"))
     assert ran.code == 137
     assert "rank 1 failed first: killed by SIGKILL" in ran.launcher[1]
+
+
+NEVER_JOINS = """
+    import os, sys, time
+
+    if os.environ["HVDLAB_RANK"] in sys.argv[1:]:
+        time.sleep(1000)
+    import torch
+    import hvdlab.torch as hvd
+
+    hvd.init()
+
+    @hvd.elastic.run
+    def train(state):
+        while state.batch < 3:
+            hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x")
+            state.batch += 1
+            state.commit()
+
+    train(hvd.elastic.TorchState(batch=0))
+    print("done", hvd.rank(), hvd.size())
+"""
+
+
+def test_the_others_begin_without_a_rank_that_never_joins(launcher) -> None:
+    ran = launcher.python(
+        3, NEVER_JOINS, "1", flags=("--min-np", "2"), env={"HVDLAB_START_TIMEOUT": f"{LONG:g}"}
+    )
+    assert ran.launcher == [f"rank 1 did not come to hvd.init() within {LONG:g} s; going on without it"]
+    assert ran.code == 0, ran.err
+    assert [ran.of(rank) for rank in range(3)] == [["done 0 2"], [], ["done 1 2"]]
+
+
+def test_too_few_ranks_join(launcher) -> None:
+    ran = launcher.python(2, NEVER_JOINS, "1", flags=("--min-np", "2"), env={"HVDLAB_START_TIMEOUT": "2"})
+    assert ran.launcher == ["rank 1 did not come to hvd.init() within 2 s, and --min-np is 2"]
+    assert ran.code == 1
 
 
 def test_a_function_returns_what_the_ranks_that_are_left_did() -> None:

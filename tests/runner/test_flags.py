@@ -17,6 +17,7 @@ from hvdlab.launch.hosts import Host, assign, is_local, parse_hosts, read_hostfi
 from hvdlab.runner.arguments import parse
 from hvdlab.runner.config import read_config, values
 from hvdlab.runner.flags import FLAGS, Kind
+from hvdlab.runner.plan import variables
 from hvdlab.runner.reference import filled
 from hvdlab.runner.wishes import Wishes
 
@@ -262,3 +263,22 @@ def test_the_example_in_the_reference_can_be_read() -> None:
     found = values(yaml.safe_load(example), "the example")
     assert found["num_proc"] == 4
     assert found["stall_check_warning_time_seconds"] == 30
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "launcher", "ranks"),
+    [
+        ("-np 2", {}, 60.0, "65"),
+        ("-np 2", {"HVDLAB_START_TIMEOUT": "90"}, 90.0, "95"),
+        ("-np 2 --start-timeout 20", {"HVDLAB_START_TIMEOUT": "90"}, 20.0, "25"),
+        ("-np 2 --gloo-timeout-seconds 7", {}, 7.0, "12"),
+        ("-np 2 --min-np 1 --elastic-timeout 100", {}, 60.0, "105"),
+        ("-np 2 --min-np 1 --elastic-timeout 100", {"HVDLAB_START_TIMEOUT": "300"}, 300.0, "305"),
+    ],
+)
+def test_ranks_wait_longer_for_each_other_than_the_launcher_does(
+    line: str, environ: dict[str, str], launcher: float, ranks: str
+) -> None:
+    job = wishes(line, environ).job(["x"])
+    assert job.policy().join_timeout == launcher
+    assert variables(job)["HVDLAB_START_TIMEOUT"] == ranks

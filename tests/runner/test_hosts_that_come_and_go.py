@@ -15,6 +15,7 @@ from hvdlab.runner.calling import run
 SHELL = """\
 #!/bin/sh
 host=$1; shift
+[ "$host" = hangs ] && exec sleep 1000
 [ -e "refuses-$host" ] && { echo "no route to $host" >&2; exit 255; }
 echo $$ >"shell-$host"
 exec sh -c "$*"
@@ -58,6 +59,13 @@ SCRIPT = """
     print("done", hvd.rank(), hvd.size())
 """
 
+SLEEPS_ON_B = """
+    import os, time
+
+    if os.environ["HOROVOD_HOSTNAME"] == "b":
+        time.sleep(1000)
+"""
+
 
 @pytest.fixture
 def elastic(launcher, tmp_path: Path) -> Callable[..., object]:
@@ -72,10 +80,11 @@ def elastic(launcher, tmp_path: Path) -> Callable[..., object]:
         flags: tuple[str, ...] = (),
         find: str = "cat hosts",
         script: str = SCRIPT,
+        size: int = 1,
     ) -> object:
         (tmp_path / "hosts").write_text(hosts.replace("+", "\n"))
         given = ("--min-np", "1", "--host-discovery-script", find, "--ssh", str(shell))
-        return launcher.python(1, script, *steps, flags=(*given, *flags, "--network-interface", "lo"))
+        return launcher.python(size, script, *steps, flags=(*given, *flags, "--network-interface", "lo"))
 
     return start
 
@@ -143,6 +152,25 @@ OTHER_VERSION = """
 
     run_fn(train, lambda: None)(ObjectState(lambda obj: obj, hvd.rank))
 """
+
+
+@pytest.mark.parametrize("where", ["the shell", "the script"])
+def test_a_host_where_a_start_hangs_is_put_aside_and_the_others_begin(elastic, where: str) -> None:
+    """Its shell never says anything, or its rank never comes to ``hvd.init()``."""
+    shell = where == "the shell"
+    ran = elastic(
+        "a+hangs" if shell else "a+b",
+        "1=a",
+        flags=("--max-np", "2", "--blacklist-cooldown-range", "600", "600", "--start-timeout", "15"),
+        script=SCRIPT if shell else SLEEPS_ON_B + SCRIPT,
+        size=2,
+    )
+    assert ran.code == 0, ran.err
+    why = "did not start there within 15 s" if shell else "did not come to hvd.init()"
+    aside = f"{'hangs' if shell else 'b'} is put aside for 600 s: rank 1 {why}"
+    clause = "rank 1 on b did not come to hvd.init() within 15 s; going on without it"
+    assert ran.launcher == ([aside] if shell else [clause, aside])
+    assert ran.of(0)[-1] == "done 0 1"
 
 
 def test_a_host_with_another_version_is_reported_once_and_training_goes_on(elastic) -> None:

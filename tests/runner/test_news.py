@@ -69,7 +69,7 @@ def test_a_rank_that_was_cut_off_has_joined_once_it_is_in_the_world_again(news: 
     death = m.Death(1, 101, 0.0, "no sign of life for 30 s")
     news._on_membership(Membership((0, 1), both, (), 1, (), (0, 1)))
     news._on_membership(Membership((0, 1), both[:1], (death,), 2, (), (0,)))
-    assert list(news.take())[2:] == [e.Disconnected(1, "no sign of life for 30 s")]
+    assert list(news.take())[2:] == [e.Formed(), e.Disconnected(1, "no sign of life for 30 s")]
     news._on_returned(1, 101, 45.0)
     news._on_membership(Membership((0, 1), both, (), 2, (), (0,)))
     news._on_membership(Membership((0, 1), both, (), 2, (1,), (0,)))

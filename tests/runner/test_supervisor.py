@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from effort import examples
 from hvdlab.launch.exits import Outcome
 from hvdlab.runner import events as e
-from hvdlab.runner.policy import Phase, Policy
+from hvdlab.runner.policy import Growth, Phase, Policy
 from hvdlab.runner.supervisor import Supervisor
 
 OK = Outcome()
@@ -389,3 +389,110 @@ def test_any_order_of_events_ends(minimum: int | None, data: st.DataObject) -> N
     assert len(script.of(e.Respawn)) <= 2
     if script.of(e.Failure) and (first := script.of(e.Failure)[0].outcome) is not None:
         assert finishes[0].code == first.exit_code
+
+
+# -- ranks that do not come -------------------------------------------------------------------------------------------
+
+
+def unstarted(*hosts: str, started: tuple[int, ...] = (0,), **policy: Any) -> Script:
+    """A job of ranks on these hosts, of which some have been started."""
+    script = Script(0)
+    script.supervisor = Supervisor(Policy(hosts, start_timeout=30.0, **policy), 0.0)
+    script.tell(*(e.Spawned(rank, 100 + rank) for rank in started))
+    return script
+
+
+def test_a_job_does_not_wait_for_the_end_of_what_was_never_started() -> None:
+    script = unstarted("a", "b")
+    script.wait()
+    assert "rank 1 could not be started on b within 30 s" in [said.text for said in script.of(e.Say)]
+    assert script.tell(e.Exited(0, KILLED))[-1] == e.Finish(1)
+
+
+def test_an_elastic_job_goes_on_without_a_rank_whose_start_hangs() -> None:
+    script = unstarted("a", "b", min_ranks=1)
+    effects = script.wait()
+    assert effects == [
+        e.Say("rank 1 could not be started on b within 30 s; going on without it"),
+        e.Expect((0,)),
+    ]
+    assert script.tell(e.Connected(0), e.Formed()) == []
+    assert script.supervisor.deadline is None
+    assert script.tell(e.Exited(0, OK))[-1] == e.Finish(0)
+
+
+def test_what_was_given_up_and_starts_after_all_is_killed() -> None:
+    script = unstarted("a", "b", min_ranks=1)
+    script.wait()
+    assert script.tell(e.Spawned(1, 101)) == [e.Signal((1,), signal.SIGKILL)]
+    assert script.tell(e.Exited(1, KILLED)) == [e.Tell(1, "killed by SIGKILL")]
+    assert not script.of(e.Respawn)
+    assert script.tell(e.Exited(0, OK))[-1] == e.Finish(0)
+
+
+def test_an_elastic_job_ends_if_too_few_ranks_are_started() -> None:
+    script = unstarted("a", "b", "b", min_ranks=2)
+    effects = script.wait()
+    assert e.Say("ranks 1,2 could not be started on b within 30 s, and --min-np is 2") in effects
+    assert script.tell(e.Exited(0, KILLED))[-1] == e.Finish(1)
+
+
+def test_a_rank_whose_second_start_hangs_is_given_up() -> None:
+    script = Script(2, min_ranks=1)
+    script.tell(e.Connected(0), e.Connected(1), e.Formed())
+    script.now = 100.0
+    assert e.Respawn(1) in script.tell(e.Exited(1, KILLED))
+    effects = script.wait()
+    assert script.now == 130.0
+    assert e.Say("rank 1 could not be started on localhost within 30 s; going on without it") in effects
+    assert e.Expect((0,)) in effects
+
+
+@pytest.mark.parametrize("minimum", [1, 2])
+def test_a_rank_that_starts_and_never_joins(minimum: int) -> None:
+    script = unstarted("a", "b", started=(0, 1), min_ranks=minimum, join_timeout=60.0)
+    script.tell(e.Connected(0))
+    effects = script.wait()
+    said = "rank 1 on b did not come to hvd.init() within 60 s"
+    if minimum == 2:
+        assert e.Say(f"{said}, and --min-np is 2") in effects
+        assert script.supervisor.phase is Phase.ENDING
+        return
+    assert effects == [
+        e.Say(f"{said}; going on without it"),
+        e.Expect((0,)),
+        e.Signal((1,), signal.SIGKILL),
+    ]
+    assert not script.of(e.Respawn)
+    script.tell(e.Formed(), e.Exited(1, KILLED))
+    assert script.tell(e.Exited(0, OK))[-1] == e.Finish(0)
+
+
+def test_one_that_does_not_end_when_it_was_given_up_holds_nothing_up() -> None:
+    script = unstarted("a", "b", started=(0, 1), min_ranks=1, join_timeout=60.0)
+    script.tell(e.Connected(0))
+    script.wait()
+    assert script.tell(e.Exited(0, OK))[-1] == e.Finish(0)
+
+
+def test_of_hosts_that_come_and_go_one_whose_rank_does_not_join_is_put_aside() -> None:
+    script = Script(0, min_ranks=1, join_timeout=60.0, growth=Growth(2, 4))
+    assert e.StartOn({0: "a", 1: "b"}) in script.tell(e.Hosts({"a": 1, "b": 1}))
+    script.tell(e.Spawned(0, 100), e.Spawned(1, 101), e.Connected(0))
+    effects = script.wait()
+    assert effects == [
+        e.Say("rank 1 on b did not come to hvd.init() within 60 s; going on without it"),
+        e.Expect((0,)),
+        e.Signal((1,), signal.SIGKILL),
+        e.HostFailed("b", "rank 1 did not come to hvd.init()"),
+    ]
+    script.tell(e.Formed())
+    assert script.tell(e.Exited(1, KILLED)) == [e.Tell(1, "killed by SIGKILL")]
+    assert e.StartOn({1: "b"}) in script.tell(e.Hosts({"a": 1, "b": 1}))
+
+
+def test_once_there_was_a_world_newcomers_may_take_their_time() -> None:
+    script = Script(0, min_ranks=1, join_timeout=60.0, growth=Growth(1, 4))
+    script.tell(e.Hosts({"a": 1}), e.Spawned(0, 100), e.Connected(0), e.Formed())
+    script.tell(e.Hosts({"a": 1, "b": 2}), e.Spawned(1, 101), e.Spawned(2, 102), e.Connected(1))
+    assert script.supervisor.deadline is None, "rank 2 waits until the others let it in"

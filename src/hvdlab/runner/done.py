@@ -17,7 +17,7 @@ class Done:
         failure: The lines that the operator got on that failure, or else all others that the supervisor said.
         outcomes: End of each rank.
         results: What the function returned, pickled, by rank.
-        left: Ranks that were let go, and have not come back.
+        left: Ranks that were let go, and have not come back, or that were given up since they did not come.
         stopped: The signal that ended it, or 0.
     """
 

@@ -42,6 +42,11 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
+class Formed:
+    """The first world is there: all ranks have come that were expected then, or the others go on without them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Disconnected:
     """A rank's connection to the coordinator has ended: no report can follow.
 
@@ -127,6 +132,7 @@ Event = (
     | Exited
     | Unstartable
     | Connected
+    | Formed
     | Disconnected
     | Returned
     | Reported

@@ -284,7 +284,9 @@ class JobRun:
             case e.Finish(code):
                 self._finished = True
                 self._done.code = code
-                self._done.left = {rank for rank, its in enumerate(self._supervisor.ranks) if its.released}
+                self._done.left = {
+                    rank for rank, its in enumerate(self._supervisor.ranks) if its.released or its.given_up
+                }
                 self._done.results = {rank: bytes(data) for rank, data in self._results.items()}
             case e.Respawn(rank):
                 self._respawn(rank)

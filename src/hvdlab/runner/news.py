@@ -65,6 +65,7 @@ class News:
         #: Bytes of output in the queue, and whether :meth:`stop` was called; guarded by ``_room``.
         self._held, self._closed = 0, False
         self._members: dict[int, int] = {}
+        self._formed = False
         #: Ranks that were cut off, have connected again, and are not in the world yet.
         self._back: set[int] = set()
 
@@ -136,6 +137,9 @@ class News:
             if self._members.get(rank) != pid:
                 self.post(e.Connected(rank))
         self._members = now
+        if membership.formed and not self._formed:
+            self._formed = True
+            self.post(e.Formed())
 
     def _on_returned(self, rank: int, pid: int, seconds: float) -> None:
         self._back.add(rank)

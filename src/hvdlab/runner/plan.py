@@ -176,12 +176,28 @@ def own_address(job: Job, launcher: Launcher) -> str | None:
 
 def variables(job: Job) -> dict[str, str]:
     """The variables that the coordinator and the ranks of a job get beside those of the launcher's own environment."""
+    late = {} if job.join_timeout is None else {"HVDLAB_START_TIMEOUT": f"{_patience_of_ranks(job):g}"}
     if job.min_ranks is None:
-        return dict(job.environment)
+        return {**job.environment, **late}
     # Scripts for Horovod's elastic training count on rank() < size(), and on a rank 0.
     numbers = os.environ.get("HVDLAB_RANK_NUMBERS", "").strip() or CONSECUTIVE
-    given = {"HVDLAB_RANK_NUMBERS": numbers, **job.environment}
+    given = {"HVDLAB_RANK_NUMBERS": numbers, **job.environment, **late}
     return given | {"HVDLAB_ELASTIC": "1", "HOROVOD_ELASTIC": "1", "HVDLAB_MIN_NP": str(job.min_ranks)}
+
+
+_LATER = 5.0
+"""Seconds that ranks wait longer in ``hvd.init()`` than the launcher does, which can name the missing ranks with their hosts."""
+
+
+def _patience_of_ranks(job: Job) -> float:
+    """Seconds that ranks wait for each other in ``hvd.init()``.
+
+    The ranks of an elastic job wait on, as the launcher gives up those that don't come, and may have to find hosts for others.
+    """
+    assert job.join_timeout is not None
+    return (
+        job.join_timeout if job.min_ranks is None else max(job.join_timeout, job.elastic_timeout)
+    ) + _LATER
 
 
 def program(job: Job, output: ProgramOutput) -> Program:

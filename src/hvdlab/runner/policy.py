@@ -16,7 +16,7 @@ class Policy:
     Attributes:
         hosts: Host of each rank; its length is the number of ranks.
         start_timeout: Time for all processes to be started.
-        join_timeout: Time from the first rank's ``hvd.init()`` to the last one's; ``None`` leaves that to the ranks.
+        join_timeout: Time from the first rank's ``hvd.init()`` until the first world is there; ``None`` leaves that to the ranks.
         settle: How long the launcher waits for the culprit's end.
         hang: How long a rank may take to end after an exception ended its program.
         grace: Time between SIGTERM and SIGKILL, and until a rank gets the former that was let go and has not joined.
@@ -85,7 +85,9 @@ class RankState:
     host: str = ""
     """Where it was started."""
     start_by: float | None = None
-    """When its process must run, if its host was found while the job ran."""
+    """When its process must run, if it was started while the job ran."""
+    given_up: bool = False
+    """Whether it did not start or join in time: the others go on without it, and its process, if it gets or has one, is killed."""
     released: bool = False
     """Whether it leaves with its host."""
     leave_by: float | None = None

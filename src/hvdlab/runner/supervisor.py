@@ -12,10 +12,12 @@ launcher waits a moment for the culprit's end before it says which rank was firs
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.launch.exits import Outcome
+from hvdlab.launch.hosts import LOCALHOST
 from hvdlab.runner import events as e
 from hvdlab.runner.placement import changes
 from hvdlab.runner.policy import Growth, Phase, Policy, RankState
@@ -45,6 +47,8 @@ class Supervisor:
         self._enough_by = None if policy.growth is None else now + policy.growth.wait
         #: Whether no rank is started any more.
         self._settled = False
+        #: Whether there has been a world; until then ``_join_by`` is when all ranks must have joined, once one has.
+        self._formed = False
         self._join_by: float | None = None
         self._first = -1
         self._settle_by = 0.0
@@ -60,6 +64,11 @@ class Supervisor:
     def living(self) -> tuple[int, ...]:
         """Ranks that have not ended."""
         return tuple(rank for rank, state in enumerate(self.ranks) if state.outcome is None)
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """Those of them that were not given up: ranks that the world is made of."""
+        return tuple(rank for rank in self.living if not self.ranks[rank].given_up)
 
     @property
     def deadline(self) -> float | None:
@@ -83,15 +92,15 @@ class Supervisor:
             return []
         match event:
             case e.Spawned(rank, pid):
-                self.ranks[rank].pid, self.ranks[rank].start_by = pid, None
-                if self._begun and all(state.pid for state in self.ranks):
-                    self._start_by = None
+                self._spawned(rank, pid)
             case e.Exited(rank, outcome):
                 self._exited(rank, outcome, now)
             case e.Unstartable(ranks, text):
                 self._unstartable(ranks, text, now)
             case e.Connected(rank):
                 self._connected(rank, now)
+            case e.Formed():
+                self._formed, self._join_by = True, None
             case e.Disconnected(rank, reason):
                 self.ranks[rank].connected, self.ranks[rank].lost = False, reason
                 self.ranks[rank].left_at = self._events
@@ -116,6 +125,14 @@ class Supervisor:
 
     # -- single events --------------------------------------------------------------------------------------------
 
+    def _spawned(self, rank: int, pid: int) -> None:
+        state = self.ranks[rank]
+        state.pid, state.start_by = pid, None
+        if state.given_up and state.outcome is None:
+            self._effects.append(e.Signal((rank,), signal.SIGKILL))
+        if self._begun and all(self.ranks[expected].pid for expected in self.expected):
+            self._start_by = None
+
     def _connected(self, rank: int, now: float) -> None:
         self.ranks[rank].connected = self.ranks[rank].joined = True
         self.ranks[rank].joined_at, self.ranks[rank].left_at = self._events, None
@@ -124,9 +141,9 @@ class Supervisor:
         if self.ranks[rank].released:  # before it had joined, which the coordinator knows no more
             self._effects.append(e.Release((rank,)))
         self._grow(now)  # there may be ranks to spare now
-        if self.policy.join_timeout is None or self.phase is not Phase.RUNNING:
+        if self.policy.join_timeout is None or self._formed or self.phase is not Phase.RUNNING:
             return
-        if all(state.joined or state.outcome for state in self.ranks):
+        if all(self.ranks[expected].joined for expected in self.expected):
             self._join_by = None
         elif self._join_by is None:
             self._join_by = now + self.policy.join_timeout
@@ -153,15 +170,20 @@ class Supervisor:
             state.left_at = self._events
         if self.phase is Phase.ENDING:
             return
-        if self._start_by is not None and all(state.pid or state.outcome for state in self.ranks):
+        if self._start_by is not None and all(self.ranks[expected].pid for expected in self.expected):
             self._start_by = None
+        if state.given_up:  # the others know already that it does not come
+            self._effects.append(e.Tell(rank, str(outcome)))
+            self._end_late()
+            self._grow(now)
+            return
         if self.policy.growth is not None and not (state.joined or outcome.ok):
             self._effects.append(
-                e.Expect(self.living)
+                e.Expect(self.expected)
             )  # else those that wait for it would fail, told of its end
         self._effects.append(e.Tell(rank, str(outcome) if not outcome.ok else "its program has ended"))
         if state.released and self.phase is Phase.RUNNING:
-            self._effects += [e.Say(f"rank {rank} has left {state.host}"), e.Expect(self.living)]
+            self._effects += [e.Say(f"rank {rank} has left {state.host}"), e.Expect(self.expected)]
             self._grow(now)
             return
         if outcome.ok or self.phase is not Phase.RUNNING:
@@ -169,37 +191,73 @@ class Supervisor:
             return
         if self.policy.growth is not None and self._go_on(rank, outcome, now):
             return
-        if self.policy.growth is None and self.policy.min_ranks is not None and self._replace(rank, outcome):
+        if (
+            self.policy.growth is None
+            and self.policy.min_ranks is not None
+            and self._replace(rank, outcome, now)
+        ):
             return
         self.phase = Phase.SETTLING
         self._first = rank
         self._settle_by = now + self.policy.settle
 
-    def _replace(self, rank: int, outcome: Outcome) -> bool:
+    def _replace(self, rank: int, outcome: Outcome, now: float) -> bool:
         """Start a lost rank of an elastic job anew, or go on without it. Returns whether the job goes on."""
         assert self.policy.min_ranks is not None
-        done = any(state.outcome is not None and state.outcome.ok for state in self.ranks)
+        done = self._is_over
         known = self.ranks[rank].joined or self.ranks[rank].anew
         if known and not done and self._resets < self.policy.reset_limit:
             self._resets += 1
-            self.ranks[rank] = RankState(anew=True)
-            every = self.living  # without lost ranks that were not started anew
+            host, start_by = self.ranks[rank].host, now + self.policy.start_timeout
+            self.ranks[rank] = RankState(host=host, anew=True, start_by=start_by)
+            every = self.expected  # without lost ranks that were not started anew
             text = f"rank {rank}: {outcome}; starting it anew ({self._resets} of {self.policy.reset_limit})"
             self._effects += [e.Say(text), e.Expect(every), e.Respawn(rank)]
             return True
-        well = [state for state in self.ranks if state.outcome is None or state.outcome.ok]
-        if len(well) < self.policy.min_ranks and not (done and self._is_late(rank)):
+        if self._well() < self.policy.min_ranks and not (done and self._is_late(rank)):
             return False
-        self._effects += [e.Say(f"rank {rank}: {outcome}; going on without it"), e.Expect(self.living)]
+        self._effects += [e.Say(f"rank {rank}: {outcome}; going on without it"), e.Expect(self.expected)]
         return True
+
+    def _well(self) -> int:
+        """How many ranks there are to go on with: those that live and those whose program has ended well."""
+        well = [state for state in self.ranks if state.outcome is None or state.outcome.ok]
+        return sum(not state.given_up for state in well)
+
+    # -- ranks that do not come -----------------------------------------------------------------------------------
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """These ranks, and the hosts where they were to be."""
+        hosts = [self.ranks[rank].host for rank in ranks]
+        where = ", ".join(dict.fromkeys(host for host in hosts if host not in ("", LOCALHOST)))
+        return format_ranks(list(ranks)) + (f" on {where}" if where else "")
+
+    def _give_up(self, ranks: Sequence[int], text: str, now: float) -> None:
+        """Have the job go on without these ranks, which did not start or join in time, or end it if too few are left."""
+        least, left = self.policy.min_ranks, self._well() - len(ranks)
+        goes_on = least is not None and (self.policy.growth is not None or left >= least)
+        for rank in ranks:
+            self.ranks[rank].start_by = None
+            # As the job ends it waits for processes, which may have something to say, but not for one that there is none of.
+            self.ranks[rank].given_up = goes_on or not self.ranks[rank].pid
+        if not goes_on:
+            self._abandon(text if least is None else f"{text}, and --min-np is {least}", 1, now)
+            return
+        it = "it" if len(ranks) == 1 else "them"
+        self._effects += [e.Say(f"{text}; going on without {it}"), e.Expect(self.expected)]
+        if running := tuple(rank for rank in ranks if self.ranks[rank].pid):
+            self._effects.append(e.Signal(running, signal.SIGKILL))
+        if self.policy.growth is not None:
+            for host in dict.fromkeys(self.ranks[rank].host for rank in ranks):
+                its = [rank for rank in ranks if self.ranks[rank].host == host]
+                self._put_aside(host, f"{format_ranks(its)} did not come to hvd.init()")
+            self._grow(now)
 
     # -- hosts that come and go -----------------------------------------------------------------------------------
 
     def _unstartable(self, ranks: tuple[int, ...], text: str, now: float) -> None:
         if self.policy.growth is not None and self.phase is Phase.RUNNING:
-            failed = [
-                rank for rank in ranks if self.ranks[rank].outcome is None and not self.ranks[rank].released
-            ]
+            failed = [rank for rank in ranks if rank in self.expected and not self.ranks[rank].released]
             for host in dict.fromkeys(self.ranks[rank].host for rank in failed):
                 self._put_aside(host, text)
             if failed and not (self._is_over or self._settled):
@@ -207,12 +265,12 @@ class Supervisor:
                     self.ranks[rank].outcome = Outcome(1, text=text)
                 # Those that have never joined are no members that have died: ranks that wait for them need not fail.
                 self._effects += [e.Tell(rank, text) for rank in failed if self.ranks[rank].joined]
-                self._effects.append(e.Expect(self.living))
+                self._effects.append(e.Expect(self.expected))
                 # But they may have connected, and the connection of such a one would keep out the process that is started in its place.
                 self._effects += [e.Tell(rank, text) for rank in failed if not self.ranks[rank].joined]
                 self._grow(now)
                 # Those that were let go meanwhile have ended with them, and else the others would wait for them for ever.
-                ranks = tuple(rank for rank in ranks if self.ranks[rank].released)
+                ranks = tuple(rank for rank in ranks if rank not in failed)
         for rank in ranks:
             self._exited(rank, Outcome(1, text=text), now)
 
@@ -224,7 +282,7 @@ class Supervisor:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the program has ended on a rank that did not leave."""
+        """Whether the program has ended on a rank that neither left nor was given up."""
         return any(map(self._has_finished, self.ranks))
 
     def _go_on(self, rank: int, outcome: Outcome, now: float) -> bool:
@@ -235,7 +293,7 @@ class Supervisor:
             self._settled = True
             least = self.policy.min_ranks or 1
             # Those that were let go leave, or wait with the others for ranks in their place: none will come.
-            stay = [living for living in self.living if not self.ranks[living].released]
+            stay = [living for living in self.expected if not self.ranks[living].released]
             if len(stay) < least and not self._is_over:
                 self._effects.append(e.Say(self._too_few(len(stay), least)))
                 return False
@@ -248,7 +306,7 @@ class Supervisor:
             )
             if not state.joined:
                 self._failed_to_join(rank, state.host, outcome)
-        self._effects.append(e.Expect(self.living))
+        self._effects.append(e.Expect(self.expected))
         self._grow(now)
         return True
 
@@ -308,19 +366,29 @@ class Supervisor:
             where = ", ".join(dict.fromkeys(hosts.values()))
             self._effects.append(e.Say(f"starting {format_ranks(sorted(hosts))} on {where}"))
         self._start_by = None
-        self._effects += [e.Expect(self.living), e.StartOn(hosts)]
+        self._effects += [e.Expect(self.expected), e.StartOn(hosts)]
 
     def _count_on(self, least: int, growth: Growth, now: float) -> None:
         """Wait for hosts while there are too few ranks."""
-        if len(self.living) >= least:
+        if len(self.expected) >= least:
             self._enough_by = None
         elif self._enough_by is None:
             self._enough_by = now + growth.wait
             text = f"{self._count()} left, and --min-np is {least}: waiting up to {growth.wait:g} s for hosts"
             self._effects.append(e.Say(text))
 
+    def _give_up_unstarted(self, ranks: Sequence[int], now: float) -> None:
+        """Give up ranks whose processes do not run in time."""
+        hosts = ", ".join(dict.fromkeys(self.ranks[rank].host for rank in ranks))
+        within = f"within {self.policy.start_timeout:g} s"
+        self._give_up(ranks, f"{format_ranks(list(ranks))} could not be started on {hosts} {within}", now)
+
     def _give_up_starts(self, now: float) -> None:
-        late = [r for r in self.living if (by := self.ranks[r].start_by) is not None and now >= by]
+        late = [r for r in self.expected if (by := self.ranks[r].start_by) is not None and now >= by]
+        if self.policy.growth is None:
+            if late:
+                self._give_up_unstarted(late, now)
+            return
         for host in dict.fromkeys(self.ranks[rank].host for rank in late):
             its = [rank for rank in late if self.ranks[rank].host == host]
             others = any(self.ranks[rank].pid and self.ranks[rank].host == host for rank in self.living)
@@ -368,14 +436,15 @@ class Supervisor:
 
     @staticmethod
     def _has_finished(state: RankState) -> bool:
-        """Whether the program has ended on a rank that did not leave."""
-        return state.outcome is not None and state.outcome.ok and not state.released
+        """Whether the program has ended on a rank that neither left nor was given up."""
+        ended = state.outcome is not None and state.outcome.ok
+        return ended and not (state.released or state.given_up)
 
     def _end_late(self) -> None:
         """End the ranks that have still to come (back), once the program has ended on a rank: they could not take part any more."""
         if not self._is_over:
             return
-        late = tuple(rank for rank in self.living if self._is_late(rank) and not self.ranks[rank].dismissed)
+        late = tuple(rank for rank in self.expected if self._is_late(rank) and not self.ranks[rank].dismissed)
         if late and self.phase is Phase.RUNNING:
             for rank in late:
                 self.ranks[rank].dismissed = True
@@ -400,16 +469,18 @@ class Supervisor:
     def _tick(self, now: float) -> None:
         if self.phase is Phase.ENDING and now >= self._ending.until:
             if self._ending.killed:  # stuck in the operating system's kernel: the launcher can do no more
-                self._effects.append(e.Say(f"{format_ranks(self.living)} can't be killed; leaving"))
+                self._effects.append(e.Say(f"{format_ranks(self.expected)} can't be killed; leaving"))
                 self._finish()
             else:
-                self._effects.append(e.Say(f"{format_ranks(self.living)} did not end in time; killing"))
+                self._effects.append(e.Say(f"{format_ranks(self.expected)} did not end in time; killing"))
                 self._kill(now)
         elif self.phase is Phase.RUNNING:
             self._check_times(now)
 
     def _check_times(self, now: float) -> None:
         self._give_up_starts(now)
+        if self.phase is not Phase.RUNNING:
+            return
         self._end_released(now)
         if not self._begun and self._start_by is not None and now >= self._start_by:
             self._grow(now)
@@ -420,16 +491,16 @@ class Supervisor:
             text = f"there were no hosts for {least} ranks (--min-np) within {waited:g} s (--elastic-timeout)"
             self._abandon(f"{text}; ending {self._count()}", 1, now)
         elif self._begun and self._start_by is not None and now >= self._start_by:
-            missing = [rank for rank in self.living if not self.ranks[rank].pid]
-            hosts = ", ".join(dict.fromkeys(self.ranks[rank].host for rank in missing))
-            text = f"{format_ranks(missing)} could not be started on {hosts} within {self.policy.start_timeout:g} s"
-            self._abandon(text, 1, now)
+            self._start_by = None
+            self._give_up_unstarted([rank for rank in self.expected if not self.ranks[rank].pid], now)
         elif self._join_by is not None and now >= self._join_by:
-            missing = [rank for rank in self.living if not self.ranks[rank].joined]
+            missing = [rank for rank in self.expected if not self.ranks[rank].joined]
             self._join_by = None
             if missing:
-                text = f"{format_ranks(missing)} did not come to hvd.init() within {self.policy.join_timeout:g} s"
-                self._abandon(text, 1, now)
+                text = (
+                    f"{self._named(missing)} did not come to hvd.init() within {self.policy.join_timeout:g} s"
+                )
+                self._give_up(missing, text, now)
         else:
             late = [r for r in self.living if self.ranks[r].deadline and now >= (self.ranks[r].deadline or 0)]
             if late and self.policy.min_ranks is None:
@@ -522,7 +593,8 @@ class Supervisor:
         self._effects.append(e.Signal(self.living, signal.SIGKILL))
 
     def _maybe_finish(self) -> None:
-        if self.phase is Phase.DONE or self.living or self.phase is Phase.SETTLING:
+        # A rank that was given up may not be there to end; closing the starter ends what is left of it.
+        if self.phase is Phase.DONE or self.expected or self.phase is Phase.SETTLING:
             return
         if any(isinstance(effect, e.Respawn) for effect in self._effects):
             return
@@ -536,5 +608,5 @@ class Supervisor:
         self._effects.append(e.Finish(code))
 
     def _count(self) -> str:
-        number = len(self.living)
+        number = len(self.expected)
         return f"{number} rank" + ("" if number == 1 else "s")

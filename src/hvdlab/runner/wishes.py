@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.knobs import Reader, for_reader
 from hvdlab.collectives.knobs import read as read_knobs
 from hvdlab.collectives.protocol.messages import MOST_RANKS
+from hvdlab.collectives.settings import Settings
 from hvdlab.launch.host_source import FixedHosts, HostSource, as_host_source
 from hvdlab.launch.host_table import COOLDOWN, check_cooldown
 from hvdlab.launch.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
@@ -137,18 +139,20 @@ class Wishes:
             stdin=stdin,
             preload=tuple(filter(None, map(str.strip, (self.get("preload") or "").split(",")))),
             start_timeout=float(start or START_TIMEOUT),
-            join_timeout=float(start) if start else None,
+            join_timeout=float(start or self._patience()),
             min_ranks=minimum,
             reset_limit=10 if limit is None else limit,
         )
 
+    def _patience(self) -> float:
+        """Seconds that ranks would wait for each other in ``hvd.init()`` by the environment."""
+        knobs = for_reader(Reader.RANK, {**self._environ, **self.variables()})
+        found = knobs.get("start_timeout")
+        return found if isinstance(found, float) else Settings().start_timeout
+
     def _environment(self) -> dict[str, str]:
         found = self.variables()
         found.pop("HVDLAB_SSH", None)
-        if self.get(
-            "start_timeout"
-        ):  # later than the launcher's own limit, so that the launcher names the missing ranks first
-            found["HVDLAB_START_TIMEOUT"] = str(self.get("start_timeout") + 5)
         if self.get("as_horovod"):
             from hvdlab.horovod import environment
 

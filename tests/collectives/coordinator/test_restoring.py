@@ -25,7 +25,13 @@ from hvdlab.collectives.protocol import messages as m
 
 M = TypeVar("M", bound=m.Message)
 
-WORLD = m.KnownSet(0, 7, (0, 1, 2))
+
+def world(*ranks: int, epoch: int = 7) -> m.KnownSet:
+    """The world of these ranks, with the processes that :func:`hello` gives them."""
+    return m.KnownSet(0, epoch, ranks, tuple(1000 + rank for rank in ranks))
+
+
+WORLD = world(0, 1, 2)
 
 
 class Successor:
@@ -97,7 +103,7 @@ def test_the_world_is_there_again_when_all_have_come() -> None:
 
 def test_epochs_go_on_above_all_that_were() -> None:
     successor = Successor(1)
-    successor.comes(0, m.KnownSet(0, 5 * EPOCHS, (0,)), alive=[0])
+    successor.comes(0, world(0, epoch=5 * EPOCHS), alive=[0])
     assert successor.last(10, m.Configure).epoch > 5 * EPOCHS
 
 
@@ -129,7 +135,7 @@ def test_who_was_declared_dead_does_not_get_in_again() -> None:
 
 def test_who_is_lost_by_this_coordinator_does_not_get_in_again() -> None:
     successor = Successor(1)
-    successor.comes(0, m.KnownSet(0, 1, (0,)), alive=[0])
+    successor.comes(0, world(0, epoch=1), alive=[0])
     successor(PeerLost(10, "cut off"))
     successor.connect(0, generation=1)
     assert "gone on without it" in successor.last(10, m.Refused).reason
@@ -220,8 +226,8 @@ def test_deaths_from_before_are_remembered() -> None:
     successor = Successor(None)
     death = m.Death(1, 1001, 12.5, "killed by SIGSEGV", True)
     successor.client(m.Recall((0, 1, 2), members(0, 2), (death,)))
-    successor.comes(0, m.KnownSet(0, 7, (0, 2)), alive=[0, 2])
-    successor.comes(2, m.KnownSet(0, 7, (0, 2)), alive=[0, 2])
+    successor.comes(0, world(0, 2), alive=[0, 2])
+    successor.comes(2, world(0, 2), alive=[0, 2])
     assert successor.configured() == (0, 2)
     assert successor.last(CLIENT, m.World).deaths == (death,)
 
@@ -280,16 +286,53 @@ def test_a_newcomer_under_an_old_number_is_no_member() -> None:
     assert successor.configured() == (0, 1, 2)
 
 
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_newcomer_under_an_old_number_that_knew_a_coordinator_comes_last(elastic: bool) -> None:
+    """It came to a coordinator that died before it had restored the world, so it comes with a generation, like those that trained."""
+    successor = Successor()
+    successor.state = CoordinatorState(CoordinatorOptions(size=3, generation=2, by_seniority=True))
+    successor.connect(0, generation=1, pid=4711)
+    successor.says(0, m.Resume((), (0, 1, 2)))
+    for rank in (1, 2):
+        successor.comes(rank, elastic=elastic)
+    if elastic:
+        assert successor.configured() == (1, 2)
+        for rank in (1, 2):
+            successor.says(rank, m.Regroup(1, 1, ""))
+    assert successor.configured() == (1, 2, 0)
+
+
+def test_a_member_that_has_not_heard_of_its_world_keeps_its_place() -> None:
+    successor = Successor()
+    successor.state = CoordinatorState(CoordinatorOptions(size=3, generation=1, by_seniority=True))
+    successor.connect(1)
+    successor.says(1, m.Resume((), (0, 1, 2)))
+    for rank in (0, 2):
+        successor.comes(rank, world(2, 1, 0))
+    assert successor.configured() == (2, 1, 0)
+
+
+def test_one_whose_number_another_process_had_meanwhile_has_fallen_behind() -> None:
+    successor = Successor()
+    successor.comes(1, world(0, 1, 2, epoch=5), elastic=True)
+    newest = m.KnownSet(0, 7, (0, 1, 2), (1000, 4711, 1002))
+    for rank in (0, 2):
+        successor.comes(rank, newest, elastic=True)
+    assert successor.configured() == (0, 2)
+    assert successor.count(11, m.Outdated) == 1
+    assert successor.count(10, m.Outdated) == 0
+
+
 @pytest.mark.parametrize("of_two", [0, 1])
 def test_a_set_that_was_added_on_some_ranks_only_is_undone(of_two: int) -> None:
     successor = Successor(2)
     added = m.KnownSet(1, 2, (0, 1))
-    world = m.KnownSet(0, 7, (0, 1))
+    both = world(0, 1)
     for rank in (0, 1):
         if rank == of_two:
-            successor.comes(rank, world, added, alive=[0, 1], last_set=1)
+            successor.comes(rank, both, added, alive=[0, 1], last_set=1)
         else:
-            successor.comes(rank, world, alive=[0, 1], adding=((0, 1),))
+            successor.comes(rank, both, alive=[0, 1], adding=((0, 1),))
     assert successor.configured(1) == ()
     assert successor.last(10 + of_two, m.Dissolve).process_set == 1
 
@@ -356,9 +399,9 @@ def test_a_cell_of_a_process_that_died_is_not_one_of_its_successor() -> None:
 
 def test_elastic_training_goes_on() -> None:
     successor = Successor(2)
-    world = m.KnownSet(0, 7, (0, 1))
+    both = world(0, 1)
     for rank in (0, 1):
-        successor.comes(rank, world, alive=[0, 1], elastic=True)
+        successor.comes(rank, both, alive=[0, 1], elastic=True)
     assert successor.state.elastic.training == {0, 1}
     assert successor.configured() == (0, 1)
     for rank in (0, 1):
@@ -390,7 +433,7 @@ def test_ranks_without_a_place_are_told_to_leave() -> None:
 def test_the_positions_of_ranks_outlive_the_coordinator(by_seniority: bool) -> None:
     new = Successor()
     new.state = CoordinatorState(CoordinatorOptions(size=3, generation=1, by_seniority=by_seniority))
-    known = m.KnownSet(0, 7, (2, 0, 1)), m.KnownSet(3, 8, (2, 0))
+    known = world(2, 0, 1), m.KnownSet(3, 8, (2, 0))
     for rank in range(3):
         new.comes(rank, *(known if rank != 1 else known[:1]))
     new.wait()

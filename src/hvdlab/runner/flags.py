@@ -92,7 +92,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(JOB, ("-prefix-timestamp", "--prefix-output-with-timestamp"), "prefix_output_with_timestamp", Kind.SWITCH, "put the time in front of each line of the ranks", config="prefix-output-with-timestamp"),
     Flag(JOB, ("--verbose",), "verbose", Kind.SWITCH, "say how the ranks are started", config="verbose"),
     Flag(JOB, ("--preload",), "preload", Kind.TEXT, "modules, with commas between them, that each host imports once before it forks ranks: a Python program's ranks then start without these imports, also those that join or are started anew", config="preload"),
-    Flag(JOB, ("--start-timeout",), "start_timeout", Kind.NUMBER, "seconds within which all ranks must be started (30), and all must come to `hvd.init()` once one has (60)", variable="HOROVOD_START_TIMEOUT", config="start-timeout"),
+    Flag(JOB, ("--start-timeout",), "start_timeout", Kind.NUMBER, "seconds within which all ranks must be started (30, and 300 with `--preload`, whose imports are part of it), and all must come to `hvd.init()` once one has (60)", variable="HOROVOD_START_TIMEOUT", config="start-timeout"),
     Flag(JOB, ("--disable-cache",), "disable_cache", Kind.SWITCH, "do not keep what was found out about hosts", idle="nothing is kept: hosts are asked each time"),
     # -- hosts --------------------------------------------------------------------------------------------------------
     Flag(HOSTS, ("-H", "--hosts"), "hosts", Kind.TEXT, "hosts and their slots: `a:2,b:2`", config="hosts"),

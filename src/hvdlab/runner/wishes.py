@@ -21,6 +21,9 @@ from hvdlab.runner.flags import BY_DEST, FLAGS, Kind
 from hvdlab.runner.plan import Job
 
 START_TIMEOUT = 30.0
+"""Seconds that ranks have to be started …"""
+PRELOADED_START_TIMEOUT = 300.0
+"""… and where they are forked by a process that imports modules before, which may take long where disks are slow."""
 SCRIPT, HOST_LIST = "the host discovery script", "the list of hosts"
 MPI = "mpi"
 """The launcher that takes the place of ``hvdlab run``: its process becomes mpiexec."""
@@ -115,6 +118,7 @@ class Wishes:
         if maximum is not None and maximum < size:
             raise InvalidRequestError(f"--max-np {maximum} must be -np {size} at least.")
         start, limit = self.get("start_timeout"), self.get("reset_limit")
+        preload = tuple(filter(None, map(str.strip, (self.get("preload") or "").split(","))))
         cooldown, patience = self.get("cooldown_range"), self.get("elastic_timeout")
         if cooldown is not None:
             check_cooldown(*cooldown)
@@ -137,8 +141,8 @@ class Wishes:
             launcher=self.launcher(hosts, grows=grows),
             launcher_options=split(self.get("launcher_options") or ()),
             stdin=stdin,
-            preload=tuple(filter(None, map(str.strip, (self.get("preload") or "").split(",")))),
-            start_timeout=float(start or START_TIMEOUT),
+            preload=preload,
+            start_timeout=float(start or (PRELOADED_START_TIMEOUT if preload else START_TIMEOUT)),
             join_timeout=float(start or self._patience()),
             min_ranks=minimum,
             reset_limit=10 if limit is None else limit,

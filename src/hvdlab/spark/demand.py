@@ -44,11 +44,12 @@ class Demand:
             return
         from pyspark import InheritableThread  # pyright: ignore[reportMissingImports]
 
-        self._thread = InheritableThread(
+        thread: threading.Thread = InheritableThread(
             target=self._wait, args=(lacking, _hold if hold else _nothing), name=self._group
         )
-        self._thread.daemon = True
-        self._thread.start()
+        thread.daemon = True
+        thread.start()
+        self._thread = thread
 
     def close(self, timeout: float) -> None:
         """Cancel tasks that wait. Idempotent.

@@ -78,7 +78,7 @@ class PoolProgram(FrameworkPreloads):
         return run_forked(tuple(argv), channel)
 
 
-PROGRAM = PoolProgram(training=False)  # ranks would wait for it
+PROGRAM = PoolProgram()
 
 
 def decode_left(left: bytes) -> Left:

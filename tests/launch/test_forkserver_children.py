@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import selectors
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forked_ranks import ForkedRanks, loaded
+from forked_ranks import PATIENCE, ForkedRanks, loaded
 from hvdlab.kernel_ext.forked import PROGRAM, PROGRAM_NAME
 from hvdlab.launch.forkserver.child_table import ChildTable
 from hvdlab.launch.forkserver.client import ForkServer
 
 STARTS_PROCESSES = """
 import subprocess
+import time
 
 found = {subprocess.run(["false"]).returncode for _ in range(100)}
 if found != {1}:
@@ -68,3 +70,42 @@ def test_each_rank_has_random_numbers_of_its_own() -> None:
         assert len(numbers) == 9
     finally:
         ranks.close()
+
+
+TRAINS = """
+import sys
+import time
+
+import hvdlab.bindings.framework_hooks.torch as hooks
+
+class Says:
+    def find_spec(self, name, path=None, target=None):
+        if name == "begins_with_training":
+            open({place!r}, "w").close()
+
+sys.meta_path.append(Says())
+type(hooks.HOOKS).training = ("begins_with_training",)
+"""
+"""A package that makes the hooks of torch name a module for training, and writes a file when that is imported."""
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["idle before the first rank", "a rank at once"])
+def test_what_training_imports_is_imported_while_there_is_no_rank(tmp_path: Path, idle: bool) -> None:
+    place = tmp_path / "imported"
+    (tmp_path / "trains.py").write_text(TRAINS.format(place=str(place)))
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, "HVDLAB_PRELOAD": "torch,trains"}
+    ranks = ForkedRanks(ForkServer.start(PROGRAM_NAME, environment))
+    try:
+        if idle:
+            until = time.monotonic() + PATIENCE
+            while not place.exists():
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        else:
+            ranks.fork([0])  # this order is there when the imports are done
+            assert ranks.run(0, "1 + 1") == "2"
+            assert not place.exists()
+    finally:
+        ranks.close()
+    assert place.exists() == idle

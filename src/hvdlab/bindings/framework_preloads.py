@@ -10,17 +10,11 @@ from hvdlab.bindings import framework_hooks
 class FrameworkPreloads:
     """A :class:`~hvdlab.launch.forkserver.program.Preloads` that needs nothing besides what is asked for.
 
-    Args:
-        training: Whether to import also what frameworks import when training begins, which takes as long again.
-
     Attributes:
         required: Nothing.
     """
 
     required: Sequence[str] = ()
-
-    def __init__(self, *, training: bool) -> None:
-        self._training = training
 
     def after_required(self) -> None:
         """Set the variables that frameworks read when they are imported."""
@@ -31,11 +25,14 @@ class FrameworkPreloads:
         return tuple(name for name in framework_hooks.names() if framework_hooks.hooks_of(name).preload)
 
     def along_with(self, framework: str) -> Sequence[str]:
-        """Our binding of a framework and, if that is wanted, what its training imports, by the framework's hooks."""
-        if framework not in framework_hooks.names():
-            return ()
-        hooks = framework_hooks.hooks_of(framework)
-        return (*((hooks.binding,) if hooks.binding else ()), *(hooks.training if self._training else ()))
+        """Our binding of a framework, by the framework's hooks; nothing for a framework without hooks."""
+        known = framework in framework_hooks.names()
+        binding = framework_hooks.hooks_of(framework).binding if known else ""
+        return (binding,) if binding else ()
+
+    def for_training(self) -> Sequence[str]:
+        """What the hooks of the imported frameworks say."""
+        return [module for hooks in framework_hooks.loaded() for module in hooks.training]
 
     def refresh(self, threads: int) -> None:
         """New random states and thread pools for the frameworks that were imported before the fork."""

@@ -62,7 +62,8 @@ class TorchHooks(FrameworkHooks):
 
     preload = True
     binding = "hvdlab.torch"
-    training = ("torch._dynamo",)  # by the first optimizer, also if nothing is compiled
+    # By the first optimizer, also if nothing is compiled. SymPy, which takes half of that, alone, so that orders wait for less in between.
+    training = ("sympy", "torch._dynamo")
 
     # -- values -------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.zygote import LARGEST
 from hvdlab.launch.forkserver.child import refresh_libraries
 from hvdlab.launch.forkserver.forking import why_not
-from hvdlab.launch.forkserver.preload import load
+from hvdlab.launch.forkserver.preload import load, load_later
 from hvdlab.launch.python_command import PythonCommand
 
 DESCRIPTORS = 5
@@ -43,8 +43,10 @@ def main() -> None:
     # A thread that runs at a fork is lost in the child, with the locks that it held.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     gc.disable()  # imported objects stay, so collecting during imports only costs time
-    preloads = FrameworkPreloads(training=True)
+    preloads = FrameworkPreloads()
     failed = load(preloads, modules).failed
+    for name in preloads.for_training():
+        load_later(name)
     if len(os.listdir("/proc/self/task")) > 1:
         print("hvdlab: a preloaded module has started threads, which forks would lack", file=sys.stderr)
         sys.exit(1)

@@ -30,9 +30,9 @@ def load(program: Preloads, names: Sequence[str]) -> Loaded:
         program.after_required()
     for name in names:
         _load_one(name, loaded, failed)
-        for further in program.along_with(name) if name in loaded else ():
-            if _installed(further):
-                _load_one(further, loaded, failed)
+        for ours in program.along_with(name) if name in loaded else ():
+            if _installed(ours):
+                _load_one(ours, loaded, failed)
     return Loaded(tuple(loaded), failed, time.monotonic() - began)
 
 

@@ -27,7 +27,11 @@ class Preloads(Protocol):
         ...
 
     def along_with(self, framework: str) -> Sequence[str]:
-        """The modules that are imported after a framework, such as hvdlab's binding; those that are not installed are left out."""
+        """The modules of hvdlab that are imported along with a framework, where they are installed."""
+        ...
+
+    def for_training(self) -> Sequence[str]:
+        """What the frameworks that were imported import themselves when training begins."""
         ...
 
     def refresh(self, threads: int) -> None:

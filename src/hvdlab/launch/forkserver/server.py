@@ -26,6 +26,7 @@ from hvdlab.launch.forkserver.forking import Role, fork, why_not
 from hvdlab.launch.forkserver.lifeline import wake_on_hangup
 from hvdlab.launch.forkserver.link import Listener, PoolLink
 from hvdlab.launch.forkserver.messages import (
+    CONTROLLER,
     Children,
     Fork,
     Forked,
@@ -80,6 +81,8 @@ class ServerShell:
         self._importing = True
         self._program = program
         self._later = deque(program.later)
+        #: What training will import, until a rank is forked, which would have to share its core with these imports.
+        self._training: deque[str] = deque()
         self._answers: list[Event] = []
         self._unannounced: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -97,6 +100,7 @@ class ServerShell:
         beside = threading.Thread(target=self._serve_beside, name="hvdlab-forkserver", daemon=True)
         beside.start()
         loaded = imports()
+        self._training.extend(self._program.for_training())
         self._importing = False
         os.write(self._wakeup_write, b"\0")
         beside.join()
@@ -137,8 +141,8 @@ class ServerShell:
     def _wait(self) -> list[Event]:
         self._watch_backlog()
         ready = self._selector.select(self._timeout())
-        if not ready and self._later and not self._importing:
-            load_later(self._later.popleft())
+        if not ready and not self._importing and (waiting := self._later or self._training):
+            load_later(waiting.popleft())
             return []
         events: list[Event] = []
         for key, _ in ready:
@@ -151,7 +155,7 @@ class ServerShell:
         return events
 
     def _timeout(self) -> float | None:
-        if self._later and not self._importing:
+        if (self._later or self._training) and not self._importing:
             return 0
         tick = self._state.next_tick()
         waits = [self._child_table.next_look(), None if tick is None else max(0.0, tick - time.monotonic())]
@@ -302,6 +306,8 @@ class ServerShell:
             return None
         if isinstance(outcome, Role):
             return outcome
+        if order.number != CONTROLLER:
+            self._training.clear()
         self._child_table.add(outcome.pipes)
         self._unannounced[outcome.record.pid] = outcome.announced
         self._answers.append(ForkReturned(order.number, outcome.record))

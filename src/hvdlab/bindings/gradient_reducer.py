@@ -1,8 +1,9 @@
 """Reduction of gradients while the backward pass still runs.
 
-A *bucket* is one parameter, or a group of them that is reduced together. As soon as the gradients of all its
-parameters have been accumulated often enough, its allreduce is started; :meth:`GradientReducer.synchronize`
-starts those that this rank's backward pass did not reach (another rank's may have) and waits for all.
+A *bucket* is one parameter, or a group of them that is reduced together. Once the gradients of all its
+parameters have been accumulated often enough, its allreduce is due; those that are due are started together, in turns
+(:mod:`announcing`). :meth:`GradientReducer.synchronize` starts the rest, also those that this rank's backward pass did not reach
+(another rank's may have), and waits for all.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hvdlab.bindings.compression import Compressor, NoneCompressor
 from hvdlab.bindings.handles import FAILURES, Handle, synchronize
 from hvdlab.bindings.hooks import GradientWatcher, HookRegistry, P, P_contra
 from hvdlab.bindings.operations import Binding, Operation
+from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError
 from hvdlab.collectives.process_sets import ProcessSet, set_id
@@ -118,16 +120,18 @@ class _Bucket(Generic[P, T]):
     Attributes:
         name: Tensor name in the core.
         parameters: Its parameters.
+        nbytes: The size of its dense gradients in bytes, or -1 if it is not known yet.
         ready: How many of them have been accumulated often enough.
         work: What is in flight: one allreduce of all dense gradients, one for each sparse one; ``None`` if it has not
             been started.
     """
 
-    __slots__ = ("name", "parameters", "ready", "work")
+    __slots__ = ("name", "nbytes", "parameters", "ready", "work")
 
     def __init__(self, name: str, parameters: Iterable[P]) -> None:
         self.name = name
         self.parameters = tuple(parameters)
+        self.nbytes = -1
         self.ready = 0
         self.work: list[_InFlight[P, T]] | None = None
 
@@ -149,7 +153,9 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
         self._binding, self._adapter, self._settings = binding, adapter, settings
         self._buckets: list[_Bucket[P, T]] = []
         self._bucket_of: dict[P, _Bucket[P, T]] = {}
-        self._announcer = Announcer(adapter)
+        #: Buckets whose allreduce is due in the next turn.
+        self._held: list[_Bucket[P, T]] = []
+        self._announcer = Announcer(adapter, self._start_held)
         #: The allreduce of this step's buckets. Made anew for each step: the process set's id may be another by then.
         self._operation: Operation | None = None
 
@@ -163,7 +169,10 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
         bucket = self._bucket_of[parameter]
         bucket.ready += 1
         if bucket.ready == len(bucket.parameters):
-            self._start(bucket)
+            if bucket.nbytes < 0:
+                bucket.nbytes = self._dense_bytes(bucket)
+            self._held.append(bucket)
+            self._announcer.hold(bucket.nbytes)
 
     def synchronize(self) -> None:
         """Reduce what is still missing, wait for all, and leave the results in the parameters' gradients.
@@ -192,6 +201,10 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
 
     def drop(self) -> None:
         try:
+            if self._held and self._failed_cells == context.engine().failed_cells:
+                # Another rank may have started them in an earlier turn, and waits for this one's.
+                with contextlib.suppress(*FAILURES):
+                    self._start_held()
             for bucket in self._buckets:
                 for work in bucket.work or ():
                     with contextlib.suppress(*FAILURES):
@@ -202,11 +215,24 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
     def reset(self) -> None:
         super().reset()
         self._announcer.forget()
+        self._held.clear()
         self._operation = None
         for bucket in self._buckets:
             bucket.ready, bucket.work = 0, None
 
     # -- a bucket -----------------------------------------------------------------------------------------------------
+
+    def _dense_bytes(self, bucket: _Bucket[P, T]) -> int:
+        adapter = self._adapter
+        gradients = [adapter.gradient(parameter) for parameter in bucket.parameters]
+        return adapter.nbytes([gradient for gradient in gradients if not adapter.is_sparse(gradient)])
+
+    def _start_held(self) -> None:
+        """Start the allreduces that are due. If one is refused, :meth:`synchronize` starts those behind it."""
+        held, self._held = self._held, []
+        for bucket in held:
+            if bucket.work is None:
+                self._start(bucket)
 
     def _start(self, bucket: _Bucket[P, T]) -> None:
         try:
@@ -245,7 +271,6 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
             handle = self._binding.submit(operation, views[0], name, in_place=True, announce=False)
         else:
             handle = self._binding.submit_group(operation, views, name, in_place=True, announce=False)
-        self._announcer.hold(adapter.nbytes(sent))
         return _InFlight(handle, parameters, contexts, sent)
 
     def _collect(self) -> None:

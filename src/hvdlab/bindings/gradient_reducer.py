@@ -24,6 +24,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError
 from hvdlab.collectives.process_sets import ProcessSet, set_id
+from hvdlab.collectives.sites import call_site
 
 T = TypeVar("T")
 
@@ -188,9 +189,7 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
         if self._unfinished:
             self.drop()
         self._unfinished = True
-        for bucket in self._buckets:
-            if bucket.work is None:
-                self._start(bucket)
+        self._start_all(self._buckets)
         try:
             self._collect()
         except FAILURES:
@@ -230,33 +229,45 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
     def _start_held(self) -> None:
         """Start the allreduces that are due. If one is refused, :meth:`synchronize` starts those behind it."""
         held, self._held = self._held, []
-        for bucket in held:
-            if bucket.work is None:
-                self._start(bucket)
+        self._start_all(held)
 
-    def _start(self, bucket: _Bucket[P, T]) -> None:
+    def _start_all(self, buckets: Sequence[_Bucket[P, T]]) -> None:
+        """Start those of these buckets that have not been started, all from one line of the user's."""
+        site: str | None = None
+        for bucket in buckets:
+            if bucket.work is None:
+                site = site or call_site()
+                self._start(bucket, site)
+
+    def _start(self, bucket: _Bucket[P, T], site: str) -> None:
         try:
-            self._submit(bucket)
+            self._submit(bucket, site)
         except DuplicateNameError as error:
             raise DuplicateNameError(
                 error.name, error.first_site, error.second_site, self._adapter.names_twice
             ) from None
 
-    def _submit(self, bucket: _Bucket[P, T]) -> None:
+    def _submit(self, bucket: _Bucket[P, T], site: str) -> None:
         adapter, parameters = self._adapter, bucket.parameters
         gradients = [adapter.gradient(parameter) for parameter in parameters]
         if not any(map(adapter.is_sparse, gradients)):
-            bucket.work = [self._start_dense(bucket.name, parameters, gradients)]
+            bucket.work = [self._start_dense(bucket.name, parameters, gradients, site)]
             return
         pairs = list(zip(parameters, gradients, strict=True))
         dense = [(parameter, gradient) for parameter, gradient in pairs if not adapter.is_sparse(gradient)]
-        bucket.work = [self._start_dense(bucket.name, *zip(*dense, strict=True))] if dense else []
+        started: list[_InFlight[P, T]] = []
+        if dense:
+            some, theirs = zip(*dense, strict=True)
+            started.append(self._start_dense(bucket.name, some, theirs, site))
+        bucket.work = started
         for number, (parameter, gradient) in enumerate(pairs):
             if adapter.is_sparse(gradient):
                 handle = adapter.reduce_sparse(gradient, f"{bucket.name}.sparse{number}", self._settings)
-                bucket.work.append(_InFlight(handle, [parameter], [None]))
+                started.append(_InFlight(handle, [parameter], [None]))
 
-    def _start_dense(self, name: str, parameters: Sequence[P], gradients: Sequence[T]) -> _InFlight[P, T]:
+    def _start_dense(
+        self, name: str, parameters: Sequence[P], gradients: Sequence[T], site: str
+    ) -> _InFlight[P, T]:
         adapter, operation = self._adapter, self._operation
         if operation is None:
             operation = self._operation = self._settings.operation()
@@ -265,28 +276,31 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
         if self._settings.compression is not NoneCompressor:
             with adapter.untracked():
                 pairs = [self._settings.compression.compress(gradient) for gradient in gradients]
-            sent, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
+            sent, contexts = [tensor for tensor, _ in pairs], [needed for _, needed in pairs]
         views = adapter.as_sent(parameters, sent)
         if len(views) == 1:
-            handle = self._binding.submit(operation, views[0], name, in_place=True, announce=False)
+            handle = self._binding.submit(operation, views[0], name, in_place=True, announce=False, site=site)
         else:
-            handle = self._binding.submit_group(operation, views, name, in_place=True, announce=False)
+            handle = self._binding.submit_group(
+                operation, views, name, in_place=True, announce=False, site=site
+            )
         return _InFlight(handle, parameters, contexts, sent)
 
     def _collect(self) -> None:
         """Wait for every bucket, also after one has failed: no gradient may be written to after this."""
         failure: CollectiveError | DuplicateNameError | None = None
-        for work in (work for bucket in self._buckets for work in bucket.work or ()):
-            try:
-                result = synchronize(work.handle)
-            except FAILURES as error:
-                failure = failure or error
-                continue
-            self._install(work, [result] if work.outputs is None else work.outputs)
+        # Around all of it, and not for each bucket: with some frameworks to begin it takes as long as all else that is done here.
+        with self._adapter.untracked():
+            for work in (work for bucket in self._buckets for work in bucket.work or ()):
+                try:
+                    result = synchronize(work.handle)
+                except FAILURES as error:
+                    failure = failure or error
+                    continue
+                self._install(work, [result] if work.outputs is None else work.outputs)
         if failure is not None:
             raise failure
 
     def _install(self, work: _InFlight[P, T], outputs: Sequence[T]) -> None:
-        with self._adapter.untracked():
-            for parameter, output, context in zip(work.parameters, outputs, work.contexts, strict=True):
-                self._adapter.install(parameter, self._settings.compression.decompress(output, context))
+        for parameter, output, needed in zip(work.parameters, outputs, work.contexts, strict=True):
+            self._adapter.install(parameter, self._settings.compression.decompress(output, needed))

@@ -94,6 +94,7 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 	$(BIN)/python benchmarks/tracing.py --json benchmarks/results/tracing.json
 	$(BIN)/python benchmarks/versus_horovod.py --json benchmarks/results/versus_horovod.json
 	$(BIN)/python benchmarks/versus_ddp.py --json benchmarks/results/versus_ddp.json
+	$(BIN)/python benchmarks/asynchronous.py
 	$(BIN)/python benchmarks/autotune.py --json benchmarks/results/autotune.json
 	$(BIN)/python benchmarks/timeline_drawing.py --json benchmarks/results/timeline_drawing.json
 	$(BIN)/python benchmarks/strangers.py --json benchmarks/results/strangers.json

@@ -51,10 +51,10 @@ class FakeGradients:
         self.at_its_end = callbacks = []
         try:
             yield
+            for callback in callbacks:  # one may add another
+                callback()
         finally:
             self.at_its_end = None
-        for callback in callbacks:
-            callback()
 
     def run_backward(self, gradients: Mapping[Parameter, float]) -> None:
         """A backward pass that adds these numbers to the gradients, in this order."""

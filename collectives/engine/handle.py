@@ -70,10 +70,10 @@ class Handle(Entry):
         if not self._done:
             self._result, self._error = result, error
             self._done = True
-            with contextlib.suppress(
-                RuntimeError
-            ):  # a thread that gave up waiting has seen it done, and has opened the lock for all others
+            try:  # noqa: SIM105  (done for each tensor of a step, and a context takes longer than all else here)
                 self.ended.release()
+            except RuntimeError:
+                pass  # a thread that gave up waiting has seen it done, and has opened the lock for all others
             if self.wakeup >= 0:
                 with contextlib.suppress(OSError):  # it was closed: no thread watches it any more
                     os.eventfd_write(self.wakeup, 1)

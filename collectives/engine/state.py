@@ -434,7 +434,8 @@ class RankState:
 
     def end(self, entry: Entry) -> None:
         """The entry is over, well or badly; its name is free."""
-        self._end_overdue(entry)
+        if entry.waited:
+            self._end_overdue(entry)
         entry.phase = ENDED
         group = self.sets.get(entry.request.process_set)
         if group is not None:

@@ -1,4 +1,4 @@
-"""What is submitted during a backward pass is announced in turns, and the rest when the framework says that it ends."""
+"""What a backward pass makes is submitted and announced in turns, and the rest when the framework says that it ends."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from hvdlab.bindings import announcing
 from hvdlab.bindings.announcing import ENOUGH_BYTES, Announcer
 from hvdlab.collectives import context
 
+TURN = ["submit", "flush"]
+
 
 class Clock:
     def __init__(self) -> None:
@@ -20,6 +22,22 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+
+class Owner:
+    """What holds gradients and has an announcer say when they are submitted."""
+
+    def __init__(self, framework: FakeGradients, made: list[str]) -> None:
+        self.announcer = Announcer(framework, self.submit)
+        self.hold, self.announce, self.forget = (
+            self.announcer.hold,
+            self.announcer.announce,
+            self.announcer.forget,
+        )
+        self._made = made
+
+    def submit(self) -> None:
+        self._made.append("submit")
 
 
 @pytest.fixture
@@ -42,51 +60,51 @@ def clock() -> Iterator[Clock]:
 
 def test_the_rest_is_announced_once_at_the_end_of_the_backward_pass(flushes: list[str], clock: Clock) -> None:
     framework = FakeGradients()
-    announcer = Announcer(framework)
+    announcer = Owner(framework, flushes)
     with framework.backward():
         announcer.hold(1)
         announcer.hold(1)
         assert flushes == []
-    assert flushes == ["flush"]
+    assert flushes == TURN
     announcer.announce()
-    assert flushes == ["flush"]
+    assert flushes == TURN
 
 
 def test_enough_bytes_do_not_wait(flushes: list[str], clock: Clock) -> None:
     framework = FakeGradients()
-    announcer = Announcer(framework)
+    announcer = Owner(framework, flushes)
     with framework.backward():
         announcer.hold(ENOUGH_BYTES // 2)
         assert flushes == []
         announcer.hold(ENOUGH_BYTES // 2)
-        assert flushes == ["flush"]
+        assert flushes == TURN
         announcer.hold(ENOUGH_BYTES)
-        assert flushes == ["flush"] * 2
-    assert flushes == ["flush"] * 2
+        assert flushes == TURN * 2
+    assert flushes == TURN * 2
 
 
 def test_the_next_one_takes_along_what_has_waited(flushes: list[str], clock: Clock) -> None:
     framework = FakeGradients()
-    announcer = Announcer(framework)
+    announcer = Owner(framework, flushes)
     with framework.backward():
         announcer.hold(1)
         clock.now += 2 * announcing.LONGEST_SECONDS
         announcer.hold(1)
-        assert flushes == ["flush"]
+        assert flushes == TURN
 
 
 def test_outside_of_a_backward_pass_it_waits_for_the_one_that_needs_it(
     flushes: list[str], clock: Clock
 ) -> None:
-    announcer = Announcer(FakeGradients())
+    announcer = Owner(FakeGradients(), flushes)
     announcer.hold(1)
     assert flushes == []
     announcer.announce()
-    assert flushes == ["flush"]
+    assert flushes == TURN
     announcer.hold(1)
     announcer.forget()
     announcer.announce()
-    assert flushes == ["flush"]
+    assert flushes == TURN
 
 
 def test_the_end_of_a_backward_pass_does_not_keep_an_announcer_alive(
@@ -94,7 +112,18 @@ def test_the_end_of_a_backward_pass_does_not_keep_an_announcer_alive(
 ) -> None:
     framework = FakeGradients()
     with framework.backward():
-        announcer = Announcer(framework)
+        announcer = Owner(framework, flushes)
         announcer.hold(1)
         del announcer
     assert flushes == []
+
+
+def test_all_that_share_a_backward_pass_have_submitted_before_anything_is_announced(
+    flushes: list[str], clock: Clock
+) -> None:
+    framework = FakeGradients()
+    one, other = Owner(framework, flushes), Owner(framework, flushes)
+    with framework.backward():
+        one.hold(1)
+        other.hold(1)
+    assert flushes[:3] == ["submit", "submit", "flush"]

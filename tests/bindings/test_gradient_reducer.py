@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
+import numpy as np
 import pytest
 
 from fake_framework import FakeGradients, Parameter
+from hvdlab.bindings import announcing
 from hvdlab.bindings.buckets import bucketed
 from hvdlab.bindings.compression import Compressor, NoneCompressor
 from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
@@ -130,6 +134,55 @@ def dropped() -> list[list[float] | None]:
 
 def test_a_step_that_is_dropped_leaves_nothing_in_flight(two: Ranks) -> None:
     assert two.run(dropped) == [[[0.5], [0.5]]] * 2
+
+
+def dropped_between_turns(failed: bool) -> tuple[int, list[float]]:
+    """A step is given up in the middle of a backward pass, in which one rank has had a turn and the other has not."""
+    rank, engine = context.engine().rank, context.engine()
+    framework, reducer, (first, second) = made([1, 1], prefix="t")
+    with contextlib.suppress(ZeroDivisionError), framework.backward():
+        first.grad = np.ones(1, np.float32)
+        first.hooks[0](first)
+        assert all(bucket.work is None for bucket in reducer._buckets), "there was no turn yet"
+        if rank == 0 and not failed:
+            reducer._announcer.announce()
+            assert reducer._buckets[0].work is not None
+        raise ZeroDivisionError
+    engine.failed_cells += failed
+    with mock.patch.object(reducer, "_start", wraps=reducer._start) as start:
+        reducer.drop()
+    assert not reducer.in_progress
+    framework.run_backward(dict.fromkeys((first, second), float(rank)))
+    reducer.synchronize()
+    return start.call_count, [
+        float(parameter.grad[0]) for parameter in (first, second) if parameter.grad is not None
+    ]
+
+
+def test_a_step_that_is_dropped_leaves_no_rank_waiting_that_has_had_another_turn(two: Ranks) -> None:
+    assert two.run(dropped_between_turns, False) == [(0, [1.5, 0.5]), (1, [1.5, 0.5])]
+
+
+def test_what_a_failed_cell_has_not_submitted_is_not_submitted_by_the_next(two: Ranks) -> None:
+    assert two.run(dropped_between_turns, True) == [(0, [1.5, 0.5])] * 2
+
+
+def submitted_in_turns() -> list[str]:
+    """What is submitted by the end of each hook, where a turn takes two gradients."""
+    framework, reducer, parameters = made([1] * 5, prefix="turn")
+    seen = []
+    with mock.patch.object(announcing, "ENOUGH_BYTES", 8), framework.backward():
+        for parameter in parameters:
+            parameter.grad = np.ones(1, np.float32)
+            parameter.hooks[0](parameter)
+            seen.append("".join(str(bucket.work is not None)[0] for bucket in reducer._buckets))
+    seen.append("".join(str(bucket.work is not None)[0] for bucket in reducer._buckets))
+    reducer.synchronize()
+    return seen
+
+
+def test_gradients_are_submitted_in_turns(two: Ranks) -> None:
+    assert two.run(submitted_in_turns) == [["FFFFF", "TTFFF", "TTFFF", "TTTTF", "TTTTF", "TTTTT"]] * 2
 
 
 def used_twice() -> str:

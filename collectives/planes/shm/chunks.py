@@ -1,4 +1,4 @@
-"""How a list of buffers, taken as one long sequence, is cut into chunks."""
+"""How a list of buffers is cut into chunks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ class Piece(NamedTuple):
 
 
 def cut(lengths: Sequence[int], chunk: int) -> Iterator[list[Piece]]:
-    """The pieces of each chunk of at most ``chunk`` elements, in order; empty buffers give none."""
+    """The pieces of each chunk of at most ``chunk`` elements; empty buffers give none.
+
+    As much of a buffer as fills whole chunks has these for itself, from its first element on. The rest of all buffers is put together,
+    in order, so there are as many chunks as if all were. Chunks of one piece need fewer copies, and are copied from one
+    offset into a page to another that suits it (:mod:`layout`).
+    """
     pieces: list[Piece] = []
     at = 0
     for buffer, length in enumerate(lengths):
-        start = 0
+        start = length // chunk * chunk
+        for whole in range(0, start, chunk):
+            yield [Piece(buffer, whole, 0, chunk)]
         while start < length:
             taken = min(length - start, chunk - at)
             pieces.append(Piece(buffer, start, at, taken))

@@ -1,8 +1,9 @@
 """Reduction of gradients while the backward pass still runs.
 
-A *bucket* is one parameter, or a group of them that is reduced together. As soon as the gradients of all its
-parameters have been accumulated often enough, its allreduce is started; :meth:`GradientReducer.synchronize`
-starts those that this rank's backward pass did not reach (another rank's may have) and waits for all.
+A *bucket* is one parameter, or a group of them that is reduced together. Once the gradients of all its
+parameters have been accumulated often enough, its allreduce is due; those that are due are started together, in turns
+(:mod:`announcing`). :meth:`GradientReducer.synchronize` starts the rest, also those that this rank's backward pass did not reach
+(another rank's may have), and waits for all.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from hvdlab.bindings.compression import Compressor, NoneCompressor
 from hvdlab.bindings.handles import FAILURES, Handle, synchronize
 from hvdlab.bindings.hooks import GradientWatcher, HookRegistry, P, P_contra
 from hvdlab.bindings.operations import Binding, Operation
+from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError
 from hvdlab.collectives.process_sets import ProcessSet, set_id
+from hvdlab.collectives.sites import call_site
 
 T = TypeVar("T")
 
@@ -118,16 +121,18 @@ class _Bucket(Generic[P, T]):
     Attributes:
         name: Tensor name in the core.
         parameters: Its parameters.
+        nbytes: The size of its dense gradients in bytes, or -1 if it is not known yet.
         ready: How many of them have been accumulated often enough.
         work: What is in flight: one allreduce of all dense gradients, one for each sparse one; ``None`` if it has not
             been started.
     """
 
-    __slots__ = ("name", "parameters", "ready", "work")
+    __slots__ = ("name", "nbytes", "parameters", "ready", "work")
 
     def __init__(self, name: str, parameters: Iterable[P]) -> None:
         self.name = name
         self.parameters = tuple(parameters)
+        self.nbytes = -1
         self.ready = 0
         self.work: list[_InFlight[P, T]] | None = None
 
@@ -149,7 +154,9 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
         self._binding, self._adapter, self._settings = binding, adapter, settings
         self._buckets: list[_Bucket[P, T]] = []
         self._bucket_of: dict[P, _Bucket[P, T]] = {}
-        self._announcer = Announcer(adapter)
+        #: Buckets whose allreduce is due in the next turn.
+        self._held: list[_Bucket[P, T]] = []
+        self._announcer = Announcer(adapter, self._start_held)
         #: The allreduce of this step's buckets. Made anew for each step: the process set's id may be another by then.
         self._operation: Operation | None = None
 
@@ -163,7 +170,10 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
         bucket = self._bucket_of[parameter]
         bucket.ready += 1
         if bucket.ready == len(bucket.parameters):
-            self._start(bucket)
+            if bucket.nbytes < 0:
+                bucket.nbytes = self._dense_bytes(bucket)
+            self._held.append(bucket)
+            self._announcer.hold(bucket.nbytes)
 
     def synchronize(self) -> None:
         """Reduce what is still missing, wait for all, and leave the results in the parameters' gradients.
@@ -179,9 +189,7 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
         if self._unfinished:
             self.drop()
         self._unfinished = True
-        for bucket in self._buckets:
-            if bucket.work is None:
-                self._start(bucket)
+        self._start_all(self._buckets)
         try:
             self._collect()
         except FAILURES:
@@ -192,6 +200,10 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
 
     def drop(self) -> None:
         try:
+            if self._held and self._failed_cells == context.engine().failed_cells:
+                # Another rank may have started them in an earlier turn, and waits for this one's.
+                with contextlib.suppress(*FAILURES):
+                    self._start_held()
             for bucket in self._buckets:
                 for work in bucket.work or ():
                     with contextlib.suppress(*FAILURES):
@@ -202,35 +214,60 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
     def reset(self) -> None:
         super().reset()
         self._announcer.forget()
+        self._held.clear()
         self._operation = None
         for bucket in self._buckets:
             bucket.ready, bucket.work = 0, None
 
     # -- a bucket -----------------------------------------------------------------------------------------------------
 
-    def _start(self, bucket: _Bucket[P, T]) -> None:
+    def _dense_bytes(self, bucket: _Bucket[P, T]) -> int:
+        adapter = self._adapter
+        gradients = [adapter.gradient(parameter) for parameter in bucket.parameters]
+        return adapter.nbytes([gradient for gradient in gradients if not adapter.is_sparse(gradient)])
+
+    def _start_held(self) -> None:
+        """Start the allreduces that are due. If one is refused, :meth:`synchronize` starts those behind it."""
+        held, self._held = self._held, []
+        self._start_all(held)
+
+    def _start_all(self, buckets: Sequence[_Bucket[P, T]]) -> None:
+        """Start those of these buckets that have not been started, all from one line of the user's."""
+        site: str | None = None
+        for bucket in buckets:
+            if bucket.work is None:
+                site = site or call_site()
+                self._start(bucket, site)
+
+    def _start(self, bucket: _Bucket[P, T], site: str) -> None:
         try:
-            self._submit(bucket)
+            self._submit(bucket, site)
         except DuplicateNameError as error:
             raise DuplicateNameError(
                 error.name, error.first_site, error.second_site, self._adapter.names_twice
             ) from None
 
-    def _submit(self, bucket: _Bucket[P, T]) -> None:
+    def _submit(self, bucket: _Bucket[P, T], site: str) -> None:
         adapter, parameters = self._adapter, bucket.parameters
         gradients = [adapter.gradient(parameter) for parameter in parameters]
         if not any(map(adapter.is_sparse, gradients)):
-            bucket.work = [self._start_dense(bucket.name, parameters, gradients)]
+            bucket.work = [self._start_dense(bucket.name, parameters, gradients, site)]
             return
         pairs = list(zip(parameters, gradients, strict=True))
         dense = [(parameter, gradient) for parameter, gradient in pairs if not adapter.is_sparse(gradient)]
-        bucket.work = [self._start_dense(bucket.name, *zip(*dense, strict=True))] if dense else []
+        started: list[_InFlight[P, T]] = []
+        if dense:
+            some, theirs = zip(*dense, strict=True)
+            started.append(self._start_dense(bucket.name, some, theirs, site))
+        bucket.work = started
         for number, (parameter, gradient) in enumerate(pairs):
             if adapter.is_sparse(gradient):
                 handle = adapter.reduce_sparse(gradient, f"{bucket.name}.sparse{number}", self._settings)
-                bucket.work.append(_InFlight(handle, [parameter], [None]))
+                started.append(_InFlight(handle, [parameter], [None]))
 
-    def _start_dense(self, name: str, parameters: Sequence[P], gradients: Sequence[T]) -> _InFlight[P, T]:
+    def _start_dense(
+        self, name: str, parameters: Sequence[P], gradients: Sequence[T], site: str
+    ) -> _InFlight[P, T]:
         adapter, operation = self._adapter, self._operation
         if operation is None:
             operation = self._operation = self._settings.operation()
@@ -239,29 +276,31 @@ class GradientReducer(GradientWatcher[P], Generic[P, T]):
         if self._settings.compression is not NoneCompressor:
             with adapter.untracked():
                 pairs = [self._settings.compression.compress(gradient) for gradient in gradients]
-            sent, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
+            sent, contexts = [tensor for tensor, _ in pairs], [needed for _, needed in pairs]
         views = adapter.as_sent(parameters, sent)
         if len(views) == 1:
-            handle = self._binding.submit(operation, views[0], name, in_place=True, announce=False)
+            handle = self._binding.submit(operation, views[0], name, in_place=True, announce=False, site=site)
         else:
-            handle = self._binding.submit_group(operation, views, name, in_place=True, announce=False)
-        self._announcer.hold(adapter.nbytes(sent))
+            handle = self._binding.submit_group(
+                operation, views, name, in_place=True, announce=False, site=site
+            )
         return _InFlight(handle, parameters, contexts, sent)
 
     def _collect(self) -> None:
         """Wait for every bucket, also after one has failed: no gradient may be written to after this."""
         failure: CollectiveError | DuplicateNameError | None = None
-        for work in (work for bucket in self._buckets for work in bucket.work or ()):
-            try:
-                result = synchronize(work.handle)
-            except FAILURES as error:
-                failure = failure or error
-                continue
-            self._install(work, [result] if work.outputs is None else work.outputs)
+        # Around all of it, and not for each bucket: with some frameworks to begin it takes as long as all else that is done here.
+        with self._adapter.untracked():
+            for work in (work for bucket in self._buckets for work in bucket.work or ()):
+                try:
+                    result = synchronize(work.handle)
+                except FAILURES as error:
+                    failure = failure or error
+                    continue
+                self._install(work, [result] if work.outputs is None else work.outputs)
         if failure is not None:
             raise failure
 
     def _install(self, work: _InFlight[P, T], outputs: Sequence[T]) -> None:
-        with self._adapter.untracked():
-            for parameter, output, context in zip(work.parameters, outputs, work.contexts, strict=True):
-                self._adapter.install(parameter, self._settings.compression.decompress(output, context))
+        for parameter, output, needed in zip(work.parameters, outputs, work.contexts, strict=True):
+            self._adapter.install(parameter, self._settings.compression.decompress(output, needed))

@@ -99,7 +99,10 @@ class PoolBase:
         self.resumed: list[CellHandle] = []
         self.history = History()
         self.newcomers = Newcomers(self.history.announce)
-        self.group = Group(base.client, died=self._died, ready=self._is_ready, left=self._has_left)
+        named = parse_hosts(hosts) if hosts else []
+        self.group = Group(
+            base.client, died=self._died, ready=self._is_ready, left=self._has_left, hosts=named
+        )
         self.companion = Companion(base.fork_server, self.group.pids, self.joining.connected, lost=self.tell)
         self.runs = Runs(
             base.client,

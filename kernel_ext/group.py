@@ -33,6 +33,7 @@ from hvdlab.kernel_ext.members import (
     Wanted,
 )
 from hvdlab.kernel_ext.topics import ENVIRONMENT, READY, WHO
+from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.starter import Ended, Starter
 
 LEAVE_WITHIN = 3.0
@@ -56,6 +57,7 @@ class Group:
         ready: Called with a rank that became ready. Any thread; must not block.
         left: Called with a rank that the pool no longer wanted and that has left, and how it died if it did not leave in order. Any
             thread; must not block.
+        hosts: Those that ranks are given to, in this order; empty if only the launcher knows, or all are here.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class Group:
         died: Callable[[int, str], None],
         ready: Callable[[int], None],
         left: Callable[[int, str], None] = lambda rank, died: None,
+        hosts: Sequence[Host] = (),
     ) -> None:
-        self._client = client
+        self._client, self._hosts = client, hosts
         self._died, self._ready, self._left = died, ready, left
         self._starter: Starter | None = None
         self._members = Members()
@@ -311,9 +314,19 @@ class Group:
             if self._broken:
                 raise StartError(f"the ranks could not be started: {self._broken}")
             if late:
-                raise StartError(
-                    f"{format_ranks(late)} did not answer within {deadline.seconds:g} s; give a longer timeout"
-                )
+                raise StartError(self._why_late(late, deadline))
+
+    def _why_late(self, late: Sequence[int], deadline: Deadline) -> str:
+        """What keeps these ranks from taking cells, as far as is known: first those that the launcher has not reported to run."""
+        running = self._members.living()
+        unstarted = [rank for rank in late if not running.get(rank)]
+        ranks = unstarted or late
+        named = format_ranks(ranks)
+        if self._hosts:
+            slots = assign(self._hosts, len(self._members.wanted))
+            named += " on " + ", ".join(dict.fromkeys(self._hosts[slots[rank].host].name for rank in ranks))
+        what = "could not be started" if unstarted else "did not answer"
+        return f"{named} {what} within {deadline.seconds:g} s; give a longer timeout"
 
     def _wait_left(self, deadline: Deadline) -> None:
         """Wait until ranks that are no longer wanted are gone; kill those that take too long.

@@ -188,13 +188,19 @@ class ElasticSchedule:
         engine = process.engine = SimEngine(self.submitted, self.numbers, self.least)
         me = self.sim.connect(process.rank, pid=process.pid, hears=engine.hears)
         if me is None:
-            released = self.run_._supervisor.ranks[process.rank].released
-            assert released, f"rank {process.rank} is refused: {self.sim.coordinator.refused}"
+            assert self._may_be_unwanted(process), (
+                f"rank {process.rank} is refused: {self.sim.coordinator.refused}"
+            )
             process.end = 1, 0, ""
             return
         process.me = me
         process.turns = Turns(lambda: self._main(process))
         engine.attach(me, process.turns)
+
+    def _may_be_unwanted(self, process: Process) -> bool:
+        """Whether the launcher lets this rank go, or has given it up and is about to kill it."""
+        state = self.run_._supervisor.ranks[process.rank]
+        return state.released or state.given_up
 
     def _main(self, process: Process) -> None:
         engine = process.engine
@@ -210,9 +216,7 @@ class ElasticSchedule:
         except SystemExit as left:
             code = int(str(left.code))
         except ReleasedError:
-            assert self.run_._supervisor.ranks[process.rank].released, (
-                "a rank is let go that nobody wants to go"
-            )
+            assert self._may_be_unwanted(process), "a rank is let go that nobody wants to go"
             engine.shutdown()
         except HvdlabError as error:
             code = 1

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,6 +82,8 @@ class ServerStore(KVStore):
         self._links, self._hosts = servers.find(self._workers)
         #: How many stores on servers the workers had made before.
         self._number = number
+        #: The workers' processes: ranks and process ids.
+        self._processes = _present(engine, self._workers.ranks)
         bound = engine.settings.kv_staleness
         self._staleness = -1 if synchronous or bound is None else bound
         self._multi_precision = False
@@ -108,22 +110,37 @@ class ServerStore(KVStore):
         self._parts = self._places.by_key
         #: How many epochs this worker knows to have ended, and how many of these by rounds that were given up.
         self._epoch = self._given_up = 0
-        self._cells = engine.cells_begun
+        #: Whether this worker counts at some server as one that has left the store, and whether a worker has closed it.
+        self._left = self._closed = False
+        self._cells = _cells_of(engine)
         self._record = engine.metric if engine.settings.record else None
 
-    def _open(self, staleness: int, *, first: bool) -> None:
-        """Open the store at all servers; the ``first`` time one worker of each host makes the memory."""
+    def _open(self, staleness: int, *, first: bool, again: bool = False) -> None:
+        """Open the store at all servers; the ``first`` time one worker of each host makes the memory.
+
+        ``again``: this worker has used it before, and is back.
+        """
         rank, ranks = context.engine("kvstore").rank, tuple(rank for rank, _ in self._hosts)
         opened = []
         for link in self._places.links():
             makes = min((rank for rank, host in self._hosts if host == link.place.host), default=-1)
             message = functools.partial(
-                m.Open, store=self._id, workers=ranks, synchronous=self._synchronous, staleness=staleness
+                m.Open,
+                store=self._id,
+                workers=ranks,
+                synchronous=self._synchronous,
+                staleness=staleness,
+                again=again,
             )
-            opened.append((link, link.use(self._id, makes_memory=first and rank == makes, message=message)))
+            used = (
+                link.request(message)
+                if again
+                else link.use(self._id, makes_memory=first and rank == makes, message=message)
+            )
+            opened.append((link, used))
         for link, ticket in opened:
             self._done(None, link.wait(ticket), "create")
-        for link in self._links:
+        for link in () if again else self._links:
             weakref.finalize(self, link.close_store, self._id).atexit = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,6 +171,7 @@ class ServerStore(KVStore):
                 "synchronous": self._synchronous,
                 "numbers": (self._id, self._number),
                 "hosts": self._hosts,
+                "processes": self._processes,
                 "multi_precision": self._multi_precision,
                 "staleness": self._staleness,
                 "replicas": self._places.replicas,
@@ -187,7 +205,7 @@ class ServerStore(KVStore):
         self._take_settings(state["settings"])
         self._workers, self._synchronous = state["workers"], state["synchronous"]
         self._id, self._number = state["numbers"]
-        self._hosts = state["hosts"]
+        self._hosts, self._processes = state["hosts"], state["processes"]
         self._multi_precision, self._staleness = state["multi_precision"], state["staleness"]
         servers = servers_of(engine)
         servers.stores = max(servers.stores, self._number + 1)
@@ -285,25 +303,39 @@ class ServerStore(KVStore):
             self._push(pairs(key, value))
 
     def _begin_cell(self) -> None:
-        """At the first push of a cell: let the workers begin with equal rounds, whatever the cell before has left."""
-        begun = context.engine("kvstore").cells_begun
+        """At the first push of a cell, or of an attempt of elastic training: let the workers begin with equal rounds.
+
+        Whatever the one before has left is dropped, and a worker that was cut off meanwhile takes part again.
+        """
+        begun = _cells_of(context.engine("kvstore"))
         if not self._synchronous or begun == self._cells:
             return
         self._ask_epoch()  # a worker that has waited for nothing does not know yet which workers have left, or are back
-        # Only while no worker has left the store: the collective below waits for all ranks of their process set.
-        if self._epoch == self._given_up:
-            left = any(ticket.answer is None for ticket in self._in_flight())
-            some_left, given_up = self._workers.largest([left, self._given_up], f"kv.{self._id}.cell")
-            if some_left:
-                given_up += 1
-                text = "what was pushed in a cell that did not end well is dropped"
-                self._tell_all(m.EndRounds(self._id, given_up, (), CauseKind.WITHDRAWN.value, text))
-            self._epoch = self._given_up = given_up
-            for part in self._places.kept(self._parts):
-                for ticket in part.pushed:
-                    part.link.wait(ticket)
-                part.pushed.clear()
+        # The collectives below wait for all workers that have made the store: only if these take part, in the processes of then.
+        if self._processes <= _present(context.engine("kvstore"), self._workers.ranks) and not self._closed:
+            self._begin_together()
         self._cells = begun
+
+    def _begin_together(self) -> None:
+        """Let all workers begin with equal rounds, also those that count as dead since they were cut off, and are back."""
+        name = f"kv.{self._id}.cell"
+        left = any(ticket.answer is None for ticket in self._in_flight())
+        own = [left, self._given_up, self._epoch, self._left]
+        some_left, given_up, epoch, back = self._workers.largest(own, name)
+        if some_left:
+            given_up, epoch = given_up + 1, epoch + 1
+            text = "what was pushed in a cell that did not end well is dropped"
+            self._tell_all(m.EndRounds(self._id, given_up, (), CauseKind.WITHDRAWN.value, text))
+        self._epoch, self._given_up = epoch, given_up
+        for part in self._places.kept(self._parts):
+            for ticket in part.pushed:
+                part.link.wait(ticket)
+            part.pushed.clear()
+        if back:
+            if self._left:
+                self._open(self._staleness, first=False, again=True)
+                self._left = False
+            self._workers.barrier(name)  # no round may end without those that are back
 
     def _in_flight(self) -> Iterator[Ticket]:
         for part in self._places.kept(self._parts):
@@ -314,11 +346,13 @@ class ServerStore(KVStore):
             (link, link.request(functools.partial(m.StockRequest, store=self._id)))
             for link in self._places.links()
         ]
+        self._left = self._closed = False
         for link, ticket in asked:
             answer = self._done(None, link.wait(ticket), "push")
             assert isinstance(answer, m.Stock)
             self._epoch = max(self._epoch, answer.epoch)
             self._given_up = max(self._given_up, answer.given_up)
+            self._left, self._closed = self._left or answer.left, self._closed or answer.closed
 
     def _tell_all(self, message: m.EndRounds) -> None:
         for link in self._places.links():
@@ -758,6 +792,17 @@ class ServerStore(KVStore):
 def _importable() -> tuple[str, ...]:
     """The modules that servers have imported."""
     return context.engine("kvstore").settings.kv_optimizers
+
+
+def _cells_of(engine: Engine) -> tuple[int, int]:
+    """Changes on all workers with each cell, and with each attempt of elastic training."""
+    return engine.cells_begun, engine.failed_cells
+
+
+def _present(engine: Engine, ranks: Iterable[int]) -> frozenset[tuple[int, int]]:
+    """Those of these ranks that are in the world now, each with its process."""
+    wanted = set(ranks)
+    return frozenset((rank, pid) for rank, _, pid in engine.processes()[1] if rank in wanted)
 
 
 def _nothing(dtype: np.dtype[Any], shape: tuple[int, ...], *, sparse: bool) -> Value:

@@ -40,13 +40,17 @@ class Bring(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """This worker uses a store, as all of ``workers`` do. The worker that makes the store's memory sends :class:`Bring` before."""
+    """This worker uses a store, as all of ``workers`` do. The worker that makes the store's memory sends :class:`Bring` before.
+
+    ``again``: this process has used it before, and was counted as one that has left; its numbers of requests go on.
+    """
 
     sequence: int
     store: int
     workers: tuple[int, ...]
     synchronous: bool
     staleness: int = -1
+    again: bool = False
 
 
 class Close(Message, frozen=True):
@@ -232,13 +236,18 @@ class Waits(Message, frozen=True):
 
 
 class Stock(Message, frozen=True):
-    """The answer to :class:`StockRequest`: keys and the bytes of their values, and how many epochs have ended."""
+    """The answer to :class:`StockRequest`: keys and the bytes of their values, and how many epochs have ended.
+
+    ``left``: the worker that asks counts as one that has left the store. ``closed``: a worker has closed it.
+    """
 
     sequence: int
     keys: int
     bytes: int
     epoch: int = 0
     given_up: int = 0
+    left: bool = False
+    closed: bool = False
 
 
 ToWorker = Attached | Refused | Share | Data | Done | Failed | Waits | Stock

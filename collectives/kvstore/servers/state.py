@@ -43,6 +43,8 @@ STALL_SECONDS = 10.0
 _REPORTS = (WAITS_SECONDS, STALL_SECONDS, math.inf)
 GIVE_UP_AFTER = 0.1
 """Seconds before a round is given up: pushes sent over other connections before a worker asked for that may still arrive."""
+_CLOSED = "has closed its store"
+"""Why a worker has left that uses the store no more, and will not again."""
 PIECE = 1 << 20
 """Bytes of an outbox that go over a connection at once."""
 
@@ -325,6 +327,14 @@ class ServerState:
         ranks, kind, text = record.cause
         self._send(rank, m.Failed(sequence, text, ranks, record.epoch, kind, record.given_up))
 
+    def _refuse_left(self, store: _Store, rank: int, sequence: int) -> None:
+        """Fail a push of a worker that has left: the others' rounds go on without it, so that it would wait for ever."""
+        why = next(reason for gone, reason in store.record.gone if gone == rank)
+        text = f"rank {rank} {why}, and the others go on without it"
+        record = store.record
+        failed = m.Failed(sequence, text, (rank,), record.epoch, CauseKind.RANK_DIED.value, record.given_up)
+        self._send(rank, failed)
+
     def _give_up(self, rank: int, request: m.GiveUp, now: float) -> None:
         """End an epoch, unless the awaited pushes have come since the worker asked for that, or its own request has ended."""
         store = self._stores.get(request.store)
@@ -406,7 +416,7 @@ class ServerState:
             self._open(rank, message)
         elif isinstance(message, m.Close):
             if message.store in self._stores:
-                self._leave_store(message.store, rank, "has closed its store")
+                self._leave_store(message.store, rank, _CLOSED)
         elif isinstance(message, m.GiveUp):
             self._giving_up.append((now + GIVE_UP_AFTER, rank, message))
         elif isinstance(message, m.EndRounds):
@@ -432,8 +442,12 @@ class ServerState:
         else:
             blocks = store.memory.blocks.values()
             nbytes = sum(block.current.value.nbytes for block in blocks)
-            record = store.record
-            self._send(rank, m.Stock(request.sequence, len(blocks), nbytes, record.epoch, record.given_up))
+            record, left = store.record, rank not in store.participants()
+            closed = any(reason == _CLOSED for _, reason in record.gone)
+            stock = m.Stock(
+                request.sequence, len(blocks), nbytes, record.epoch, record.given_up, left, closed
+            )
+            self._send(rank, stock)
 
     def _bring(self, message: m.Bring, file: SharedFile | None) -> None:
         if file is None:
@@ -490,13 +504,13 @@ class ServerState:
         if rank not in store.record.workers:
             raise ProtocolError(f"rank {rank} opens a store of {format_ranks(store.record.workers)}")
         if rank not in store.participants():
-            self._return_to(store, rank)
-        if not self._workers[rank].outbox.remote:
+            self._return_to(store, rank, anew=not request.again)
+        if not (self._workers[rank].outbox.remote or request.again):  # it has the memory
             self._send(rank, m.Share(request.store), store.memory.file)
         self._send(rank, m.Done(request.sequence))
 
-    def _return_to(self, store: _Store, rank: int) -> None:
-        """A worker that has left uses the store again, from a new process: its sequence numbers begin anew.
+    def _return_to(self, store: _Store, rank: int, *, anew: bool) -> None:
+        """A worker that has left uses the store again; from a new process, whose sequence numbers begin anew, unless it was only cut off.
 
         If the server is killed in the middle of this, the worker still counts as one that has left, and asks again.
         """
@@ -504,9 +518,11 @@ class ServerState:
         others = [store.record.workers.index(other) for other in store.participants()]
         for block in store.memory.blocks.values():
             slot = block.current
-            slot.applied[index] = 0
+            if anew:
+                slot.applied[index] = 0
             # So that a bound on staleness does not hold other workers back until this one has caught up.
-            slot.pushes[index] = min((int(slot.pushes[other]) for other in others), default=0)
+            fewest = min((int(slot.pushes[other]) for other in others), default=int(slot.pushes[index]))
+            slot.pushes[index] = fewest if anew else max(fewest, int(slot.pushes[index]))
         store.record = msgspec.structs.replace(
             store.record,
             gone=tuple(one for one in store.record.gone if one[0] != rank),
@@ -583,6 +599,11 @@ class ServerState:
                 # Its worker goes on once it knows: all workers begin again with the same round.
                 self._end_epoch(store, rank, request.sequence)
                 return
+            if rank not in store.participants():
+                if store.record.synchronous:
+                    self._refuse_left(store, rank, request.sequence)
+                    return
+                self._return_to(store, rank, anew=False)  # no round of others is disturbed by its push
             if store.optimizer is None and not store.record.synchronous:
                 self._fail(
                     rank, request.sequence, "a dist_async store needs an optimizer: call set_optimizer"

@@ -143,7 +143,7 @@ class Worker:
     def deliver_down(self) -> None:
         if self.down:
             answer = self.down.popleft()
-            if isinstance(answer, m.Done | m.Failed) and self.unanswered.pop(answer.sequence, None):
+            if isinstance(answer, m.Done | m.Failed | m.Stock) and self.unanswered.pop(answer.sequence, None):
                 self.answers[answer.sequence] = answer
 
 
@@ -599,6 +599,74 @@ def test_a_worker_without_a_connection_is_dead_after_a_while(steps: Steps) -> No
     world.handle(Tick())
     world.drain()
     assert world.workers[0].answers[number].ranks == (1,)
+
+
+def test_a_worker_that_was_cut_off_takes_part_again_once_it_says_so(steps: Steps) -> None:
+    world = World(3, steps, synchronous=True)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    for rank in range(3):
+        world.push(rank, like + 1)
+    world.drain()
+    back = world.workers[2]
+    world.handle(Died(2, 102, "no sign of life for 30 s"))  # the process lives, and connects again
+    world.drain()
+    for rank in (0, 1):
+        world.push(rank, like + 1, epoch=1)
+    early = world.push(2, like + 1, epoch=1)
+    asked = back.request(lambda number: m.StockRequest(number, STORE))
+    world.drain()
+    assert world.value(0, like).tolist() == [5, 5], "the others go on"
+    text = "rank 2 died: no sign of life for 30 s, and the others go on without it"
+    assert back.answers[early] == m.Failed(early, text, (2,), epoch=1)
+    assert (back.answers[asked].left, back.answers[asked].epoch) == (True, 1)
+
+    back.request(lambda number: m.Open(number, STORE, (0, 1, 2), True, again=True))
+    asked = back.request(lambda number: m.StockRequest(number, STORE))
+    world.drain()
+    assert (back.answers[asked].left, back.answers[asked].epoch) == (False, 1)
+    for rank in (0, 1):
+        world.push(rank, like + 1, epoch=1)
+    world.drain()
+    assert world.value(2, like).tolist() == [5, 5], "they wait for it again"
+    world.push(2, like + 1, epoch=1)
+    world.drain()
+    assert world.value(0, like).tolist() == [8, 8]
+
+
+def test_a_push_of_before_it_was_cut_off_is_not_applied_twice(steps: Steps) -> None:
+    world = World(2, steps, synchronous=False)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    back = world.workers[1]
+    push = world.push(1, like + 1)
+    back.deliver_up()  # it is applied, and the answer is lost
+    world.handle(Died(1, 101, "no sign of life for 30 s"))
+    back.request(lambda number: m.Open(number, STORE, (0, 1), False, again=True))
+    world.drain()
+    assert isinstance(back.answers[push], m.Done)
+    assert world.value(0, like).tolist() == [1, 1]
+
+
+def test_a_worker_that_was_cut_off_holds_the_fast_back_again_with_its_first_push(steps: Steps) -> None:
+    world = World(2, steps, synchronous=False, staleness=1)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    world.handle(Died(1, 101, "no sign of life for 30 s"))
+    alone = [world.push(0, like + 1) for _ in range(4)]
+    world.drain()
+    assert all(number in world.workers[0].answers for number in alone)
+    world.push(1, like + 1)  # counts as the fifth
+    world.drain()
+    both = [world.push(0, like + 1) for _ in range(3)]
+    world.drain()
+    assert [number in world.workers[0].answers for number in both] == [True, True, True]
+    late = world.push(0, like + 1)
+    world.drain()
+    assert late not in world.workers[0].answers
 
 
 def test_a_worker_of_another_host_waits_for_the_memory_to_be_brought(steps: Steps) -> None:

@@ -12,6 +12,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.group import Group
 from hvdlab.kernel_ext.members import Answered
+from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.starter import Ended, Started
 from patience import PATIENCE
 
@@ -88,3 +89,37 @@ def test_an_interrupt_of_the_wait_ends_it(group: Group) -> None:
     with pytest.raises(KeyboardInterrupt):
         group.want([0], over(), progress=heard)
     assert group.members.wanted == ()
+
+
+@pytest.mark.parametrize("hosts", ["", "a:1,b:2"])
+@pytest.mark.parametrize(
+    ("started", "ranks", "where", "what"),
+    [
+        ((), "ranks 0-2", " on a, b", "could not be started"),
+        ((0,), "ranks 1,2", " on b", "could not be started"),
+        ((0, 2), "rank 1", " on b", "could not be started"),
+        ((0, 1, 2), "ranks 1,2", " on b", "did not answer"),
+    ],
+)
+def test_ranks_that_do_not_come_are_named_with_their_hosts(
+    hosts: str, started: tuple[int, ...], ranks: str, where: str, what: str
+) -> None:
+    group = Group(
+        Coordinator(),  # type: ignore[arg-type]  # stands in for a Client
+        died=lambda rank, reason: None,
+        ready=lambda rank: None,
+        hosts=parse_hosts(hosts) if hosts else (),
+    )
+
+    class Hangs(Queue):
+        def start(self, ranks: Sequence[int], size: int) -> None:
+            for rank in started:
+                group.handle(Started(rank, 100 + rank))
+            if 0 in started:
+                group.handle(Answered(0))
+
+    group.use(Hangs(group))  # type: ignore[arg-type]
+    with pytest.raises(StartError) as error:
+        group.want([0, 1, 2], over())
+    named = ranks + (where if hosts else "")
+    assert str(error.value) == f"{named} {what} within {PATIENCE:g} s; give a longer timeout"

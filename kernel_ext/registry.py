@@ -246,7 +246,7 @@ def table(pools: Sequence[Kept], elsewhere: Sequence[KeptJob] = ()) -> str:
                 job.launcher,
                 job.plane,
                 job.started,
-                "no process" if job.tenant is None else str(job.tenant),
+                "nobody" if job.tenant is None else str(job.tenant),
             )
             for job in elsewhere
         ),

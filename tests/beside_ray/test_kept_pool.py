@@ -26,6 +26,7 @@ from hvdlab.kernel_ext.pools_command import main as pools_command
 from hvdlab.launch.tenancy import Refused
 from hvdlab.ray.pool_actor import NAMESPACE
 from hvdlab.ray.strategy import create_placement_group
+from live_kernel import LiveKernel
 from our_processes import our_processes
 from patience import PATIENCE
 from pool_recorder import Recorder
@@ -122,6 +123,32 @@ def test_a_pool_outlives_its_notebook_with_all_variables(
         pool.run("print('rank', me)", out=out)
         assert out.text == {rank: f"rank {rank}\n" for rank in range(3)}
     assert pools_there() == []
+
+
+def test_variables_outlive_kernels_that_restart_or_are_killed(tmp_path: Path) -> None:
+    kernel = LiveKernel(tmp_path)
+    try:
+        kernel.run("%load_ext hvdlab")
+        cell = kernel.run("%hvd_pool start 2 --launcher ray --keep mine")
+        assert "ranks 0,1 are ready; `%hvd_pool attach mine` in another notebook finds them" in cell.text()
+        assert kernel.run("%%hvd_run\nimport os\nx = {os.environ['RANK']: os.getpid()}").error is None
+        for end in ("restart", "kill"):
+            kernel.manager.restart_kernel(now=end == "kill")
+            kernel.client.wait_for_ready(timeout=PATIENCE)
+            kernel.run("%load_ext hvdlab")
+            assert kernel.run("%hvd_pool list").lines()[1].split()[:3] == ["mine", "2", "ray"]
+            cell = kernel.run("%hvd_pool attach mine --launcher ray" if end == "kill" else "%hvd_pool attach")
+            assert cell.lines() == ["ranks 0,1 are ready, with all variables"], (
+                cell.error,
+                cell.text("stderr"),
+            )
+            cell = kernel.run("%%hvd_run\nassert x == {os.environ['RANK']: os.getpid()}\nprint('intact')")
+            assert cell.error is None, cell.error
+            assert cell.lines() == ["[0,1] intact"]
+        assert kernel.run("%hvd_pool stop").lines() == ["all ranks have ended"]
+        assert pools_there() == []
+    finally:
+        kernel.close()
 
 
 def test_a_pool_that_is_let_go_can_be_attached_to_again_and_changed() -> None:

@@ -1,4 +1,4 @@
-"""A real standalone cluster of Spark's on this machine: a master and two workers, each with one core."""
+"""A real standalone cluster of Spark's on this machine: a master and two workers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class SparkCluster:
 
     Args:
         directory: Where workers keep the logs of their executors.
+        cores: How many tasks each worker runs at once.
 
     Attributes:
         address: Of the master, for ``setMaster``.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, cores: int = 1) -> None:
+        self._directory, self._cores = directory, cores
         self._daemons: list[_Daemon] = []
         self.address = ""
 
@@ -58,7 +59,7 @@ class SparkCluster:
                 "--host",
                 _HERE,
                 "--cores",
-                "1",
+                str(self._cores),
                 "--memory",
                 "1g",
             )

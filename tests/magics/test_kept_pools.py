@@ -35,6 +35,8 @@ def kept(
     """There is a pool called ``mine``, with the cells that are ``left``, whose output goes to ``sinks``."""
 
     def attach(name: str, show: Show, launcher: str | None) -> FakePool:
+        if launcher == "mpi":
+            raise InvalidRequestError("asked for by the launcher's name")
         if name != "mine":
             raise InvalidRequestError(f"there is no pool `{name}`; there is `mine`")
         sinks.extend(show(cell) for cell in left)
@@ -54,6 +56,8 @@ def test_a_kept_pool_says_how_it_is_found(notebook: Notebook) -> None:
 
 def test_a_pool_is_attached_to_by_its_name(notebook: Notebook) -> None:
     assert notebook.run("%hvd_pool attach your").usage_error == "there is no pool `your`; there is `mine`"
+    named = notebook.run("%hvd_pool attach mine --launcher mpi").usage_error
+    assert named == "asked for by the launcher's name"
     assert notebook.run("%hvd_pool attach mine").stdout == "ranks 0-2 are ready, with all variables\n"
     assert "has ranks already" in notebook.run("%hvd_pool attach mine").usage_error
     assert notebook.run("%%hvd_run\nrank").result is not None

@@ -30,7 +30,9 @@ from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.pools_command import main as pools_command
 from hvdlab.kernel_ext.registry import Kept, Registry, table
+from hvdlab.launch.kept import KeptJob
 from hvdlab.launch.processes import readable
+from hvdlab.launch.tenancy import Tenant
 from patience import GONE, PATIENCE
 from pool_recorder import Recorder
 
@@ -116,6 +118,17 @@ def test_a_pool_outlives_its_notebook_and_is_attached_to(end: str) -> None:
         assert list(pool.run("print('rank', me)\nme", out=out)) == [0, 1, 2]
         assert out.text == {rank: f"rank {rank}\n" for rank in range(3)}
         assert Registry().all()[0].owner.pid == os.getpid()
+
+
+def test_pools_that_launchers_keep_are_listed_beside_those_of_this_host() -> None:
+    tenant = Tenant(7, 70, "there#1", "/work")
+    jobs = [KeptJob("a", 4, "auto", "ray", 0.0, tenant, "1"), KeptJob("b", 2, "auto", "ray", 0.0, None, "1")]
+    head, first, second = table([], jobs).splitlines()
+    assert head.split()[:4] == ["name", "ranks", "launcher", "plane"]
+    assert first.split()[:4] == ["a", "4", "ray", "auto"]
+    assert first.endswith("process 7 on there in /work")
+    assert second.endswith("nobody")
+    assert "no pool is kept" in table([])
 
 
 @pytest.mark.soak

@@ -1,0 +1,32 @@
+"""A real Ray cluster of several nodes on this machine."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def started(nodes: int, **node: Any) -> Any:
+    """A cluster of so many equal nodes, which this process is not connected to; ``shutdown()`` ends it.
+
+    Ray gives a node 30 s to start, which no setting changes: on a busy machine it may take a second try.
+    """
+    # Ray warns of what its next version will do; an actor without GPUs keeps the variable as it is.
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    for attempt in range(3):
+        cluster = Cluster()
+        try:
+            cluster.add_node(**node, include_dashboard=False)
+            for _ in range(nodes - 1):
+                cluster.add_node(**node)
+            cluster.wait_for_nodes()
+            return cluster
+        except Exception:
+            cluster.shutdown()
+            if attempt == 2:
+                raise
+    raise AssertionError

@@ -71,7 +71,14 @@ class _Rank:
         self.output_shapes: list[tuple[int, ...]] = []
         self.first = self._resume()
         self.last = job.epochs_until(self.first)
-        self.optimizer: Any = hvd.DistributedOptimizer(
+        self.optimizer: Any = self._optimizer()
+
+    def _optimizer(self) -> Any:
+        """The optimizer, which reduces gradients unless this rank is alone and has nothing to reduce, compress or add up."""
+        job = self.job
+        if hvd.size() == 1 and job.passes_per_step == 1 and not job.compression and job.minibatch is None:
+            return job.optimizer
+        return hvd.DistributedOptimizer(
             job.optimizer,
             named_parameters=self.model.named_parameters(),
             compression=job.compression or hvd.Compression.none,

@@ -24,6 +24,7 @@ from hvdlab.launch.exec_agent.child import Child, SpawnError, spawn
 
 if TYPE_CHECKING:
     from hvdlab.launch.exec_agent.forked import ForkedRanks
+    from hvdlab.launch.exec_agent.relaying import HostRelay
 
 BACKLOG = 4 << 20
 """If more bytes than this wait for the launcher, the agent does not read the output of ranks, which holds them up."""
@@ -53,6 +54,8 @@ class Agent:
         self._wakeup = -1
         #: The fork server, if ranks are forked.
         self._forked: ForkedRanks | None = None
+        #: This host's relay, if it has one that runs.
+        self._relay: HostRelay | None = None
 
     def run(self) -> None:
         """Serve until the launcher is gone, then end what is left."""
@@ -65,8 +68,10 @@ class Agent:
             while self._open:
                 self._flush()
                 self._hold(len(self._out) > BACKLOG)
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(self._relay.due() if self._relay else None):
                     key.data()
+                if self._relay is not None:
+                    self._relay.look()
         except BrokenPipeError:
             pass
         finally:
@@ -117,11 +122,28 @@ class Agent:
             os.chdir(order.directory)
         if order.threads:
             os.environ.update(thread_counts(os.environ, order.threads))
+        if order.relay is not None:
+            self._start_relay(order)
         if order.forked:
             from hvdlab.launch.exec_agent.forked import ForkedRanks
 
             forked = self._forked = ForkedRanks(order.forked)
             self._selector.register(forked.descriptor, selectors.EVENT_READ, lambda: self._hear(forked))
+
+    # -- the relay ----------------------------------------------------------------------------------------------------
+
+    def _start_relay(self, order: wire.Start) -> None:
+        from hvdlab.launch.exec_agent import relaying
+
+        self._relay = relaying.start(order)
+        if self._relay is not None:
+            self._selector.register(self._relay.answers, selectors.EVENT_READ, lambda: None)
+
+    def _end_relay(self, timeout: float) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            self._selector_drop(relay.answers)
+            relay.close(timeout)
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -209,6 +231,9 @@ class Agent:
         while (ended := _ended_child()) > 0:
             if self._forked is not None and ended == self._forked.pid:
                 return  # the thread that listens to it reaps it, and wakes this one then
+            if self._relay is not None and ended == self._relay.pid:
+                self._end_relay(0.0)
+                continue
             child = self._by_pid.pop(ended, None)
             if child is None:  # an orphan that was adopted
                 os.waitpid(ended, 0)
@@ -250,6 +275,9 @@ class Agent:
                 os.waitpid(ended, 0)
         for child in self._by_pid.values():
             child.signal(signal.SIGKILL)
+        self._end_relay(
+            GRACE
+        )  # after the ranks: it says of each that its connection has ended, and leaves then
         while orphans := living_children():
             for pid in orphans:
                 with contextlib.suppress(ProcessLookupError):

@@ -33,6 +33,15 @@ class RankSpec(Part, frozen=True):
     environment: dict[str, str]
 
 
+class RelayOrder(Part, frozen=True):
+    """A relay to start; see :class:`~hvdlab.collectives.relay.process.RelayProcess`."""
+
+    token: str
+    certificate: str
+    host: str
+    dead_after: float
+
+
 # -- launcher to agent ------------------------------------------------------------------------------------------------
 
 
@@ -53,6 +62,7 @@ class Start(AgentMessage, frozen=True):
             ``HVDLAB_ADDRESS``.
         interfaces: Network interfaces to take that address from, or empty.
         forked: The program that a fork server of the host forks ranks to run, instead of the command; or empty.
+        relay: The relay by which ranks get to the coordinator, or ``None``.
     """
 
     command: tuple[bytes, ...]
@@ -65,6 +75,7 @@ class Start(AgentMessage, frozen=True):
     coordinator: str = ""
     interfaces: tuple[str, ...] = ()
     forked: str = ""
+    relay: RelayOrder | None = None
 
 
 class Spawn(AgentMessage, frozen=True):

@@ -200,6 +200,8 @@ class Server:
             events.append(Tick())
         # The sweep's pings may have been too much for a peer that does not read.
         events, connections.lost = events + connections.lost, []
+        if self.yielding:
+            return  # as if it had died: to answer now could refuse a rank that the successor will take back
         while events:
             self._perform(self.state.handle_all(events, now))
             due = self.state.next_deadline()

@@ -12,6 +12,7 @@ import pytest
 
 import hosts
 from hosts import Network
+from patience import eventually
 from remote_shell import RemoteShell
 
 pytestmark = pytest.mark.root
@@ -104,7 +105,7 @@ def run(
         process.communicate()
         raise
     lines = [json.loads(line.partition(":")[2]) for line in out.decode().splitlines()]
-    assert not relays_of(network)
+    eventually(lambda: not relays_of(network))
     return process.returncode, {line[0]: line[1:] for line in lines}, err.decode()
 
 
@@ -195,6 +196,15 @@ def test_elastic_training_behind_relays(
     assert code == 0, err
     # A rank that was started anew is behind the relay as well, which lives.
     assert found == {rank: [4, 60, what == "rank"] for rank in range(4)}
+
+
+def test_an_agent_that_dies_takes_its_ranks_and_the_relay_along(network: Network, shell: RemoteShell) -> None:
+    script = "rank = context.init().rank\ntotal('x')\nif rank == 3: os.kill(os.getppid(), signal.SIGKILL)\ntotal('x')"
+    code, found, err = run(network, shell, script)
+    assert code == 1, err
+    assert not found
+    assert "for host1 ended with exit code 137" in err
+    assert "the relay of host1 is lost" not in err
 
 
 def test_an_interrupt_ends_all(network: Network, shell: RemoteShell) -> None:

@@ -31,7 +31,7 @@ class RelayedRanks(Ranks):
 
     def __init__(self, size: int, *, tls: bool = True, keep: bool = True, token: str = "") -> None:
         self._relay_token = token
-        super().__init__(size, tls=tls, keep=keep)
+        super().__init__(size, tls=tls, keep=keep, imports=["torch"])
 
     def _begin_coordinator(self) -> None:
         super()._begin_coordinator()
@@ -55,6 +55,12 @@ class RelayedRanks(Ranks):
         super()._end_coordinator()
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a busy machine that comes back late must not count as dead."""
+    monkeypatch.setenv("HVDLAB_REATTACH", f"{PATIENCE:g}")
+
+
 @pytest.fixture(params=["tls", "unix"])
 def three(request: pytest.FixtureRequest) -> Iterator[RelayedRanks]:
     with RelayedRanks(3, tls=request.param == "tls") as ranks:
@@ -71,7 +77,7 @@ def succeed(group: RelayedRanks, running: Running | None = None) -> None:
     group.coordinator.respawn()
     if running is not None:
         running.results(PATIENCE)
-    assert group.run(total, per_rank=[(1.0,), (2.0,), (4.0,)]) == [7.0] * 3
+    assert group.run(total, per_rank=[(1.0,), (2.0,), (4.0,)], timeout=PATIENCE) == [7.0] * 3
     assert group.run(generation) == [1] * 3
 
 
@@ -108,6 +114,10 @@ def generation() -> int:
 
 def own_pid() -> int:
     return os.getpid()
+
+
+def lose_the_connection() -> None:
+    context.engine()._endpoint._sock.shutdown(socket.SHUT_RDWR)
 
 
 def keep(value: object) -> None:
@@ -218,6 +228,16 @@ def test_a_rank_that_comes_by_itself_has_lost_its_relay(three: RelayedRanks) -> 
         endpoint, _ = connect(three.coordinator.address, hello, deadline=Deadline(PATIENCE))
         endpoint.close()
     succeed(three)
+
+
+def test_ranks_come_by_themselves_before_the_coordinator_knows_why(three: RelayedRanks) -> None:
+    three.run(keep, per_rank=[("a",), ("b",), ("c",)])
+    os.kill(three.relay.pid, signal.SIGSTOP)
+    three.run(lose_the_connection, ranks=[1, 2])
+    eventually(lambda: not three.coordinator.running)
+    os.kill(three.relay.pid, signal.SIGKILL)
+    succeed(three)
+    assert three.run(recall) == ["a", "b", "c"]
 
 
 def test_a_rank_behind_a_relay_is_killed(three: RelayedRanks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,13 +88,13 @@ def shell(network: Network, tmp_path: Path) -> Iterator[RemoteShell]:
 
 
 def run(
-    network: Network, shell: RemoteShell, script: str, *arguments: str, relays: str = "1", **variables: str
+    network: Network, shell: RemoteShell, script: str, *arguments: str, relays: str = "1", fails: int = -1
 ) -> tuple[int, dict[int, list[object]], str]:
-    """A script of two ranks on each host; exit code, what each rank has printed, and stderr."""
+    """A script of two ranks on each host, of which number ``fails`` may; exit code, what each rank has printed, and stderr."""
     command = ["-np", "4", "-H", "host0:2,host1:2", *arguments, sys.executable, "-c", HEAD + script]
     process = network.hosts[0].popen(
         [sys.executable, "-m", "hvdlab", "run", *command],
-        env={"HVDLAB_SSH": shell.client, "HVDLAB_RELAYS": relays, "OMP_NUM_THREADS": "1", **variables},
+        env={"HVDLAB_SSH": shell.client, "HVDLAB_RELAYS": relays, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -105,20 +106,20 @@ def run(
         process.communicate()
         raise
     lines = [json.loads(line.partition(":")[2]) for line in out.decode().splitlines()]
+    if fails >= 0:  # nothing was left there that could remove it
+        for left in network.hosts[fails].directory.glob("hvdlab-*"):
+            shutil.rmtree(left)
     eventually(lambda: not relays_of(network))
     return process.returncode, {line[0]: line[1:] for line in lines}, err.decode()
 
 
-def relays_of(network: Network) -> str:
+def relays_of(network: Network) -> list[object]:
     """The relays that still run on any host, and their directories."""
-    found = ""
+    found: list[object] = []
     for host in network.hosts:
-        look = [
-            "sh",
-            "-c",
-            "pgrep -af hvdlab.collectives.rela[y]; ls -d ${TMPDIR:-/tmp}/hvdlab-*/coordinator",
-        ]
-        found += host.popen(look, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).communicate()[0].decode()
+        look = host.popen(["pgrep", "-f", "hvdlab.collectives.rela[y]"], stdout=subprocess.PIPE)
+        found += look.communicate()[0].split()
+        found += host.directory.glob("hvdlab-*/coordinator")
     return found
 
 
@@ -177,6 +178,8 @@ def train(state):
         hvd.synchronize(hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="x"))
         if hvd.rank() == 3 and state.batch == 20 and first:
             pathlib.Path(DIRECTORY, "killed").touch()
+            if WHAT == "host":
+                os.kill(-1, signal.SIGKILL)  # the agent, the relay and the other rank
             os.kill(relay() if WHAT == "relay" else os.getpid(), signal.SIGKILL)
         state.batch += 1
         state.commit()
@@ -196,6 +199,15 @@ def test_elastic_training_behind_relays(
     assert code == 0, err
     # A rank that was started anew is behind the relay as well, which lives.
     assert found == {rank: [4, 60, what == "rank"] for rank in range(4)}
+
+
+def test_elastic_training_goes_on_without_a_host_that_fails_with_its_relay(
+    network: Network, shell: RemoteShell, tmp_path: Path
+) -> None:
+    script = ELASTIC.replace("DIRECTORY", repr(str(tmp_path))).replace("WHAT", repr("host"))
+    code, found, err = run(network, shell, script, "--min-np", "2", "--reset-limit", "0", fails=1)
+    assert code == 0, err
+    assert found == {rank: [2, 60, False] for rank in range(2)}
 
 
 def test_an_agent_that_dies_takes_its_ranks_and_the_relay_along(network: Network, shell: RemoteShell) -> None:

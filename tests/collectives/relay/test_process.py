@@ -6,8 +6,10 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -269,6 +271,11 @@ def test_an_interrupt_reaches_a_rank_behind_a_relay(three: RelayedRanks) -> None
     assert isinstance(error, KeyboardInterrupt)
     three.run(meet)
     assert three.run(total) == [3.0] * 3
+
+
+def test_only_its_user_gets_to_a_relay(three: RelayedRanks) -> None:
+    path = Path(three.relay.address.removeprefix("unix:"))
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 def test_garbage_costs_its_sender_the_connection(three: RelayedRanks) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdlab.collectives import addresses
 from hvdlab.collectives.bootstrap.launchers import detect
+from hvdlab.collectives.environment import relay_from
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.knobs import Reader, for_reader
 
@@ -63,6 +64,7 @@ class Settings:
         kv_bigarray_bound: Elements from which on a key is spread over all servers.
         kv_partition_bytes: Bytes of the parts in which a ``byteps`` store sums a large array that the caller does not wait for.
         thread_affinity: Cores for the engine's threads, by local rank; empty leaves them alone.
+        relay: Address of this host's relay to the coordinator, ``unix:/path``; ``None`` without one.
     """
 
     coordinator: str | None = None
@@ -102,6 +104,7 @@ class Settings:
     kv_bigarray_bound: int = 1_000_000
     kv_partition_bytes: int = 4_096_000
     thread_affinity: tuple[int, ...] = ()
+    relay: str | None = None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -127,6 +130,7 @@ class Settings:
         return cls(
             coordinator=env.get("HVDLAB_COORDINATOR") or None,
             token=_token(env),
+            relay=relay_from(env),
             rank=-1 if rank is None else rank,
             size=_integer(env, "HVDLAB_SIZE"),
             local_rank=local_rank,

@@ -141,7 +141,7 @@ class FromRelay:
     """A message of a relay, on its way to the coordinator."""
 
     relay: int
-    message: m.From | m.Lost
+    message: m.From | m.Lost | m.Faulty
 
 
 @dataclass(frozen=True)

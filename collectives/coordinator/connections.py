@@ -34,6 +34,7 @@ class Connections:
         turned_away: Logs, for the operator, the connections that were not let in.
         excused: Whether a peer may be silent: its user looks around there, perhaps with all its threads stopped.
         met: Whether any peer was ever introduced.
+        relay_lost: ``relay_lost(connection, reason, events)`` is called when a relay's connection has ended, which is no peer's.
     """
 
     def __init__(self, options: ServerOptions, log: Callable[[str], None]) -> None:
@@ -44,6 +45,7 @@ class Connections:
         self.next_sweep = NEVER
         self.excused: Callable[[int], bool] = lambda peer: False
         self.met = False
+        self.relay_lost: Callable[[Connection, str, list[Event]], None] = lambda relay, reason, events: None
         self._options = options
         self._log = log
         self.turned_away = TurnedAway(log, self.call_at)
@@ -54,16 +56,25 @@ class Connections:
 
     @property
     def idle(self) -> bool:
-        """Whether no rank or client is connected, or about to be. Observers don't count: the coordinator does not stay for them."""
-        return not self._unsettled and all(connection.observer for connection in self.open.values())
+        """Whether no rank or client has a connection, or is about to have one.
+
+        Observers don't count, since the coordinator does not stay for them, nor do relays themselves.
+        """
+        return not self._unsettled and all(
+            connection.observer or connection.relay for connection in self.open.values()
+        )
 
     # -- beginnings -----------------------------------------------------------------------------------------------
+
+    def next_peer(self) -> int:
+        """The number of a new peer, or relay."""
+        self._next_peer += 1
+        return self._next_peer - 1
 
     def add(self, sock: socket.socket) -> None:
         """Watch a new socket; it has to introduce itself in time."""
         deadline = time.monotonic() + self._options.hello_timeout
-        connection = Connection(sock, self._next_peer, deadline)
-        self._next_peer += 1
+        connection = Connection(sock, self.next_peer(), deadline)
         self._settle_by(connection, deadline)
         self.poller.register(connection, READ, connection)
 
@@ -72,20 +83,23 @@ class Connections:
         del self._unsettled[connection]
         connection.phase = OPEN
         connection.client, connection.observer = hello.role == "client", hello.role == "observer"
+        connection.relay = hello.role == "relay"
         connection.tracked = hello.cells_tracked
         if not (connection.client or connection.observer):
             connection.members_sent = 0
         connection.name = f"rank {hello.rank}" if hello.role == "rank" else f"{hello.role} {connection.peer}"
+        if connection.relay:
+            connection.name = f"the relay of {hello.host}"
         connection.endpoint.limit = FRAME_LIMIT
         connection.heard = time.monotonic()
         self.open[connection.peer] = connection
         self.met = True
-        self.next_sweep = min(self.next_sweep, connection.heard + self._options.ping_after)
+        self.sweep_by(connection.heard + self._options.ping_after)
 
     def _settle_by(self, connection: Connection, deadline: float) -> None:
         connection.deadline = deadline
         self._unsettled[connection] = None
-        self.next_sweep = min(self.next_sweep, deadline)
+        self.sweep_by(deadline)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -114,6 +128,9 @@ class Connections:
         """Close a connection that was introduced, and append the event; ``faulty`` if the peer broke the protocol."""
         del self.open[connection.peer]
         self.drop(connection)
+        if connection.relay:
+            self.relay_lost(connection, reason, events)
+            return
         silence = time.monotonic() - connection.heard
         events.append(PeerLost(connection.peer, reason, silence, faulty))
 
@@ -180,6 +197,10 @@ class Connections:
     def call_at(self, when: float, call: Callable[[], None]) -> None:
         """Have :meth:`sweep` call this at ``when`` (``time.monotonic()``)."""
         self._calls.append((when, call))
+        self.sweep_by(when)
+
+    def sweep_by(self, when: float) -> None:
+        """Have :meth:`sweep` be due at ``when`` (``time.monotonic()``) at the latest."""
         self.next_sweep = min(self.next_sweep, when)
 
     def _call_due(self, now: float) -> float:

@@ -40,6 +40,7 @@ class CoordinatorProcess:
         certificate: PEM text that goes with ``tls_address``, or ``None``.
         token: Secret that the Hello of a rank must show.
         client_token: Secret that the Hello of a client must show. No rank gets to know it.
+        relay_token: Secret that the Hello of a relay must show. No rank gets to know it.
         pid: Process id; another one after :meth:`respawn`.
         generation: How many coordinators have died before this one.
         directory: Its private directory.
@@ -55,7 +56,11 @@ class CoordinatorProcess:
         self._changing = threading.Lock()
         self._closed = False
         self.directory = Path(launch.directory)
-        self.token, self.client_token = launch.token, launch.client_token
+        self.token, self.client_token, self.relay_token = (
+            launch.token,
+            launch.client_token,
+            launch.relay_token,
+        )
         self.address, self.tls_address = listeners.address, listeners.tls_address
         self.certificate = ready.certificate or None
 
@@ -92,12 +97,13 @@ class CoordinatorProcess:
         """
         deadline = Deadline(timeout)
         settings = {**settings_from(os.environ if environ is None else environ), **settings}
-        private = _private_directory(directory)
+        private = private_directory(directory)
         launch = Launch(
             secrets.token_hex(32),
             secrets.token_hex(32),
             str(private),
             os.getpid(),
+            relay_token=secrets.token_hex(32),
             size=size,
             tcp_host=tcp_host or "",
             linger=linger,
@@ -111,7 +117,7 @@ class CoordinatorProcess:
         except BaseException:
             if listeners is not None:
                 listeners.close()
-            _remove(private)
+            remove_directory(private)
             raise
         if not keep:
             listeners.close()
@@ -218,7 +224,7 @@ class CoordinatorProcess:
             # First, or else ranks that lose the coordinator would wait for a successor.
             self._listeners.close()
             _end(self._process, timeout)
-        _remove(self.directory)
+        remove_directory(self.directory)
 
     def __enter__(self) -> Self:
         return self
@@ -227,7 +233,7 @@ class CoordinatorProcess:
         self.close()
 
 
-def _remove(directory: Path) -> None:
+def remove_directory(directory: Path) -> None:
     """Remove the private directory. Where this process can open no file any more, that works if only a socket is in it."""
     shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():
@@ -236,8 +242,8 @@ def _remove(directory: Path) -> None:
             directory.rmdir()
 
 
-def _private_directory(parent: Path | None) -> Path:
-    """A new directory that only this user may enter, with a path that leaves room for a socket's name."""
+def private_directory(parent: Path | None) -> Path:
+    """A new directory that only this user may enter, with a path that leaves room for a socket's name. Raises ``StartError``."""
     candidates = [parent] if parent is not None else [Path(tempfile.gettempdir()), Path("/tmp")]
     for candidate in candidates:
         if len(os.fsencode(candidate)) + _NAME_LENGTH <= UNIX_PATH_LIMIT:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hvdlab.collectives.coordinator.events import Event, PeerConnected, PeerLost, Received, ReceivedTogether
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import decode_from_rank, decode_hello
-from hvdlab.collectives.protocol.messages import Announce, From, Lost
+from hvdlab.collectives.protocol.messages import Announce, Faulty, From, Lost
 from hvdlab.collectives.protocol.rosters import pack, unpack_known
 
 _KEPT = 64
@@ -48,7 +48,7 @@ class Relays:
         """A relay is connected. ``relay`` is not 0, and never used again."""
         self._relays[relay] = _Relay()
 
-    def received(self, relay: int, message: From | Lost) -> list[Event]:
+    def received(self, relay: int, message: From | Lost | Faulty) -> list[Event]:
         """What has happened, from what a relay says. The caller checks that the tokens of those that introduce themselves are valid.
 
         Raises:
@@ -56,10 +56,11 @@ class Relays:
         """
         there = self._relays[relay]
         numbers = unpack_known(message.peers, there.newest + 1)
-        if isinstance(message, Lost):
+        if isinstance(message, Lost | Faulty):
             gone = [there.peers.pop(number) for number in numbers if number in there.peers]
             self._forget(gone)
-            return [PeerLost(peer, message.reason) for peer in gone]
+            faulty = isinstance(message, Faulty)
+            return [PeerLost(peer, message.reason, faulty=faulty) for peer in gone]
         if numbers and max(numbers) > there.newest:
             return [self._introduce(relay, there, numbers, message.message)]
         peers = tuple(dict.fromkeys([there.peers[number] for number in numbers if number in there.peers]))

@@ -118,7 +118,7 @@ class Submission(Record, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First message of a peer; ``role`` is ``rank``, ``client`` or ``observer``.
+    """First message of a peer; ``role`` is ``rank``, ``client`` or ``observer``; or that of a relay, ``relay``.
 
     An observer learns which ranks there are and which have died, and may ask for nothing. A rank's token lets it in, and
     the coordinator does not stay for it.
@@ -774,6 +774,13 @@ class Lost(Message, frozen=True):
     reason: str
 
 
+class Faulty(Message, frozen=True):
+    """The relay has closed the connections of these ranks: they broke the protocol, and would do so again; ``peers`` as in :class:`From`."""
+
+    peers: tuple[int, ...]
+    reason: str
+
+
 class To(Message, frozen=True):
     """For each of these ranks behind a relay; ``peers`` and ``message`` as in :class:`From`."""
 
@@ -860,5 +867,5 @@ ToPeer = (
     | Absent
     | PausedRanks
 )
-FromRelay = Hello | Ping | Pong | Bye | From | Lost
+FromRelay = Hello | Ping | Pong | Bye | From | Lost | Faulty
 ToRelay = Welcome | Refused | Ping | Pong | To | Close

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hvdlab.collectives.protocol.messages import From, Lost, Pong
+from hvdlab.collectives.protocol.messages import Faulty, From, Lost, Pong
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
@@ -24,10 +24,11 @@ class Heard(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A connection from below has ended, and not because this relay has closed it."""
+    """A connection from below has ended, and not because this relay has closed it. ``faulty``: it broke the protocol."""
 
     connection: int
     reason: str
+    faulty: bool = False
 
 
 class Told(NamedTuple):
@@ -48,7 +49,7 @@ Event = Opened | Heard | Ended | Told | Tick
 class SendUp(NamedTuple):
     """Send a message to the coordinator, or to the relay above."""
 
-    message: From | Lost | Pong
+    message: From | Lost | Faulty | Pong
 
 
 class SendDown(NamedTuple):

@@ -86,7 +86,7 @@ class RelayState:
             return []
         if isinstance(event, Ended):
             below = self._below.pop(event.connection, Below(relays=False))
-            return self._lose(tuple(below.numbers.values()), event.reason)
+            return self._lose(tuple(below.numbers.values()), event.reason, faulty=event.faulty)
         return _sent(self._holding.take_due(now))
 
     # -- up -------------------------------------------------------------------------------------------------------
@@ -107,11 +107,11 @@ class RelayState:
         message = decode_from_relay(payload)
         if isinstance(message, m.From):
             return self._take(self._numbers_of(connection, below, message.peers), message.message, now)
-        if isinstance(message, m.Lost):
+        if isinstance(message, m.Lost | m.Faulty):
             numbers = self._numbers_of(connection, below, message.peers)
             for number in numbers:
                 del below.numbers[self._places[number][1]]
-            return self._lose(numbers, message.reason)
+            return self._lose(numbers, message.reason, faulty=isinstance(message, m.Faulty))
         raise ProtocolError(f"a {type(message).__name__} of a relay out of place")
 
     def _numbers_of(self, connection: int, below: Below, packed: tuple[int, ...]) -> tuple[int, ...]:
@@ -139,11 +139,12 @@ class RelayState:
             return _sent(self._holding.take_complete(len(self._places)))
         return [*_sent(self._holding.take_of(numbers)), SendUp(m.From(pack(numbers), payload))]
 
-    def _lose(self, numbers: tuple[int, ...], reason: str) -> list[Effect]:
+    def _lose(self, numbers: tuple[int, ...], reason: str, *, faulty: bool) -> list[Effect]:
         """Ranks are gone: what they have sent goes before that, and what the others have sent may be complete without them."""
         if not numbers:
             return []
-        effects = [*_sent(self._holding.take_of(numbers)), SendUp(m.Lost(pack(numbers), reason))]
+        lost = (m.Faulty if faulty else m.Lost)(pack(numbers), reason)
+        effects = [*_sent(self._holding.take_of(numbers)), SendUp(lost)]
         return effects + self._forget(numbers)
 
     def _forget(self, numbers: Iterable[int]) -> list[Effect]:

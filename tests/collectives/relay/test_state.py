@@ -52,7 +52,7 @@ class Tree:
         self.above: dict[int, int] = {}  # the relay to which a connection goes
         self.up: dict[int, deque[bytes]] = {}  # by connection: a relay's number, or a rank's
         self.down: dict[int, deque[bytes]] = {}
-        self.frames: list[m.From | m.Lost] = []
+        self.frames: list[m.From | m.Lost | m.Faulty] = []
         self.root = Relays(itertools.count(1000).__next__)
         self.root.open(TOP)
         self.events: list[object] = []
@@ -81,7 +81,7 @@ class Tree:
             payload = encode_payload(effect.message)
             if relay == TOP:
                 said = decode_from_relay(payload)
-                assert isinstance(said, m.From | m.Lost)
+                assert isinstance(said, m.From | m.Lost | m.Faulty)
                 self.frames.append(said)
                 self.events += self.root.received(TOP, said)
             else:
@@ -311,6 +311,20 @@ def test_the_end_of_a_connection_goes_at_once_behind_what_its_rank_had_sent(leav
         PeerLost(peers[first], "end of file"),
         Received(peers[second], announce(2)),
     ], "what is left of all its ranks waits for none that is gone"
+
+
+@pytest.mark.parametrize("leaves", [(), (2,)])
+def test_that_a_rank_broke_the_protocol_is_known_above(leaves: tuple[int, ...]) -> None:
+    tree = Tree(leaves, 0 if leaves else 2)
+    peers = tree.introduce()
+    first, second = tree.ranks
+    tree.handle(tree.above[first], Ended(first, "it sent garbage", faulty=True))
+    tree.handle(tree.above[second], Ended(second, "end of file"))
+    tree.drain()
+    assert tree.events == [
+        PeerLost(peers[first], "it sent garbage", faulty=True),
+        PeerLost(peers[second], "end of file"),
+    ]
 
 
 def test_the_coordinator_closes_connections_behind_relays() -> None:

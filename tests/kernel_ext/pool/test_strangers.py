@@ -169,7 +169,12 @@ def row_of(training: Training, listener: Listener, processes: dict[int, str]) ->
     }[process]
 
 
-ELSEWHERE = {"coordinator, for other hosts", "MPI", "PyTorch's store at `MASTER_PORT`"}
+ELSEWHERE = {
+    "coordinator, for other hosts",
+    "relay of a host's ranks",
+    "MPI",
+    "PyTorch's store at `MASTER_PORT`",
+}
 """What is not opened for ranks of one host that `Pool` starts."""
 
 

@@ -25,6 +25,7 @@ from hvdlab.launch.exec_agent.child import Child, SpawnError, spawn
 
 if TYPE_CHECKING:
     from hvdlab.launch.exec_agent.forked import ForkedRanks
+    from hvdlab.launch.exec_agent.relaying import HostRelay
     from hvdlab.launch.exec_agent.zygote import Zygote
 
 BACKLOG = 4 << 20
@@ -57,6 +58,8 @@ class Agent:
         self._forked: ForkedRanks | None = None
         #: The zygote, while there is one; ranks are started anew without.
         self._zygote: Zygote | None = None
+        #: This host's relay, if it has one that runs.
+        self._relay: HostRelay | None = None
 
     def run(self) -> None:
         """Serve until the launcher is gone, then end what is left."""
@@ -69,8 +72,10 @@ class Agent:
             while self._open:
                 self._flush()
                 self._hold(len(self._out) > BACKLOG)
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(self._relay.due() if self._relay else None):
                     key.data()
+                if self._relay is not None:
+                    self._relay.look()
         except BrokenPipeError:
             pass
         finally:
@@ -121,6 +126,8 @@ class Agent:
             os.chdir(order.directory)
         if order.threads:
             os.environ.update(thread_counts(os.environ, order.threads))
+        if order.relay is not None:
+            self._start_relay(order)
         if order.forked:
             from hvdlab.launch.exec_agent.forked import ForkedRanks
 
@@ -137,6 +144,21 @@ class Agent:
             self._selector.register(
                 zygote.descriptor, selectors.EVENT_READ, lambda: self._hear_zygote(zygote)
             )
+
+    # -- the relay ----------------------------------------------------------------------------------------------------
+
+    def _start_relay(self, order: wire.Start) -> None:
+        from hvdlab.launch.exec_agent import relaying
+
+        self._relay = relaying.start(order)
+        if self._relay is not None:
+            self._selector.register(self._relay.answers, selectors.EVENT_READ, lambda: None)
+
+    def _end_relay(self, timeout: float) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            self._selector_drop(relay.answers)
+            relay.close(timeout)
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -261,6 +283,9 @@ class Agent:
         while (ended := _ended_child()) > 0:
             if self._forked is not None and ended == self._forked.pid:
                 return  # the thread that listens to it reaps it, and wakes this one then
+            if self._relay is not None and ended == self._relay.pid:
+                self._end_relay(0.0)
+                continue
             if self._zygote is not None and ended not in self._by_pid:
                 # A zygote reports a rank before that can end, and is reaped with its end.
                 over = ended == self._zygote.pid
@@ -310,6 +335,9 @@ class Agent:
                 os.waitpid(ended, 0)
         for child in self._by_pid.values():
             child.signal(signal.SIGKILL)
+        self._end_relay(
+            GRACE
+        )  # after the ranks: it says of each that its connection has ended, and leaves then
         while orphans := living_children():
             for pid in orphans:
                 with contextlib.suppress(ProcessLookupError):

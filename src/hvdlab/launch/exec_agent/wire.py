@@ -33,6 +33,15 @@ class RankSpec(Part, frozen=True):
     environment: dict[str, str]
 
 
+class RelayOrder(Part, frozen=True):
+    """A relay to start; see :class:`~hvdlab.collectives.relay.process.RelayProcess`."""
+
+    token: str
+    certificate: str
+    host: str
+    dead_after: float
+
+
 # -- launcher to agent ------------------------------------------------------------------------------------------------
 
 
@@ -55,6 +64,7 @@ class Start(AgentMessage, frozen=True):
         forked: The program that a fork server of the host forks ranks to run, instead of the command; or empty.
         preload: Modules that are imported on the host before ranks are forked to run the command, which starts Python then;
             if empty, each rank's command is executed.
+        relay: The relay by which ranks get to the coordinator, or ``None``.
     """
 
     command: tuple[bytes, ...]
@@ -68,6 +78,7 @@ class Start(AgentMessage, frozen=True):
     interfaces: tuple[str, ...] = ()
     forked: str = ""
     preload: tuple[str, ...] = ()
+    relay: RelayOrder | None = None
 
 
 class Spawn(AgentMessage, frozen=True):

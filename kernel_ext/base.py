@@ -485,9 +485,14 @@ class PoolBase:
     def _bring_known(self, sources: Sequence[int], new: Sequence[int], patience: float) -> tuple[int, ...]:
         """Bring to ``new`` what one of ``sources`` knows; if that rank dies meanwhile, what the next one knows.
 
+        What did not reach a rank, as where a coordinator died that was to pass it on, is brought once more.
+
         Returns those of ``new`` that have it.
         """
-        for source in sources:
+        again = True
+        waiting = list(sources)
+        while waiting:
+            source = waiting.pop(0)
             try:
                 brought = transfer.bring_known(self.runs.questions, source, new, patience, near=self.near())
             except HvdlabError as error:
@@ -495,6 +500,10 @@ class PoolBase:
                 if self._why_lost(source):
                     continue
                 break
+            if again and any(not self._why_lost(rank) for rank in brought.missed):
+                again = False
+                waiting.insert(0, source)
+                continue
             for name, reason in brought.failed.items():
                 self.tell(f"not brought to {format_ranks(new)}: {name} ({reason})")
             for rank, reason in brought.refused.items():

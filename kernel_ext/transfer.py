@@ -258,10 +258,12 @@ class Brought:
     Attributes:
         failed: Name of each variable or module that was not brought, and why.
         refused: Ranks that have nothing of it, since they could not take it or died meanwhile, and why.
+        missed: Those of them that it did not reach, or whose answer did not come: another try may do.
     """
 
     failed: Mapping[str, str]
     refused: Mapping[int, str]
+    missed: frozenset[int] = frozenset()
 
 
 def bring_known(
@@ -297,12 +299,16 @@ def bring_known(
         answers = questions.ask(lambda ticket: Learn(ticket, lot), takers, Deadline(patience))
     finally:
         questions.tell(Release(lot), ranks)
+    missed = set()
     for rank in takers:
         answer = answers.get(rank)
         if not isinstance(answer, Learnt):
             refused[rank] = "it did not answer"
+            missed.add(rank)
         elif answer.error:
             refused[rank] = answer.error
+            if answer.missing:
+                missed.add(rank)
         else:
             failed |= answer.failed
-    return Brought(failed, refused)
+    return Brought(failed, refused, frozenset(missed))

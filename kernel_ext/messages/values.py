@@ -93,11 +93,15 @@ class Learn(Payload, frozen=True):
 
 
 class Learnt(Payload, frozen=True):
-    """Answer to Learn: modules that could not be imported, with the reasons; ``error`` says why nothing was taken, if so."""
+    """Answer to Learn: modules that could not be imported, with the reasons; ``error`` says why nothing was taken, if so.
+
+    ``missing``: parts of the lot did not arrive, as where the coordinator died that was to pass them on.
+    """
 
     ticket: int
     failed: dict[str, str] = msgspec.field(default_factory=dict)
     error: str = ""
+    missing: bool = False
 
 
 class Done(Payload, frozen=True):

@@ -394,7 +394,7 @@ class RankAgent:
         try:
             parts = [memoryview(part) for part in self._parcels.take(request.lot)]
         except KeyError:
-            self._reply(Learnt(request.ticket, error="it did not arrive"))
+            self._reply(Learnt(request.ticket, error="it did not arrive", missing=True))
             return
         self._lesson = syncing.Lesson(parts)
         self._reply(self._lesson.prepare(self._shell, request.ticket))

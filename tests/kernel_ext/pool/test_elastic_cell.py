@@ -8,11 +8,13 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.kernel_ext import transfer
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.cells.sink import NullSink
@@ -384,6 +386,32 @@ def test_another_rank_gives_when_one_dies_of_giving(start_pool: StartPool) -> No
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("lost", [1, 2], ids=["once", "each time"])
+def test_what_did_not_reach_a_newcomer_is_brought_once_more(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """As where the coordinator dies that was to pass the parts on: the newcomer has none of them when it is to take them."""
+    pool, said = start_pool(2), Said()
+    running = start(pool, said, Bounds(1, 3))
+    said.wait(lambda: said.sizes(0)[-1:] == [2])
+    bring, tries = transfer._bring, []
+
+    def loses(questions: Any, lot: int, *rest: Any) -> dict[int, str]:
+        tries.append(lot)
+        return bring(questions, lot + (len(tries) <= lost), *rest)
+
+    monkeypatch.setattr(transfer, "_bring", loses)
+    pool.resize(3)
+    if lost == 1:
+        said.wait(lambda: said.sizes(2) == [3])
+    else:
+        said.wait(lambda: any("rank 2 can't take part: it did not arrive" in note for note in said.notes))
+    assert len(tries) == 2
+    os.kill(pids(pool)[0], signal.SIGUSR1)
+    results = running.wait(PATIENCE)
+    assert results[0] == results[1], (results.root_cause, said.notes)
+
+
 def test_a_newcomer_that_refuses_keeps_no_other_from_joining(start_pool: StartPool) -> None:
     pool, said = start_pool(1), Said()
     running = start(pool, said, Bounds(), CHOOSY)

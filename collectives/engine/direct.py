@@ -2,7 +2,7 @@
 
 Most programs ask for the same on all ranks in the same order, so a rank posts what it asks for on the :mod:`board
 <hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, the request is agreed; each member
-computes the result itself, or, if the tensor is too large for the board, they go to the plane. All else goes through the
+computes the result itself, or, if the tensor is too large for the board or on a device, they go to the plane. All else goes through the
 coordinator: as soon as one member asks for something else, or a member has waited for :data:`PATIENCE` and had the coordinator ask
 the others to decline, all members announce what they want. So it is still the coordinator that finds mismatches, missing ranks,
 deadlocks, ended cells and stalls; it hears of agreed requests by their spans.
@@ -92,10 +92,10 @@ class Direct:
             return queued or posting is not None
         epoch = self._guarded.epoch(request.process_set)
         work = partial(self._meet, handle, epoch, queued, limit)
-        return self._executor.while_idle(request.process_set, epoch, work) or queued
+        return self._executor.while_idle((request.process_set, epoch, request.device), work) or queued
 
     def _meet(self, handle: Handle, epoch: int, queued: bool, limit: Limit | None, slot: PlaneSlot) -> bool:
-        """What :meth:`run` does with a tensor that is too large for the board, while this thread has the lane."""
+        """What :meth:`run` does with a tensor that needs the plane, while this thread has the lane."""
         posting = self._guarded.post_directly(handle, (epoch, slot.operations), queued=queued)
         if posting is not None and self._agreed(handle, posting, limit):
             now = monotonic_ns()
@@ -149,7 +149,9 @@ def batch_of(entry: Entry, posting: Posting) -> RunBatch:
     """The request that all members have posted, as a batch such as the coordinator would have ordered."""
     seat = posting.seat
     number = FIRST_SEQUENCE + posting.number
-    return RunBatch(seat.process_set, seat.board.epoch, number, 0, (entry,), ((),))
+    return RunBatch(
+        seat.process_set, seat.board.epoch, number, 0, (entry,), ((),), device=entry.request.device
+    )
 
 
 def _result(request: Request, posting: Posting) -> Result:

@@ -126,19 +126,18 @@ class Executor:
             if self._hooks.due:
                 self._hooks.run() if threading.current_thread() is lane.thread else self._hooks.leave()
 
-    def while_idle(self, process_set: int, epoch: int, work: Callable[[PlaneSlot], bool]) -> bool:
+    def while_idle(self, scope: Scope, work: Callable[[PlaneSlot], bool]) -> bool:
         """If the lane is idle, call ``work`` on this thread and keep the lane meanwhile: jobs that are put then wait.
 
         Args:
-            process_set: The process set whose plane is needed.
-            epoch: The epoch of that plane.
-            work: Is given the slot of the plane for tensors of the host, and may call :meth:`run_alone`.
+            scope: The process set, epoch and device class whose plane is needed.
+            work: Is given that plane's slot, and may call :meth:`run_alone`.
 
         Returns:
             What ``work`` returned; false if the lane is busy or there is no such plane.
         """
         lane = self.lane
-        slot = self._slots.get((process_set, epoch, HOST))
+        slot = self._slots.get(scope)
         if slot is None or lane.jobs or lane.baton.locked():
             return False
         try:

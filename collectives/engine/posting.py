@@ -31,10 +31,10 @@ Key = tuple[object, ...]
 
 
 def fits(request: Request) -> bool:
-    """Whether a request may be posted: an allreduce, a broadcast or a barrier, on the host and in no group, whose result does
-    not depend on which other ranks take part.
+    """Whether a request may be posted: an allreduce, a broadcast or a barrier in no group, whose result does not depend on which
+    other ranks take part.
     """
-    if request.kind not in _KINDS or request.group is not None or request.device != HOST:
+    if request.kind not in _KINDS or request.group is not None:
         return False
     if request.prescale != request.prescale or request.postscale != request.postscale:
         return False  # NaN equals nothing
@@ -42,8 +42,8 @@ def fits(request: Request) -> bool:
 
 
 def needs_plane(request: Request) -> bool:
-    """Whether the tensor is too large for the board: the members agree on the board, and then meet on the data plane."""
-    return request.input is not None and request.input.nbytes > BYTES
+    """Whether the tensor is too large for the board, or on a device: the members agree on the board, and then meet on the data plane."""
+    return request.device != HOST or (request.input is not None and request.input.nbytes > BYTES)
 
 
 class Plan:
@@ -150,6 +150,7 @@ class Seat:
         shape = None if request.input is None else request.input.shape
         key: Key = (
             entry.name, request.kind, shape, request.dtype, request.op, request.prescale, request.postscale, request.root,
+            request.device,
         )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:

@@ -184,6 +184,28 @@ def of_a_set(remove: bool) -> float:
     return value
 
 
+def agreed() -> int:
+    """How many requests this rank has had on the world's board."""
+    seat = context.engine()._guarded.state.sets[0].seat
+    assert seat is not None
+    return seat.board.number
+
+
+def agreed_by_turns(count: int) -> tuple[list[float], int]:
+    """Blocking collectives of both classes, and how many of them the members agreed on in memory."""
+    before = agreed()
+    sums = [total(device, float(i)) for i in range(count) for device in (fake_device.DEVICE, "cpu")]
+    return sums, agreed() - before
+
+
+def in_another_order() -> float:
+    """Rank 0 has a tensor of the device on its way, so that only the coordinator can have its next one executed."""
+    pending = submitted("first", 3.0, fake_device.DEVICE) if context.engine().rank == 0 else None
+    found = total(fake_device.DEVICE, 2.0)
+    pending = pending or submitted("first", 3.0, fake_device.DEVICE)
+    return found + value_of(pending.wait())
+
+
 def threads() -> int:
     api.barrier()
     return sum(thread.name == "fake-device" for thread in threading.enumerate())
@@ -195,6 +217,19 @@ def threads() -> int:
 def test_there_is_a_plane_for_each_class(two: Ranks) -> None:
     assert two.run(planes) == [("shm", fake_device.PLANE)] * 2
     assert two.run(total, "cpu") == two.run(total, fake_device.DEVICE) == [2.0] * 2
+
+
+def test_members_agree_in_memory_on_what_they_wait_for(two: Ranks) -> None:
+    two.run(total, fake_device.DEVICE)  # the plane is built
+    sums = [2.0 * (i // 2) for i in range(40)]
+    assert two.run(agreed_by_turns, 20) == [(sums, 40)] * 2
+
+
+def test_what_members_do_not_agree_on_is_ordered_by_the_coordinator(two: Ranks) -> None:
+    two.run(total, fake_device.DEVICE)
+    for _ in range(5):
+        assert two.run(in_another_order) == [10.0] * 2
+    assert two.run(total, fake_device.DEVICE) == [2.0] * 2
 
 
 @pytest.mark.parametrize("seed", range(3))

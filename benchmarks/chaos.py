@@ -8,6 +8,7 @@
     python benchmarks/chaos.py --partitions 30                                  # hosts that are cut off, instead of pools
     python benchmarks/chaos.py --elastic 1000                                   # ranks that come and go while they train
     python benchmarks/chaos.py --elastic 100 --hosts                            # whole hosts that do (needs root)
+    python benchmarks/chaos.py --gpu 200                                        # ranks that share a GPU
 
 Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. What the faults are, where they
 strike and what is looked at afterwards is in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
@@ -34,20 +35,21 @@ from pages import write
 from chaos.campaign import Campaign
 from chaos.elastic import LEAST, MOST, ElasticCampaign
 from chaos.elastic_hosts import HOSTS, SLOTS, ElasticHosts
-from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, RESIZES, STALL, WRAPPED
+from chaos.faults import DEATHS_OF_PARTS, FAULTS, GPU, KERNELS, ON_DEVICES, RESIZES, STALL, WRAPPED, Fault
 from chaos.figures import Outcome, markdown, rows, story, table
 from chaos.partitions import Partitions
 from chaos.scarcity import little_shared_memory
 from hosts import missing
+from real_gpu import why_no_gpu
 
 EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS, *RESIZES, *WRAPPED)
 
 
-def chosen(words: list[str]) -> list[Any]:
+def chosen(words: list[str], among: Sequence[Fault]) -> list[Fault]:
     """The faults whose name has one of these words; all without words."""
-    found = [fault for fault in EVERYTHING if not words or any(word in fault.name for word in words)]
+    found = [fault for fault in among if not words or any(word in fault.name for word in words)]
     if not found:
-        sys.exit(f"no fault has {' or '.join(words)} in its name: {', '.join(f.name for f in EVERYTHING)}")
+        sys.exit(f"no fault has {' or '.join(words)} in its name: {', '.join(f.name for f in among)}")
     return found
 
 
@@ -133,22 +135,49 @@ class Kind(abc.ABC, Generic[P]):
 
 
 class PoolFaults(Kind[Campaign]):
-    """Faults on pools."""
+    """Faults on pools.
+
+    Attributes:
+        among: The faults that are drawn from.
+        device: Where the ranks' tensors are; see :class:`Campaign`.
+    """
+
+    among: Sequence[Fault] = EVERYTHING
+    device = ""
 
     def __init__(self, given: argparse.Namespace) -> None:
         super().__init__(given)
-        self.faults = chosen(given.fault)
+        self.faults = chosen(given.fault, self.among)
         if set(self.faults) <= set(WRAPPED):
             self.name = "ddp"  # which has a table of its own
 
     def start(self, plane: str) -> Campaign:
         given = self.given
         return Campaign(
-            given.seed, plane, size=given.ranks, faults=self.faults, views=not given.without_views
+            given.seed,
+            plane,
+            size=given.ranks,
+            faults=self.faults,
+            views=not given.without_views,
+            device=self.device,
         )
 
     def stop(self, played: Campaign) -> list[str]:
         return played.stop()
+
+
+class GpuFaults(PoolFaults):
+    """Faults on pools whose ranks share the first GPU."""
+
+    name = "gpu"
+    among = (*ON_DEVICES, *GPU, DEATHS_OF_PARTS[0])
+    device = "cuda:0"
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        super().__init__(given)
+        if reason := why_no_gpu():
+            sys.exit(reason)
+        self.planes, self.count = ["shm"], given.gpu
 
 
 class PoolChanges(Kind[ElasticCampaign]):
@@ -213,6 +242,8 @@ def kind_of(given: argparse.Namespace) -> Kind[Any]:
         return HostChanges(given)
     if given.partitions:
         return HostCuts(given)
+    if given.gpu:
+        return GpuFaults(given)
     return PoolChanges(given) if given.elastic else PoolFaults(given)
 
 
@@ -266,6 +297,9 @@ def main() -> None:
         "--hosts",
         action="store_true",
         help="with --elastic: whole hosts come and go, instead of ranks of a pool (needs root)",
+    )
+    parser.add_argument(
+        "--gpu", type=int, metavar="N", help="N faults on ranks that share the first GPU, and nothing else"
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path, help="page whose table is written anew")

@@ -79,7 +79,15 @@ def on_rank(sizes: list[int]) -> dict[str, dict[str, list[float]]]:
     staging = Binding(ADAPTER)  # knows no devices: all goes through the host
     add = Operation(OpKind.ALLREDUCE, ReduceOp.SUM)
 
-    def contenders(tensors: list[torch.Tensor], name: str) -> dict[str, Call]:
+    def contenders(tensor: torch.Tensor, name: str) -> dict[str, Call]:
+        other = torch.empty_like(tensor)
+        return {
+            "plane": lambda: BINDING.run(add, tensor, f"{name}.plane", in_place=True),
+            "staged": lambda: staging.run(add, tensor, f"{name}.staged", in_place=True),
+            "copy": lambda: other.copy_(tensor),
+        }
+
+    def contenders_of_group(tensors: list[torch.Tensor], name: str) -> dict[str, Call]:
         others = [torch.empty_like(tensor) for tensor in tensors]
         return {
             "plane": lambda: BINDING.submit_group(add, tensors, f"{name}.plane", in_place=True).wait(),
@@ -88,10 +96,10 @@ def on_rank(sizes: list[int]) -> dict[str, dict[str, list[float]]]:
         }
 
     found = {
-        str(size): measured(contenders([torch.zeros(size // 4, device="cuda")], str(size))) for size in sizes
+        str(size): measured(contenders(torch.zeros(size // 4, device="cuda"), str(size))) for size in sizes
     }
     gradients = [torch.zeros(shape, device="cuda") for shape in resnet50_shapes()]
-    found["resnet50"] = measured(contenders(gradients, "resnet50"))
+    found["resnet50"] = measured(contenders_of_group(gradients, "resnet50"))
     del gradients
     found["step"] = measured(steps(width=256, layers=4, tokens=128))
     found["large step"] = measured(steps(width=1024, layers=8, tokens=256))

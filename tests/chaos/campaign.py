@@ -36,6 +36,9 @@ HANG = 60.0
 SETTLE = 5.0
 """Seconds that leftovers of a trial get to go."""
 
+DEVICE_SLACK = 128 << 20
+"""Bytes on the device that may be in use beyond what was in use after the first trials: what the driver and torch keep for themselves."""
+
 
 class Hang(Exception):
     """Something did not come to its end."""
@@ -145,6 +148,7 @@ class Campaign:
         faults: What is drawn.
         hang_after: Seconds after which what has not ended counts as hanging.
         views: Whether views are open on the pool, which must show what the recording has.
+        device: Where ranks have their tensors, as torch names it; empty for arrays of numpy.
 
     Attributes:
         started: How many pools there were.
@@ -162,8 +166,14 @@ class Campaign:
         faults: Sequence[Fault] = FAULTS,
         hang_after: float = HANG,
         views: bool = False,
+        device: str = "",
     ) -> None:
         self.seed, self.plane, self.size, self.faults = seed, plane, size, tuple(faults)
+        self.device = device
+        #: The plane that the tensors of the training go over, in whose phases faults strike.
+        self.struck_plane = "cuda/ipc" if device.startswith("cuda") else plane
+        #: What was in use on the device after each of the pool's trials.
+        self._used: list[int] = []
         self.hang_after = hang_after
         self.with_views = views
         #: Whether ranks have a wrapped model beside the training.
@@ -213,11 +223,8 @@ class Campaign:
             "IPYTHONDIR": str(self.directory / "ipython"),
             # The import of torch's compiler makes it.
             "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"),
-            "HVDLAB_PRELOAD": "torch._dynamo,hvdlab.torch.c10d"
-            if self.wraps
-            else "torch"
-            if self.plane == "gloo"
-            else "numpy",
+            "HVDLAB_PRELOAD": self._preloaded(),
+            **({"HVDLAB_CUDA": "1"} if self.device else {}),
             "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL),
             "OMP_NUM_THREADS": "1",
         }
@@ -240,6 +247,13 @@ class Campaign:
                 else:
                     os.environ[name] = value
 
+    def _preloaded(self) -> str:
+        if self.wraps:
+            return "torch._dynamo,hvdlab.torch.c10d"
+        if self.device:
+            return "hvdlab.torch"
+        return "torch" if self.plane == "gloo" else "numpy"
+
     @property
     def pool(self) -> Pool:
         """The pool; started if there is none."""
@@ -260,6 +274,7 @@ class Campaign:
             self._family = Counter(census.marked(self.mark).values())
             self._holdings.clear()
             self._young.clear()
+            self._used.clear()
         return self._pool
 
     def stop(self) -> list[str]:
@@ -325,6 +340,11 @@ class Campaign:
         """Give ranks what they lack: the training, and all that belongs to it."""
         given = f"({self.seed}, {self.mailbox.path!r})"
         source = f"from chaos.victim import Training\ntraining = Training{given}\n"
+        if self.device:
+            source = (
+                "from chaos.on_device import DeviceTraining\n"
+                f"training = DeviceTraining({self.seed}, {self.mailbox.path!r}, {self.device!r})\n"
+            )
         if self.wraps:
             source += f"from chaos.wrapped import Wrapped\nwrapped = Wrapped{given}\n"
         source += "training.memory()"
@@ -393,6 +413,8 @@ class Campaign:
             return bool(found)
 
         census.settled(look, SETTLE)
+        if self.device:
+            found += self._grown_on_device()
         kept = [f"rank {rank}: a group of Gloo's" for rank in left if pids[rank] in excused]
         for pid in self._pids():
             self._young[pid] += 1
@@ -402,6 +424,22 @@ class Campaign:
             self._family = Counter(census.marked(self.mark).values())
             self._shm |= census.shared_memory()
         return found, kept
+
+    def _grown_on_device(self) -> list[str]:
+        """What is in use on the device beyond what was in use after the pool's first trials."""
+        rank = min(self.pool.ranks)
+
+        def used() -> int:
+            return int(self.values("training.used()", [rank])[rank])
+
+        now = used()
+        if len(self._used) < 3:
+            self._used.append(now)
+            return []
+        limit = max(self._used[:3]) + DEVICE_SLACK
+        if now > limit and not census.settled(lambda: used() > limit, SETTLE):
+            return [f"{(now - limit) >> 20} MiB more on the device than before"]
+        return []
 
     def _pids(self) -> dict[int, str]:
         return {os.getpid(): "the pool's process", **census.marked(self.mark)}

@@ -6,7 +6,7 @@ limit counts a second and a half more: a process that does not answer is given a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chaos.phases import PHASES
 
@@ -159,6 +159,37 @@ WRAPPED = (
     Fault("DDP: SIGKILL", "dying", "kill", outside=True, deadly=True, says="SIGKILL", loop="wrapped"),
 )
 """What befalls a rank that trains with ``DistributedDataParallel`` on hvdlab's group. The same wrapped model trains on afterwards."""
+
+_BY_NAME = {fault.name: fault for fault in FAULTS}
+
+ON_DEVICES = (
+    *(
+        _BY_NAME[name]
+        for name in (
+            "a rank raises",
+            "a rank's cell ends early",
+            "a rank is in another collective",
+            "a rank gives another shape",
+            "a rank is stopped (SIGSTOP) for a while",
+            "interrupt, ranks in Python code",
+            "interrupt, ranks in a collective",
+            "interrupt, at any instant",
+            "SIGKILL",
+            "SIGKILL of two ranks at once",
+            "segmentation fault",
+            "os._exit",
+            "restart of one rank",
+        )
+    ),
+    replace(_BY_NAME["the transport fails"], phases=("pack", "transfer")),
+)
+"""What befalls ranks whose tensors are on a device, too."""
+
+GPU = (
+    Fault("a rank is out of memory (the GPU's)", "failing", "exhaust_device", says="out of memory"),
+    Fault("a kernel reads where it must not", "losing_context", "fault_device", deadly=True, says="CUDA"),
+)
+"""What only a GPU does. After the second a rank has to be started anew, and the others keep what they have on the GPU."""
 
 DEATHS_OF_PARTS = (
     Fault(

@@ -17,6 +17,7 @@ Place = tuple[str, str, str, bool]
 _SHM = "hvdlab.collectives.planes.shm"
 _GLOO = "hvdlab.collectives.planes.gloo"
 _STAGING = "hvdlab.collectives.planes.staging"
+_CUDA = "hvdlab.collectives.planes.cuda.group"
 _ENDPOINT = ("hvdlab.collectives.protocol.endpoint", "Endpoint", "send")
 _SHM_STEPS = (
     ("reductions", "SlicedReduction"),
@@ -43,6 +44,13 @@ PLACES: dict[str, dict[str, list[Place]]] = {
         "pack": [(_STAGING, "Staging", "pack", False), (_STAGING, "Staging", "widened", False)],
         "transfer": [(_GLOO, "GlooPlane", "_wait", False), (_GLOO, "GlooPlane", "_wait", True)],
         "unpack": [(_STAGING, "Staging", "unpack", False)],
+    },
+    "cuda/ipc": {
+        "announce": [(*_ENDPOINT, False)],
+        "negotiate": [(*_ENDPOINT, True)],
+        "pack": [(_CUDA, "Group", "_announce", False)],
+        "transfer": [(_CUDA, "Group", "_begin", True), (_CUDA, "Worker", "work", False)],
+        "unpack": [(_CUDA, "Group", "_outcome", False), (_CUDA, "Group", "_measure", False)],
     },
 }
 """By data plane and phase. In ``negotiate`` the announcement has left and the order to execute has not come."""

@@ -93,7 +93,7 @@ class Pieces:
         order = {
             "name": f"trial {self.outcome.number}",
             "victim": self.victim if victim is None else victim,
-            "plane": campaign.plane,
+            "plane": campaign.struck_plane,
             "phase": self.spot if self.spot in self.fault.phases else "",
             "spot": self.spot,
             "deed": self.fault.deed,

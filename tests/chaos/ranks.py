@@ -24,6 +24,14 @@ class Ranks(Pieces):
         if results.ok or results.deaths:
             self.outcome.wrong.append(f"the cell ended with {results.root_cause}")
 
+    def losing_context(self) -> None:
+        """The rank's memory on the device is gone while its process lives: only another process can take its place."""
+        self.failing()
+        began = time.monotonic()
+        self.campaign.pool.restart([self.victim], timeout=self.campaign.hang_after)
+        self.outcome.repair = time.monotonic() - began
+        self._new = self.victim
+
     def dying(self) -> None:
         run = self.begin()
         if self.spot == "any":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chaos.campaign import Campaign
-from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, RESIZES, WRAPPED, Fault
+from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, ON_DEVICES, RESIZES, WRAPPED, Fault
 from chaos.figures import Outcome, rows, table
 
 SLOW = ("stalling", "pausing", "interrupting_deaf", "interrupting_stopped", "flooding")
@@ -22,10 +22,12 @@ OF_PLANE = {
 ALL = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS, *WRAPPED)
 
 
-def play(seed: int, plane: str, faults: list[Fault], count: int, *, views: bool = False) -> list[Outcome]:
+def play(
+    seed: int, plane: str, faults: list[Fault], count: int, *, views: bool = False, device: str = ""
+) -> list[Outcome]:
     """Play a campaign; fails with the whole story of whatever is not as it should be."""
     outcomes: list[Outcome] = []
-    with Campaign(seed, plane, faults=faults, views=views) as campaign:
+    with Campaign(seed, plane, faults=faults, views=views, device=device) as campaign:
         outcomes += campaign.play(count)
         left = campaign.stop()
     print(table(rows(outcomes)))
@@ -55,6 +57,13 @@ def test_views_that_are_open_show_what_the_recording_has() -> None:
     by_play = {fault.play: fault for fault in (*FAULTS, *RESIZES) if fault.play in VIEWED}
     outcomes = play(21, "shm", list(by_play.values()), len(by_play), views=True)
     assert {outcome.fault for outcome in outcomes} == {fault.name for fault in by_play.values()}
+
+
+@pytest.mark.timeout(300)
+def test_a_campaign_with_tensors_of_torch() -> None:
+    """The campaign on GPUs, as far as it goes without one: with tensors on the CPU."""
+    quick = [fault for fault in ON_DEVICES if fault.play in ("failing", "dying", "interrupting_any")]
+    play(13, "shm", quick, len(quick), device="cpu")
 
 
 def test_a_trial_is_the_same_again() -> None:

@@ -99,20 +99,35 @@ class Victim:
 
 
 class Training(Victim):
-    """A rank's model, data and place in the training.
+    """A rank's model, data and place in the training, in arrays of numpy.
 
     Attributes:
+        ops: The module with the collectives of these arrays.
         kept: Arrays that nothing changes.
         weights, digest: The model, and its hash as of the last step that was completed.
     """
 
+    ops: Any = api
+
     def __init__(self, seed: int, mailbox: str) -> None:
         super().__init__(mailbox)
         rng = np.random.default_rng([seed, self.rank])
-        self.kept: dict[str, npt.NDArray[Any]] = {f"data{i}": rng.standard_normal(20_000) for i in range(4)}
-        self.kept["labels"] = rng.integers(0, 10, 5_000)
-        self.weights = np.zeros(BIG, np.float32)
-        self.digest = digest(self.weights)
+        kept = {f"data{i}": rng.standard_normal(20_000) for i in range(4)}
+        kept["labels"] = rng.integers(0, 10, 5_000)
+        self.kept: dict[str, Any] = {name: self.tensor(values) for name, values in kept.items()}
+        self.weights: Any = self.tensor(np.zeros(BIG, np.float32))
+        self.digest = self.hash_of(self.weights)
+
+    def tensor(self, values: npt.NDArray[Any]) -> Any:
+        """What the collectives are given for these values."""
+        return values
+
+    def values(self, tensor: Any) -> npt.NDArray[Any]:
+        """The values of what a collective returned."""
+        return np.asarray(tensor)
+
+    def hash_of(self, tensor: Any) -> str:
+        return digest(self.values(tensor))
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -145,20 +160,24 @@ class Training(Victim):
         factor = 1 + number % 7
         total = sum(r + 1 for r in ranks) * factor
         mine = np.float32((self.rank + 1) * factor)
-        big = api.allreduce_async(np.full(BIG, mine, np.float32), "grad.big", op=api.Sum)
+        big = self._begin_sum(BIG, mine, "grad.big")
         if order is not None and order["spot"] == "amid":
             self.strike(order)
-        small = api.allreduce_async(np.full(SMALL, mine, np.float32), "grad.small", op=api.Sum)
-        loss = api.allreduce_async(np.full(1, mine, np.float32), "loss", op=api.Sum)
-        gradient = api.synchronize(big)
-        for result in (gradient, api.synchronize(small), api.synchronize(loss)):
-            if not (np.asarray(result) == total).all():
+        small = self._begin_sum(SMALL, mine, "grad.small")
+        loss = self._begin_sum(1, mine, "loss")
+        gradient = self.ops.synchronize(big)
+        for found in (gradient, self.ops.synchronize(small), self.ops.synchronize(loss)):
+            if not ((result := self.values(found)) == total).all():
                 self._group()
                 raise AssertionError(f"step {number}: {result} instead of {total} from ranks {ranks}")
-        check_one(number, self.rank, ranks)
-        weights = self.weights - np.float32(1e-3) * np.asarray(gradient)
+        self._check_one(number, ranks)
+        weights = self.weights - 1e-3 * gradient
         # Nothing of the old step is lost if an interrupt comes in between: the hash is of either.
-        self.weights, self.digest, self.steps = weights, digest(weights), number + 1
+        self.weights, self.digest, self.steps = weights, self.hash_of(weights), number + 1
+
+    def _begin_sum(self, count: int, value: np.float32, name: str) -> Any:
+        tensor = self.tensor(np.full(count, value, np.float32))
+        return self.ops.allreduce_async(tensor, name=name, op=api.Sum)
 
     def _group(self) -> tuple[int, ...]:
         """The ranks that train; an error if they are not those that began, of whom one may end between collectives."""
@@ -171,18 +190,19 @@ class Training(Victim):
         ranks = self.ranks = context.engine().ranks()
         steps = np.asarray(api.allgather(np.array([self.steps]), "resume.steps"))
         root = ranks[int(np.argmax(steps))]
-        weights = np.asarray(api.broadcast(self.weights, root, "resume.weights"))
-        self.weights, self.digest, self.steps = weights, digest(weights), int(steps.max())
+        weights = self.ops.broadcast(self.weights, root, name="resume.weights")
+        self.weights, self.digest, self.steps = weights, self.hash_of(weights), int(steps.max())
 
     def check(self) -> list[int]:
         """Every kind of collective once, with a result that is known. Returns the ranks that took part."""
         ranks = context.engine().ranks()
         for count in (1, SMALL, BIG):
-            result = api.allreduce(np.full(count, self.rank + 1.0), f"check.{count}", op=api.Sum)
-            if not (np.asarray(result) == sum(r + 1 for r in ranks)).all():
+            mine = self.tensor(np.full(count, self.rank + 1.0))
+            result = self.values(self.ops.allreduce(mine, name=f"check.{count}", op=api.Sum))
+            if not (result == sum(r + 1 for r in ranks)).all():
                 raise AssertionError(f"allreduce of {count} elements gave {result}")
         for kind in range(4):
-            check_one(kind, self.rank, ranks)
+            self._check_one(kind, ranks)
         api.barrier()
         return list(ranks)
 
@@ -202,31 +222,30 @@ class Training(Victim):
         return {
             "pid": os.getpid(),
             "steps": self.steps,
-            "intact": digest(self.weights) == self.digest,
-            **{name: digest(array) for name, array in self.kept.items()},
+            "intact": self.hash_of(self.weights) == self.digest,
+            **{name: self.hash_of(tensor) for name, tensor in self.kept.items()},
         }
 
-
-def check_one(number: int, rank: int, ranks: tuple[int, ...]) -> None:
-    """One of the collectives other than allreduce, on enough elements to take several steps of a plane."""
-    index, size, count = ranks.index(rank), len(ranks), 8_000
-    kind = ("allgather", "broadcast", "reducescatter", "alltoall")[number % 4]
-    mine = np.full(count, rank, np.int64)
-    if kind == "allgather":
-        result = np.asarray(api.allgather(mine[: count - index], "check.gather"))
-        wanted = np.concatenate([np.full(count - i, r) for i, r in enumerate(ranks)])
-    elif kind == "broadcast":
-        result = np.asarray(api.broadcast(mine, ranks[-1], "check.broadcast"))
-        wanted = np.full(count, ranks[-1])
-    elif kind == "reducescatter":
-        result = np.asarray(api.reducescatter(mine, "check.scatter", op=api.Sum))
-        wanted = np.full(len(result), sum(ranks))
-    else:
-        answer = api.alltoall(mine[: count // size * size], name="check.alltoall")
-        result = np.asarray(answer[0] if isinstance(answer, tuple) else answer)
-        wanted = np.repeat(np.array(ranks), count // size)
-    if not np.array_equal(result, wanted):
-        raise AssertionError(f"{kind} gave {result} instead of {wanted}")
+    def _check_one(self, number: int, ranks: tuple[int, ...]) -> None:
+        """One of the collectives other than allreduce, on enough elements to take several steps of a plane."""
+        ops, index, size, count = self.ops, ranks.index(self.rank), len(ranks), 8_000
+        kind = ("allgather", "broadcast", "reducescatter", "alltoall")[number % 4]
+        values = np.full(count, self.rank, np.int64)
+        if kind == "allgather":
+            found = ops.allgather(self.tensor(values[: count - index]), name="check.gather")
+            wanted = np.concatenate([np.full(count - i, r) for i, r in enumerate(ranks)])
+        elif kind == "broadcast":
+            found = ops.broadcast(self.tensor(values), ranks[-1], name="check.broadcast")
+            wanted = np.full(count, ranks[-1])
+        elif kind == "reducescatter":
+            found = ops.reducescatter(self.tensor(values), name="check.scatter", op=api.Sum)
+            wanted = np.full(len(found), sum(ranks))
+        else:
+            found = ops.alltoall(self.tensor(values[: count // size * size]), name="check.alltoall")
+            found = found[0] if isinstance(found, tuple) else found
+            wanted = np.repeat(np.array(ranks), count // size)
+        if not np.array_equal(result := self.values(found), wanted):
+            raise AssertionError(f"{kind} gave {result} instead of {wanted}")
 
 
 def _raise(victim: Victim, order: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ The contenders take turns within one run: ``plane`` (`cuda/ipc`, in place), ``st
 ``HVDLAB_CUDA=0`` has it) and ``copy`` (one copy of as many bytes on the GPU, by all ranks at once). A figure is the median over the
 rounds of the slowest rank's time, in milliseconds. ``resnet50`` are the 161 gradients of a ResNet-50 as one group. ``step`` is a training step
 of a small transformer, beside one process with the batch of all ranks; what it costs is mostly to launch small kernels, of which a GPU that processes share by turns
-gets less done. ``large step`` is one that keeps the GPU busy.
+gets less done. ``large step`` is one that keeps the GPU busy, and ``recording`` the same with its spans recorded and not.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
     return [*shapes, (1000, 2048), (1000,)]
 
 
-def measured(calls: dict[str, Call]) -> dict[str, list[float]]:
+def measured(calls: dict[str, Call], rounds: int = ROUNDS) -> dict[str, list[float]]:
     """Milliseconds of each contender in each round, until the GPU has done it; they take turns."""
     import torch
 
     import hvdlab.torch as hvd
 
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(WARM + ROUNDS):
+    for turn in range(WARM + rounds):
         for name, call in calls.items():
             torch.cuda.synchronize()
             hvd.barrier()
@@ -102,8 +102,26 @@ def on_rank(sizes: list[int]) -> dict[str, dict[str, list[float]]]:
     found["resnet50"] = measured(contenders_of_group(gradients, "resnet50"))
     del gradients
     found["step"] = measured(steps(width=256, layers=4, tokens=128))
-    found["large step"] = measured(steps(width=1024, layers=8, tokens=256))
+    large = steps(width=1024, layers=8, tokens=256)
+    found["large step"] = measured(large)
+    found["recording"] = measured(recorded_and_not(large["ranks"]), 3 * ROUNDS)
     return found
+
+
+def recorded_and_not(call: Call) -> dict[str, Call]:
+    """The same with spans recorded, as always, and without."""
+    from hvdlab.collectives import context
+
+    recorder = context.engine().recorder
+
+    def off() -> None:
+        recorder.enabled = False
+        try:
+            call()
+        finally:
+            recorder.enabled = True
+
+    return {"on": call, "off": off}
 
 
 def steps(width: int, layers: int, tokens: int) -> dict[str, Call]:

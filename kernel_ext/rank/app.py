@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import dataclasses
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -24,15 +25,20 @@ from traitlets.config import Config
 from hvdlab.bindings.framework_hooks import devices_in_use, set_environment
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.knobs import read
 from hvdlab.collectives.metrics.gpus import ask_frameworks
 from hvdlab.horovod.installing import offer
+from hvdlab.kernel_ext.rank import gpu_calls
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.dump import offer_dumps
 from hvdlab.kernel_ext.rank.fds import FdCapture
+from hvdlab.kernel_ext.rank.gpu_calls import GpuCalls
 from hvdlab.kernel_ext.rank.join import join_controller
 from hvdlab.kernel_ext.rank.unsent import Unsent
 from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY, WHO
 from hvdlab.launch.forkserver.pipes import StdPipes
+
+logger = logging.getLogger(__name__)
 
 LEAVE_WITHIN = 2.0
 """Seconds that a rank has to end by itself after an order to leave or SIGTERM, whatever its cell does."""
@@ -60,7 +66,14 @@ class RankProgram:
         offer_dumps()
         settings = context.take_settings()
         self._engine = Engine.connect(dataclasses.replace(settings, cells_tracked=True))
-        self._agent = RankAgent(make_shell(), self._loop, self._engine, fds=self._fds, unsent=_area(unsent))
+        self._agent = RankAgent(
+            make_shell(),
+            self._loop,
+            self._engine,
+            fds=self._fds,
+            unsent=_area(unsent),
+            gpu_calls=_gpu_calls(),
+        )
         self._joining: asyncio.Task[None] | None = None
         self._done = threading.Event()
 
@@ -129,6 +142,17 @@ def make_shell() -> ZMQInteractiveShell:
     config.HistoryManager.hist_file = ":memory:"
     config.HistoryManager.enabled = True
     return ZMQInteractiveShell.instance(config=config)
+
+
+def _gpu_calls() -> GpuCalls | None:
+    """What this process does on GPUs, if the user asked for it to be kept."""
+    if read(os.environ).get(gpu_calls.SWITCH) is not True:
+        return None
+    try:
+        return gpu_calls.keep_gpu_calls()
+    except OSError as error:
+        logger.warning("%s=1 has no effect: %s", gpu_calls.SWITCH, error)
+        return None
 
 
 def _area(descriptor: int) -> Unsent | None:

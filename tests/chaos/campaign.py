@@ -149,6 +149,7 @@ class Campaign:
         hang_after: Seconds after which what has not ended counts as hanging.
         views: Whether views are open on the pool, which must show what the recording has.
         device: Where ranks have their tensors, as torch names it; empty for arrays of numpy.
+        alone: Whether nothing else uses the device, so that its memory tells of leaks.
 
     Attributes:
         started: How many pools there were.
@@ -167,9 +168,10 @@ class Campaign:
         hang_after: float = HANG,
         views: bool = False,
         device: str = "",
+        alone: bool = True,
     ) -> None:
         self.seed, self.plane, self.size, self.faults = seed, plane, size, tuple(faults)
-        self.device = device
+        self.device, self.alone = device, alone
         #: The plane that the tensors of the training go over, in whose phases faults strike.
         self.struck_plane = "cuda/ipc" if device.startswith("cuda") else plane
         #: What was in use on the device after each of the pool's trials.
@@ -413,7 +415,7 @@ class Campaign:
             return bool(found)
 
         census.settled(look, SETTLE)
-        if self.device:
+        if self.device and self.alone:
             found += self._grown_on_device()
         kept = [f"rank {rank}: a group of Gloo's" for rank in left if pids[rank] in excused]
         for pid in self._pids():

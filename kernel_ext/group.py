@@ -32,6 +32,7 @@ from hvdlab.kernel_ext.members import (
     Start,
     Wanted,
 )
+from hvdlab.kernel_ext.output.crash import last_lines
 from hvdlab.kernel_ext.topics import ENVIRONMENT, READY, WHO
 from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.starter import Ended, Starter
@@ -307,7 +308,7 @@ class Group:
             if lost:
                 member = self._members.get(lost[0])
                 assert member is not None
-                lines = member.tail.splitlines()[-SHOWN_LINES:]
+                lines = last_lines(member.tail, SHOWN_LINES)
                 error = next((f": {line}" for line in reversed(lines) if _ERROR.match(line)), "")
                 said = "; its last words were:\n" + "\n".join(lines) if lines else ""
                 raise StartError(f"{format_ranks(lost)} could not be started: {member.reason}{error}{said}")

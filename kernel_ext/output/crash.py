@@ -29,6 +29,16 @@ def crash_lines(tail: str) -> list[str]:
     return [f"  {line}" for line in said] + [f"  {call}" for call in _calls(tail)]
 
 
+def last_lines(tail: str, most: int) -> list[str]:
+    """The last ``most`` lines; if they are of a dump of the fault handler, the calls of the thread that crashed instead, ours too."""
+    lines = tail.splitlines()
+    crashed = next((i for i, line in enumerate(lines) if line.startswith(_CRASHED)), None)
+    if crashed is None:
+        return lines[-most:]
+    block = lines[crashed : crashed + most]
+    return block[: block.index("")] if "" in block else block
+
+
 def _calls(dump: str) -> list[str]:
     """The calls of the thread that crashed, innermost first, down to the cell's own line."""
     _, _, block = dump.partition(_CRASHED)

@@ -113,12 +113,14 @@ class GpuWait(msgspec.Struct, array_like=True, frozen=True, gc=False):
         seconds: For how long it has.
         launched: Kernels that it has launched there and not waited for before.
         kernels: The names of the last of them, in order.
+        lacks: Why all of this is unknown; empty if it is known.
     """
 
-    call: str
-    seconds: float
-    launched: int
-    kernels: tuple[str, ...]
+    call: str = ""
+    seconds: float = 0.0
+    launched: int = 0
+    kernels: tuple[str, ...] = ()
+    lacks: str = ""
 
 
 class Stack(Payload, frozen=True):

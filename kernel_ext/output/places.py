@@ -57,6 +57,8 @@ def full_place(stack: Stack) -> list[str]:
 
 def waits_for_gpu(wait: GpuWait) -> str:
     """``waits for its GPU for 14 s (cuStreamSynchronize): 12 kernels, the last of them `a`, `b```"""
+    if wait.lacks:
+        return f"whether it waits for its GPU is unknown: {wait.lacks}"
     text = f"waits for its GPU for {wait.seconds:.0f} s ({wait.call})"
     if not wait.launched:
         return text

@@ -10,7 +10,6 @@ import asyncio
 import atexit
 import dataclasses
 import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -37,8 +36,6 @@ from hvdlab.kernel_ext.rank.join import join_controller
 from hvdlab.kernel_ext.rank.unsent import Unsent
 from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY, WHO
 from hvdlab.launch.forkserver.pipes import StdPipes
-
-logger = logging.getLogger(__name__)
 
 LEAVE_WITHIN = 2.0
 """Seconds that a rank has to end by itself after an order to leave or SIGTERM, whatever its cell does."""
@@ -146,13 +143,7 @@ def make_shell() -> ZMQInteractiveShell:
 
 def _gpu_calls() -> GpuCalls | None:
     """What this process does on GPUs, if the user asked for it to be kept."""
-    if read(os.environ).get(gpu_calls.SWITCH) is not True:
-        return None
-    try:
-        return gpu_calls.keep_gpu_calls()
-    except OSError as error:
-        logger.warning("%s=1 has no effect: %s", gpu_calls.SWITCH, error)
-        return None
+    return gpu_calls.keep_gpu_calls() if read(os.environ).get(gpu_calls.SWITCH) is True else None
 
 
 def _area(descriptor: int) -> Unsent | None:

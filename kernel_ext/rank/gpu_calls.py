@@ -68,9 +68,14 @@ class _Wait(NamedTuple):
 
 
 class GpuCalls:
-    """What was launched and what is waited for. Each method is called by the thread in question, but for :meth:`wait_of`."""
+    """What was launched and what is waited for. Each method is called by the thread in question, but for :meth:`wait_of`.
+
+    Attributes:
+        lacks: Why nothing of that is reported; empty if it is.
+    """
 
     def __init__(self) -> None:
+        self.lacks = ""
         self._streams: dict[int, _Stream] = {}
         self._waits: dict[int, _Wait] = {}
 
@@ -98,7 +103,9 @@ class GpuCalls:
                 there.done = max(there.done, launched)
 
     def wait_of(self, thread: int) -> GpuWait | None:
-        """What a thread waits for now; ``None`` if it does not wait for a GPU. Any thread."""
+        """What a thread waits for now, or why that is unknown; ``None`` if it does not wait for a GPU. Any thread."""
+        if self.lacks:
+            return GpuWait(lacks=self.lacks)
         wait = self._waits.get(thread)
         if wait is None:
             return None
@@ -260,15 +267,20 @@ def _stream(address: int) -> int:
 
 
 def keep_gpu_calls() -> GpuCalls:
-    """From now on keep what this process launches and waits for on GPUs.
-
-    Raises:
-        OSError: There is no CUPTI, or it does not do it.
-    """
+    """From now on keep what this process launches and waits for on GPUs."""
     calls = GpuCalls()
-    reporting = CallsOfDriver(_library(), calls)
-    # Before the interpreter ends, as the driver would call back into nothing then. It also keeps the callback until then.
-    atexit.register(reporting.close)
+    try:
+        code = ctypes.CDLL("libcuda.so.1").cuInit(
+            0
+        )  # CUPTI asks the driver; no memory of a GPU is taken by this
+        if code:
+            raise OSError(f"cuInit failed with code {code}")
+        reporting = CallsOfDriver(_library(), calls)
+    except OSError as error:
+        calls.lacks = str(error)
+    else:
+        # Before the interpreter ends, as the driver would call back into nothing then. It also keeps the callback until then.
+        atexit.register(reporting.close)
     return calls
 
 

@@ -34,10 +34,11 @@ def pool(real_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
 def test_where_names_the_kernels_that_a_rank_waits_for(pool: Pool) -> None:
     run = pool.start_run(LONG, ranks=[1])
     deadline = time.monotonic() + PATIENCE
-    text = ""
+    text, seen = "", set[str]()
     while "waits for its GPU" not in text and not run.done and time.monotonic() < deadline:
         text = repr(pool.where([1]))  # each asks the rank, which takes a moment
-    assert "torch.cuda.synchronize()" in text
+        seen.add(text)
+    assert "torch.cuda.synchronize()" in text, (seen, run.results)
     assert "(cuCtxSynchronize): kernels `" in text
     assert "spin_kernel" in text
     assert "vectorized_elementwise_kernel" in text

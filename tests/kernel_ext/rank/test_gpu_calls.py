@@ -77,6 +77,11 @@ def test_what_is_launched_during_a_wait_is_not_done_after_it(calls: GpuCalls) ->
     assert waited_for(calls) == ("cuCtxSynchronize", 1, ("of another thread",))
 
 
+def test_why_nothing_is_known(calls: GpuCalls) -> None:
+    calls.lacks = "no CUPTI"
+    assert calls.wait_of(MAIN) == GpuWait(lacks="no CUPTI")
+
+
 def has_demangler() -> bool:
     try:
         ctypes.CDLL("libstdc++.so.6")
@@ -107,6 +112,7 @@ def test_names_are_those_of_the_source(symbol: bytes, name: str) -> None:
 @pytest.mark.parametrize(
     ("wait", "text"),
     [
+        (GpuWait(lacks="no CUPTI"), "whether it waits for its GPU is unknown: no CUPTI"),
         (GpuWait("cuCtxSynchronize", 3.2, 0, ()), "waits for its GPU for 3 s (cuCtxSynchronize)"),
         (
             GpuWait("cuCtxSynchronize", 3.2, 1, ("a",)),

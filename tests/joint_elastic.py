@@ -36,7 +36,7 @@ from hvdlab.runner import job as job_module
 from hvdlab.runner.job import JobRun
 from hvdlab.runner.plan import Job
 from job_stand_ins import IdleStarter, NoSink
-from joint_programs import SimEngine, Submitted, TrainingState, Turns, own_engines, use
+from joint_programs import SimEngine, Submitted, TrainingState, Turns, own_engines
 from joint_ranks import SimRank
 from joint_schedules import command_line
 from joint_simulation import Simulation
@@ -60,7 +60,7 @@ class Process:
         rank, host: Which rank it is, and where.
         pid: 0 until it runs.
         me: The rank in the job; ``None`` until it has connected.
-        turns: The thread of its program.
+        turns: Its program.
         passed: Steps that were committed by all, when it was one of them.
         saved: Steps that it has saved.
         origin: The process with whose state the training began that it took part in last.
@@ -139,7 +139,7 @@ class ElasticSchedule:
         )
 
     def close(self) -> None:
-        """End all threads."""
+        """End all programs."""
         for process in self.processes:
             if process.turns is not None:
                 process.turns.kill()
@@ -194,7 +194,7 @@ class ElasticSchedule:
             process.end = 1, 0, ""
             return
         process.me = me
-        process.turns = Turns(lambda: self._main(process))
+        process.turns = Turns(engine, lambda: self._main(process))
         engine.attach(me, process.turns)
 
     def _may_be_unwanted(self, process: Process) -> bool:
@@ -205,7 +205,6 @@ class ElasticSchedule:
     def _main(self, process: Process) -> None:
         engine = process.engine
         assert engine is not None
-        use(engine)
         code = 0
         try:
             engine.world.wait_complete(30.0, process.rank, 600.0)

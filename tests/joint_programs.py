@@ -31,7 +31,7 @@ from hvdlab.collectives.engine.regrouping import Regrouping
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.engine.world import WorldView
-from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.errors import Cause, HvdlabError
 from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry, SimRank
@@ -178,6 +178,10 @@ class SimEngine:
     @property
     def size(self) -> int:
         return len(self.ranks())
+
+    @property
+    def failure(self) -> Cause | None:
+        return self.me.state.failure
 
     def run(self, request: Request, *, given: object = None, directly: bool = False) -> Result:
         """Submit a request and wait for its end; ``given`` is what a broadcast brings along."""

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.restoring import EPOCHS
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.elastic.running import run_fn
 from hvdlab.collectives.engine.request import Request
@@ -553,11 +554,13 @@ class ElasticSchedule:
 
     def check_worlds(self) -> None:
         """Numbers of ranks: by seniority those that were there come first, in their order; else they are sorted."""
-        before: tuple[int, ...] = ()
-        for (number, _), pids in sorted(self.sim.epochs.items()):
-            if number:
-                continue
+        epochs = [epoch for number, epoch in sorted(self.sim.epochs) if number == 0]
+        for place, epoch in enumerate(epochs):
+            pids = self.sim.epochs[0, epoch]
             if self.numbers == CONSECUTIVE:
+                before = next(
+                    (self.sim.epochs[0, e] for e in epochs[:place][::-1] if self._heard(e, epoch)), ()
+                )
                 # One that was cut off and comes back to a successor of the coordinator comes as one that is new.
                 stayed = tuple(pid for pid in before if pid in pids and pid not in self.cut)
                 assert tuple(pid for pid in pids if pid in stayed) == stayed, (before, pids)
@@ -569,7 +572,12 @@ class ElasticSchedule:
             else:
                 ranks = [self.sim.by_pid[pid].rank for pid in pids]
                 assert ranks == sorted(ranks), ranks
-            before = pids
+
+    def _heard(self, before: int, epoch: int) -> bool:
+        """Whether the coordinator of an epoch of the world can know of an earlier one: it began that itself, or a member has heard of it."""
+        if before // EPOCHS == epoch // EPOCHS:
+            return True
+        return any((0, before) in self.sim.by_pid[pid].members for pid in self.sim.epochs[0, epoch])
 
 
 def _told(me: SimRank) -> str:
@@ -597,10 +605,12 @@ class _Watcher:
         assert engine is not None
         process.watched.append("synced")
         if process.origin not in (0, state.origin):
-            # All that some rank had trained with were lost, and others began from the start before it came back.
+            # All that some rank had trained with were lost, and others began from the start before it came back. To a successor of the
+            # coordinator, which does not know that it was given up, it comes as all do.
             pids = {pid for _, _, pid in engine.processes()[1]}
-            assert pids & self._schedule.sim.returned, f"rank {process.rank} began from the start"
-            process.passed = 0
+            came_back = self._schedule.sim.returned | self._schedule.cut
+            assert pids & came_back, f"rank {process.rank} began from the start"
+            process.passed = process.saved = 0
         process.origin = state.origin
         assert state.batch >= process.passed, f"{process.passed} steps were committed, {state.batch} are left"
         assert sum(count for _, count in state.groups) == state.batch, "steps were lost, or done twice"

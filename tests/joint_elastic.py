@@ -172,6 +172,9 @@ class ElasticSchedule:
 
     def signal_rank(self, rank: int, number: int) -> None:
         """The launcher sends a signal that ends a rank."""
+        if any(isinstance(said, m.Release) and rank in said.ranks for said in self.sim.client):
+            # The coordinator has been deaf for as long as the launcher waits, and may let the rank in just before it ends.
+            self.faults.append(f"rank {rank} is ended before the coordinator has read that it is let go")
         for process in self.processes:
             if process.rank == rank and process.end is None:
                 process.signal = number

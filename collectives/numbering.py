@@ -8,7 +8,7 @@ to ``size() - 1``, as scripts for Horovod expect. The coordinator puts the ranks
 from __future__ import annotations
 
 from hvdlab.collectives import context
-from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.errors import AbortedError, InvalidRequestError, Pending
 
 CONSECUTIVE = "consecutive"
 
@@ -33,6 +33,7 @@ def core_rank(number: int, what: str = "hvd.add_process_set()") -> int:
 
     Raises:
         InvalidRequestError: Numbers are consecutive, and there are fewer ranks.
+        AbortedError: There are fewer ranks because elastic training has to begin again.
         NotInitializedError: ``init()`` was not called.
     """
     engine = context.engine(what)
@@ -40,6 +41,8 @@ def core_rank(number: int, what: str = "hvd.add_process_set()") -> int:
         return number
     ranks = engine.ranks()
     if not 0 <= number < len(ranks):
+        if engine.failure is not None:  # it may be a number of the world that has ended
+            raise AbortedError(Pending(what, f"{what}.noname"), engine.failure)
         there = f"they are 0 to {len(ranks) - 1}" if len(ranks) > 1 else "there is rank 0 alone"
         raise InvalidRequestError(f"There is no rank {number}; {there}.")
     return ranks[number]

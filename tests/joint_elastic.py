@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.restoring import EPOCHS
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.elastic.running import run_fn
 from hvdlab.collectives.engine.request import Request
@@ -36,7 +37,7 @@ from hvdlab.runner import job as job_module
 from hvdlab.runner.job import JobRun
 from hvdlab.runner.plan import Job
 from job_stand_ins import IdleStarter, NoSink
-from joint_programs import SimEngine, Submitted, TrainingState, Turns, own_engines, use
+from joint_programs import SimEngine, Submitted, TrainingState, Turns, own_engines
 from joint_ranks import SimRank
 from joint_schedules import command_line
 from joint_simulation import Simulation
@@ -60,7 +61,7 @@ class Process:
         rank, host: Which rank it is, and where.
         pid: 0 until it runs.
         me: The rank in the job; ``None`` until it has connected.
-        turns: The thread of its program.
+        turns: Its program.
         passed: Steps that were committed by all, when it was one of them.
         saved: Steps that it has saved.
         origin: The process with whose state the training began that it took part in last.
@@ -139,7 +140,7 @@ class ElasticSchedule:
         )
 
     def close(self) -> None:
-        """End all threads."""
+        """End all programs."""
         for process in self.processes:
             if process.turns is not None:
                 process.turns.kill()
@@ -171,6 +172,9 @@ class ElasticSchedule:
 
     def signal_rank(self, rank: int, number: int) -> None:
         """The launcher sends a signal that ends a rank."""
+        if any(isinstance(said, m.Release) and rank in said.ranks for said in self.sim.client):
+            # The coordinator has been deaf for as long as the launcher waits, and may let the rank in just before it ends.
+            self.faults.append(f"rank {rank} is ended before the coordinator has read that it is let go")
         for process in self.processes:
             if process.rank == rank and process.end is None:
                 process.signal = number
@@ -194,7 +198,7 @@ class ElasticSchedule:
             process.end = 1, 0, ""
             return
         process.me = me
-        process.turns = Turns(lambda: self._main(process))
+        process.turns = Turns(engine, lambda: self._main(process))
         engine.attach(me, process.turns)
 
     def _may_be_unwanted(self, process: Process) -> bool:
@@ -205,7 +209,6 @@ class ElasticSchedule:
     def _main(self, process: Process) -> None:
         engine = process.engine
         assert engine is not None
-        use(engine)
         code = 0
         try:
             engine.world.wait_complete(30.0, process.rank, 600.0)
@@ -554,11 +557,13 @@ class ElasticSchedule:
 
     def check_worlds(self) -> None:
         """Numbers of ranks: by seniority those that were there come first, in their order; else they are sorted."""
-        before: tuple[int, ...] = ()
-        for (number, _), pids in sorted(self.sim.epochs.items()):
-            if number:
-                continue
+        epochs = [epoch for number, epoch in sorted(self.sim.epochs) if number == 0]
+        for place, epoch in enumerate(epochs):
+            pids = self.sim.epochs[0, epoch]
             if self.numbers == CONSECUTIVE:
+                before = next(
+                    (self.sim.epochs[0, e] for e in epochs[:place][::-1] if self._heard(e, epoch)), ()
+                )
                 # One that was cut off and comes back to a successor of the coordinator comes as one that is new.
                 stayed = tuple(pid for pid in before if pid in pids and pid not in self.cut)
                 assert tuple(pid for pid in pids if pid in stayed) == stayed, (before, pids)
@@ -570,7 +575,12 @@ class ElasticSchedule:
             else:
                 ranks = [self.sim.by_pid[pid].rank for pid in pids]
                 assert ranks == sorted(ranks), ranks
-            before = pids
+
+    def _heard(self, before: int, epoch: int) -> bool:
+        """Whether the coordinator of an epoch of the world can know of an earlier one: it began that itself, or a member has heard of it."""
+        if before // EPOCHS == epoch // EPOCHS:
+            return True
+        return any((0, before) in self.sim.by_pid[pid].members for pid in self.sim.epochs[0, epoch])
 
 
 def _told(me: SimRank) -> str:
@@ -598,10 +608,12 @@ class _Watcher:
         assert engine is not None
         process.watched.append("synced")
         if process.origin not in (0, state.origin):
-            # All that some rank had trained with were lost, and others began from the start before it came back.
+            # All that some rank had trained with were lost, and others began from the start before it came back. To a successor of the
+            # coordinator, which does not know that it was given up, it comes as all do.
             pids = {pid for _, _, pid in engine.processes()[1]}
-            assert pids & self._schedule.sim.returned, f"rank {process.rank} began from the start"
-            process.passed = 0
+            came_back = self._schedule.sim.returned | self._schedule.cut
+            assert pids & came_back, f"rank {process.rank} began from the start"
+            process.passed = process.saved = 0
         process.origin = state.origin
         assert state.batch >= process.passed, f"{process.passed} steps were committed, {state.batch} are left"
         assert sum(count for _, count in state.groups) == state.batch, "steps were lost, or done twice"

@@ -1,14 +1,13 @@
-"""What ranks of a simulated elastic job run: the real loop around elastic training, on a thread that waits its turn.
+"""What ranks of a simulated elastic job run: the real loop around elastic training, on a stack that waits its turn.
 
-Each rank's program has a thread of its own, but only one thread runs at a time: the schedule lets one go on, and waits until
-it waits again. So everything happens in the order that the schedule's seed gives. Below the loop is an engine without
+Each rank's program has a stack of its own, a greenlet: the schedule lets one go on, which gives the turn back when it waits.
+So everything happens in the order that the schedule's seed gives, on one thread. Below the loop is an engine without
 sockets: what is submitted goes to the simulated rank, and what comes out is calculated from those that met there.
 """
 
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]  # it has no stubs
 
 from hvdlab.bindings.elastic import state as bindings_state
 from hvdlab.bindings.elastic.handlers import HandlerRegistry
@@ -31,7 +31,7 @@ from hvdlab.collectives.engine.regrouping import Regrouping
 from hvdlab.collectives.engine.request import Request, Result
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.engine.world import WorldView
-from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.errors import Cause, HvdlabError
 from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry, SimRank
@@ -41,45 +41,38 @@ _FOLDS = {ReduceOp.SUM: np.sum, ReduceOp.MIN: np.min, ReduceOp.MAX: np.max}
 
 Values = npt.NDArray[Any]
 
-_here = threading.local()
-
 
 class Killed(BaseException):
     """The process of this program has ended."""
 
 
 class Turns:
-    """A thread that runs only when it is let, and lets go on only when it waits or has ended.
+    """A program that runs only when it is let, and lets go on only when it waits or has ended.
 
     Args:
+        engine: What the program gets from ``context.engine()``.
         main: What it runs.
 
     Attributes:
         ended: Whether it has ended.
     """
 
-    def __init__(self, main: Callable[[], None]) -> None:
+    def __init__(self, engine: SimEngine, main: Callable[[], None]) -> None:
         self.ended = False
-        self._error: BaseException | None = None
         self._main = main
         self._until: Callable[[], bool] = lambda: True
         self._killed = False
-        self._go_on, self._waits = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name="hvdlab-simulated-rank", daemon=True)
-        self._thread.start()
+        self._program = greenlet(self._run)
+        self._program.engine = engine
 
     def _run(self) -> None:
-        self._go_on.acquire()
         try:
             if not self._killed:
                 self._main()
         except Killed:
             pass
-        except BaseException as error:  # noqa: BLE001  (raised by go_on)
-            self._error = error
         finally:
             self.ended = True
-            self._waits.release()
 
     @property
     def can_go_on(self) -> bool:
@@ -88,20 +81,15 @@ class Turns:
 
     def go_on(self) -> None:
         """Let it run until it waits again, or has ended. Raises what has ended it."""
-        self._go_on.release()
-        self._waits.acquire()
-        if self.ended:
-            self._thread.join()
-            if self._error is not None:
-                raise self._error
+        self._program.parent = getcurrent()  # has the turn when this one ends, and its exception
+        self._program.switch()
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Wait until this is so. On this thread."""
+        """Wait until this is so. Called by the program itself."""
         if self._killed:
             raise Killed
         self._until = until
-        self._waits.release()
-        self._go_on.acquire()
+        self._program.parent.switch()
         if self._killed:
             raise Killed
 
@@ -157,7 +145,7 @@ class SimEngine:
         self.epoch = 0
 
     def attach(self, me: SimRank, turns: Turns) -> None:
-        """This is the rank, and the thread that uses the engine."""
+        """This is the rank, and the program that uses the engine."""
         self.me, self.turns, self.rank = me, turns, me.rank
         self.world._changed = _Condition(turns)  # type: ignore[assignment]  # stands in for a Condition
         self.elastic = Regrouping(me.rank, self, self.world)  # type: ignore[arg-type]  # stands in for a GuardedState
@@ -190,6 +178,10 @@ class SimEngine:
     @property
     def size(self) -> int:
         return len(self.ranks())
+
+    @property
+    def failure(self) -> Cause | None:
+        return self.me.state.failure
 
     def run(self, request: Request, *, given: object = None, directly: bool = False) -> Result:
         """Submit a request and wait for its end; ``given`` is what a broadcast brings along."""
@@ -312,28 +304,30 @@ class StateWatcher(Protocol):
 
 
 class _OwnManager:
-    """The notification manager of the rank whose thread asks."""
+    """The notification manager of the rank whose program asks."""
 
     def __getattr__(self, name: str) -> object:
-        return getattr(_here.engine.manager, name)
+        return getattr(_own().manager, name)
+
+
+def _own() -> SimEngine:
+    """The engine of the program that asks."""
+    engine = getcurrent().engine
+    assert isinstance(engine, SimEngine)
+    return engine
 
 
 @contextmanager
 def own_engines() -> Iterator[None]:
-    """The elastic loop on each thread uses the engine of :func:`use`."""
+    """The elastic loop of each program uses the program's engine."""
     with ExitStack() as stack:
         for where, name, stand_in in (
-            (context, "is_initialized", lambda: not _here.engine.closed),
-            (context, "engine", lambda what="": _here.engine),
-            (context, "shutdown", lambda: _here.engine.shutdown()),
+            (context, "is_initialized", lambda: not _own().closed),
+            (context, "engine", lambda what="": _own()),
+            (context, "shutdown", lambda: _own().shutdown()),
             (running, "notification_manager", _OwnManager()),
             (attempts, "notification_manager", _OwnManager()),
-            (bindings_state, "broadcast_object", lambda obj, root: _here.engine.broadcast_object(obj, root)),
+            (bindings_state, "broadcast_object", lambda obj, root: _own().broadcast_object(obj, root)),
         ):
             stack.enter_context(mock.patch.object(where, name, stand_in))
         yield
-
-
-def use(engine: SimEngine) -> None:
-    """This thread is a rank that has this engine."""
-    _here.engine = engine

@@ -195,6 +195,7 @@ class Simulation:
             self._flush(me)
         elif self._refused is not None and self._refused.again:
             me.lost = me.ending = me.early = True
+            me.from_coordinator.clear()  # or the end of this connection is news each time, and no time ever passes
         else:
             me.ending = True
             self._end(me, Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))

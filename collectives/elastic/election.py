@@ -12,7 +12,6 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.elastic.interrupts import HostUpdateResult
 from hvdlab.collectives.elastic.state import News
 from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.numbering import own_number
 from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 
@@ -34,8 +33,8 @@ def is_overtaken(saves: int, elected: int) -> bool:
 
 
 def elect(saves: int) -> tuple[int, int]:
-    """Agree on the rank whose state is ahead: of those that began again last, the one that saved most often; among several, the one with
-    the lowest number.
+    """Agree on the rank whose state is ahead: of those that began again last, the one that saved most often; among several, the one that
+    was started with the lowest number.
 
     A newcomer has not saved yet, so its state is never chosen, which would undo what others have trained. After a failure that hit
     ranks at different points, one of them may have committed once more than the others.
@@ -44,14 +43,15 @@ def elect(saves: int) -> tuple[int, int]:
         saves: This rank's count of saves (:data:`ATTEMPT`).
 
     Returns:
-        The rank, as scripts number them, and its count. Without other ranks, this one.
+        The rank, as the core numbers it, and its count. Without other ranks, this one.
     """
+    # Not as scripts number them: ranks that are let go before training has begun may change these numbers on the way.
     if not context.is_initialized():
         return 0, saves
     engine = context.engine()
     if engine.size == 1:
-        return own_number(), saves
-    mine = np.array([own_number() - saves * MOST_RANKS], dtype=np.int64)
+        return engine.rank, saves
+    mine = np.array([engine.rank - saves * MOST_RANKS], dtype=np.int64)
     least = int(_reduced(mine, DType.I64, "elastic.root", ReduceOp.MIN)[0])
     return least % MOST_RANKS, -(least // MOST_RANKS)
 

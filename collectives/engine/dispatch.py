@@ -321,6 +321,7 @@ class Dispatcher:
 
     def _on_leave(self, message: m.Message) -> None:
         assert isinstance(message, m.Leave)
+        self._handle(message)
         self.world.released(message.reason)
         self.mailbox.leave(message)
 

@@ -134,8 +134,24 @@ def _on_dissolve(state: RankState, message: m.Dissolve) -> list[Effect]:
     return effects
 
 
+def _on_leave(state: RankState, message: m.Leave) -> list[Effect]:
+    """The others go on without this rank: what is held for an epoch to come would wait for ever.
+
+    What was announced in the last epoch is the coordinator's to refuse, and what executes in it comes to its end.
+    """
+    text = f"rank {state.rank} was let go, and the others go on without it"
+    state.left_out = cause = Cause(CauseKind.MEMBERSHIP, (state.rank,), text)
+    effects: list[Effect] = []
+    for group in state.sets.values():
+        for entry in [entry for entry in group.pending if entry.phase == HELD and not group.configured]:
+            state.end(entry)
+            effects.append(Fail(entry, state.aborted(entry, cause)))
+    return effects
+
+
 ON_EPOCHS: dict[type, Reaction] = {
     m.Abort: _on_abort,
     m.Configure: _on_configure,
     m.Dissolve: _on_dissolve,
+    m.Leave: _on_leave,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.hosts import Place, place
+from hvdlab.collectives.errors import Cause
 from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.settings import Settings
 
@@ -35,6 +36,11 @@ class Groups:
         """The world's epoch: as long as it is the same, so are the world's members."""
         group = self._guarded.state.sets.get(0)
         return group.epoch if group is not None else -1
+
+    @property
+    def failure(self) -> Cause | None:
+        """Why this rank's attempt at elastic training has failed, so that all it submits fails, until the ranks begin again."""
+        return self._guarded.state.failure
 
     def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:
         """The world's epoch, and its members' processes as (rank, host, process id). A rank that was replaced has another process."""

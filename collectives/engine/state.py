@@ -61,6 +61,7 @@ class RankState:
         elastic: Whether elastic training goes on, in which all ranks begin again together after a failure.
         failure: Why nothing can be submitted before the ranks have begun again, or ``None``.
         behind: Whether the others have gone on without this rank: then ``failure`` also lasts until the cells that run here have ended.
+        left_out: Why no further epoch begins here, or ``None``: the coordinator has let this rank go.
     """
 
     def __init__(self, rank: int, local_limit: int = LOCAL_LIMIT) -> None:
@@ -70,6 +71,7 @@ class RankState:
         self.elastic = False
         self.failure: Cause | None = None
         self.behind = False
+        self.left_out: Cause | None = None
         self.memory = Memory()
         self.locals = Locals(local_limit)
         self._outbox: dict[int, list[Entry]] = {}
@@ -88,7 +90,7 @@ class RankState:
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
             DuplicateNameError: Its name is in flight; this rank tells the coordinator, if that knows of the first one.
-            AbortedError: The coordinator is lost, or elastic training has to begin again.
+            AbortedError: The coordinator is lost, elastic training has to begin again, or the others have gone on without this rank.
         """
         request = entry.request
         if self.lost is not None:
@@ -103,6 +105,8 @@ class RankState:
                 f"Rank {self.rank} is not in process set {group.id} (ranks {list(group.ranks)}); "
                 "only its members may call its collectives."
             )
+        if self.left_out is not None and not group.configured:
+            raise self.aborted(entry, self.left_out)
         self._enter(group, entry)
         self._announce_or_hold(group, entry)
 
@@ -459,6 +463,7 @@ class RankState:
         """The coordinator is gone: fail everything pending. What is submitted from now on is held for a successor."""
         if self.elastic:
             self.failure = cause
+        self.left_out = None  # the successor says so again
         effects: list[Effect] = []
         for group in self.sets.values():
             self.memory.failing(group)

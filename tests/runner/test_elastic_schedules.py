@@ -16,9 +16,11 @@ from joint_elastic import ACTIONS, ElasticSchedule, run_elastic_seed
 from joint_schedules import soak
 
 HUNDRED_THOUSAND = 100_000
-FAILED_ONCE = (1981, 2673, 97004071)
+FAILED_ONCE = (1981, 2673, 97004071, 120_363, 140_053, 500_017_645)
 """In the first two a coordinator died as the world grew, and its successor put the ranks in another order. In the third a process came under the
-number of one that had died, to a coordinator that died as well before it had restored the world, and had that one's place then."""
+number of one that had died, to a coordinator that died as well before it had restored the world, and had that one's place then. In the fourth the
+rank with whose state the others were to go on died, and its number was refused; in the fifth a rank that was let go waited for its next epoch; in the
+last the numbers changed while the ranks agreed on one, since some were let go before training had begun."""
 
 
 @pytest.mark.timeout(1800)

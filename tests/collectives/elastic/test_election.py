@@ -15,12 +15,12 @@ from hvdlab.collectives.protocol.messages import MOST_RANKS
 def elected(ranks: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What each rank learns; ``ranks`` has how often each of them has saved."""
     monkeypatch.setattr(election.context, "is_initialized", lambda: True)
-    monkeypatch.setattr(election.context, "engine", lambda: SimpleNamespace(size=len(ranks)))
 
     def on_each(least: Any) -> list[tuple[int, int]]:
         found = []
         for rank, saves in ranks.items():
-            monkeypatch.setattr(election, "own_number", lambda rank=rank: rank)
+            engine = SimpleNamespace(size=len(ranks), rank=rank)
+            monkeypatch.setattr(election.context, "engine", lambda engine=engine: engine)
             monkeypatch.setattr(election, "_reduced", least)
             found.append(election.elect(saves))
         return found

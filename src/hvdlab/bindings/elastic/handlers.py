@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from hvdlab.bindings.elastic.place import first_rank
+from hvdlab.bindings.elastic.place import number_of
 from hvdlab.bindings.elastic.sampler import ElasticSampler, Share
 from hvdlab.bindings.objects import allgather_object, broadcast_object
 
@@ -22,7 +22,7 @@ class StateHandler(Generic[T]):
 
     Attributes:
         value: The object.
-        root: The rank that :meth:`sync` takes the state of; ``None`` for the first that lives.
+        root: The rank that :meth:`sync` takes the state of, as the core numbers it; ``None`` for the first that lives.
     """
 
     def __init__(self, value: T) -> None:
@@ -62,8 +62,8 @@ class StateHandler(Generic[T]):
 
     @property
     def root_rank(self) -> int:
-        """The rank that :meth:`sync` takes the state of."""
-        return first_rank() if self.root is None else self.root
+        """The rank that :meth:`sync` takes the state of, as scripts number it now."""
+        return number_of(self.root)
 
 
 class SamplerStateHandler(StateHandler[ElasticSampler]):

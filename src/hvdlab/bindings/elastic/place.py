@@ -24,3 +24,8 @@ def first_rank() -> int:
         return 0
     engine = context.engine()
     return shown_number(next(iter(engine.ranks()), engine.rank))
+
+
+def number_of(rank: int | None) -> int:
+    """The number by which scripts know a rank of the core; of the first living rank for ``None``."""
+    return first_rank() if rank is None else shown_number(rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlab.bindings.elastic.handlers import HandlerRegistry, StateHandler
-from hvdlab.bindings.elastic.place import first_rank
+from hvdlab.bindings.elastic.place import number_of
 from hvdlab.bindings.objects import broadcast_object
 from hvdlab.collectives.basics import rank
 from hvdlab.collectives.elastic.election import begun_again, elect, is_overtaken, united
@@ -83,7 +83,7 @@ class HandledState(ObjectState):
         return united(news)
 
     def _from_root(self, obj: Any) -> Any:
-        return broadcast_object(obj, first_rank() if self._root is None else self._root)
+        return broadcast_object(obj, number_of(self._root))
 
     def __setattr__(self, name: str, value: Any) -> None:
         handlers = self._handlers

@@ -317,3 +317,14 @@ def members(process_set: int) -> tuple[int, ...]:
 def position(process_set: int) -> int:
     """This rank's position among the members of a process set that it belongs to."""
     return members(process_set).index(context.engine().rank)
+
+
+def newest(ranks: tuple[int, ...], otherwise: int) -> int:
+    """The id of the process set of just these ranks of the core that was registered last; ``otherwise`` if there is none now.
+
+    A set has lost a rank that was cut off for good, also when that is back: then all ranks register one of the same ranks anew. They
+    do that together, so that all find the same one afterwards.
+    """
+    engine, sets = context.engine(), _known().sets
+    alike = [id for id, known in [*sets.items()] if known.ranks == ranks]  # a copy: any thread may ask
+    return next((id for id in reversed(alike) if engine.knows_process_set(id)), otherwise)

@@ -24,7 +24,7 @@ from hvdlab.collectives.errors import (
 )
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.keys import Key
-from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, position, set_id
+from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, newest, position, set_id
 
 _TEXT_BYTES = 2048
 
@@ -40,9 +40,6 @@ class Workers:
     Args:
         process_set: The process set whose ranks are the workers; ``None`` for the world.
 
-    Attributes:
-        id: Id of the process set in the core.
-
     Raises:
         KVStoreError: This rank is not in the process set.
         InvalidRequestError: The process set is not registered.
@@ -50,12 +47,19 @@ class Workers:
 
     def __init__(self, process_set: ProcessSet | None = None) -> None:
         engine = joined()
-        self.id = GLOBAL_ID if process_set is None else set_id(process_set)
+        self._made_of = GLOBAL_ID if process_set is None else set_id(process_set)
+        #: The ranks of that process set.
+        self._all = () if process_set is None else members(self._made_of)
         if process_set is not None and engine.rank not in process_set.ranks:
             raise KVStoreError(
                 f"rank {engine.rank} can't make a store of the process set of {format_ranks(process_set.ranks)}, in which it is "
                 "not: let those ranks make it"
             )
+
+    @property
+    def id(self) -> int:
+        """Id in the core of the process set that they are: of those of the same ranks the newest, which has again what others have lost."""
+        return GLOBAL_ID if self._made_of == GLOBAL_ID else newest(self._all, self._made_of)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -64,13 +68,23 @@ class Workers:
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0."""
-        return joined().rank if self.id == GLOBAL_ID else position(self.id)
+        """Number of this worker, from 0. Raises ``KVStoreError`` if the process set has lost it."""
+        return joined().rank if self.id == GLOBAL_ID else position(self._own_id())
 
     @property
     def local_rank(self) -> int:
-        """Number of this worker among those of its host, from 0."""
-        return joined().local_rank if self.id == GLOBAL_ID else joined().local_rank_in(self.id)
+        """Number of this worker among those of its host, from 0. Raises ``KVStoreError`` if the process set has lost it."""
+        return joined().local_rank if self.id == GLOBAL_ID else joined().local_rank_in(self._own_id())
+
+    def _own_id(self) -> int:
+        """The id of the process set, which has this worker."""
+        id, rank = self.id, joined().rank
+        if rank not in members(id):
+            raise KVStoreError(
+                f"rank {rank} was cut off, and the process set of {format_ranks(self._all)} has lost it: register one of the same ranks "
+                "anew on all ranks (hvd.add_process_set), and the store goes on with that"
+            )
+        return id
 
     @property
     def count(self) -> int:

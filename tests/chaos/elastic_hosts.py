@@ -61,8 +61,13 @@ class RanksOfHosts:
         steps = [letter for letter in letters if letter["what"] == "step" and letter["at"] > since]
         if not steps or len(steps[-1]["group"]) != sum(self.counts.values()):
             return False
+        # Newcomers may have the numbers of those that have left, and so be a group of the same name.
+        latest = {letter["rank"]: (letter["host"], letter["pid"]) for letter in steps}
         told = Counter(
-            (letter["host"], letter["pid"]) for letter in steps if letter["group"] == steps[-1]["group"]
+            process
+            for letter in steps
+            if letter["group"] == steps[-1]["group"]
+            and (process := (letter["host"], letter["pid"])) == latest[letter["rank"]]
         )
         return Counter(host for (host, _), count in told.items() if count >= 2) == Counter(self.counts)
 

@@ -66,6 +66,14 @@ SLEEPS_ON_B = """
         time.sleep(1000)
 """
 
+SLEEPS_ON_B_AT_FIRST = """
+    import os, pathlib, time
+
+    if os.environ["HOROVOD_HOSTNAME"] == "b" and not os.path.exists("slept"):
+        pathlib.Path("slept").touch()
+        time.sleep(1000)
+"""
+
 
 @pytest.fixture
 def elastic(launcher, tmp_path: Path) -> Callable[..., object]:
@@ -171,6 +179,17 @@ def test_a_host_where_a_start_hangs_is_put_aside_and_the_others_begin(elastic, w
     clause = "rank 1 on b did not come to hvd.init() within 15 s; going on without it"
     assert ran.launcher == ([aside] if shell else [clause, aside])
     assert ran.of(0)[-1] == "done 0 1"
+
+
+def test_a_newcomer_that_never_comes_leaves_its_number_to_the_next(elastic) -> None:
+    flags = ("--blacklist-cooldown-range", "1", "2", "--start-timeout", "15", "--elastic-timeout", "15")
+    ran = elastic("a", "1=a+b", "2=a", flags=flags, script=SLEEPS_ON_B_AT_FIRST + SCRIPT)
+    assert ran.code == 0, ran.err
+    clause = "rank 1 on b did not come to hvd.init() within 15 s; going on without it"
+    aside = "b is put aside for 1 s: rank 1 did not come to hvd.init()"
+    start = "starting rank 1 on b"
+    assert [line for line in ran.launcher if line in (start, clause, aside)] == [start, clause, aside, start]
+    assert ran.of(0)[-1] == "done 0 2"
 
 
 def test_a_host_with_another_version_is_reported_once_and_training_goes_on(elastic) -> None:

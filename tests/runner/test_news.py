@@ -63,6 +63,20 @@ def test_the_end_of_the_loop_lets_go_whoever_is_held_up(news: News) -> None:
     assert not writer.is_alive()
 
 
+def test_a_newcomer_that_waits_to_be_let_in_has_arrived(news: News) -> None:
+    both = tuple(m.Member(rank, "host", 100 + rank) for rank in range(2))
+    news._on_membership(Membership((0, 1), both[:1], (), 1, (), (0,)))
+    assert list(news.take()) == [e.Connected(0), e.Formed()]
+    for _ in range(2):
+        news._on_membership(Membership((0, 1), both, (), 1, (1,), (0,)))
+    assert list(news.take()) == [e.Arrived(1)]
+    other = (both[0], m.Member(1, "host", 201))
+    news._on_membership(Membership((0, 1), other, (), 1, (1,), (0,)))
+    assert list(news.take()) == [e.Arrived(1)], "another process has its number"
+    news._on_membership(Membership((0, 1), other, (), 2, (), (0, 1)))
+    assert list(news.take()) == [e.Connected(1)]
+
+
 def test_a_rank_that_was_cut_off_has_joined_once_it_is_in_the_world_again(news: News) -> None:
     """It goes back to its last commit first, and then waits; neither is taken for having joined."""
     both = tuple(m.Member(rank, "host", 100 + rank) for rank in range(2))

@@ -353,6 +353,8 @@ def _event(size: int) -> st.SearchStrategy[e.Event]:
         st.builds(e.Spawned, rank, st.integers(1, 9)),
         st.builds(e.Exited, rank, outcome),
         st.builds(e.Unstartable, some, st.just("lost")),
+        st.builds(e.Arrived, rank),
+        st.builds(e.Formed),
         st.builds(e.Connected, rank),
         st.builds(e.Disconnected, rank),
         st.builds(e.Reported, rank, st.just("Error"), some),
@@ -367,7 +369,7 @@ def _event(size: int) -> st.SearchStrategy[e.Event]:
 @given(data=st.data())
 def test_any_order_of_events_ends(minimum: int | None, data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 5))
-    script = Script(size, min_ranks=minimum, reset_limit=2, join_timeout=3.0)
+    script = Script(size, min_ranks=minimum, reset_limit=2, join_timeout=3.0, newcomer_timeout=4.0)
     for event in data.draw(st.lists(_event(size), max_size=30)):
         script.now += data.draw(st.floats(0, 2))
         living = set(script.supervisor.living)
@@ -491,8 +493,67 @@ def test_of_hosts_that_come_and_go_one_whose_rank_does_not_join_is_put_aside() -
     assert e.StartOn({1: "b"}) in script.tell(e.Hosts({"a": 1, "b": 1}))
 
 
-def test_once_there_was_a_world_newcomers_may_take_their_time() -> None:
-    script = Script(0, min_ranks=1, join_timeout=60.0, growth=Growth(1, 4))
+def newcomers(**policy: Any) -> Script:
+    """A job that trains, with two newcomers whose processes run; one of them is in the world."""
+    policy = {"growth": Growth(1, 4), **policy}
+    script = Script(0, min_ranks=1, join_timeout=60.0, newcomer_timeout=600.0, **policy)
     script.tell(e.Hosts({"a": 1}), e.Spawned(0, 100), e.Connected(0), e.Formed())
     script.tell(e.Hosts({"a": 1, "b": 2}), e.Spawned(1, 101), e.Spawned(2, 102), e.Connected(1))
+    return script
+
+
+def test_newcomers_that_have_come_may_take_their_time() -> None:
+    script = newcomers()
+    script.tell(e.Arrived(2))
     assert script.supervisor.deadline is None, "rank 2 waits until the others let it in"
+
+
+def test_the_number_of_a_newcomer_that_never_comes_is_free_once_it_was_given_up() -> None:
+    script = newcomers()
+    effects = script.wait()
+    assert script.now == 600.0
+    assert effects == [
+        e.Say("rank 2 on b did not come to hvd.init() within 600 s; going on without it"),
+        e.Expect((0, 1)),
+        e.Signal((2,), signal.SIGKILL),
+        e.HostFailed("b", "rank 2 did not come to hvd.init()"),
+    ]
+    assert script.supervisor.deadline is None
+    script.tell(e.Exited(2, KILLED))
+    assert e.StartOn({2: "c"}) in script.tell(e.Hosts({"a": 1, "c": 1}, frozenset({"b"})))
+    script.tell(e.Spawned(2, 103))
+    assert script.supervisor.deadline == 1200.0, "the next one has the same time"
+    script.tell(e.Connected(2))
+    assert script.tell(*(e.Exited(rank, OK) for rank in (2, 1, 0)))[-1] == e.Finish(0)
+
+
+def test_one_that_was_given_up_and_does_not_end_takes_no_room_from_others() -> None:
+    script = newcomers(growth=Growth(1, 3))
+    script.wait()
+    assert e.StartOn({3: "c"}) in script.tell(e.Hosts({"a": 1, "c": 1}, frozenset({"b"})))
+
+
+def test_one_that_started_before_the_world_began_without_it_has_that_time_as_well() -> None:
+    script = Script(0, min_ranks=1, newcomer_timeout=600.0, growth=Growth(2, 2))
+    script.tell(e.Hosts({"a": 1, "b": 1}), e.Spawned(0, 100), e.Spawned(1, 101), e.Connected(0), e.Formed())
+    assert e.Expect((0,)) in script.wait()
+
+
+def test_a_newcomer_that_is_to_leave_and_does_not_end_is_killed() -> None:
+    script = newcomers(grace=5.0)
+    assert e.Release((2,)) in script.tell(e.Hosts({"a": 1, "b": 1}))
+    assert script.wait() == [e.Signal((2,), signal.SIGTERM)]
+    assert script.wait() == [e.Signal((2,), signal.SIGKILL)]
+    script.wait()
+    assert script.supervisor.deadline is None
+    script.tell(e.Exited(2, KILLED))
+    assert e.StartOn({2: "b"}) in script.tell(e.Hosts({"a": 1, "b": 2}))
+
+
+def test_with_fixed_hosts_one_that_was_started_anew_and_never_comes_is_given_up() -> None:
+    script = Script(2, min_ranks=1, join_timeout=60.0, newcomer_timeout=600.0)
+    script.tell(e.Connected(0), e.Connected(1), e.Formed(), e.Exited(1, KILLED), e.Spawned(1, 201))
+    effects = script.wait()
+    assert e.Say("rank 1 did not come to hvd.init() within 600 s; going on without it") in effects
+    assert e.Signal((1,), signal.SIGKILL) in effects
+    assert script.tell(e.Exited(1, KILLED), e.Exited(0, OK))[-1] == e.Finish(0)

@@ -42,6 +42,13 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrived:
+    """A newcomer has come to ``hvd.init()``, where it waits; :class:`Connected` follows once the others have let it in."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Formed:
     """The first world is there: all ranks have come that were expected then, or the others go on without them."""
 
@@ -131,6 +138,7 @@ Event = (
     Spawned
     | Exited
     | Unstartable
+    | Arrived
     | Connected
     | Formed
     | Disconnected

@@ -68,6 +68,8 @@ class News:
         self._formed = False
         #: Ranks that were cut off, have connected again, and are not in the world yet.
         self._back: set[int] = set()
+        #: Newcomers that wait to be let in, with their processes.
+        self._arrived: set[tuple[int, int]] = set()
 
     def post(self, event: Posted) -> None:
         """Queue an event, from another thread or a signal handler. The loop may never take what comes after :meth:`stop`."""
@@ -140,6 +142,12 @@ class News:
         if membership.formed and not self._formed:
             self._formed = True
             self.post(e.Formed())
+        arrived = {
+            (rank, members[rank]) for rank in membership.waiting if rank in members.keys() - self._back
+        }
+        for rank, _ in sorted(arrived - self._arrived):
+            self.post(e.Arrived(rank))
+        self._arrived = arrived
 
     def _on_returned(self, rank: int, pid: int, seconds: float) -> None:
         self._back.add(rank)

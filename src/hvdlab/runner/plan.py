@@ -93,6 +93,11 @@ class Job:
         return (*self.command, "-m", "hvdlab.runner.function") if self.function else self.command
 
     @property
+    def newcomer_timeout(self) -> float | None:
+        """Seconds that a newcomer has to come to ``hvd.init()``; ``None`` for no limit."""
+        return None if self.join_timeout is None else max(self.join_timeout, self.elastic_timeout)
+
+    @property
     def used_hosts(self) -> tuple[int, ...]:
         """Indices of the hosts that have ranks."""
         return tuple(sorted({slot.host for slot in self.slots}))
@@ -109,6 +114,7 @@ class Job:
             tuple(self.hosts[slot.host].name for slot in self.slots),
             start_timeout=self.start_timeout,
             join_timeout=self.join_timeout,
+            newcomer_timeout=self.newcomer_timeout,
             min_ranks=self.min_ranks,
             reset_limit=self.reset_limit,
             growth=None
@@ -194,10 +200,9 @@ def _patience_of_ranks(job: Job) -> float:
 
     The ranks of an elastic job wait on, as the launcher gives up those that don't come, and may have to find hosts for others.
     """
-    assert job.join_timeout is not None
-    return (
-        job.join_timeout if job.min_ranks is None else max(job.join_timeout, job.elastic_timeout)
-    ) + _LATER
+    patience = job.join_timeout if job.min_ranks is None else job.newcomer_timeout
+    assert patience is not None
+    return patience + _LATER
 
 
 def program(job: Job, output: ProgramOutput) -> Program:

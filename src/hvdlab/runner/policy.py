@@ -17,6 +17,8 @@ class Policy:
         hosts: Host of each rank; its length is the number of ranks.
         start_timeout: Time for all processes to be started.
         join_timeout: Time from the first rank's ``hvd.init()`` until the first world is there; ``None`` leaves that to the ranks.
+        newcomer_timeout: Time from the start of a newcomer's process until its ``hvd.init()``, once there has been a world. No rank waits for
+            it, but it keeps its slot and its number. ``None`` for no limit.
         settle: How long the launcher waits for the culprit's end.
         hang: How long a rank may take to end after an exception ended its program.
         grace: Time between SIGTERM and SIGKILL, and until a rank gets the former that was let go and has not joined.
@@ -30,6 +32,7 @@ class Policy:
     hosts: tuple[str, ...]
     start_timeout: float = 30.0
     join_timeout: float | None = None
+    newcomer_timeout: float | None = None
     settle: float = 1.0
     hang: float = 30.0
     grace: float = 5.0
@@ -86,11 +89,20 @@ class RankState:
     """Where it was started."""
     start_by: float | None = None
     """When its process must run, if it was started while the job ran."""
+    come_by: float | None = None
+    """When it must have come to ``hvd.init()``, if it started once there had been a world."""
     given_up: bool = False
     """Whether it did not start or join in time: the others go on without it, and its process, if it gets or has one, is killed."""
     released: bool = False
     """Whether it leaves with its host."""
     leave_by: float | None = None
-    """When it is ended if it leaves and has not joined by then."""
+    """When it is ended if it leaves and has not joined by then; and when it is killed if it has not ended either."""
+    ended: bool = False
+    """Whether it got SIGTERM since it leaves and had not joined."""
     deadline: float | None = None
     """When it must have ended after its report."""
+
+    @property
+    def times(self) -> tuple[float | None, ...]:
+        """When something is due."""
+        return self.deadline, self.start_by, self.come_by, self.leave_by

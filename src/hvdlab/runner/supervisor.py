@@ -80,7 +80,7 @@ class Supervisor:
         if self.phase is Phase.SETTLING:
             return self._settle_by
         alive = [state for state in self.ranks if state.outcome is None]
-        own = [when for state in alive for when in (state.deadline, state.start_by, state.leave_by)]
+        own = [when for state in alive for when in state.times]
         times = [when for when in (self._start_by, self._join_by, self._enough_by, *own) if when is not None]
         return min(times, default=None)
 
@@ -92,15 +92,19 @@ class Supervisor:
             return []
         match event:
             case e.Spawned(rank, pid):
-                self._spawned(rank, pid)
+                self._spawned(rank, pid, now)
             case e.Exited(rank, outcome):
                 self._exited(rank, outcome, now)
             case e.Unstartable(ranks, text):
                 self._unstartable(ranks, text, now)
             case e.Connected(rank):
                 self._connected(rank, now)
+            case e.Arrived(rank):
+                self.ranks[rank].come_by = None
             case e.Formed():
                 self._formed, self._join_by = True, None
+                for rank in self.expected:
+                    self._await(rank, now)
             case e.Disconnected(rank, reason):
                 self.ranks[rank].connected, self.ranks[rank].lost = False, reason
                 self.ranks[rank].left_at = self._events
@@ -125,16 +129,25 @@ class Supervisor:
 
     # -- single events --------------------------------------------------------------------------------------------
 
-    def _spawned(self, rank: int, pid: int) -> None:
+    def _spawned(self, rank: int, pid: int, now: float) -> None:
         state = self.ranks[rank]
         state.pid, state.start_by = pid, None
+        self._await(rank, now)
         if state.given_up and state.outcome is None:
             self._effects.append(e.Signal((rank,), signal.SIGKILL))
         if self._begun and all(self.ranks[expected].pid for expected in self.expected):
             self._start_by = None
 
+    def _await(self, rank: int, now: float) -> None:
+        """Give a newcomer that has started, and has not joined, its time to come to ``hvd.init()``."""
+        state, limit = self.ranks[rank], self.policy.newcomer_timeout
+        started = bool(state.pid) and not (state.joined or state.given_up)
+        if self._formed and started and limit is not None and self.policy.min_ranks is not None:
+            state.come_by = now + limit
+
     def _connected(self, rank: int, now: float) -> None:
         self.ranks[rank].connected = self.ranks[rank].joined = True
+        self.ranks[rank].come_by = None
         self.ranks[rank].joined_at, self.ranks[rank].left_at = self._events, None
         self.ranks[rank].lost, self.ranks[rank].returned = "", False
         self._unjoined.discard((rank, self.ranks[rank].host))
@@ -237,7 +250,7 @@ class Supervisor:
         least, left = self.policy.min_ranks, self._well() - len(ranks)
         goes_on = least is not None and (self.policy.growth is not None or left >= least)
         for rank in ranks:
-            self.ranks[rank].start_by = None
+            self.ranks[rank].start_by = self.ranks[rank].come_by = None
             # As the job ends it waits for processes, which may have something to say, but not for one that there is none of.
             self.ranks[rank].given_up = goes_on or not self.ranks[rank].pid
         if not goes_on:
@@ -331,7 +344,8 @@ class Supervisor:
         if not self._begun and not self._may_begin(growth, least, now):
             return
         placed = {rank: self.ranks[rank].host for rank in self.living}
-        leaving = [rank for rank in placed if self.ranks[rank].released]
+        # Those that were given up keep their numbers and slots until their processes have ended, but count no more.
+        leaving = [rank for rank in placed if self.ranks[rank].released or self.ranks[rank].given_up]
         plan = changes(self._hosts.usable, self._hosts.aside, placed, leaving, least, growth.most)
         if plan.start:
             self._start_on(plan.start, now)
@@ -398,13 +412,28 @@ class Supervisor:
                 # To give the host up would end those that run there, so it is waited for; else its end will be reported.
                 self.ranks[rank].start_by = now + self.policy.start_timeout if others else None
 
-    def _end_released(self, now: float) -> None:
-        """End ranks that were let go and have not joined by then, so that the coordinator could not tell them."""
-        due = [rank for rank in self.living if (by := self.ranks[rank].leave_by) is not None and now >= by]
+    def _give_up_newcomers(self, now: float) -> None:
+        """Give up newcomers that have started and do not come to ``hvd.init()``: others can have their numbers and slots."""
+        due = [rank for rank in self.living if (by := self.ranks[rank].come_by) is not None and now >= by]
         for rank in due:
-            self.ranks[rank].leave_by = None
-        if new := tuple(rank for rank in due if not self.ranks[rank].joined):
-            self._effects.append(e.Signal(new, signal.SIGTERM))
+            self.ranks[rank].come_by = None
+        late = [rank for rank in due if not self.ranks[rank].released]  # those that leave are ended anyway
+        if late and self.phase is Phase.RUNNING:
+            within = f"within {self.policy.newcomer_timeout:g} s"
+            self._give_up(late, f"{self._named(late)} did not come to hvd.init() {within}", now)
+
+    def _end_released(self, now: float) -> None:
+        """End ranks that were let go and have not joined by then, so that the coordinator could not tell them; kill what does not end."""
+        due = [rank for rank in self.living if (by := self.ranks[rank].leave_by) is not None and now >= by]
+        signals: dict[int, list[int]] = {}
+        for rank in due:
+            state = self.ranks[rank]
+            state.leave_by = None
+            if not state.joined:
+                signals.setdefault(signal.SIGKILL if state.ended else signal.SIGTERM, []).append(rank)
+                state.leave_by = None if state.ended else now + self.policy.grace
+                state.ended = True
+        self._effects += [e.Signal(tuple(ranks), number) for number, ranks in signals.items()]
 
     def _is_late(self, rank: int) -> bool:
         """Whether a rank was started anew and has not taken part yet, or was cut off and has not taken part since.
@@ -479,6 +508,7 @@ class Supervisor:
 
     def _check_times(self, now: float) -> None:
         self._give_up_starts(now)
+        self._give_up_newcomers(now)
         if self.phase is not Phase.RUNNING:
             return
         self._end_released(now)

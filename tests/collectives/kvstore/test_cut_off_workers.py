@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,18 @@ import pytest
 from hvdlab import kvstore
 from hvdlab.bindings.elastic.handlers import HandlerRegistry
 from hvdlab.bindings.elastic.state import HandledState
-from hvdlab.collectives import api, context
+from hvdlab.collectives import api, context, process_sets
 from hvdlab.collectives.elastic import run_fn
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.process_sets import ProcessSet
 from patience import PATIENCE
 from ranks import Ranks
 
 SERVERS = {"HVDLAB_KV_UPDATE": "servers", "HVDLAB_KV_SERVERS": "2", "MXNET_KVSTORE_BIGARRAY_BOUND": "20"}
 """Each of two servers has a part of the value."""
 SIZE = 50
+SOME = (0, 2, 3)
+"""The workers of a store of a process set."""
 MORE = 3
 """Steps with the worker that is back."""
 
@@ -72,6 +77,66 @@ def train(name: str, cut_rank: int) -> tuple[list[int], list[float], bytes]:
     return begun, grown, value.tobytes()
 
 
+def train_some(name: str, cut_rank: int) -> tuple[tuple[int, int, int], list[float], bytes] | None:
+    """The same with a store of a process set, which elastic training registers with each attempt, while the store stays.
+
+    Returns:
+        This worker's numbers in the store in the end, the growths, and the value; ``None`` on a rank that is no worker.
+    """
+    rank = context.engine().rank
+    mine, value = rank == cut_rank, np.empty(SIZE, np.float32)
+    store: Any = None
+    sets: list[ProcessSet] = []
+    grown: list[float] = []
+    attempts = 0
+
+    def steps(state: HandledState) -> None:
+        nonlocal attempts, store
+        attempts += 1
+        if mine and attempts > 1:
+            lost_for_good(store, sets[0])
+        if context.engine().size == 4:  # else one of the ranks is not there
+            sets.append(process_sets.add_process_set(SOME))
+        if store is None and rank in SOME:
+            store = kvstore.create(name, process_set=sets[0])
+            store.set_optimizer(kvstore.optimizer.SGD(learning_rate=-1.0))
+            store.init("w", np.zeros(SIZE, np.float32))
+        grown.clear()
+        while len(grown) < MORE:
+            if state.batch == 2 and attempts == 1 and mine:
+                cut()
+            grown_by = 0.0
+            if store is not None:
+                store.barrier()  # all have pulled
+                store.pull("w", out=value)
+                before = value.copy()
+                store.barrier()
+                store.push("w", np.ones(SIZE, np.float32))
+                store.pull("w", out=value)
+                store.barrier()  # all have pushed
+                store.pull("w", out=value)
+                grown_by = float((value - before)[0])
+            if api.allreduce(np.array([float(mine and attempts > 1)]), "back", op=api.Max)[0]:
+                grown.append(grown_by)
+            state.batch += 1
+            state.commit()
+
+    run_fn(steps, lambda: None)(HandledState(HandlerRegistry([]), batch=0))
+    if store is None:
+        return None
+    store.barrier()
+    return (store.rank, store.local_rank, store.num_workers), grown, value.tobytes()
+
+
+def lost_for_good(store: Any, made_of: ProcessSet) -> None:
+    """Nothing waits for others that have gone on without this rank, although it is in the world again."""
+    assert made_of.process_set_id is None
+    with pytest.raises(InvalidRequestError, match="There is no process set"):
+        store.barrier()
+    with pytest.raises(kvstore.KVStoreError, match="register one of the same ranks anew"):
+        store.rank  # noqa: B018  (a property)
+
+
 # -- tests ------------------------------------------------------------------------------------------------------------
 
 
@@ -85,3 +150,15 @@ def test_a_worker_that_was_cut_off_takes_part_again(name: str, cut_rank: int) ->
         assert grown == [3.0] * MORE
         assert value == found[0][2]
     assert len(found[cut_rank][0]) > 1
+
+
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("cut_rank", [0, 2])
+def test_in_a_process_set_that_is_registered_anew_it_does_as_well(name: str, cut_rank: int) -> None:
+    with Ranks(4, env=SERVERS) as ranks:
+        found = ranks.run(train_some, name, cut_rank, timeout=PATIENCE)
+    assert found.pop(1) is None
+    for number, (numbers, grown, value) in enumerate(found):
+        assert numbers == (number, number, 3)
+        assert grown == [3.0] * MORE
+        assert value == found[0][2]

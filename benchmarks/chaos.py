@@ -5,9 +5,11 @@
     python benchmarks/chaos.py --seed 4 --plane gloo --first 17 --count 1 -v      # one trial again, with its story
     python benchmarks/chaos.py --shared-memory 64                               # with 64 MiB of it, as in a container
     python benchmarks/chaos.py --fault DDP                                      # only what befalls wrapped models
+    python benchmarks/chaos.py --relays                                         # pools whose ranks are behind relays
     python benchmarks/chaos.py --partitions 30                                  # hosts that are cut off, instead of pools
     python benchmarks/chaos.py --elastic 1000                                   # ranks that come and go while they train
     python benchmarks/chaos.py --elastic 100 --hosts                            # whole hosts that do (needs root)
+    python benchmarks/chaos.py --elastic 100 --hosts --relays                   # hosts whose ranks are behind relays
 
 Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. What the faults are, where they
 strike and what is looked at afterwards is in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
@@ -33,21 +35,27 @@ from pages import write
 
 from chaos.campaign import Campaign
 from chaos.elastic import LEAST, MOST, ElasticCampaign
-from chaos.elastic_hosts import HOSTS, SLOTS, ElasticHosts
-from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, RESIZES, STALL, WRAPPED
+from chaos.elastic_hosts import CHANGES, HOSTS, SLOTS, ElasticHosts
+from chaos.elastic_hosts import OF_RELAYS as CHANGES_OF_RELAYS
+from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, OF_RELAYS, RESIZES, STALL, WRAPPED, Fault
 from chaos.figures import Outcome, markdown, rows, story, table
 from chaos.partitions import Partitions
 from chaos.scarcity import little_shared_memory
 from hosts import missing
 
 EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS, *RESIZES, *WRAPPED)
+BEHIND_RELAYS = (
+    *(fault for fault in (*FAULTS, *DEATHS_OF_PARTS, *RESIZES) if "fork" not in fault.name),
+    *OF_RELAYS,
+)
+"""Without those of fork servers, of which each host has one, and of kernels, whose pools are on one host."""
 
 
-def chosen(words: list[str]) -> list[Any]:
+def chosen(words: list[str], among: Sequence[Fault]) -> list[Fault]:
     """The faults whose name has one of these words; all without words."""
-    found = [fault for fault in EVERYTHING if not words or any(word in fault.name for word in words)]
+    found = [fault for fault in among if not words or any(word in fault.name for word in words)]
     if not found:
-        sys.exit(f"no fault has {' or '.join(words)} in its name: {', '.join(f.name for f in EVERYTHING)}")
+        sys.exit(f"no fault has {' or '.join(words)} in its name: {', '.join(f.name for f in among)}")
     return found
 
 
@@ -137,14 +145,21 @@ class PoolFaults(Kind[Campaign]):
 
     def __init__(self, given: argparse.Namespace) -> None:
         super().__init__(given)
-        self.faults = chosen(given.fault)
+        self.faults = chosen(given.fault, BEHIND_RELAYS if given.relays else EVERYTHING)
+        if given.relays:
+            self.name, self.planes = "relays", ["gloo"]  # the plane of several hosts
         if set(self.faults) <= set(WRAPPED):
             self.name = "ddp"  # which has a table of its own
 
     def start(self, plane: str) -> Campaign:
         given = self.given
         return Campaign(
-            given.seed, plane, size=given.ranks, faults=self.faults, views=not given.without_views
+            given.seed,
+            plane,
+            size=given.ranks,
+            faults=self.faults,
+            views=not given.without_views,
+            relays=given.relays,
         )
 
     def stop(self, played: Campaign) -> list[str]:
@@ -187,10 +202,14 @@ class HostChanges(OnHosts[ElasticHosts]):
 
     def __init__(self, given: argparse.Namespace) -> None:
         super().__init__(given)
+        if given.relays:
+            self.name = "elastic-hosts-relays"
         self.count, self.ranks = given.elastic, f"1 to {1 + SLOTS * (HOSTS - 1)}"
 
     def start(self, plane: str) -> ElasticHosts:
-        return ElasticHosts(self.given.seed)
+        if not self.given.relays:
+            return ElasticHosts(self.given.seed)
+        return ElasticHosts(self.given.seed, changes=(*CHANGES, *CHANGES_OF_RELAYS), relays=True)
 
     def break_off(self, played: ElasticHosts) -> list[str]:
         return played.end_training()
@@ -267,6 +286,11 @@ def main() -> None:
         action="store_true",
         help="with --elastic: whole hosts come and go, instead of ranks of a pool (needs root)",
     )
+    parser.add_argument(
+        "--relays",
+        action="store_true",
+        help="ranks are behind relays, which are lost as well: those of pools on two hosts, or with --elastic and --hosts of a job",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path, help="page whose table is written anew")
     parser.add_argument(
@@ -281,6 +305,8 @@ def main() -> None:
         with_shared_memory(given.shared_memory)
     if given.hosts and not given.elastic:
         parser.error("--hosts belongs to --elastic")
+    if given.relays and (given.partitions or (given.elastic and not given.hosts)):
+        parser.error("--relays belongs to faults on pools, or to --elastic with --hosts")
     kind = kind_of(given)
     outcomes: list[Outcome] = []
     pools: list[dict[str, Any]] = []

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from pages import write
+from pages import conditions, publish
 
 RANKS = 4
 WIDTH, BATCH = 1000, 8
@@ -437,19 +436,8 @@ def main() -> None:
         words = [sys.executable, str(Path(__file__).resolve()), "--part", part, "--rounds", str(given.rounds)]
         found |= found_by(words)
         say(f"{part}: {json.dumps(summary(found))}")
-    result = {
-        "benchmark": "engines",
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[1], 1),
-        "python": platform.python_version(),
-        "rounds": given.rounds,
-        "figures": summary(found),
-    }
-    print(json.dumps(result, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    if given.page:
-        write(given.page, "engines", markdown(result))
+    result = {**conditions("engines", given.rounds), "figures": summary(found)}
+    publish(result, markdown, json_file=given.json, page=given.page)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""Tables of measurements in the documentation: written between two marks, so that nobody copies figures by hand."""
+"""Results of measurements: their files, and their tables in the documentation, which are written between two marks so that nobody copies figures by hand."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -22,3 +27,30 @@ def write(page: Path, name: str, table: str) -> None:
     text = page.read_text()
     head, tail = text[: text.index(first)], text[text.index(last) :]
     page.write_text(f"{head}{first}\n\n{table}\n\n{tail}")
+
+
+def conditions(benchmark: str, rounds: int) -> dict[str, Any]:
+    """What a result says of a measurement that has just been made, beside its figures."""
+    return {
+        "benchmark": benchmark,
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[1], 1),
+        "python": platform.python_version(),
+        "rounds": rounds,
+    }
+
+
+def publish(
+    result: dict[str, Any],
+    table: Callable[[dict[str, Any]], str],
+    *,
+    json_file: Path | None,
+    page: Path | None,
+) -> None:
+    """Print a result; write it into its file, and its table into the place on a page that has the benchmark's name, where they are given."""
+    text = json.dumps(result, indent=1)
+    print(text)
+    if json_file:
+        json_file.write_text(text + "\n")
+    if page:
+        write(page, result["benchmark"], table(result))

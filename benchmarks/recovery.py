@@ -22,9 +22,7 @@ the worst over the rounds. ``by the best peer`` is the median by the smaller one
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -38,7 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pages import write
+from pages import conditions, publish
 
 WIDTH = 5000
 """A layer of so many squared weights is 100 MB."""
@@ -448,19 +446,8 @@ def main() -> None:
             rounds[name].append(play(SYSTEMS[name], pythons[name]))
             shown = ", ".join(f"{figure} {seconds:.2f}" for figure, seconds in rounds[name][-1].items())
             print(f"round {number + 1}, {name}: {shown}", file=sys.stderr, flush=True)
-    result = {
-        "benchmark": "recovery",
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[1], 1),
-        "python": platform.python_version(),
-        "rounds": given.rounds,
-        "seconds": summary(rounds),
-    }
-    print(json.dumps(result, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    if given.page:
-        write(given.page, "recovery", markdown(result))
+    result = {**conditions("recovery", given.rounds), "seconds": summary(rounds)}
+    publish(result, markdown, json_file=given.json, page=given.page)
 
 
 if __name__ == "__main__":

@@ -167,8 +167,16 @@ def test_a_rank_behind_a_relay_that_dies_is_named(network: Network, shell: Remot
     assert "coordinator" not in err.replace("hvdlab.collectives.coordinator", "")
 
 
+# The agent must see all ends before it is told to start a rank anew.
+KILL_TOGETHER = """
+kill -STOP $0
+kill -KILL $@
+for child; do while [ "$(ps -o state= -p $child)" != Z ]; do :; done; done
+kill -CONT $0
+"""
+
 ELASTIC = """
-import torch, hvdlab.torch as hvd
+import subprocess, torch, hvdlab.torch as hvd
 hvd.init()
 first = not pathlib.Path(DIRECTORY, "killed").exists()
 
@@ -178,6 +186,11 @@ def train(state):
         hvd.synchronize(hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="x"))
         if hvd.rank() == 3 and state.batch == 20 and first:
             pathlib.Path(DIRECTORY, "killed").touch()
+            if WHAT == "children":  # the relay and both ranks
+                agent = str(os.getppid())
+                children = pathlib.Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+                subprocess.Popen(["sh", "-c", KILL, agent, *children], start_new_session=True)
+                time.sleep(1000)
             if WHAT == "host":
                 os.kill(-1, signal.SIGKILL)  # the agent, the relay and the other rank
             os.kill(relay() if WHAT == "relay" else os.getpid(), signal.SIGKILL)
@@ -199,6 +212,16 @@ def test_elastic_training_behind_relays(
     assert code == 0, err
     # A rank that was started anew is behind the relay as well, which lives.
     assert found == {rank: [4, 60, what == "rank"] for rank in range(4)}
+
+
+def test_ranks_that_are_started_where_none_is_left_have_a_relay_again(
+    network: Network, shell: RemoteShell, tmp_path: Path
+) -> None:
+    script = ELASTIC.replace("DIRECTORY", repr(str(tmp_path))).replace("WHAT", repr("children"))
+    script = script.replace("KILL,", f"{KILL_TOGETHER!r},")
+    code, found, err = run(network, shell, script, "--min-np", "4", "--reset-limit", "3")
+    assert code == 0, err
+    assert found == {rank: [4, 60, rank >= 2] for rank in range(4)}, err
 
 
 def test_elastic_training_goes_on_without_a_host_that_fails_with_its_relay(

@@ -154,6 +154,12 @@ class Agent:
         if self._relay is not None:
             self._selector.register(self._relay.answers, selectors.EVENT_READ, lambda: None)
 
+    def _lacks_relay(self) -> bool:
+        """Whether the relay is lost and no rank is left, so that those which are started now can share another one."""
+        assert self._start is not None
+        idle = not self._children and self._zygote is None
+        return idle and self._relay is None and self._start.relay is not None
+
     def _end_relay(self, timeout: float) -> None:
         relay, self._relay = self._relay, None
         if relay is not None:
@@ -178,6 +184,8 @@ class Agent:
             for spec in order.ranks:
                 self._forked.fork(spec)
             return
+        if self._lacks_relay():
+            self._start_relay(self._start)
         for spec in order.ranks:
             reads = spec.rank == self._start.stdin_rank
             self._start_rank(spec, self._stdin if reads else -1)

@@ -40,6 +40,9 @@ HOSTS = 2
 SETTLE = 5.0
 """Seconds that leftovers of a trial get to go."""
 
+TESTS = str(Path(__file__).parents[1])
+"""Where ranks find this package."""
+
 DEVICE_SLACK = 128 << 20
 """Bytes on the device that may be in use beyond what was in use after the first trials: what the driver and torch keep for themselves."""
 
@@ -240,16 +243,15 @@ class Campaign:
         before = {name: os.environ.get(name) for name in ours}
         os.environ.update(ours)
         previous, tempfile.tempdir = tempfile.tempdir, str(self.temporary)
-        path = str(Path(__file__).parents[1])
-        added = path not in sys.path
+        added = TESTS not in sys.path
         if added:
-            sys.path.insert(0, path)
+            sys.path.insert(0, TESTS)
         try:
             yield
         finally:
             tempfile.tempdir = previous
             if added:
-                sys.path.remove(path)
+                sys.path.remove(TESTS)
             for name, value in before.items():
                 if value is None:
                     os.environ.pop(name, None)
@@ -369,6 +371,8 @@ class Campaign:
             )
         if self.wraps:
             source += f"from chaos.wrapped import Wrapped\nwrapped = Wrapped{given}\n"
+        if self.relays:  # ranks of other hosts don't inherit this process's path
+            source = f"import sys\nsys.path.insert(0, {TESTS!r})\n{source}"
         source += "training.memory()"
         for rank, memory in self.values(source, list(ranks)).items():
             self._expected[rank] = memory

@@ -1,14 +1,13 @@
-"""Networks of hosts, made once per module."""
+"""Tests on hosts that are made of namespaces."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hosts
-from hosts import Network
+from two_hosts import network, shell  # noqa: F401  (fixtures)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,10 +22,3 @@ def _permitted() -> None:
     reason = hosts.missing()
     if reason:
         pytest.skip(reason)
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    """Two hosts."""
-    with Network(2) as made:
-        yield made

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 from hosts import Network
 from remote_shell import RemoteShell
+from two_hosts import finished
 
 SCRIPT = str(Path(__file__).with_name("relayed_pool.py"))
 
 
-def test_a_pool_behind_relays(network: Network, tmp_path: Path) -> None:
+def test_a_pool_behind_relays(network: Network, shell: RemoteShell, tmp_path: Path) -> None:
     first, second = network.hosts
-    with RemoteShell(network, tmp_path) as shell:
-        process = first.popen(
-            [sys.executable, SCRIPT, first.name, second.name, shell.client],
-            env={"OMP_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path), "HVDLAB_RELAYS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        try:
-            out, err = process.communicate(timeout=200)
-        except BaseException:
-            process.kill()
-            process.communicate()
-            raise
-        assert process.returncode == 0, err.decode()
-        shell.wait()
-    found = json.loads(out.decode().splitlines()[-1])
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "IPYTHONDIR": str(tmp_path),
+        "HVDLAB_RELAYS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    code, out, err = finished(
+        first, [sys.executable, SCRIPT, first.name, second.name, shell.client], environment, 200
+    )
+    assert code == 0, err
+    shell.wait()
+    found = json.loads(out.splitlines()[-1])
     assert found["before"] == [[[rank], True, 4.0] for rank in range(4)]
     assert found["interrupted"] == dict.fromkeys("0123", "KeyboardInterrupt")
     assert found["ok"]

@@ -10,31 +10,24 @@ from pathlib import Path
 
 from hosts import Network
 from remote_shell import RemoteShell
+from two_hosts import finished
 
 SCRIPT = str(Path(__file__).with_name("ssh_pool.py"))
 CUT = str(Path(__file__).with_name("cut_pool.py"))
 DEAD_AFTER = 2.0
 
 
-def test_ranks_of_a_host_that_lost_its_agent_are_replaced_there(network: Network, tmp_path: Path) -> None:
+def test_ranks_of_a_host_that_lost_its_agent_are_replaced_there(
+    network: Network, shell: RemoteShell, tmp_path: Path
+) -> None:
     first, second = network.hosts
-    with RemoteShell(network, tmp_path) as shell:
-        process = first.popen(
-            [sys.executable, SCRIPT, first.name, second.name, shell.client],
-            env={"OMP_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        try:
-            out, err = process.communicate(timeout=200)
-        except BaseException:
-            process.kill()
-            process.communicate()
-            raise
-        assert process.returncode == 0, err.decode()
-        shell.wait()
-    found = json.loads(out.decode().splitlines()[-1])
+    environment = {"OMP_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path)}
+    code, out, err = finished(
+        first, [sys.executable, SCRIPT, first.name, second.name, shell.client], environment, 200
+    )
+    assert code == 0, err
+    shell.wait()
+    found = json.loads(out.splitlines()[-1])
     places = [
         [first.name, 0, 2, 0, 10.0],
         [first.name, 1, 2, 0, 10.0],
@@ -57,39 +50,40 @@ def test_ranks_of_a_host_that_lost_its_agent_are_replaced_there(network: Network
         assert left == []
 
 
-def test_ranks_of_a_host_that_was_cut_off_have_their_variables(network: Network, tmp_path: Path) -> None:
+def test_ranks_of_a_host_that_was_cut_off_have_their_variables(
+    network: Network, shell: RemoteShell, tmp_path: Path
+) -> None:
     first, second = network.hosts
-    with RemoteShell(network, tmp_path) as shell:
-        process = first.popen(
-            [sys.executable, CUT, first.name, second.name, shell.client],
-            env={
-                "OMP_NUM_THREADS": "1",
-                "IPYTHONDIR": str(tmp_path),
-                "HVDLAB_PING_AFTER": "0.5",
-                "HVDLAB_DEAD_AFTER": str(DEAD_AFTER),
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            for wanted, act in ((b"cut\n", second.cut), (b"runs\n", lambda: time.sleep(2 * DEAD_AFTER))):
-                assert process.stdout.readline() == wanted
-                act()
-                process.stdin.write(b"\n")
-                process.stdin.flush()
-            second.mend()
-            out, err = process.communicate(timeout=200)
-        except BaseException:
-            process.kill()
-            process.communicate()
-            raise
-        finally:
-            second.mend()
-        assert process.returncode == 0, err.decode()
-        shell.wait()
+    process = first.popen(
+        [sys.executable, CUT, first.name, second.name, shell.client],
+        env={
+            "OMP_NUM_THREADS": "1",
+            "IPYTHONDIR": str(tmp_path),
+            "HVDLAB_PING_AFTER": "0.5",
+            "HVDLAB_DEAD_AFTER": str(DEAD_AFTER),
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        for wanted, act in ((b"cut\n", second.cut), (b"runs\n", lambda: time.sleep(2 * DEAD_AFTER))):
+            assert process.stdout.readline() == wanted
+            act()
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        second.mend()
+        out, err = process.communicate(timeout=200)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
+    finally:
+        second.mend()
+    assert process.returncode == 0, err.decode()
+    shell.wait()
     found = json.loads(out.decode().splitlines()[-1])
     assert found["ok"], "the cell ran on the ranks that were cut off, too, when they were back"
     assert found["after"] == found["before"]

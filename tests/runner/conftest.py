@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from two_hosts import network, shell  # noqa: F401  (fixtures)
+
 WITHIN = 60
 """Seconds that nothing here should take."""
 

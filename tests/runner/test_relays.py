@@ -6,46 +6,32 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import hosts
 from hosts import Network
 from patience import eventually
+from relayed_ranks import ON_RANKS
 from remote_shell import RemoteShell
+from two_hosts import finished
 
 pytestmark = pytest.mark.root
 
-HEAD = '''
-import contextlib, json, os, pathlib, signal, sys, time
-import numpy as np
-from hvdlab.collectives import api, context
-from hvdlab.collectives.errors import AbortedError
-
-def total(name, value=1.0):
-    # Of the kind that needs the coordinator.
-    return float(np.asarray(api.synchronize(api.allreduce_async(np.full(3, value), name, op=api.Sum)))[0])
+HEAD = f'''{ON_RANKS}
+import json, pathlib, sys, time
 
 def process(*words):
-    """A process of this host with these words in its command."""
-    for place in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if "\\0".join(("", *words, "")).encode() in (place / "cmdline").read_bytes():
-                return int(place.name)
-
-def relay():
-    return process("-m", "hvdlab.collectives.relay")
+    """The process of this host with these words in its command."""
+    for found in psutil.process_iter(["cmdline"]):
+        if "\\0".join(words) in "\\0".join(found.info["cmdline"] or ()):
+            return found.pid
 
 def coordinator():
     return process("-m", "hvdlab.collectives.coordinator")
 
 def launcher():
     return process("-m", "hvdlab", "run")
-
-def relayed():
-    return not context.engine()._endpoint.secure
 '''
 
 PLAIN = """
@@ -55,36 +41,15 @@ print(json.dumps([engine.rank, relay() is not None, relayed(), total("x")]))
 
 KILLED = """
 engine = context.init()
-before, memory, steps = engine.generation, [engine.rank], 0
-while True:
-    if steps == 20 and engine.rank == 3:
-        steps += 1
-        os.kill(relay(), signal.NUMBER)
-    try:
-        # What is lost for some ranks may have been completed for others, which then wait in the next one: all have one name.
-        gone_on = total("x", float(engine.generation != before))
-        steps += 1
-    except AbortedError as error:
-        assert error.cause.kind == "coordinator_lost", error
-        continue
-    if gone_on == engine.size:
-        break
-print(json.dumps([engine.rank, memory, relayed(), engine.generation - before]))
+memory = [engine.rank]
+lost = reduce_until_lost(VICTIM, lambda: os.kill(PROCESS(), signal.NUMBER))
+print(json.dumps([engine.rank, memory, relayed(), lost]))
 """
 
 
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    if reason := hosts.missing():
-        pytest.skip(reason)
-    with Network(2) as made:
-        yield made
-
-
-@pytest.fixture
-def shell(network: Network, tmp_path: Path) -> Iterator[RemoteShell]:
-    with RemoteShell(network, tmp_path) as made:
-        yield made
+def killed(process: str, number: str, *, by: int) -> str:
+    """A script in which a rank sends a signal to a process of its host, until the coordinator has a successor."""
+    return KILLED.replace("PROCESS", process).replace("NUMBER", number).replace("VICTIM", str(by))
 
 
 def run(
@@ -92,25 +57,16 @@ def run(
 ) -> tuple[int, dict[int, list[object]], str]:
     """A script of two ranks on each host, of which number ``fails`` may; exit code, what each rank has printed, and stderr."""
     command = ["-np", "4", "-H", "host0:2,host1:2", *arguments, sys.executable, "-c", HEAD + script]
-    process = network.hosts[0].popen(
-        [sys.executable, "-m", "hvdlab", "run", *command],
-        env={"HVDLAB_SSH": shell.client, "HVDLAB_RELAYS": relays, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+    environment = {"HVDLAB_SSH": shell.client, "HVDLAB_RELAYS": relays, "OMP_NUM_THREADS": "1"}
+    code, out, err = finished(
+        network.hosts[0], [sys.executable, "-m", "hvdlab", "run", *command], environment, 120
     )
-    try:
-        out, err = process.communicate(timeout=120)
-    except BaseException:
-        process.kill()
-        process.communicate()
-        raise
-    lines = [json.loads(line.partition(":")[2]) for line in out.decode().splitlines()]
+    lines = [json.loads(line.partition(":")[2]) for line in out.splitlines()]
     if fails >= 0:  # nothing was left there that could remove it
         for left in network.hosts[fails].directory.glob("hvdlab-*"):
             shutil.rmtree(left)
     eventually(lambda: not relays_of(network))
-    return process.returncode, {line[0]: line[1:] for line in lines}, err.decode()
+    return code, {line[0]: line[1:] for line in lines}, err
 
 
 def relays_of(network: Network) -> list[object]:
@@ -138,7 +94,7 @@ def test_ranks_are_behind_relays_where_that_is_wanted(
 def test_a_relay_that_dies_costs_no_rank_its_memory(
     network: Network, shell: RemoteShell, number: str
 ) -> None:
-    code, found, err = run(network, shell, KILLED.replace("NUMBER", number))
+    code, found, err = run(network, shell, killed("relay", number, by=3))
     assert code == 0, err
     assert found == {rank: [[rank], False, 1] for rank in range(4)}
     assert "the relay of host1 is lost" in err
@@ -146,13 +102,8 @@ def test_a_relay_that_dies_costs_no_rank_its_memory(
     assert ("the relay of this host is killed: its process is stopped" in err) == (number == "SIGSTOP")
 
 
-COORDINATOR_KILLED = KILLED.replace("relay()", "coordinator()").replace(
-    "engine.rank == 3", "engine.rank == 0"
-)
-
-
 def test_a_coordinator_that_dies_costs_no_rank_its_memory(network: Network, shell: RemoteShell) -> None:
-    code, found, err = run(network, shell, COORDINATOR_KILLED.replace("NUMBER", "SIGKILL"))
+    code, found, err = run(network, shell, killed("coordinator", "SIGKILL", by=0))
     assert code == 0, err
     assert found == {rank: [[rank], False, 1] for rank in range(4)}
     assert "relay" not in err
@@ -167,11 +118,11 @@ def test_a_rank_behind_a_relay_that_dies_is_named(network: Network, shell: Remot
     assert "coordinator" not in err.replace("hvdlab.collectives.coordinator", "")
 
 
-# The agent must see all ends before it is told to start a rank anew.
+# The agent must see all ends before it is told to start a rank anew. A process can be waited for once all of its threads have ended.
 KILL_TOGETHER = """
 kill -STOP $0
 kill -KILL $@
-for child; do while [ "$(ps -o state= -p $child)" != Z ]; do :; done; done
+for child; do until [ "$(ps -o state= -p $child) $(ls /proc/$child/task)" = "Z $child" ]; do :; done; done
 kill -CONT $0
 """
 
@@ -190,6 +141,9 @@ def train(state):
                 agent = str(os.getppid())
                 children = pathlib.Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
                 subprocess.Popen(["sh", "-c", KILL, agent, *children], start_new_session=True)
+                time.sleep(1000)
+            if WHAT == "agent":
+                os.kill(os.getppid(), signal.SIGKILL)
                 time.sleep(1000)
             if WHAT == "host":
                 os.kill(-1, signal.SIGKILL)  # the agent, the relay and the other rank
@@ -222,6 +176,15 @@ def test_ranks_that_are_started_where_none_is_left_have_a_relay_again(
     code, found, err = run(network, shell, script, "--min-np", "4", "--reset-limit", "3")
     assert code == 0, err
     assert found == {rank: [4, 60, rank >= 2] for rank in range(4)}, err
+
+
+def test_ranks_of_a_host_that_comes_back_have_a_relay_though_they_are_started_one_by_one(
+    network: Network, shell: RemoteShell, tmp_path: Path
+) -> None:
+    script = ELASTIC.replace("DIRECTORY", repr(str(tmp_path))).replace("WHAT", repr("agent"))
+    code, found, err = run(network, shell, script, "--min-np", "4", "--reset-limit", "3")
+    assert code == 0, err
+    assert {rank: found[rank] for rank in (2, 3)} == {rank: [4, 60, True] for rank in (2, 3)}, err
 
 
 def test_elastic_training_goes_on_without_a_host_that_fails_with_its_relay(

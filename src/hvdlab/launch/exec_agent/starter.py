@@ -64,6 +64,8 @@ class ExecStarter:
         self._host_of: dict[int, str] = {}
         #: Rank to its process, from the agent's report to its end.
         self._pids: dict[int, int] = {}
+        #: Host to the most ranks that it has had at once: those of a host that failed come back one by one.
+        self._most: dict[str, int] = {}
         #: Links that the thread does not watch yet.
         self._new: list[AgentLink] = []
         self._closing = False
@@ -115,6 +117,7 @@ class ExecStarter:
                 raise InvalidRequestError("no rank can be started any more: the job has ended.")
             hosts = {**self._host_of, **dict.fromkeys(ranks, host)}
             here = [rank for rank, its in hosts.items() if its == host]
+            self._most[host] = max(self._most.get(host, 0), len(here))
             link = self._links.get(host) or self._connect(host, here)
             numbers, keys = list(hosts), [self._reach.machine(each) for each in hosts.values()]
             specs = (self._spec(rank, size, place(rank, numbers, keys), host) for rank in ranks)
@@ -192,7 +195,7 @@ class ExecStarter:
                 interfaces=program.interfaces if program else (),
                 forked="" if program else self._request.forked,
                 preload=program.preload if program else (),
-                relay=self._relay(host, len(ranks)),
+                relay=self._relay(host, max(len(ranks), self._most.get(host, 0))),
             )
         )
         self._links[host] = link

@@ -47,6 +47,8 @@ from hvdlab.collectives.protocol.tls import client_context, require_same_certifi
 
 RECOVER_WITHIN = 120.0
 """Seconds that a server which is gone may take to come back, as long as a worker lives that can start it: what it kept is not lost."""
+_CONNECT_SECONDS = 5.0
+"""Seconds for one try to connect: while the network is gone the system's own tries are ever longer apart, up to a minute."""
 _LOOK_MILLISECONDS = 1000
 _TRY_AGAIN_SECONDS = 0.1
 SILENT_SECONDS = 2.0
@@ -592,7 +594,7 @@ class ServerLink:
 
     def _recover(self) -> None:
         """Connect, start the server first if it is gone, and repeat what was not answered."""
-        deadline = Deadline(RECOVER_WITHIN)
+        deadline = Deadline(self._patience())
         began = said = time.monotonic()
         self._give_up()
         while True:
@@ -623,6 +625,18 @@ class ServerLink:
                 said = time.monotonic()
                 LOG.warning("%s has been gone for %.0f s", self._name(), said - began)
             time.sleep(_TRY_AGAIN_SECONDS)  # there is no event for a server's return
+
+    def _patience(self) -> float:
+        """Seconds that the server may be gone.
+
+        One of another host may also be out of reach because this worker is cut off. The coordinator lets it in again
+        ``HVDLAB_CUT_OFF`` seconds after the engine has missed it, which is up to ``HVDLAB_DEAD_AFTER`` seconds after the cut: it must
+        not find that it has lost its servers meanwhile.
+        """
+        if self.local or not self.pid:
+            return RECOVER_WITHIN
+        settings = self.engine.settings
+        return max(RECOVER_WITHIN, settings.dead_after + settings.cut_off)
 
     def _may_come_back(self) -> bool:
         if self.local:
@@ -662,7 +676,9 @@ class ServerLink:
             return self._open_local(deadline)
         where = parse_address(self.place.tls_address)
         assert isinstance(where, TlsAddress)
-        plain = socket.create_connection((where.host, where.port), deadline.remaining())
+        left = deadline.remaining()
+        seconds = _CONNECT_SECONDS if left is None else min(left, _CONNECT_SECONDS)
+        plain = socket.create_connection((where.host, where.port), seconds)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             secure: ssl.SSLSocket = client_context(self.place.certificate).wrap_socket(plain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from hvdlab import kvstore
 from hvdlab.collectives import context
+from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.kvstore.servers import link as links
 from hvdlab.collectives.logs import LOG
@@ -128,6 +130,27 @@ def pull_while_it_is_stopped(pid: int) -> list[str]:
     return _said.texts
 
 
+def pull_after_a_cut() -> list[float]:
+    """A pull of a worker that can't reach the servers of other hosts for longer than a server may take to be started again."""
+    links.RECOVER_WITHIN = 0.01
+    tries = dict.fromkeys((id(link) for link in _kv._links if not link.local), 3)
+
+    def after_a_few(link: links.ServerLink, deadline: Deadline) -> socket.socket:
+        tries[id(link)] -= 1
+        if tries[id(link)] >= 0:
+            raise OSError("no route to host")
+        return open_link(link, deadline)
+
+    open_link, links.ServerLink._open = links.ServerLink._open, after_a_few  # type: ignore[method-assign]
+    for link in _kv._links:
+        if not link.local:
+            with link._changed:
+                link._give_up()
+    pulled = pull_all()
+    assert all(left < 0 for left in tries.values())
+    return pulled
+
+
 # -- tests ------------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +186,12 @@ def test_keys_of_a_lost_host_are_named() -> None:
         for texts in ranks.run(name_what_is_lost, ranks=[0, 2], timeout=60):
             assert [text.partition(":")[0] for text in texts] == ["1", "4"]
             assert all("of host1" in text and "which kept the values of 1, 4" in text for text in texts)
+
+
+def test_a_worker_that_is_cut_off_has_its_servers_as_long_as_it_may_come_back() -> None:
+    with Ranks(2, env=SETTINGS, tls=True) as ranks:
+        ranks.run(begin, "dist_async", True, timeout=100)
+        assert ranks.run(pull_after_a_cut, ranks=[1], timeout=60) == [[6.0] * len(KEYS)]
 
 
 def test_a_stopped_server_is_named_and_goes_on() -> None:

@@ -1,6 +1,13 @@
-"""Ranks behind relays: what cells and scripts of tests, which run on the ranks, look at and do to relays."""
+"""Ranks behind relays: resident ones, and what cells and scripts of tests, which run on the ranks, look at and do to relays."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hvdlab.collectives.environment import relay_variable
+from hvdlab.collectives.relay.process import RelayProcess
+from patience import PATIENCE
+from ranks import Ranks
 
 ON_RANKS = '''
 import contextlib, os, signal
@@ -51,3 +58,40 @@ STATE = "[kept, relayed(), total('x')]"
 
 LOSE_RELAY = "reduce_until_lost(engine.size - 1, kill_relay)"
 """A cell in which the last rank kills its relay."""
+
+
+class RelayedRanks(Ranks):
+    """Ranks of which all but rank 0 are behind a relay; rank 0 has a connection of its own, as on another host."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        tls: bool = True,
+        keep: bool = True,
+        token: str = "",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._relay_token = token
+        super().__init__(size, tls=tls, keep=keep, env=env, imports=["torch"])
+
+    def _begin_coordinator(self) -> None:
+        super()._begin_coordinator()
+        coordinator = self.coordinator
+        token = self._relay_token or coordinator.relay_token
+        self.relay = RelayProcess(
+            self._env["HVDLAB_COORDINATOR"], token, coordinator.certificate or "", "here"
+        )
+        self._without = self._env
+        self._with = {
+            **self._env,
+            **relay_variable(self.relay.address, self._env["HVDLAB_COORDINATOR"]),
+        }
+
+    def _spawn(self, rank: int) -> None:
+        self._env = self._with if rank else self._without
+        super()._spawn(rank)
+
+    def _end_coordinator(self) -> None:
+        self.relay.close(PATIENCE)
+        super()._end_coordinator()

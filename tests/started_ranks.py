@@ -28,13 +28,21 @@ from hvdlab.launch.starter import Ended, Launcher, Started, Waiting
 class StartedRanks:
     """Made by tests, ended by :meth:`close`, which asserts that no process is left.
 
+    Args:
+        name: The launcher.
+        hosts: As the launcher takes them.
+        options: Those of the launcher, as text.
+        far: Whether ranks reach the coordinator over TLS, as those of other hosts.
+
     Attributes:
         launcher: What starts them.
         events: What the starter has reported.
         ready: Ranks in the order in which they came to listen.
     """
 
-    def __init__(self, name: str, hosts: str = "", options: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, hosts: str = "", options: Mapping[str, str] | None = None, *, far: bool = False
+    ) -> None:
         self.launcher: Launcher = names.find(name)
         values = parse(name, self.launcher.options(), options or {})
         self.events: list[Started | Ended | Waiting] = []
@@ -42,12 +50,18 @@ class StartedRanks:
         self._changed = threading.Condition()
         self._pids: set[int] = set()
         self._cells = 0
-        self.coordinator = CoordinatorProcess.start(timeout=PATIENCE)
+        self.coordinator = CoordinatorProcess.start(tcp_host="127.0.0.1" if far else None, timeout=PATIENCE)
         self.client = Client.connect(self.coordinator.address, self.coordinator.client_token)
         self.client.on_mail(READY, lambda rank, body: self._note(self.ready, rank))
         self.fork_server = ForkServer.start(PROGRAM_NAME, {**os.environ, "HVDLAB_PRELOAD": ""})
         self.companion = Companion(self.fork_server, dict, lambda information: None)
-        world = World(self.coordinator.address, self.coordinator.token, plane="shm")
+        world = World(
+            self.coordinator.tls_address or self.coordinator.address,
+            self.coordinator.token,
+            certificate=self.coordinator.certificate if far else None,
+            plane="auto" if far else "shm",
+            relay_token=self.coordinator.relay_token,
+        )
         self.starter = self.launcher.starter(
             PoolRequest(
                 world,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,10 +26,9 @@ from hvdlab.ray.strategy import create_placement_group
 from live_kernel import LiveKernel
 from our_processes import our_processes
 from patience import PATIENCE
+from pool_keeper import keeper, kill
 from pool_recorder import Recorder
 
-KEEPER = Path(__file__).parents[1] / "kernel_ext" / "pool" / "keeper.py"
-CELLS = runpy.run_path(str(KEEPER))["CELLS"]
 SECRET = "(os.getpid(), hash(memory.tobytes()) == secret, hvd.allreduce(np.ones(2), op=hvd.Sum).tolist())"
 NODES, CPUS = 2, 3
 """The cluster, and what each of its nodes claims to have."""
@@ -48,6 +44,7 @@ def nothing_left(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """No pool may be left on the cluster, and all of its CPUs can be had."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.setenv("LAUNCHER", "ray")  # for keepers
     yield
     left = pools_there()
     for name in left:
@@ -64,28 +61,6 @@ def pools_there() -> list[str]:
         for entry in ray.util.list_named_actors(all_namespaces=True)
         if entry["namespace"] == NAMESPACE
     ]
-
-
-def keeper(*words: str, **variables: str) -> subprocess.Popen[str]:
-    """Another process, which starts a pool called ``mine``; returns when that is up."""
-    process = subprocess.Popen(
-        [sys.executable, str(KEEPER), *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "LAUNCHER": "ray", **variables},
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    if process.stdout.readline() != "up\n":
-        pytest.fail(process.stderr.read())
-    return process
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate(timeout=PATIENCE)
 
 
 def coordinators() -> list[psutil.Process]:

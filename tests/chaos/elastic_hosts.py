@@ -284,9 +284,11 @@ class ElasticHosts(MembershipCampaign):
                 return host, relay
         # The coordinator's successor has no relays but those of hosts that come later.
         number = self._other()
+        host = self._network.hosts[number]
+        # As long as ranks of before are there, the next ones get none either.
+        eventually(lambda: not _process(host, str(VICTIM)), lambda: f"ranks do not leave {host.name}")
         self._list(self._listed | {number})
         self._await_steps(self._wanted())
-        host = self._network.hosts[number]
         if not (relay := _relay(host)):
             raise RuntimeError(f"{host.name} has come and has no relay: {self._last_lines()}")
         return host, relay
@@ -398,8 +400,13 @@ class ElasticHosts(MembershipCampaign):
 
 def _relay(host: Host) -> str:
     """The process id of a host's relay as the host sees it, or an empty text."""
+    return _process(host, "hvdlab.collectives.relay")
+
+
+def _process(host: Host, word: str) -> str:
+    """The process id, as the host sees it, of a process with this word in its command, or an empty text."""
     for line in host.run("ps", "-eo", "pid,args").splitlines():
         process, *words = line.split()
-        if "hvdlab.collectives.relay" in words:
+        if word in words:
             return process
     return ""

@@ -8,8 +8,10 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+import loopback_hosts
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.launch import mpi, registry
@@ -21,6 +23,13 @@ StartRanks = Callable[..., StartedRanks]
 
 HOSTS = {"ssh": "localhost:3"}
 KINDS = ("local", "ssh", "mpi", "popen")
+RELAYED = "ssh behind a relay"
+
+
+def relays() -> list[psutil.Process]:
+    """The relays that processes of this one have started."""
+    ours = psutil.Process().children(recursive=True)
+    return [each for each in ours if "hvdlab.collectives.relay" in each.cmdline()]
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +40,22 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
 
 
-@pytest.fixture(params=KINDS)
-def ranks(request: pytest.FixtureRequest) -> Iterator[StartedRanks]:
+@pytest.fixture(params=[*KINDS, RELAYED])
+def ranks(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StartedRanks]:
     """Two ranks of each launcher; afterwards no process of them is left."""
     if request.param == "mpi" and (mpi.program() is None or importlib.util.find_spec("mpi4py") is None):
         pytest.skip(mpi.why_unavailable())
-    found = StartedRanks(request.param, HOSTS.get(request.param, ""))
+    if request.param == RELAYED:
+        monkeypatch.setenv("HVDLAB_RELAYS", "1")
+        options = loopback_hosts.options(tmp_path)
+        found = StartedRanks("ssh", loopback_hosts.named(1, 3), options, far=True)
+    else:
+        found = StartedRanks(request.param, HOSTS.get(request.param, ""))
     try:
         found.start([0, 1], 2)
+        assert len(relays()) == (request.param == RELAYED)
         yield found
     finally:
         found.close()

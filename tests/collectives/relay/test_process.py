@@ -19,42 +19,12 @@ import pytest
 from hvdlab.collectives import api, context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.environment import relay_variable
 from hvdlab.collectives.errors import AbortedError, CauseKind, StartError
 from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello
-from hvdlab.collectives.relay.process import RelayProcess
 from patience import PATIENCE, eventually
 from ranks import Ranks, Running, meet
-
-
-class RelayedRanks(Ranks):
-    """Ranks of which all but rank 0 are behind a relay; rank 0 has a connection of its own, as on another host."""
-
-    def __init__(self, size: int, *, tls: bool = True, keep: bool = True, token: str = "") -> None:
-        self._relay_token = token
-        super().__init__(size, tls=tls, keep=keep, imports=["torch"])
-
-    def _begin_coordinator(self) -> None:
-        super()._begin_coordinator()
-        coordinator = self.coordinator
-        token = self._relay_token or coordinator.relay_token
-        self.relay = RelayProcess(
-            self._env["HVDLAB_COORDINATOR"], token, coordinator.certificate or "", "here"
-        )
-        self._without = self._env
-        self._with = {
-            **self._env,
-            **relay_variable(self.relay.address, self._env["HVDLAB_COORDINATOR"]),
-        }
-
-    def _spawn(self, rank: int) -> None:
-        self._env = self._with if rank else self._without
-        super()._spawn(rank)
-
-    def _end_coordinator(self) -> None:
-        self.relay.close(PATIENCE)
-        super()._end_coordinator()
+from relayed_ranks import RelayedRanks
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ import re
 import runpy
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,9 +33,9 @@ from hvdlab.launch.kept import KeptJob
 from hvdlab.launch.processes import readable
 from hvdlab.launch.tenancy import Tenant
 from patience import GONE, PATIENCE
+from pool_keeper import KEEPER, keeper, kill
 from pool_recorder import Recorder
 
-KEEPER = Path(__file__).with_name("keeper.py")
 SPOKEN = runpy.run_path(str(KEEPER))
 INTACT = "(os.getpid(), hash(memory.tobytes()) == secret, hvd.allreduce(np.ones(2) * (me + 1), op=hvd.Sum).tolist())"
 StartPool = Callable[..., Pool]
@@ -66,27 +65,6 @@ def ours(runtime: Path) -> list[psutil.Process]:
             if process.pid != os.getpid() and process.environ().get("XDG_RUNTIME_DIR") == str(runtime):
                 found.append(process)
     return found
-
-
-def keeper(*words: str) -> subprocess.Popen[str]:
-    """Another process, which starts a pool called ``mine``; returns when that is up."""
-    process = subprocess.Popen(
-        [sys.executable, str(KEEPER), *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    if process.stdout.readline() != "up\n":
-        pytest.fail(process.stderr.read())
-    return process
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate(timeout=PATIENCE)
 
 
 def check(pool: Pool, pids: dict[int, int]) -> None:

@@ -104,6 +104,35 @@ def test_ranks_come_and_go_with_nodes(cluster: Any) -> None:
     everything_is_free()
 
 
+def sleeps_at_first(once: str) -> tuple[list[int], int]:
+    """One of the first ranks never comes to ``hvd.init()``; the one that is started in its place trains with the other."""
+    try:
+        os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+        time.sleep(1000)
+    except FileExistsError:
+        rank, sizes, *_ = until_sizes([1, 2], "!")
+    return sizes, rank
+
+
+def test_the_others_begin_without_a_rank_that_never_comes(
+    cluster: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    executor = RayExecutor(
+        settings(),
+        min_workers=1,
+        max_workers=2,
+        cpus_per_worker=CPUS,
+        elastic_timeout=PATIENCE,
+        cooldown_range=(1, 2),
+    )
+    executor.start(extra_env_vars={"GIVEN": 5, "HVDLAB_START_TIMEOUT": 5})
+    found = executor.run(sleeps_at_first, (str(tmp_path / "slept"),))
+    executor.shutdown()
+    assert sorted(found) == [([1, 2], 0), ([1, 2], 1)]
+    assert "did not come to hvd.init() within 5 s; going on without it" in capfd.readouterr().err
+    everything_is_free()
+
+
 def test_an_executable_and_a_rank_that_raises(cluster: Any) -> None:
     executor = ElasticRayExecutor(
         ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=2, reset_limit=0, timeout_s=PATIENCE),

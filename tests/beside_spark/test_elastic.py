@@ -78,6 +78,43 @@ def test_a_rank_that_is_killed_comes_again_and_the_other_keeps_its_memory(spark:
     assert "SIGKILL" in err.getvalue()
 
 
+def sleeps_at_first(once: str) -> int:
+    """One of the first ranks never comes to ``hvd.init()``; returns the size when another one has come in its place."""
+    import time
+
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives.elastic import ObjectState, run_fn
+
+    try:
+        os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+        time.sleep(1000)
+    except FileExistsError:
+        hvd.init()
+
+    def train(state: Any) -> int:
+        while hvd.size() < 2:
+            state.check_host_updates()
+            time.sleep(0.05)  # as long as a step: the new rank needs the processors to start
+        return hvd.size()
+
+    return run_fn(train, lambda: None)(ObjectState(hvd.broadcast_object, hvd.rank))
+
+
+def test_the_others_begin_without_a_rank_that_never_comes(spark: Any, tmp_path: Path) -> None:
+    err = io.StringIO()
+    found = hvdlab.spark.run_elastic(
+        sleeps_at_first,
+        (str(tmp_path / "slept"),),
+        num_proc=2,
+        min_num_proc=1,
+        env={"HVDLAB_START_TIMEOUT": "5"},
+        stderr=err,
+        **SETTINGS,
+    )
+    assert found == [2, 2]
+    assert "did not come to hvd.init() within 5 s; going on without it" in err.getvalue()
+
+
 def test_what_a_rank_raises_comes_back(spark: Any) -> None:
     def fails() -> None:
         raise KeyError("no such column")

@@ -493,6 +493,15 @@ def test_of_hosts_that_come_and_go_one_whose_rank_does_not_join_is_put_aside() -
     assert e.StartOn({1: "b"}) in script.tell(e.Hosts({"a": 1, "b": 1}))
 
 
+def test_what_may_run_and_is_not_known_to_is_ended_with_its_host() -> None:
+    """Where a rank counts as started once it has joined, there is no process yet that could be killed."""
+    script = Script(0, min_ranks=1, start_timeout=600.0, join_timeout=60.0, growth=Growth(2, 4))
+    script.tell(e.Hosts({"a": 1, "b": 1}), e.Spawned(0, 100), e.Connected(0))
+    assert e.HostFailed("b", "rank 1 did not come to hvd.init()", hangs=True) in script.wait()
+    script.tell(e.Formed(), e.Unstartable((1,), "it was ended"))
+    assert e.StartOn({1: "b"}) in script.tell(e.Hosts({"a": 1, "b": 1}))
+
+
 def newcomers(**policy: Any) -> Script:
     """A job that trains, with two newcomers whose processes run; one of them is in the world."""
     policy = {"growth": Growth(1, 4), **policy}

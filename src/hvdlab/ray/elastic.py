@@ -80,7 +80,9 @@ class ElasticRayExecutor:
             max_num_proc: How many there are at most; by default as many as there is room for.
             reset_limit: How many lost ranks of a call are started anew; by default 10.
             elastic_timeout: Seconds that a call waits for nodes while it has too few ranks.
-            timeout_s: Seconds within which the process of a rank must run.
+            timeout_s: Seconds within which the process of a rank must run. It must come to ``hvd.init()`` in as many once one has, and in no fewer
+                than 60, or as ``HVDLAB_START_TIMEOUT`` in ``env_vars`` says; the others begin without one that has not. One that is started later
+                has ``elastic_timeout`` seconds.
             ssh_identity_file: Horovod's; nothing is started by ssh.
             nics: Interfaces of the driver, of which one must be reached from the other nodes.
             min_np, max_np: Older names of ``min_num_proc`` and ``max_num_proc``.

@@ -14,6 +14,7 @@ import msgspec
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.protocol.messages import MOST_RANKS
+from hvdlab.collectives.settings import Settings
 from hvdlab.launch.environment import default_python
 from hvdlab.launch.host_source import HostSource, as_host_source
 from hvdlab.launch.host_table import COOLDOWN
@@ -25,7 +26,7 @@ from hvdlab.ray.strategy import GROUP_TIMEOUT, free_resources
 from hvdlab.runner.calling import pickled, results
 from hvdlab.runner.command import speaker
 from hvdlab.runner.job import JobRun
-from hvdlab.runner.plan import Job
+from hvdlab.runner.plan import Job, patience
 from hvdlab.runner.sinks import ConsoleSink, Writer
 
 _TURN = 0.5
@@ -161,7 +162,7 @@ class ElasticAdapter(Adapter):
             for callback in callbacks or ():
                 callback(info)
 
-        wanted = self.params
+        wanted, timeout = self.params, start_timeout(self.settings)
         job = Job(
             (default_python(),),
             wanted.min_workers,
@@ -176,7 +177,8 @@ class ElasticAdapter(Adapter):
             interfaces=tuple(interfaces(self.settings)),
             launcher="ray",
             launcher_options={"cpus": str(wanted.cpus_per_worker), "gpus": str(wanted.gpus_per_worker or 0)},
-            start_timeout=start_timeout(self.settings),
+            start_timeout=timeout,
+            join_timeout=patience(self._environment, max(timeout, Settings().start_timeout)),
             min_ranks=wanted.min_workers,
             reset_limit=_RESETS if wanted.reset_limit is None else wanted.reset_limit,
             mail={TOPIC: on_log},

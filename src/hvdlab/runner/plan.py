@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.knobs import Reader, for_reader
 from hvdlab.collectives.numbering import CONSECUTIVE
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.launch import options, registry
@@ -189,6 +190,16 @@ def variables(job: Job) -> dict[str, str]:
     numbers = os.environ.get("HVDLAB_RANK_NUMBERS", "").strip() or CONSECUTIVE
     given = {"HVDLAB_RANK_NUMBERS": numbers, **job.environment, **late}
     return given | {"HVDLAB_ELASTIC": "1", "HOROVOD_ELASTIC": "1", "HVDLAB_MIN_NP": str(job.min_ranks)}
+
+
+def patience(environment: Mapping[str, str], otherwise: float) -> float:
+    """Seconds that ranks with these variables wait for each other in ``hvd.init()``; ``otherwise`` if none says so.
+
+    Raises:
+        InvalidRequestError: The variable does not hold what it should.
+    """
+    found = for_reader(Reader.RANK, environment).get("start_timeout")
+    return found if isinstance(found, float) else otherwise
 
 
 _LATER = 5.0

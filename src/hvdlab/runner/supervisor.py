@@ -263,7 +263,8 @@ class Supervisor:
         if self.policy.growth is not None:
             for host in dict.fromkeys(self.ranks[rank].host for rank in ranks):
                 its = [rank for rank in ranks if self.ranks[rank].host == host]
-                self._put_aside(host, f"{format_ranks(its)} did not come to hvd.init()")
+                hangs = not self._runs_on(host)
+                self._put_aside(host, f"{format_ranks(its)} did not come to hvd.init()", hangs=hangs)
             self._grow(now)
 
     # -- hosts that come and go -----------------------------------------------------------------------------------
@@ -292,6 +293,10 @@ class Supervisor:
         usable = {name: slots for name, slots in self._hosts.usable.items() if name != host}
         self._hosts = e.Hosts(usable, self._hosts.aside | {host})
         self._effects.append(e.HostFailed(host, reason, hangs))
+
+    def _runs_on(self, host: str) -> bool:
+        """Whether a process of a rank is known to run on a host: else there is none that a signal could reach."""
+        return any(self.ranks[rank].pid and self.ranks[rank].host == host for rank in self.living)
 
     @property
     def _is_over(self) -> bool:
@@ -405,7 +410,7 @@ class Supervisor:
             return
         for host in dict.fromkeys(self.ranks[rank].host for rank in late):
             its = [rank for rank in late if self.ranks[rank].host == host]
-            others = any(self.ranks[rank].pid and self.ranks[rank].host == host for rank in self.living)
+            others = self._runs_on(host)
             text = f"{format_ranks(its)} did not start there within {self.policy.start_timeout:g} s"
             self._put_aside(host, text, hangs=not others)
             for rank in its:

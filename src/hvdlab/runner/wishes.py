@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.knobs import Reader, for_reader
 from hvdlab.collectives.knobs import read as read_knobs
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.settings import Settings
@@ -18,7 +17,7 @@ from hvdlab.launch.host_table import COOLDOWN, check_cooldown
 from hvdlab.launch.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
 from hvdlab.launch.options import split
 from hvdlab.runner.flags import BY_DEST, FLAGS, Kind
-from hvdlab.runner.plan import Job
+from hvdlab.runner.plan import Job, patience
 
 START_TIMEOUT = 30.0
 """Seconds that ranks have to be started …"""
@@ -119,7 +118,7 @@ class Wishes:
             raise InvalidRequestError(f"--max-np {maximum} must be -np {size} at least.")
         start, limit = self.get("start_timeout"), self.get("reset_limit")
         preload = tuple(filter(None, map(str.strip, (self.get("preload") or "").split(","))))
-        cooldown, patience = self.get("cooldown_range"), self.get("elastic_timeout")
+        cooldown, elastic_timeout = self.get("cooldown_range"), self.get("elastic_timeout")
         if cooldown is not None:
             check_cooldown(*cooldown)
         grows = source is not None
@@ -131,7 +130,7 @@ class Wishes:
             source_name=SCRIPT if self.get("host_discovery_script") is not None else HOST_LIST,
             max_ranks=MOST_RANKS if maximum is None else maximum,
             cooldown=COOLDOWN if cooldown is None else (float(cooldown[0]), float(cooldown[1])),
-            elastic_timeout=600.0 if patience is None else float(patience),
+            elastic_timeout=600.0 if elastic_timeout is None else float(elastic_timeout),
             named=bool(hosts) and not grows,
             function=function,
             environment=self._environment(),
@@ -143,16 +142,12 @@ class Wishes:
             stdin=stdin,
             preload=preload,
             start_timeout=float(start or (PRELOADED_START_TIMEOUT if preload else START_TIMEOUT)),
-            join_timeout=float(start or self._patience()),
+            join_timeout=float(start)
+            if start
+            else patience({**self._environ, **self.variables()}, Settings().start_timeout),
             min_ranks=minimum,
             reset_limit=10 if limit is None else limit,
         )
-
-    def _patience(self) -> float:
-        """Seconds that ranks would wait for each other in ``hvd.init()`` by the environment."""
-        knobs = for_reader(Reader.RANK, {**self._environ, **self.variables()})
-        found = knobs.get("start_timeout")
-        return found if isinstance(found, float) else Settings().start_timeout
 
     def _environment(self) -> dict[str, str]:
         found = self.variables()

@@ -14,7 +14,7 @@ from hvdlab.launch.environment import default_python
 from hvdlab.runner.calling import pickled, results
 from hvdlab.runner.command import speaker
 from hvdlab.runner.job import JobRun
-from hvdlab.runner.plan import Job
+from hvdlab.runner.plan import Job, patience
 from hvdlab.runner.sinks import ConsoleSink, Writer
 from hvdlab.spark.launcher import SparkLauncher
 from hvdlab.spark.runner import active_context, chosen_timeout, wait_for_slots
@@ -57,9 +57,11 @@ def run_elastic(
         args, kwargs: Its arguments; they and what it returns must be picklable.
         num_proc: With how many ranks it begins; by default ``spark.default.parallelism``.
         min_num_proc, max_num_proc: With how many ranks it goes on, and how many there are at most; by default ``num_proc``.
-        start_timeout: Seconds within which Spark must have slots for ``min_num_proc`` ranks, and ranks must have joined; by default
-            ``HOROVOD_SPARK_START_TIMEOUT``, else 600.
-        elastic_timeout: Seconds that it waits for slots while there are fewer than ``min_num_proc`` ranks; by default
+        start_timeout: Seconds within which Spark must have slots for ``min_num_proc`` ranks, and ranks must have come to ``hvd.init()`` once
+            one has; by default ``HOROVOD_SPARK_START_TIMEOUT``, else 600. One that has not come is given up, and the others begin without it.
+            ``HVDLAB_START_TIMEOUT`` in ``env`` sets the latter apart.
+        elastic_timeout: Seconds that it waits for slots while there are fewer than ``min_num_proc`` ranks, and that a rank that is started
+            later has to come to ``hvd.init()``; by default
             ``HOROVOD_ELASTIC_TIMEOUT``, else 600.
         reset_limit: How many lost ranks are started anew; by default 10.
         env: Variables for the ranks, beside those of Spark's executors. The driver's are not passed on.
@@ -91,7 +93,7 @@ def run_elastic(
             f"min_num_proc={least}, num_proc={size}, max_num_proc={most}: there is one rank at least, and none of the numbers is below "
             "the one before it."
         )
-    timeout = chosen_timeout(start_timeout)
+    timeout, environment = chosen_timeout(start_timeout), dict(env or {})
     wait_for_slots(context, least, time.monotonic() + timeout, timeout)
     launcher = SparkLauncher(captured=stdout is not None or stderr is not None, most=most)
     job = Job(
@@ -106,10 +108,11 @@ def run_elastic(
             elastic_timeout or os.environ.get("HOROVOD_ELASTIC_TIMEOUT") or _ELASTIC_TIMEOUT
         ),
         function=pickled(fn, args, dict(kwargs or {})),
-        environment=dict(env or {}),
+        environment=environment,
         interfaces=(nics,) if isinstance(nics, str) else tuple(sorted(nics or ())),
         launcher=launcher,
         start_timeout=timeout,
+        join_timeout=patience(environment, timeout),
         min_ranks=least,
         reset_limit=_RESETS if reset_limit is None else reset_limit,
     )

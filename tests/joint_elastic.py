@@ -63,6 +63,7 @@ class Process:
         me: The rank in the job; ``None`` until it has connected.
         turns: Its program.
         passed: Steps that were committed by all, when it was one of them.
+        partners: The processes of the world in which these were committed.
         saved: Steps that it has saved.
         origin: The process with whose state the training began that it took part in last.
         known: Whether the coordinator is certain to know that it trains.
@@ -78,6 +79,7 @@ class Process:
     turns: Turns | None = None
     engine: SimEngine | None = None
     passed: int = 0
+    partners: frozenset[int] = frozenset()
     saved: int = 0
     origin: int = 0
     known: bool = False
@@ -282,6 +284,10 @@ class ElasticSchedule:
             assert own_number() == ranks.index(engine.rank) < engine.size, (engine.rank, ranks)
         else:
             assert own_number() == engine.rank
+
+    def ended(self) -> set[int]:
+        """The processes that have ended."""
+        return {process.pid for process in self.processes if process.end is not None}
 
     def same(self, what: object, value: object) -> None:
         """All that know of this must know the same."""
@@ -607,13 +613,16 @@ class _Watcher:
         process, engine = self._process, self._process.engine
         assert engine is not None
         process.watched.append("synced")
+        came_back = self._schedule.sim.returned | self._schedule.cut
         if process.origin not in (0, state.origin):
             # All that some rank had trained with were lost, and others began from the start before it came back. To a successor of the
             # coordinator, which does not know that it was given up, it comes as all do.
             pids = {pid for _, _, pid in engine.processes()[1]}
-            came_back = self._schedule.sim.returned | self._schedule.cut
             assert pids & came_back, f"rank {process.rank} began from the start"
             process.passed = process.saved = 0
+        elif process.pid in came_back and process.partners <= came_back | self._schedule.ended():
+            # All that knew of its last steps were cut off or lost, and others went on from an earlier commit before it came back.
+            process.passed = process.saved = min(process.passed, state.batch)
         process.origin = state.origin
         assert state.batch >= process.passed, f"{process.passed} steps were committed, {state.batch} are left"
         assert sum(count for _, count in state.groups) == state.batch, "steps were lost, or done twice"
@@ -631,6 +640,7 @@ class _Watcher:
         process, engine = self._process, self._process.engine
         assert engine is not None
         process.passed = process.saved
+        process.partners = frozenset(pid for _, _, pid in engine.processes()[1])
         process.known = process.known or engine.size > 1
 
 

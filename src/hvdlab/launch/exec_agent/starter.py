@@ -168,6 +168,7 @@ class ExecStarter:
         program, here = self._request.program, self._reach.is_here(host)
         # For a program, the standard error of the shell that reaches a host belongs on the terminal of the program.
         errors = None if program else tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the link)
+        most = max(len(ranks), self._most.get(host, 0))
         stdin = here and program is not None and program.stdin and 0 in ranks
         try:
             if here:
@@ -189,13 +190,13 @@ class ExecStarter:
                 {os.fsencode(name): os.fsencode(value) for name, value in variables.items()},
                 removed=FOREIGN,
                 function=program.function if program else b"",
-                threads=len(ranks),
+                threads=most,
                 stdin_rank=0 if stdin else -1,
                 coordinator=self._request.world.coordinator,
                 interfaces=program.interfaces if program else (),
                 forked="" if program else self._request.forked,
                 preload=program.preload if program else (),
-                relay=self._relay(host, max(len(ranks), self._most.get(host, 0))),
+                relay=self._relay(host, most),
             )
         )
         self._links[host] = link

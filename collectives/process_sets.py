@@ -205,8 +205,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The set, ready to be used as ``process_set=``.
 
     Raises:
-        InvalidRequestError: It is registered already, or another set of the same ranks is (then nothing was sent; where elastic
-            training has begun anew, a set of before does not count); or it names ranks that are not there (raised on all).
+        InvalidRequestError: It is registered already, or another set of the same ranks is (then nothing was sent; a set of before a rank
+            was replaced or added does not count, nor one of before elastic training has begun anew); or it names ranks that are not
+            there (raised on all).
         MismatchError, AbortedError: The ranks disagree, or one of them failed before it got here.
     """
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -254,11 +255,13 @@ def _refuse_second(ranks: tuple[int, ...]) -> None:
     wanted = tuple(sorted(core_rank(rank) for rank in ranks))
     if wanted == tuple(sorted(engine.ranks())):
         raise InvalidRequestError(f"A set of the ranks {list(ranks)} exists: it is hvd.global_process_set.")
-    # Elastic training begins anew with ranks that came later and know no set of an earlier epoch, or the set has lost a rank: all
-    # register it again then, and one that refused would let the others wait. Within an epoch all know the same sets.
-    epoch = engine.processes()[0] if engine.elastic.training else None
+    # Ranks that came later know no set of before, and elastic training begins anew with them, or the set has lost a rank: all register
+    # it again then, and one that refused would let the others wait. Within an epoch, and among the same processes, all know the same sets.
+    now, processes = engine.processes()
+    epoch = now if engine.elastic.training else None
     for id, known in _known().sets.items():
-        if known.ranks == wanted and epoch in (None, known.epoch) and engine.knows_process_set(id):
+        same = epoch in (None, known.epoch) and known.processes.issuperset(processes)
+        if known.ranks == wanted and same and engine.knows_process_set(id):
             raise InvalidRequestError(
                 f"A set of the ranks {list(ranks)} is registered already, as process set {id}; use that one, or "
                 "remove it first with hvd.remove_process_set(...)."

@@ -1,0 +1,44 @@
+"""Process sets in the cells of a pool whose ranks come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from tests.kernel_ext.pool.conftest import StartPool
+
+from patience import PATIENCE
+
+SET_UP = """
+import numpy as np
+from hvdlab.collectives import api, context, process_sets
+context.init()
+pair = process_sets.add_process_set([0, 1])
+"""
+TOTAL = "float(api.allreduce(np.ones(2, np.float32), 'x', op=api.Sum, process_set=pair.process_set_id)[0]) if pair.included() else 0.0"
+
+
+def test_all_ranks_register_a_set_anew_once_one_was_replaced(start_pool: StartPool) -> None:
+    pool = start_pool(3)
+    assert pool.run(SET_UP).ok
+    assert pool.run("first = pair").ok
+    assert [pool.run(TOTAL)[rank] for rank in range(3)] == [2.0, 2.0, 0.0]
+    os.kill(pool._base.group.pids()[1], signal.SIGKILL)
+    assert set(pool.run("api.barrier()").deaths) == {1}
+    pool.repair(timeout=PATIENCE)
+    assert pool.run(SET_UP).ok
+    assert [pool.run(TOTAL)[rank] for rank in range(3)] == [2.0, 2.0, 0.0]
+    # What is left of the first is a set of its own.
+    left = pool.run("(first.ranks, first.process_set_id != pair.process_set_id)", ranks=[0, 2])
+    assert [left[0], left[2]] == [([0], True)] * 2
+
+
+def test_among_the_same_processes_a_second_set_is_refused(start_pool: StartPool) -> None:
+    pool = start_pool(2 + 1)
+    assert pool.run(SET_UP).ok
+    again = pool.run(SET_UP)
+    assert {error.ename for error in again.errors.values()} == {"InvalidRequestError"}
+    assert all("registered already" in error.evalue for error in again.errors.values())
+    pool.resize(4)
+    assert pool.run(SET_UP).ok
+    assert [pool.run(TOTAL)[rank] for rank in range(4)] == [2.0, 2.0, 0.0, 0.0]

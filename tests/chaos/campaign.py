@@ -270,7 +270,9 @@ class Campaign:
         """The pool; started if there is none."""
         if self._pool is None:
             self._shm = census.shared_memory()
-            self._pool = Pool.start(self.size, plane=self.plane, timeout=self.hang_after, **self._where())
+            self._pool = Pool.start(
+                self.size, plane=self.plane, timeout=self.hang_after, **self._start_options()
+            )
             self.started += 1
             self.set_up(range(self.size))
             self.cell("training.check()")
@@ -288,7 +290,7 @@ class Campaign:
             self._used.clear()
         return self._pool
 
-    def _where(self) -> dict[str, Any]:
+    def _start_options(self) -> dict[str, Any]:
         """What a pool is started with beside."""
         if not self.relays:
             return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hvdlab.collectives.planes.shm.layout import CHUNK_BYTES, SLOTS, segment_size
+from hvdlab.collectives.planes.shm.layout import SLOTS, segment_size, slot_bytes
 from hvdlab.collectives.protocol.messages import Member
 
 SHM_LIMIT = 1024
@@ -116,7 +116,9 @@ def _choose_host_plane(members: Sequence[Member], hierarchy: Hierarchy) -> Plane
 def without_memory(choice: PlaneChoice) -> PlaneChoice:
     """The choice instead of one whose shared memory the coordinator can't hand out: the members make it themselves."""
     note = "; ".join((*choice.notes, "shared memory can't be given to all members; they make it themselves"))
-    return PlaneChoice("hierarchical", _layout() | {"note": note}, device_planes=choice.device_planes)
+    return PlaneChoice(
+        "hierarchical", {"slots": str(SLOTS), "note": note}, device_planes=choice.device_planes
+    )
 
 
 def _nests(hosts: Mapping[str, Sequence[Member]], hierarchy: Hierarchy, notes: list[str]) -> bool:
@@ -199,13 +201,14 @@ def _wish(members: Sequence[Member], notes: list[str]) -> str:
 def _choice(plane: str, members: Sequence[Member], notes: list[str], hierarchy: Hierarchy) -> PlaneChoice:
     options = {"note": "; ".join(notes)} if notes else {}
     if plane == "hierarchical":
-        options |= _layout() | {"inner": "shm", "outer": _between(members), "flat": hierarchy.flat}
+        options |= {"slots": str(SLOTS), "inner": "shm", "outer": _between(members), "flat": hierarchy.flat}
     if plane != "shm":
         return PlaneChoice(plane, options, 0, tuple(notes))
+    size = len(members)
+    chunk = slot_bytes(size)
     return PlaneChoice(
-        plane, options | _layout(), segment_size(len(members), CHUNK_BYTES, SLOTS), tuple(notes)
+        plane,
+        options | {"chunk_bytes": str(chunk), "slots": str(SLOTS)},
+        segment_size(size, chunk, SLOTS),
+        tuple(notes),
     )
-
-
-def _layout() -> dict[str, str]:
-    return {"chunk_bytes": str(CHUNK_BYTES), "slots": str(SLOTS)}

@@ -36,7 +36,7 @@ from hvdlab.collectives.engine.world import WorldView
 from hvdlab.collectives.errors import Cause, CauseKind
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
-from hvdlab.collectives.planes.links import Links, planes_text
+from hvdlab.collectives.planes.links import Links, plane_text, planes_text
 from hvdlab.collectives.planes.scoped import ScopedStore
 from hvdlab.collectives.planes.shm.board import map_board
 from hvdlab.collectives.planes.shm.layout import layout_from
@@ -199,6 +199,7 @@ class Dispatcher:
             memory,
             self._address,
             effect.options,
+            on_chunks=partial(self._chunks_measured, effect.process_set, effect.epoch),
         )
         self._executor.prepare(PlaneSlot(effect.plane, HOST, context, store.abort))
         for device, plane in effect.device_planes.items():
@@ -215,13 +216,26 @@ class Dispatcher:
 
         def record(state: RankState) -> None:
             state.linked(process_set, epoch, links)
-            group = state.sets.get(process_set)
-            if group is not None and group.epoch == epoch:
-                planes = planes_text((group.plane, *group.device_planes.values()), links)
-                # Under the lock: else the record of a newer epoch could come in between, and this one replace it.
-                self._spans.members(process_set, epoch, len(group.members), planes)
+            self._record_planes(state, process_set, epoch)
 
         self._guarded.tell(record)
+
+    def _chunks_measured(self, process_set: int, epoch: int, chunk_bytes: int) -> None:
+        """The plane of the host has measured which size of chunks suits the machine. Executor thread."""
+
+        def record(state: RankState) -> None:
+            state.chunks_measured(process_set, epoch, chunk_bytes)
+            self._record_planes(state, process_set, epoch)
+
+        self._guarded.tell(record)
+
+    def _record_planes(self, state: RankState, process_set: int, epoch: int) -> None:
+        # Under the lock: else the record of a newer epoch could come in between, and this one replace it.
+        group = state.sets.get(process_set)
+        if group is not None and group.epoch == epoch:
+            host = plane_text(group.plane, group.chunk_bytes)
+            planes = planes_text((host, *group.device_planes.values()), group.links)
+            self._spans.members(process_set, epoch, len(group.members), planes)
 
     def _open_board(self, effect: NewEpoch, memory: int) -> None:
         members = len(effect.members)

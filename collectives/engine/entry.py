@@ -94,6 +94,7 @@ class SetState:
     Attributes:
         id, epoch, members, plane, options, device_planes: As configured last.
         links: What the data of CUDA tensors goes over in this epoch, as far as the plane for them has found out.
+        chunk_bytes: The size of chunks that the plane of this epoch has measured to suit the machine, or 0.
         ranks: Rank of each member, by position.
         index: Own position, or -1 if this rank is no member.
         configured: Whether ``epoch`` may be announced in; between an abort and the next ``Configure`` it may not.
@@ -106,7 +107,7 @@ class SetState:
     """
 
     __slots__ = (
-        "configured", "device_planes", "epoch", "given_up", "id", "index", "links", "members", "names", "options", "past_seats", "pending", "plane",
+        "chunk_bytes", "configured", "device_planes", "epoch", "given_up", "id", "index", "links", "members", "names", "options", "past_seats", "pending", "plane",
         "ranks", "seat", "withdrawn",
     )  # fmt: skip
 
@@ -119,6 +120,7 @@ class SetState:
         self.plane = ""
         self.device_planes: dict[str, str] = {}
         self.links: Links = {}
+        self.chunk_bytes = 0
         self.options: dict[str, str] = {}
         self.configured = False
         self.withdrawn = -1

@@ -63,7 +63,7 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
     group.epoch, group.members, group.ranks = message.epoch, message.members, ranks
     group.index = ranks.index(state.rank) if state.rank in ranks else -1
     group.plane, group.options = message.plane, message.options
-    group.device_planes, group.links = message.device_planes, {}
+    group.device_planes, group.links, group.chunk_bytes = message.device_planes, {}, 0
     group.configured, group.withdrawn = True, -1
     if group.id == 0:
         state.memory.restored()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.hosts import Place, place
 from hvdlab.collectives.errors import Cause
-from hvdlab.collectives.planes.links import Links
+from hvdlab.collectives.planes.links import Links, plane_text
 from hvdlab.collectives.settings import Settings
 
 
@@ -53,6 +53,11 @@ class Groups:
         """Name of the data plane of a process set; empty if this rank does not know it."""
         group = self._guarded.state.sets.get(process_set)
         return group.plane if group is not None else ""
+
+    def plane_text(self, process_set: int = 0) -> str:
+        """The data plane, with the size of its chunks once that was measured: ``shm in chunks of 512 KiB``."""
+        group = self._guarded.state.sets.get(process_set)
+        return plane_text(group.plane, group.chunk_bytes) if group is not None else ""
 
     def device_plane(self, process_set: int, device: str) -> str:
         """Name of the data plane for tensors on a device class; empty if there is none: stage them through the host.

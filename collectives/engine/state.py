@@ -418,6 +418,12 @@ class RankState:
         if group is not None and group.epoch == epoch:
             group.links = links
 
+    def chunks_measured(self, set_id: int, epoch: int, chunk_bytes: int) -> None:
+        """The plane of an epoch has measured which size of chunks suits the machine."""
+        group = self.sets.get(set_id)
+        if group is not None and group.epoch == epoch:
+            group.chunk_bytes = chunk_bytes
+
     def plane_failed(self, set_id: int, epoch: int, text: str) -> None:
         """The data plane of an epoch failed here."""
         self._messages.append(m.PlaneFailed(set_id, epoch, text))

@@ -41,7 +41,7 @@ class KeyValue(ABC):
         """Wait until the key exists. Raises ``TimeoutError`` after ``timeout`` seconds, ``PlaneAborted`` on abort."""
 
 
-def _nothing_to_do(links: Links) -> None: ...
+def _nothing_to_do(known: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class PlaneContext:
         address: Address that this rank's data-plane sockets bind to; never a wildcard.
         options: Settings of the plane, such as ``chunk_bytes``; equal on all members.
         on_links: A plane of GPUs calls it, on the executor thread, once it knows what its data goes over.
+        on_chunks: A plane that measures which size of chunks suits the machine calls it with the bytes, on the executor thread, once it has.
     """
 
     process_set: int
@@ -73,6 +74,7 @@ class PlaneContext:
     address: str = "127.0.0.1"
     options: dict[str, str] = field(default_factory=dict)
     on_links: Callable[[Links], None] = _nothing_to_do
+    on_chunks: Callable[[int], None] = _nothing_to_do
 
 
 @dataclass(slots=True)

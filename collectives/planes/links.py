@@ -1,4 +1,4 @@
-"""What CUDA tensors travel over between this rank's GPU and those of others, in words. Only what was asked of the driver is said."""
+"""Data planes in words: their names, the size of chunks that was measured, and what CUDA tensors travel over between this rank's GPU and those of others, in words. Only what was asked of the driver is said."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def links_text(links: Links) -> str:
     if len(links) == 1:
         return next(iter(links))
     return "; ".join(f"{link}: {compact_ranks(ranks)}" for link, ranks in links.items())
+
+
+def plane_text(plane: str, chunk_bytes: int) -> str:
+    """A plane of the host, with the size of its chunks where it was measured (else 0): ``shm in chunks of 512 KiB``."""
+    return f"{plane} in chunks of {chunk_bytes // 1024} KiB" if chunk_bytes else plane
 
 
 def planes_text(planes: Iterable[str], links: Links) -> str:

@@ -316,7 +316,7 @@ class RankAgent:
             state=self._state,
             cell=self._cell,
             device=self._device,
-            plane=", ".join((self._engine.plane(), *self._engine.device_planes())),
+            plane=", ".join((self._engine.plane_text(), *self._engine.device_planes())),
             pending=status.pending_now(self._engine.pending()),
             servers=status.servers_now(self._engine),
             links=status.links_now(self._engine),

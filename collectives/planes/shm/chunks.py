@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from hvdlab.collectives.planes.buffers import HostArray
+
 
 class Piece(NamedTuple):
     """A part of one buffer within a chunk, in elements.
@@ -45,6 +47,18 @@ def cut(lengths: Sequence[int], chunk: int) -> Iterator[list[Piece]]:
                 pieces, at = [], 0
     if pieces:
         yield pieces
+
+
+def part(buffers: Sequence[HostArray], first: int, count: int) -> list[HostArray]:
+    """Views of ``count`` elements from the ``first`` one on, where all buffers' elements are counted one after another."""
+    views = []
+    for buffer in buffers:
+        if first < len(buffer) and count:
+            view = buffer[first : first + count]
+            views.append(view)
+            count -= len(view)
+        first = max(0, first - len(buffer))
+    return views
 
 
 def slice_bounds(count: int, members: int, grain: int) -> list[int]:

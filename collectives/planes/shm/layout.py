@@ -17,7 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 CHUNK_BYTES = 512 * 1024
-"""Default size of a slot: with it all that two members touch at a time stays in their second-level caches."""
+"""Default size of a chunk."""
+PAIR_CHUNK_BYTES = 256 * 1024
+"""That of two members: their slots and the buffers in use then stay in a 1 MiB second-level cache."""
+FEW = 8
+"""Up to so many members slots have room for chunks of twice the default's size, for :mod:`chunk_choice`."""
 SLOTS = 5
 """Default number of slots per member; see ``pipeline`` for how it limits how far ahead a member may run."""
 
@@ -98,18 +102,25 @@ class BoardLayout(Words):
         return self.place(self.members, 0)
 
 
-def segment_size(members: int, chunk_bytes: int = CHUNK_BYTES, slots: int = SLOTS) -> int:
+def slot_bytes(members: int) -> int:
+    """Default size of a slot."""
+    return 2 * CHUNK_BYTES if 2 < members <= FEW else CHUNK_BYTES
+
+
+def segment_size(members: int, chunk_bytes: int | None = None, slots: int = SLOTS) -> int:
     """Bytes of the memfd for a group, with its board. A page costs memory only once it is touched.
 
     Raises:
         ValueError: Fewer than 1 member or 5 slots, or chunks that are not whole pages or too small for the members.
     """
+    chunk_bytes = slot_bytes(members) if chunk_bytes is None else chunk_bytes
     return Layout(members, chunk_bytes, slots).size + BoardLayout(members).size
 
 
 def layout_from(options: Mapping[str, str], members: int) -> Layout:
     """The layout for ``PlaneContext.options`` (``chunk_bytes``, ``slots``); all members must have the same."""
-    return Layout(members, int(options.get("chunk_bytes", CHUNK_BYTES)), int(options.get("slots", SLOTS)))
+    chunk_bytes = int(options.get("chunk_bytes", slot_bytes(members)))
+    return Layout(members, chunk_bytes, int(options.get("slots", SLOTS)))
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -25,8 +25,10 @@ from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane
+from hvdlab.collectives.planes.shm.chunk_choice import TRIAL_BYTES, ChunkChoice
+from hvdlab.collectives.planes.shm.chunks import part
 from hvdlab.collectives.planes.shm.exchanges import AllGather, AllToAll, Broadcast, ReduceScatter
-from hvdlab.collectives.planes.shm.layout import LINE, PAGE, layout_from
+from hvdlab.collectives.planes.shm.layout import CHUNK_BYTES, LINE, PAGE, layout_from
 from hvdlab.collectives.planes.shm.pipeline import (
     Stage,
     ahead_of_three,
@@ -42,8 +44,6 @@ from hvdlab.collectives.reduce.fold import Fold, is_direct, make_fold
 
 SMALL_BYTES = 16 * 1024
 """Up to this size in bytes every member reduces everything, in one step with one synchronisation."""
-PAIR_CHUNK_BYTES = 256 * 1024
-"""Largest chunk for two members: their slots and the buffers in use then stay in a 1 MiB second-level cache."""
 TWO_CHUNKS_BYTES = 1024 * 1024
 """Up to this size in bytes two members make do with two chunks: waiting for each other costs more than the cache gains."""
 LEAST_CHUNK_BYTES = 64 * 1024
@@ -57,7 +57,8 @@ class ShmPlane(HostPlane):
 
     Options: ``chunk_bytes`` and ``slots`` (the layout: equal on all members and for ``segment_size``) and ``yields``.
     Reductions add in the order of the members' positions, whatever the size. ``phases``: ``pack`` is copying into
-    slots, ``transfer`` reducing and copying out of them.
+    slots, ``transfer`` reducing and copying out of them. The size of chunks is measured
+    (:mod:`chunk_choice`) unless :meth:`tune` sets it.
     """
 
     name: ClassVar[str] = "shm"
@@ -69,7 +70,10 @@ class ShmPlane(HostPlane):
         self._small = min(SMALL_BYTES, self._layout.chunk_bytes)
         self._slice = 0
         self._step = 0
-        self._alltoalls = 0
+        self._declared = 0
+        self._choice = ChunkChoice(context.size, self._layout.chunk_bytes)
+        # Operations that move bytes to one place for each member, or from one, have chunks of the default's size.
+        self._default = min(CHUNK_BYTES, self._layout.chunk_bytes)
         self._folds: dict[tuple[DType, ReduceOp], Fold] = {}
         self._guard = threading.Lock()
         self._aborted = False
@@ -139,7 +143,63 @@ class ShmPlane(HostPlane):
         total = sum(len(b) for b in ins)
         if not total:
             return
-        chunk = self._chunk(total, dtype.itemsize)
+        done = 0
+        if not self._slice and self._choice.candidate is not None and total * dtype.itemsize >= TRIAL_BYTES:
+            done = self._try_chunks(ins, outs, dtype, fold, prescale, postscale, phases)
+        if done == total:
+            return
+        if done:
+            ins, outs = part(ins, done, total - done), part(outs, done, total - done)
+        chunk = self._chunk(total - done, dtype.itemsize)
+        self._reduce(ins, outs, dtype, fold, prescale, postscale, chunk, phases)
+
+    def _try_chunks(
+        self,
+        ins: Sequence[HostArray],
+        outs: Sequence[HostArray],
+        dtype: DType,
+        fold: Fold,
+        prescale: float,
+        postscale: float,
+        phases: Phases,
+    ) -> int:
+        """Reduce as much as trials of chunks' sizes need. Returns the number of elements."""
+        total, count, done = sum(len(b) for b in ins), TRIAL_BYTES // dtype.itemsize, 0
+        self.barrier(phases)  # a member that is late for the operation must not count
+        while (candidate := self._choice.candidate) is not None and done + count <= total:
+            begin = monotonic_ns()
+            some = part(ins, done, count), part(outs, done, count)
+            self._reduce(*some, dtype, fold, prescale, postscale, candidate // dtype.itemsize, phases)
+            parity = self._declare(monotonic_ns() - begin)
+            self.barrier(phases)
+            self._choice.measured(self._signals.agreed(parity))
+            done += count
+        if self._choice.candidate is None:
+            self.context.on_chunks(self._choice.chosen)
+        return done
+
+    def _declare(self, number: int) -> int:
+        """Declare a number to the other members, which read it after the next step. Returns the parity under which they do.
+
+        There are two rows by turns: a member that writes one again knows that all have read it.
+        """
+        parity = self._declared % 2
+        self._declared += 1
+        self._signals.declare(parity, number)
+        return parity
+
+    def _reduce(
+        self,
+        ins: Sequence[HostArray],
+        outs: Sequence[HostArray],
+        dtype: DType,
+        fold: Fold,
+        prescale: float,
+        postscale: float,
+        chunk: int,
+        phases: Phases,
+    ) -> None:
+        """Allreduce in chunks of ``chunk`` elements."""
         if self._size == 2 and prescale == 1.0 and is_direct(dtype):
             pair = PairReduction(ins, outs, self._index, chunk, fold, postscale)
             self._run(pair, self._slots.whole(storage_type(dtype)), phases)
@@ -153,8 +213,8 @@ class ShmPlane(HostPlane):
     def _chunk(self, total: int, itemsize: int) -> int:
         """Elements per chunk for ``total`` elements: at least two chunks, to overlap, unless they get too small."""
         half = -(-total * itemsize // 2 // PAGE) * PAGE
-        few = self._size > 2 or total * itemsize <= TWO_CHUNKS_BYTES
-        most = self._slice or (self._layout.chunk_bytes if few else PAIR_CHUNK_BYTES)
+        few = self._size == 2 and total * itemsize <= TWO_CHUNKS_BYTES
+        most = self._slice or (self._default if few else self._choice.chosen)
         return min(max(half, LEAST_CHUNK_BYTES), most, self._layout.chunk_bytes) // itemsize
 
     def tune(self, slice_bytes: int) -> None:
@@ -181,11 +241,11 @@ class ShmPlane(HostPlane):
 
     def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
         sizes = [c * out.itemsize for c in counts]
-        work = AllGather(_bytes(send), sizes, _bytes(out), self._index, self._layout.chunk_bytes)
+        work = AllGather(_bytes(send), sizes, _bytes(out), self._index, self._default)
         self._run(work, self._slots.whole(_BYTE), phases)
 
     def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
-        work = Broadcast(_bytes(buffer), root, self._index, self._layout.chunk_bytes)
+        work = Broadcast(_bytes(buffer), root, self._index, self._default)
         self._run(work, self._slots.whole(_BYTE), phases)
 
     @np.errstate(all="ignore")
@@ -223,17 +283,14 @@ class ShmPlane(HostPlane):
             self._index,
             self._place(),
         )
-        # Two rows by turns: a member that writes one again knows that all have left the operation that read it.
-        parity = self._alltoalls % 2
-        self._alltoalls += 1
-        self._signals.declare(parity, work.steps)
+        parity = self._declare(work.steps)
         views = self._slots.whole(_BYTE)
         self._drive(work, 0, 1, views, phases)
         self._drive(work, 1, self._signals.agreed(parity), views, phases)
 
     def _place(self) -> int:
         """Bytes of a slot for each member, in whole cache lines."""
-        return self._layout.chunk_bytes // self._size // LINE * LINE
+        return self._default // self._size // LINE * LINE
 
     def barrier(self, phases: Phases) -> None:
         self._check()

@@ -17,6 +17,7 @@ from hvdlab.collectives.planes.links import (
     SAME_GPU,
     THROUGH_HOST,
     links_text,
+    plane_text,
     planes_text,
 )
 from hvdlab.collectives.protocol import messages as m
@@ -121,6 +122,23 @@ def test_links_are_those_of_one_epoch() -> None:
         )
     state.linked(7, 1, {NVLINK: (1,)})
     assert list(state.sets) == [0]
+
+
+def test_the_size_of_chunks_is_that_of_one_epoch() -> None:
+    state = RankState(0)
+    members = tuple(m.Member(rank, "host", 1) for rank in (0, 1))
+    for epoch in (1, 2):
+        state.handle(m.Configure(0, epoch, members, "shm", {}), 0)
+        assert state.sets[0].chunk_bytes == 0
+        state.chunks_measured(0, 1, 1 << 20)
+        assert state.sets[0].chunk_bytes == (1 << 20 if epoch == 1 else 0)
+    state.chunks_measured(7, 1, 1 << 20)
+    assert list(state.sets) == [0]
+
+
+def test_planes_are_shown_with_the_size_of_chunks() -> None:
+    assert plane_text("shm", 0) == "shm"
+    assert plane_text("shm", 512 * 1024) == "shm in chunks of 512 KiB"
 
 
 def test_planes_are_shown_with_the_link() -> None:

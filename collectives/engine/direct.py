@@ -38,7 +38,9 @@ from hvdlab.collectives.planes.base import Phases, PlaneAborted
 from hvdlab.collectives.planes.buffers import host_view
 
 PATIENCE = 0.02
-"""Seconds that a rank waits at the board before it has the coordinator ask the others to decline."""
+"""Seconds that a rank waits at the board before it has the coordinator ask the others to decline, with :data:`FEW` members or fewer."""
+FEW = 16
+"""With more members the patience grows in proportion, since it takes them longer to have a turn on the cores of one host."""
 OVERDUE = 0.5
 """Further seconds after which the rank tells the coordinator that it still waits: a member does not answer."""
 FIRST_SEQUENCE = 1 << 31
@@ -132,7 +134,7 @@ class Direct:
 
     def _wait(self, handle: Handle, posting: Posting, limit: Limit | None) -> None:
         board, number = posting.seat.board, posting.number
-        if board.wait(number, PATIENCE):
+        if board.wait(number, PATIENCE * max(1.0, board.members / FEW)):
             return
         self._guarded.tell(lambda state: state.ask_to_decline(handle, number))
         if board.wait(number, OVERDUE if limit is None else min(OVERDUE, limit.seconds)):

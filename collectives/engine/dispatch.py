@@ -28,7 +28,6 @@ from hvdlab.collectives.engine.mailbox import Mailbox
 from hvdlab.collectives.engine.posting import Seat
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.slots import PlaneSlot
-from hvdlab.collectives.engine.small import MEMBERS
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.engine.store import EngineStore, Tickets
@@ -38,7 +37,7 @@ from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.planes.links import Links, plane_text, planes_text
 from hvdlab.collectives.planes.scoped import ScopedStore
-from hvdlab.collectives.planes.shm.board import map_board
+from hvdlab.collectives.planes.shm.board import MEMBERS, map_board
 from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer

@@ -37,6 +37,8 @@ from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.layout import PAGE, BoardLayout
 from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 
+MEMBERS = 128
+"""Members of the largest process set that has a board: each looks at the posts of all, and adds up the tensors of all."""
 DECLINED = 0
 """The digest of a member that asks for nothing."""
 _FOR_EVER = (1 << 62) - 1

@@ -107,11 +107,13 @@ class Signals:
             self._wake()
 
     def _wake(self) -> None:
+        # The member that stored last sees all words of the row from here on, whatever target it reads; one look per row will do.
+        reached = [min(row) for row in self._rows]
         bits = 0
         for member, target in enumerate(self._targets):
             if target:
                 value, row = divmod(target, _ROWS)
-                if min(self._rows[row]) >= value:
+                if reached[row] >= value:
                     bits |= 1 << (member % 32)
         if bits:
             self._rung += 1

@@ -45,7 +45,7 @@ def make() -> Iterator[Callable[[int], Boards]]:
 
 
 def tensor(member: int, number: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return np.full(64, 16 * (number % 8) + member, np.uint8)
+    return np.full(64, (16 * number + member) % 256, np.uint8)
 
 
 def expected(scripts: Sequence[Sequence[Post]], number: int) -> bool:
@@ -145,14 +145,17 @@ def check_order(
         board.close()
 
 
-def test_threads_meet_wake_each_other_and_agree(make: Callable[[int], Boards]) -> None:
-    rounds, seen = examples(1500), [list[bool]() for _ in range(3)]
+@pytest.mark.parametrize(("members", "rounds"), [(3, 1500), (40, 100)])
+def test_threads_meet_wake_each_other_and_agree(
+    make: Callable[[int], Boards], members: int, rounds: int
+) -> None:
+    rounds, seen = examples(rounds), [list[bool]() for _ in range(members)]
 
     def meet(board: Board, index: int) -> None:
         chance = random.Random(index)
         for _ in range(rounds):
             number = board.number + 1
-            if chance.random() < 0.02:
+            if chance.random() < 0.06 / members:
                 board.decline()
             else:
                 board.post(5, tensor(index, number))
@@ -160,14 +163,13 @@ def test_threads_meet_wake_each_other_and_agree(make: Callable[[int], Boards]) -
             agreed = board.agreed(number)
             seen[index].append(agreed)
             if agreed:
-                assert [int(place[0]) for place in board.places[number & 1]] == [
-                    16 * (number % 8) + other for other in range(3)
-                ]
+                for other, place in enumerate(board.places[number & 1]):
+                    assert place[0] == tensor(other, number)[0]
             if chance.random() < 0.01:
                 os.sched_yield()
 
-    in_threads([partial(meet, board, index) for index, board in enumerate(make(3))])
-    assert seen[0] == seen[1] == seen[2]
+    in_threads([partial(meet, board, index) for index, board in enumerate(make(members))])
+    assert all(one == seen[0] for one in seen)
     assert 0 < sum(seen[0]) < rounds
 
 

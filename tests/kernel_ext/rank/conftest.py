@@ -90,7 +90,7 @@ class FakeEngine:
         self.log.append(("resume", reason))
         self.paused = ""
 
-    def plane(self, process_set: int = 0) -> str:
+    def plane_text(self, process_set: int = 0) -> str:
         return "shm"
 
     def links(self, process_set: int = 0) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,6 @@
-"""Data planes in words: their names, the size of chunks that was measured, and what CUDA tensors travel over between this rank's GPU and those of others, in words. Only what was asked of the driver is said."""
+"""Data planes in words: their names, the size of chunks that was measured, and what CUDA tensors travel over between this rank's GPU and those
+of others. Only what was asked of the driver is said.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which size of chunks suits the machine and what else runs on it: measured within the first large allreduces of an epoch.
 
 Smaller chunks stay in the caches, larger ones let members wait for each other less often. What is best depends on the sizes of the caches, on how fast
-a core runs Python, and on how many members share a core. So the first :data:`TRIALS` pieces of :data:`TRIAL_BYTES` bytes
-that are reduced have chunks of different sizes by turns, and all after them have the size with the shortest trial. These pieces are reduced all the same, so
+a core runs Python, and on how many members share a core. So the first pieces of :data:`TRIAL_BYTES` bytes
+that are reduced, :data:`ROUNDS` for each size, have chunks of different sizes by turns, and all after them have the size with the shortest trial. These pieces are reduced all the same, so
 the measurement costs a barrier for each of them.
 
 All members must cut alike. Each declares how long a trial took it, and all use the longest time that a member declared, so all choose the same. That is

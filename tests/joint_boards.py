@@ -24,9 +24,7 @@ class Words:
         self.posted = [0] * members
         self.retired = [_NEVER] * members
         self.digests = [[DECLINED] * members for _ in range(2)]
-        self.places: tuple[tuple[HostArray, ...], ...] = tuple(
-            tuple(np.zeros(64, np.uint8) for _ in range(members)) for _ in range(2)
-        )
+        self.tensors: tuple[HostArray, ...] = tuple(np.zeros((members, 64), np.uint8) for _ in range(2))
 
 
 class SimBoard:
@@ -34,7 +32,6 @@ class SimBoard:
 
     def __init__(self, words: Words, index: int, epoch: int) -> None:
         self.epoch, self.members, self.number = epoch, len(words.posted), 0
-        self.places = words.places
         self.aborted = False
         self._words, self._index = words, index
 
@@ -42,10 +39,13 @@ class SimBoard:
         words, number = self._words, self.number + 1
         assert self.vacant, "posted before the last one was over"
         if tensor is not None:
-            words.places[number & 1][self._index][: len(tensor)] = tensor
+            words.tensors[number & 1][self._index, : len(tensor)] = tensor
         words.digests[number & 1][self._index] = digest
         words.posted[self._index] = self.number = number
         return number
+
+    def tensors(self, parity: int, size: int) -> HostArray:
+        return self._words.tensors[parity][:, :size]
 
     @property
     def vacant(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 PARTING = 2.0
 """Seconds that the coordinator has to read the rank's goodbye."""

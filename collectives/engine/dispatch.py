@@ -291,7 +291,7 @@ class Dispatcher:
             return
         try:
             if self._spans.claim():
-                control.call(lambda: control.call_later(self._spans.INTERVAL, self.send_events))
+                control.call(lambda: control.call_later(self._spans.INTERVAL, self._events_due))
         except BaseException:  # an interrupt, perhaps after claim() and before the call was queued
             self._spans.release()
             raise
@@ -301,11 +301,22 @@ class Dispatcher:
         self.send_events()
         self._guarded.post(m.Post(m.COLLECTED, body, ()))
 
-    def send_events(self) -> None:
+    def _events_due(self) -> None:
+        self._spans.release()
+        # Where something is recorded all the time the threads that record it need not wake this one up for each flush.
+        if self.send_events() and self._spans.claim():
+            control = self.control
+            assert control is not None
+            control.call_later(self._spans.INTERVAL, self._events_due)
+
+    def send_events(self) -> bool:
+        """Send what was recorded until now. Returns whether there was anything. Control thread."""
         self.ask_clock()
-        for batch in self._spans.take():
+        batches = self._spans.take()
+        for batch in batches:
             self._guarded.post(m.Events(batch))
             self.mailbox.own_events(self._spans.recorder.rank, batch)
+        return bool(batches)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

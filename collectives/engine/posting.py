@@ -25,6 +25,7 @@ LONGEST_PAUSE = 10
 
 _KINDS = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.BARRIER})
 _BYTE = np.dtype(np.uint8)
+_NO_PARTS: HostArray = np.empty((0, 0), _BYTE)
 _PRIME, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 Key = tuple[object, ...]
@@ -51,20 +52,20 @@ class Plan:
 
     Attributes:
         digest: What the members compare.
-        parts: The members' tensors, by parity and position.
+        parts: The members' tensors, by parity: a row for each member, by position.
     """
 
     __slots__ = ("digest", "parts")
 
-    def __init__(self, request: Request, name: str, places: tuple[tuple[HostArray, ...], ...]) -> None:
+    def __init__(self, request: Request, name: str, board: Board) -> None:
         shape = () if request.input is None else request.input.shape
         encoded = msgspec.msgpack.encode(signature_of(request, name, shape))
         digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
         self.digest = digest if digest != DECLINED else 1
-        self.parts: tuple[list[HostArray], ...] = ([], [])
+        self.parts = (_NO_PARTS, _NO_PARTS)
         if request.input is not None and not needs_plane(request):
             size, storage = request.input.nbytes, storage_type(request.dtype)
-            self.parts = tuple([place[:size].view(storage) for place in row] for row in places)
+            self.parts = (board.tensors(0, size).view(storage), board.tensors(1, size).view(storage))
 
 
 class Posting(NamedTuple):
@@ -73,12 +74,12 @@ class Posting(NamedTuple):
     Attributes:
         seat: This rank's use of the board that it is on.
         number: The request's number on this board: it is this rank's ``number``-th.
-        parts: The members' tensors, by position, once all have posted. Empty for a request that needs the plane.
+        parts: The members' tensors once all have posted: a row for each, by position. Empty for a request that needs the plane.
     """
 
     seat: Seat
     number: int
-    parts: list[HostArray]
+    parts: HostArray
 
 
 class Seat:
@@ -156,7 +157,7 @@ class Seat:
         if plan is None:
             if len(self._plans) >= PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = Plan(request, entry.name, self.board.places)
+            plan = self._plans[key] = Plan(request, entry.name, self.board)
         return plan
 
     def leave(self, *, agreed: bool) -> None:

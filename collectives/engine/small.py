@@ -11,7 +11,7 @@ import numpy as np
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request, Result
-from hvdlab.collectives.planes.buffers import HOST, HostArray, host_view
+from hvdlab.collectives.planes.buffers import HOST, HostArray, HostArrays, host_view
 from hvdlab.collectives.reduce.adasum import adasum
 from hvdlab.collectives.reduce.fold import UFUNCS, Fold, fold_plain, make_fold
 from hvdlab.collectives.reduce.integers import WideReduction, needs_width
@@ -53,8 +53,8 @@ def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds, sourc
     return run_parts(request, [np.frombuffer(payload, storage) for payload in payloads], folds)
 
 
-def run_parts(request: Request, parts: list[HostArray], folds: Folds) -> Result:
-    """Compute an allreduce from all members' elements (one flat array each, in storage type), which are not changed."""
+def run_parts(request: Request, parts: HostArrays, folds: Folds) -> Result:
+    """Compute an allreduce from all members' elements which are not changed."""
     source, out = request.input, request.output
     assert source is not None
     if out is None:
@@ -78,7 +78,7 @@ def run_parts(request: Request, parts: list[HostArray], folds: Folds) -> Result:
     return Result(out)
 
 
-def _run_wide(request: Request, parts: list[HostArray], out: HostArray) -> None:
+def _run_wide(request: Request, parts: HostArrays, out: HostArray) -> None:
     wide = WideReduction(request.dtype, request.op, len(parts), request.prescale, request.postscale)
     encoded = [wide.encode(part) for part in parts]
     fold_plain(UFUNCS[wide.op], encoded, encoded[0])

@@ -179,7 +179,7 @@ class SpanLog:
     # -- flushing -------------------------------------------------------------------------------------------------
 
     def claim(self) -> bool:
-        """Whether the caller has to schedule the next flush, since no thread has done so since the last one."""
+        """Whether the caller has to schedule the next flush, since none is scheduled."""
         return not self._due.locked() and self._due.acquire(blocking=False)
 
     def release(self) -> None:
@@ -189,7 +189,6 @@ class SpanLog:
 
     def take(self) -> list[bytes]:
         """What was recorded since the last time. Control thread."""
-        self.release()
         if self.recorder.pending():
             self._add_context()
         return self.recorder.drain()

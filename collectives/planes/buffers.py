@@ -6,6 +6,7 @@ nor a plane needs a framework. A tensor on a device is only known by its address
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -18,6 +19,9 @@ HOST = "cpu"
 
 HostArray: TypeAlias = npt.NDArray[Any]
 """C-contiguous, in storage type."""
+
+HostArrays: TypeAlias = Sequence[HostArray] | HostArray
+"""Equally long flat arrays in storage type. A two-dimensional array, of any strides, stands for its rows."""
 
 
 class Buffer(Protocol):

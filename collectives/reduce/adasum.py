@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.planes.buffers import HostArrays
 from hvdlab.collectives.reduce.halves import conversion_of
 
 Vector = npt.NDArray[Any]
@@ -92,9 +93,9 @@ def narrowed(source: Vector, dtype: DType, postscale: float) -> Vector:
     return storage
 
 
-def adasum(addends: Sequence[Vector], dtype: DType, prescale: float = 1.0, postscale: float = 1.0) -> Vector:
+def adasum(addends: HostArrays, dtype: DType, prescale: float = 1.0, postscale: float = 1.0) -> Vector:
     """The Adasum of equally long vectors in storage type, all of which are here; they are left alone."""
-    vectors = widened(np.stack(addends), dtype, prescale)
+    vectors = widened(np.stack(list(addends)), dtype, prescale)
     segments = [(0, 0, vectors.shape[1])]
     with np.errstate(all="ignore"):
         for pairs in levels(len(addends)):

@@ -7,21 +7,25 @@ that passes them by position gets the same bits on every member, for every size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.buffers import HostArray as Buffer
+from hvdlab.collectives.planes.buffers import HostArrays
 from hvdlab.collectives.reduce.halves import HalfFold
 
-Ufunc = Callable[..., Any]
 BLOCK = 1 << 16
 """Elements that are worked through at a time where scratch memory is needed, so that it stays in the cache."""
 
-UFUNCS: dict[ReduceOp, Ufunc] = {
+MANY = 8
+"""Rows of an array from which on one call of numpy for all of them is quicker than one for each …"""
+NARROW = 32
+"""… up to this many elements of a row: it writes every intermediate sum into memory of its own."""
+
+UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
@@ -36,7 +40,7 @@ class Fold(Protocol):
     it may be either. It overlaps no other source.
     """
 
-    def __call__(self, sources: Sequence[Buffer], out: Buffer, prescale: float, postscale: float) -> None: ...
+    def __call__(self, sources: HostArrays, out: Buffer, prescale: float, postscale: float) -> None: ...
 
 
 def make_fold(dtype: DType, op: ReduceOp) -> Fold:
@@ -57,11 +61,11 @@ def is_direct(dtype: DType) -> bool:
 class DirectFold:
     """float32, float64 and bool: numpy's operator; scales are applied in the type itself."""
 
-    def __init__(self, ufunc: Ufunc) -> None:
+    def __init__(self, ufunc: np.ufunc) -> None:
         self._ufunc = ufunc
         self._scaled: Buffer | None = None
 
-    def __call__(self, sources: Sequence[Buffer], out: Buffer, prescale: float, postscale: float) -> None:
+    def __call__(self, sources: HostArrays, out: Buffer, prescale: float, postscale: float) -> None:
         if prescale != 1.0:
             self._fold_scaled(sources, out, prescale)
         else:
@@ -69,7 +73,7 @@ class DirectFold:
         if postscale != 1.0:
             self._scale(out, out, postscale)
 
-    def _fold_scaled(self, sources: Sequence[Buffer], out: Buffer, prescale: float) -> None:
+    def _fold_scaled(self, sources: HostArrays, out: Buffer, prescale: float) -> None:
         self._scale(sources[0], out, prescale)
         if self._scaled is None or self._scaled.dtype != out.dtype:
             self._scaled = np.empty(BLOCK, out.dtype)
@@ -87,7 +91,7 @@ class DirectFold:
 class IntegerFold(DirectFold):
     """Integers: exact modulo the type's width; scales are applied in float64 and truncated toward zero."""
 
-    def __init__(self, ufunc: Ufunc) -> None:
+    def __init__(self, ufunc: np.ufunc) -> None:
         super().__init__(ufunc)
         self._wide: npt.NDArray[np.float64] | None = None
 
@@ -102,8 +106,12 @@ class IntegerFold(DirectFold):
             part[...] = wide.astype(np.int64)
 
 
-def fold_plain(ufunc: Ufunc, sources: Sequence[Buffer], out: Buffer) -> None:
+def fold_plain(ufunc: np.ufunc, sources: HostArrays, out: Buffer) -> None:
     """``out = s0 (op) s1 (op) …`` without scales."""
+    if isinstance(sources, np.ndarray) and len(sources) >= MANY and len(out) <= NARROW:
+        # `reduce` would be free to add in another order; this is one after the other by its definition.
+        np.copyto(out, ufunc.accumulate(sources, axis=0, dtype=out.dtype)[-1])
+        return
     if len(sources) == 1:
         if sources[0] is not out:
             np.copyto(out, sources[0])

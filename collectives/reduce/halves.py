@@ -7,7 +7,7 @@ give the same bits in every process of a job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.dtypes import DType
+from hvdlab.collectives.planes.buffers import HostArrays
 
 Buffer = npt.NDArray[Any]
 Wide = npt.NDArray[np.float32]
@@ -89,7 +90,7 @@ class HalfFold:
         self._sum = np.empty(BLOCK, np.float32)
         self._next = np.empty(BLOCK, np.float32)
 
-    def __call__(self, sources: Sequence[Buffer], out: Buffer, prescale: float, postscale: float) -> None:
+    def __call__(self, sources: HostArrays, out: Buffer, prescale: float, postscale: float) -> None:
         for start in range(0, len(out), BLOCK):
             stop = min(start + BLOCK, len(out))
             self._fold_block([s[start:stop] for s in sources], out[start:stop], prescale, postscale)

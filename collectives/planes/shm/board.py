@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 import time
 from collections.abc import Sequence
 
@@ -34,7 +35,7 @@ import numpy as np
 
 from hvdlab.collectives.planes.base import PlaneBroken
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.planes.shm.layout import PAGE, BoardLayout
+from hvdlab.collectives.planes.shm.layout import LINE, PAGE, WORD, BoardLayout
 from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 
 MEMBERS = 128
@@ -68,9 +69,9 @@ class Board:
         self._memory = mmap.mmap(memory, layout.size, offset=offset)
         self._signals = Signals(self._memory, layout, index)
         whole = np.frombuffer(self._memory, np.uint8)
-        # The places for tensors, by parity and member.
-        self.places: tuple[tuple[HostArray, ...], ...] = tuple(
-            tuple(whole[layout.place(m, parity) :][:PAGE] for m in range(members)) for parity in (0, 1)
+        # Where tensors are, by parity.
+        self._areas: tuple[HostArray, ...] = tuple(
+            whole[layout.area(parity) : layout.area(parity + 1)] for parity in (0, 1)
         )
         self._retired = False
 
@@ -96,11 +97,22 @@ class Board:
         number = self.number + 1
         parity = number & 1
         if tensor is not None:
-            np.copyto(self.places[parity][self._index][: len(tensor)], tensor)
+            first = self._index * _distance(len(tensor))
+            np.copyto(self._areas[parity][first : first + len(tensor)], tensor)
         self._signals.declare(parity, digest)
         self.number = number
         self._signals.post(ARRIVED, number)
         return number
+
+    def tensors(self, parity: int, size: int) -> HostArray:
+        """The members' tensors of requests of this parity that have so many bytes: a row of them for each member.
+
+        The rows are as close to each other as the size allows: a member that reads those of a hundred others would else have a
+        hundred pages to find. So the places of members that post different sizes overlap; but then they ask for different things, and
+        none of their tensors is read.
+        """
+        distance = _distance(size)
+        return self._areas[parity][: self.members * distance].reshape(self.members, distance)[:, :size]
 
     def decline(self) -> None:
         """Post that this member asks for nothing: its next request goes to the coordinator."""
@@ -133,9 +145,11 @@ class Board:
         """Whether all have posted the same ``number``-th request. Call it only when :meth:`complete` is true for that number."""
         asked = self._signals.declared(number & 1)
         mine = asked[self._index]
-        if mine == DECLINED or any(other != mine for other in asked):
+        # Compared as bytes, and zeros all at once, since each of many members looks at the words of all.
+        if mine == DECLINED or asked.tobytes() != mine.to_bytes(WORD, sys.byteorder) * self.members:
             return False
-        return not any(0 < first <= number for first in self._signals.reduced)
+        retired = self._signals.reduced
+        return not any(retired) or not any(0 < first <= number for first in retired)
 
     def count_out(self, members: Sequence[int]) -> None:
         """These members' processes are gone, by their positions: they have declined whatever they had not posted.
@@ -155,13 +169,16 @@ class Board:
         self._signals.abort()
 
     def close(self) -> None:
-        """Let go of the memory. No thread may wait at the board any more; arrays of :attr:`places` in use keep the memory until they are
-        gone.
-        """
-        self.places = ()
+        """Let go of the memory. No thread may wait at the board any more; arrays of :meth:`tensors` in use keep it until they are gone."""
+        self._areas = ()
         self._signals.close()
         with contextlib.suppress(BufferError):
             self._memory.close()
+
+
+def _distance(size: int) -> int:
+    """Bytes from one member's tensor of this size to the next one's: whole cache lines."""
+    return -(-size // LINE) * LINE
 
 
 def map_board(memory: int, offset: int, members: int, index: int, epoch: int) -> Board | None:

@@ -4,7 +4,7 @@
 
     page 0…   doorbell | arrived[members] | reduced[members] | targets[members] | needs[2][members]
     then      slots of member 0 | slots of member 1 | …, each half a page into a page
-    then      the board (:mod:`board`): words like those of page 0 | places[members][2]
+    then      the board (:mod:`board`): words like those of page 0 | two areas of a page for each member
 
 The half page is there because x86 copies slowly (down to a fortieth, where ``rep movsb`` does it) if the target lies
 a little further into its page than the source into its own. Large tensors begin near the start of a page, so this way
@@ -90,16 +90,16 @@ class Layout(Words):
 
 @dataclass(frozen=True, slots=True)
 class BoardLayout(Words):
-    """Offsets within the board, which lies behind the slots: words, then two places for small tensors of each member."""
+    """Offsets within the board, which lies behind the slots: words, then two areas with a page of each member for small tensors."""
 
-    def place(self, member: int, parity: int) -> int:
-        """Offset of a place, which has a page."""
-        return self.control_bytes + (2 * member + parity) * PAGE
+    def area(self, parity: int) -> int:
+        """Offset of an area."""
+        return self.control_bytes + parity * self.members * PAGE
 
     @property
     def size(self) -> int:
         """Bytes of the board, in whole pages."""
-        return self.place(self.members, 0)
+        return self.area(2)
 
 
 def slot_bytes(members: int) -> int:

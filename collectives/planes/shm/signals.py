@@ -10,18 +10,21 @@ Sleeping without lost wake-ups
 ------------------------------
 All members sleep on one word, the doorbell. A sleeper S that wants ``min(row) >= value``:
 
-    S1  targets[S] = (row, value)        P1  row[P] = value
+    S1  targets[S] = (row, value)        P1  row[P] = value (it was ``before``)
     S2  fence                            P2  fence
-    S3  seen = doorbell                  P3  any target set? if not: done
-    S4  aborted? row satisfied? -> done  P4  for each target that its row now satisfies: collect the sleeper's bit
+    S3  seen = doorbell                  P3  reached = min(row); not more than before, or no target set? -> done
+    S4  aborted? row satisfied? -> done  P4  for each target of the row with before < value <= reached: collect the sleeper's bit
     S5  futex_wait(doorbell == seen)     P5  doorbell = a value never used before; futex_wake(bits)
 
 * The fences stand between each side's store and its load of the other's word, so it can't happen that S4 misses P1
   *and* P3 misses S1. If S4 sees what it needs, S does not sleep.
 * Let P be the member whose store is the last that S waits for. (Stores become visible in one order on x86-64.) Its
-  P4 comes after its fence and so sees all words that S needs. If S4 missed P1, then P3 sees the target, P4 finds it
-  satisfied, and P5 changes the doorbell after S3 read it: S5 either returns at once or is woken. A member that
-  stored earlier may find the target unsatisfied and leave it; the last one won't.
+  P3 comes after its fence and so sees all words that S needs; and P's own word had not reached the value before. If S4 missed P1, then P3
+  sees the target, P4 finds it satisfied, and P5 changes the doorbell after S3 read it: S5 either returns at once or is woken. A member that
+  stored earlier finds the target unsatisfied and leaves it; the last one won't.
+* What P's word had reached before is another member's to wake. So one member wakes the others, once: where a hundred of them share two
+  cores, most have not run yet, and still have their targets set, when the first ones post what comes next.
+* ``before`` is what P has completed these steps for. If an exception ends them early (an interrupt, on the board), P's next post makes up for it.
 * P5 is an unlocked store by several members, so one may overwrite another's. That is harmless because every value is
   unique (a member's own count times the number of ringers, plus its number): whatever value is written after S3, it
   differs from the one that S3 read, so S5 does not sleep on it.
@@ -89,6 +92,8 @@ class Signals:
         self._address = ctypes.addressof(self._doorbell)
         self._bit = 1 << (index % 32)
         self._rung = self._nudged = 0
+        #: Per row the value up to which this member has woken all that slept for its word.
+        self._covered = [0] * _ROWS
         self._fence = futex.make_fence()
         self._guard = threading.Lock()
         self._closed = False
@@ -100,21 +105,22 @@ class Signals:
 
     def post(self, row: int, value: int) -> None:
         """Set this member's counter and wake the members whose wait that completes."""
-        self._rows[row][self._index] = value
+        words, before = self._rows[row], self._covered[row]
+        words[self._index] = value
         with self._fence:
             pass
-        if any(self._targets):
-            self._wake()
+        # The member that stored last sees all words of the row from here on, whatever target it reads; one look will do.
+        reached = min(words)
+        if reached > before and any(self._targets):
+            self._wake(row, before, reached)
+        self._covered[row] = value
 
-    def _wake(self) -> None:
-        # The member that stored last sees all words of the row from here on, whatever target it reads; one look per row will do.
-        reached = [min(row) for row in self._rows]
+    def _wake(self, row: int, before: int, reached: int) -> None:
         bits = 0
         for member, target in enumerate(self._targets):
-            if target:
-                value, row = divmod(target, _ROWS)
-                if reached[row] >= value:
-                    bits |= 1 << (member % 32)
+            value, awaited = divmod(target, _ROWS)
+            if awaited == row and before < value <= reached:
+                bits |= 1 << (member % 32)
         if bits:
             self._rung += 1
             self._ring(self._rung * 2 * self._members + self._index, bits)

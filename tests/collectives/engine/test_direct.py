@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from queue import SimpleQueue
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -139,6 +140,39 @@ def spans() -> list[tuple[str, int, bool]]:
                 assert event.submitted_ns <= (event.ready_ns or 0) <= (event.finished_ns or 0)
                 found.append((event.name, event.sequence, event.ok))
     return found
+
+
+def flushes() -> tuple[int, list[bool]]:
+    """How often the user's thread schedules a flush of what is recorded, and what the flushes have found to send."""
+    engine = context.engine()
+    dispatcher, spans, user = engine._dispatcher, engine._spans, threading.current_thread()
+    claim, send_events = spans.claim, dispatcher.send_events
+    scheduled, found = 0, list[bool]()
+
+    def claim_and_count() -> bool:
+        nonlocal scheduled
+        claimed = claim()
+        scheduled += claimed and threading.current_thread() is user
+        return claimed
+
+    def send_and_count() -> bool:
+        found.append(send_events())
+        return found[-1]
+
+    meet()
+    with (
+        patch.object(spans, "claim", claim_and_count),
+        patch.object(dispatcher, "send_events", send_and_count),
+    ):
+        while total(float(len(found) < 5), "busy") > 0:
+            pass
+        return scheduled, found[:]
+
+
+def test_while_requests_are_made_no_thread_has_to_schedule_the_flushes(three: Ranks) -> None:
+    for scheduled, found in three.run(flushes, timeout=PATIENCE):
+        assert scheduled <= 1 + found.count(False), found
+        assert found.count(True) >= 4, found
 
 
 def test_each_is_recorded_under_one_number_on_all_ranks(three: Ranks) -> None:

@@ -30,10 +30,10 @@ def test_nothing_overlaps(members: int) -> None:
 def test_the_board_lies_behind_the_slots_and_nothing_of_it_overlaps(members: int) -> None:
     layout, board = Layout(members, chunk_bytes=8192, slots=5), BoardLayout(members)
     rows = [(board.row(n), board.row(n) + members * 8) for n in range(5)]
-    places = [(board.place(m, n), board.place(m, n) + 4096) for m in range(members) for n in range(2)]
-    areas = [(0, 4), *rows, *places]
+    tensors = [(board.area(parity), board.area(parity) + members * 4096) for parity in range(2)]
+    areas = [(0, 4), *rows, *tensors]
     assert all(end <= start for (_, end), (start, _) in pairwise(areas))
-    assert places[-1][1] <= board.size
+    assert tensors[-1][1] <= board.size
     assert layout.size + board.size == segment_size(members, 8192, 5)
 
 

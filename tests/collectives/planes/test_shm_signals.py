@@ -71,6 +71,38 @@ def test_no_wake_up_is_lost_over_many_rounds(members: list[Signals]) -> None:
     in_threads([lambda i=i: run(i) for i in range(3)])  # type: ignore[misc]  # mypy can't infer a lambda's default
 
 
+def test_only_the_post_that_completes_a_wait_wakes_its_member(
+    members: list[Signals], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one may come while the member that was woken has not run yet: then it need not look who sleeps."""
+    woken: list[int] = []
+    monkeypatch.setattr(futex, "wake", lambda _address, bits: woken.append(bits))
+    members[0].post(ARRIVED, 1)
+    members[0]._targets[0] = 2 * 1 + ARRIVED
+    members[1].post(ARRIVED, 1)
+    assert woken == []
+    members[2].post(ARRIVED, 1)
+    assert woken == [1 << 0]
+    members[1].post(ARRIVED, 2)
+    members[2].post(ARRIVED, 2)
+    members[2].post(REDUCED, 1)
+    assert woken == [1 << 0]
+    members[0].post(ARRIVED, 2)
+    assert woken == [1 << 0]
+
+
+def test_the_post_after_one_that_was_interrupted_wakes_for_both(members: list[Signals]) -> None:
+    thread = threading.Thread(target=lambda: members[0].wait(ARRIVED, 1))
+    thread.start()
+    members[0].post(ARRIVED, 1)
+    members[1].post(ARRIVED, 1)
+    asleep(thread.native_id or 0)
+    members[2].arrived[2] = 1  # and then the interrupt
+    members[2].post(ARRIVED, 2)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_an_abort_at_any_moment_ends_a_wait(members: list[Signals], seed: int) -> None:
     begun = threading.Event()

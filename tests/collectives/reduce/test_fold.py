@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.reduce.fold import BLOCK, make_fold
+from hvdlab.collectives.reduce.fold import BLOCK, MANY, NARROW, make_fold
 from hvdlab.collectives.reduce.halves import (
     Conversion,
     conversion_of,
@@ -80,6 +80,28 @@ def test_minimum_and_maximum_keep_nan(dtype: DType) -> None:
     parts = [np.array([np.nan, 1.0], storage_type(dtype)), np.array([1.0, np.nan], storage_type(dtype))]
     assert np.isnan(fold(dtype, ReduceOp.MIN, parts)).all()
     assert np.isnan(fold(dtype, ReduceOp.MAX, parts)).all()
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("members", [1, 2, MANY - 1, MANY, 100])
+@pytest.mark.parametrize("length", [0, 1, 3, NARROW, NARROW + 1])
+def test_rows_of_an_array_give_the_bits_of_a_list(dtype: DType, members: int, length: int) -> None:
+    """… so a result does not depend on how members' tensors lie in memory."""
+    random = np.random.default_rng(members * length)
+    memory = random.integers(0, 256, (members, 64 + length * 8), np.uint8)
+    rows = memory[:, : length * storage_type(dtype).itemsize].view(storage_type(dtype))
+    if dtype is DType.BOOL:
+        rows = rows.view(np.uint8) % 2 == 1
+    for op in (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+        for scales in ((1.0, 1.0), (1.0, 0.5), (2.0, 1.0)):
+            if dtype is DType.BOOL and scales != (1.0, 1.0):
+                continue
+            before, one, other = rows.copy(), np.empty(length, rows.dtype), np.empty(length, rows.dtype)
+            with np.errstate(all="ignore"):
+                make_fold(dtype, op)([np.ascontiguousarray(row) for row in rows], one, *scales)
+                make_fold(dtype, op)(rows, other, *scales)
+            assert one.tobytes() == other.tobytes(), (op, scales)
+            assert rows.tobytes() == before.tobytes()
 
 
 @pytest.mark.parametrize("length", [0, 1, BLOCK, 2 * BLOCK + 7])

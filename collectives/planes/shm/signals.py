@@ -4,7 +4,8 @@ A member posts by a plain store into its own word, which no other member writes.
 see ``Board.count_out``.) A member that waits needs *all* words of a row to reach a value. It first offers its core to other
 threads some times (``sched_yield``), which costs them nothing: on a free core that is a look every half microsecond, on a shared one
 it runs the member that is awaited, for a fraction of what sleeping and waking cost. Where something else is busy on the core, a
-yield takes milliseconds; then the member does without yields for a while. After that it sleeps in the kernel.
+yield takes milliseconds; then the member does without yields for a while, and only looks for some microseconds. After that it sleeps in
+the kernel.
 
 Sleeping without lost wake-ups
 ------------------------------
@@ -52,7 +53,9 @@ YIELDS = 40
 _LONG_YIELD = 1_000_000
 """Nanoseconds from which on a yield means that something busy shares the core; members' steps are shorter."""
 _WITHOUT_YIELDS = 250_000_000
-"""Nanoseconds for which a member then sleeps at once."""
+"""Nanoseconds for which a member then does without yields."""
+_LOOKING = 5_000
+"""Nanoseconds for which it looks instead, before it sleeps: less than what sleeping and waking cost."""
 
 ARRIVED, REDUCED = 0, 1
 _TARGETS, _NEEDS = 2, 3
@@ -145,9 +148,12 @@ class Signals:
             self._sleep(words, row, value, deadline)
 
     def _yield_until(self, words: memoryview, value: int) -> bool:
-        """Offer the core to other threads until all words reach ``value``, for some time. Returns whether they did."""
+        """Look whether all words have reached ``value``, for some time, and offer the core to other threads. Returns whether they have."""
         before = monotonic_ns()
         if before < self._sleep_until:
+            while monotonic_ns() - before < _LOOKING:
+                if min(words) >= value:
+                    return True
             return False
         for _ in range(self._yields):
             os.sched_yield()

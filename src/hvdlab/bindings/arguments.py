@@ -49,6 +49,8 @@ def chosen_operator(average: bool | None, op: ReduceOp | int | None) -> ReduceOp
 
 def checked_operator(op: ReduceOp | int) -> ReduceOp:
     """``op`` as an operator that hvdlab can execute."""
+    if type(op) is ReduceOp:
+        return op
     try:
         return ReduceOp(op)
     except ValueError:

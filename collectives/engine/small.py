@@ -54,7 +54,7 @@ def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds, sourc
 
 
 def run_parts(request: Request, parts: HostArrays, folds: Folds) -> Result:
-    """Compute an allreduce from all members' elements which are not changed."""
+    """Compute an allreduce from all members' elements, which are not changed."""
     source, out = request.input, request.output
     assert source is not None
     if out is None:

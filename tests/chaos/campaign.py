@@ -189,8 +189,9 @@ class Campaign:
         self.with_views, self.relays = views, relays
         #: Whether ranks have a wrapped model beside the training.
         self.wraps = any(fault.loop == "wrapped" for fault in self.faults)
-        #: Steps that the wrapped model has been trained for.
+        #: Steps that the wrapped model has been trained for, and the ranks that have had it since.
         self._trained = 0
+        self._have_model: set[int] = set()
         self._views: OpenViews | None = None
         self.started = 0
         self._pool: Pool | None = None
@@ -277,7 +278,6 @@ class Campaign:
             self.set_up(range(self.size))
             self.cell("training.check()")
             if self.wraps:
-                self._trained = 0
                 self.train_on()
             self._join()
             if self.with_views:
@@ -378,6 +378,17 @@ class Campaign:
         source += "training.memory()"
         for rank, memory in self.values(source, list(ranks)).items():
             self._expected[rank] = memory
+        self._forget_models_of(ranks)
+
+    def _forget_models_of(self, replaced: Sequence[int]) -> None:
+        """Expect no training of the wrapped model any more once every rank that had it was replaced.
+
+        Faults of other kinds replace ranks as well, and the wrapped model is trained only by its own: between two of those
+        all ranks may be replaced one by one.
+        """
+        self._have_model -= set(replaced)
+        if not self._have_model:
+            self._trained = 0
 
     # -- what must be as before -----------------------------------------------------------------------------------
 
@@ -407,6 +418,7 @@ class Campaign:
             return [f"the ranks' wrapped models differ: {found}"]
         before = self._trained
         self._trained, _ = next(iter(found.values()))
+        self._have_model = set(found)
         if self._trained < before:
             return [f"the wrapped model went back from step {before} to {self._trained}"]
         return []
@@ -427,6 +439,9 @@ class Campaign:
         needs for good.
         """
         self._join()
+        # A trial of a wrapped model ends the epoch, and with it each rank's context of Gloo: threads, sockets and pipes that the next
+        # collective opens again. Ranks are counted with a context, whatever the trial was.
+        self.values("training.check()")
         self.values("training.forget()")
         left = self.values(
             "training.forget()"

@@ -74,6 +74,31 @@ def test_a_campaign_with_tensors_of_torch() -> None:
     play(13, "shm", quick, len(quick), device="cpu")
 
 
+@pytest.mark.timeout(300)
+def test_a_rank_that_keeps_a_context_of_gloo_is_seen_as_a_leak() -> None:
+    """The count must see a leak of the size of one context, also right after trials that end the epoch."""
+    wrapped = [fault for fault in WRAPPED if fault.deed == "raise"]
+    with Campaign(12, "gloo", faults=wrapped) as campaign:
+        for number in range(3):
+            assert campaign.trial(number).ok
+        campaign.values("import os; kept = [os.pipe() for _ in range(2)]", [1])
+        leaks, _ = campaign.leaks()
+        assert len(leaks) == 1
+        assert "hvd-rank-1" in leaks[0]
+        assert "4 x pipe" in leaks[0]
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_are_all_replaced_one_by_one_need_not_have_the_wrapped_model() -> None:
+    wrapped = [fault for fault in WRAPPED if fault.deed == "raise"]
+    with Campaign(12, "gloo", faults=wrapped, size=2) as campaign:
+        assert campaign.trial(0).ok
+        for rank in campaign.pool.ranks:
+            campaign.pool.restart([rank])
+            campaign.set_up([rank])
+        assert campaign.train_on() == []
+
+
 def test_a_trial_is_the_same_again() -> None:
     draws = [Campaign(5, "shm").draw(7) for _ in range(2)]
     assert draws[0][0] is draws[1][0]

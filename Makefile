@@ -17,7 +17,7 @@ NEEDS_CUDA = $(BIN)/python -c "import importlib.metadata as m; raise SystemExit(
 # How many tests run side by side: half of the time a test waits for processes. 0 runs them one after the other.
 WORKERS ?= 3
 
-.PHONY: help demo lab test lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-gpu test-engines mxnet engines clean
+.PHONY: help demo lab test house lint types mypy pyright unit unit-root views rebuilt audit soak chaos bench figures tables lock test-numpy test-gpu test-engines mxnet engines clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,13 +47,16 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
+house: $(INSTALLED) ## figures of the tree's text: modules, circles of imports, names with several meanings, prose
+	@$(BIN)/python tests/house.py
+
 types: $(INSTALLED)
 	@$(MAKE) --no-print-directory --jobs=2 mypy pyright
 
 mypy pyright: $(INSTALLED)
 	$(BIN)/$@
 
-unit: $(INSTALLED)
+unit: $(INSTALLED) house
 	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "alone and not soak" $(PYTEST_ARGS)
 

@@ -27,7 +27,6 @@ from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.cuda.device import HANDLE_BYTES, Allocation, DeviceFailed, Launch
 from hvdlab.collectives.planes.cuda.opened import OpenedPieces
-from hvdlab.collectives.planes.staging import widen
 from hvdlab.collectives.reduce.fold import make_fold
 
 _ALIGNED = 1 << 63
@@ -252,9 +251,6 @@ def run_kernel(it: Launch) -> None:
         table[2 * it.jobs + 1 :],
     )
     kind = np.dtype(np.uint8) if it.dtype is None else storage_type(it.dtype)
-    if it.wide:
-        run_wide(it, firsts, counts, addresses)
-        return
     fold = make_fold(it.dtype or DType.U8, it.op if it.dtype is not None else ReduceOp.MAX)
     for job in range(it.jobs):
         count = counts[job] & ~_ALIGNED
@@ -268,24 +264,6 @@ def run_kernel(it: Launch) -> None:
         for out in arrays[it.ins :]:
             out[:] = result
     times[1] = time.monotonic_ns()
-
-
-def run_wide(it: Launch, firsts: list[int], counts: list[int], addresses: list[int]) -> None:
-    """A reduction of halves whose results are left in float32."""
-    assert it.dtype in (DType.F16, DType.BF16)
-    kind, fold, width = storage_type(it.dtype), make_fold(DType.F32, it.op), it.ins + it.outs
-    for job in range(it.jobs):
-        count = counts[job] & ~_ALIGNED
-        assert firsts[job + 1] - firsts[job] == -(-count // it.chunk), "chunks of a job"
-        where = addresses[job * width : (job + 1) * width]
-        wide = [np.empty(count, np.float32) for _ in range(it.ins)]
-        for address, target in zip(where, wide, strict=False):
-            widen(bytes_at(address, count * kind.itemsize).view(kind), target, it.dtype)
-        result = np.empty(count, np.float32)
-        fold(wide, result, it.prescale, it.postscale)
-        for address in where[it.ins :]:
-            bytes_at(address, 4 * count).view(np.float32)[:] = result
-    np.frombuffer((ctypes.c_uint64 * 2).from_address(it.times), np.uint64)[1] = time.monotonic_ns()
 
 
 class FakeGpus:

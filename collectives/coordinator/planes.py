@@ -14,8 +14,6 @@ CUDA_IPC, CUDA_IPC_LIMIT = "cuda/ipc", 64
 """The plane for GPUs of one host, and how many ranks it has room for: its kernels take that many addresses."""
 CUDA_NCCL, CUDA_NCCL_LIMIT = "cuda/nccl", 127
 """The plane for GPUs of several hosts, and how many ranks it has room for."""
-CUDA_HIERARCHICAL = "cuda/hierarchical"
-"""The plane for GPUs of several hosts which exchange through the hosts' network; :data:`CUDA_IPC_LIMIT` ranks of each host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +65,7 @@ def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) ->
     memory within those hosts that have several members. Beside it there is a plane for each device class for which all members offer
     one.
     """
-    choice, devices = _choose_host_plane(members, hierarchy), _device_planes(members)
-    if CUDA_HIERARCHICAL in devices.values():
-        choice = replace(choice, options=choice.options | {"outer": _between(members)})
-    return replace(choice, device_planes=devices)
+    return replace(_choose_host_plane(members, hierarchy), device_planes=_device_planes(members))
 
 
 def _device_planes(members: Sequence[Member]) -> dict[str, str]:
@@ -87,10 +82,6 @@ def _suits(plane: str, members: Sequence[Member]) -> bool:
     """Whether a plane for devices can connect these members."""
     if plane == CUDA_IPC:
         return len(members) <= CUDA_IPC_LIMIT and len({member.host for member in members}) == 1
-    if plane == CUDA_HIERARCHICAL:
-        hosts = _by_host(members)
-        largest = max(len(here) for here in hosts.values())
-        return len(hosts) > 1 and largest <= CUDA_IPC_LIMIT and _all_offer(_between(members), members)
     return plane != CUDA_NCCL or len(members) <= CUDA_NCCL_LIMIT
 
 

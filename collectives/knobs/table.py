@@ -29,7 +29,7 @@ ABSENT_PLANES = {
     "ranks are on several hosts, or where HVDLAB_CUDA_PLANE=nccl asks for it)"
 }
 """Planes that one may expect, and why they are not there."""
-CUDA_PLANES = ("auto", "ipc", "nccl", "hierarchical")
+CUDA_PLANES = ("auto", "ipc", "nccl")
 
 
 class Reader(StrEnum):
@@ -85,7 +85,7 @@ KNOBS: tuple[Knob, ...] = (
     # -- planes ---------------------------------------------------------------------------------------------------
     Knob("HVDLAB_PLANE", choice(*PLANES, absent=ABSENT_PLANES), _R, "auto", "data plane ([how they differ](../how-to/planes-and-launchers.md)); `--plane` of `%%hvd_run` sets it for a pool", "plane"),
     Knob("HVDLAB_CUDA", FLAG, _R, "-", "1 has collectives [work on CUDA tensors where they are](../how-to/gpus.md) if all ranks of a process set have it, 0 copies them through the host; unset is 1 where the machine has one GPU, else 0: not tried on several GPUs yet"),
-    Knob("HVDLAB_CUDA_PLANE", choice(*CUDA_PLANES), _R, "auto", "the plane that this rank offers for CUDA tensors with `HVDLAB_CUDA=1`: [`ipc`](../design/planes.md#cudaipc), for ranks of one host, [`nccl`](../design/planes.md#cudanccl), for ranks with a GPU each, or [`hierarchical`](../design/planes.md#cudahierarchical), for ranks of several hosts that share GPUs or have no network between GPUs; `auto` offers all, and `ipc` is chosen on one host, `nccl` on several, `hierarchical` on several without NCCL"),
+    Knob("HVDLAB_CUDA_PLANE", choice(*CUDA_PLANES), _R, "auto", "the plane that this rank offers for CUDA tensors with `HVDLAB_CUDA=1`: [`ipc`](../design/planes.md#cudaipc), for ranks of one host, or [`nccl`](../design/planes.md#cudanccl), for ranks with a GPU each; `auto` offers both, and `ipc` is chosen on one host, `nccl` on several"),
     Knob("HVDLAB_CUDA_KERNELS", FLAG, _P, "0", "1 has ranks of a pool keep which kernels they launch on GPUs, so that [`%hvd_where`](../how-to/gpus.md#what-a-rank-waits-for) names those that a rank waits for; each launch takes some 3 µs longer, and PyTorch's profiler does not see GPUs then"),
     Knob("HVDLAB_DIRECT", FLAG, _R, "1", "0 has the coordinator order also the small collectives that a rank waits for, on which ranks of one host agree [in shared memory](../design/overview.md#the-direct-way) otherwise; set it on all ranks alike", "direct"),
     Knob("HVDLAB_HOST", TEXT, _R, "-", "name that ranks have in common which share memory, if it can't be found out, as between containers ([what it is for](../how-to/planes-and-launchers.md#several-hosts))"),

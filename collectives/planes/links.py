@@ -17,7 +17,6 @@ PCIE = "PCIe"
 PEER = "peer access, link unknown"
 """The GPUs read each other's memory; what is between them can't be found out."""
 UNKNOWN = "link unknown"
-NETWORK = "network, through the host"
 THROUGH_HOST = "CUDA tensors through the host"
 """There is no plane for CUDA tensors: they are copied to the host and back."""
 

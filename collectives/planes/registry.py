@@ -21,7 +21,6 @@ _CLASSES: dict[str, tuple[str, str, str]] = {
     "hierarchical": ("hvdlab.collectives.planes.hierarchical", "HierarchicalPlane", ""),
     "cuda/ipc": ("hvdlab.collectives.planes.cuda.plane", "CudaPlane", ""),
     "cuda/nccl": ("hvdlab.collectives.planes.nccl.plane", "NcclPlane", ""),
-    "cuda/hierarchical": ("hvdlab.collectives.planes.cuda_hosts.plane", "CudaHierarchicalPlane", ""),
 }
 _REMEDY = {"torch": "pip install 'hvdlab[torch]'", "mpi4py": "pip install 'hvdlab[mpi]'"}
 

@@ -22,7 +22,6 @@ from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, StreamMark
 from hvdlab.collectives.planes.cuda.plane import CudaPlane
-from hvdlab.collectives.planes.cuda_hosts.plane import CudaHierarchicalPlane
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.nccl.plane import NcclPlane
 
@@ -47,17 +46,6 @@ def fake_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
 def real_nccl_actor(target: str, context: PlaneContext) -> CollectiveActor:
     """`cuda/nccl` on the first GPU. Where members share it, each needs an ``NCCL_HOSTID`` of its own."""
     return PlaneActor(ThroughNccl(NcclPlane(context), RealMemory()))
-
-
-def fake_hierarchical_actor(target: str, context: PlaneContext) -> CollectiveActor:
-    """`cuda/hierarchical` on hosts with a simulated GPU each."""
-    fake_cuda.install()
-    return PlaneActor(ThroughGpu(CudaHierarchicalPlane(context), FakeMemory()))
-
-
-def real_hierarchical_actor(target: str, context: PlaneContext) -> CollectiveActor:
-    """`cuda/hierarchical` on the first GPU, as if each host had it."""
-    return PlaneActor(ThroughGpu(CudaHierarchicalPlane(context), RealMemory()))
 
 
 class FakeMemory:

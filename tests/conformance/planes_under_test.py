@@ -73,21 +73,6 @@ def hierarchical(hosts: str, outer: str = "gloo", every: int = 12, block_bytes: 
     )
 
 
-def cuda_hierarchical(hosts: str, every: int = 12, **options: str) -> PlaneUnderTest:
-    """The plane for GPUs on simulated hosts, a letter for each member, each with a simulated GPU."""
-    return PlaneUnderTest(
-        f"cuda-hierarchical-{hosts}" + ("-each" if options else ""),
-        HIERARCHICAL,  # whose demands on the system are the same
-        sizes=(len(hosts),),
-        actor="conformance.cuda_actor:fake_hierarchical_actor",
-        lacks=frozenset({"messages"}),
-        options=options,
-        hosts=hosts,
-        library=True,
-        every=every,
-    )
-
-
 PLANES: tuple[PlaneUnderTest, ...] = (
     PlaneUnderTest("local", "hvdlab.collectives.planes.local:LocalPlane", sizes=(1,), launcher=LIGHT),
     PlaneUnderTest(
@@ -144,11 +129,6 @@ PLANES: tuple[PlaneUnderTest, ...] = (
     hierarchical("aabb", every=6, block_bytes=2 * CHUNK),
     hierarchical("aab", block_bytes=2 * CHUNK),
     hierarchical("abb"),
-    cuda_hierarchical("aabb"),
-    cuda_hierarchical("aab"),
-    cuda_hierarchical("aab", every=24, workers="all"),
-    cuda_hierarchical("ab"),
-    cuda_hierarchical("aa"),
     hierarchical("abab", outer="mpi"),
     hierarchical("aabab", outer="mpi"),
     # Once more with everything in front of the plane; what can't run on it is told in engine_actor.py.

@@ -47,7 +47,6 @@ class Launch(NamedTuple):
         members: Number of members, each of which has such a word.
         stride: 32-bit words from one member's word to the next one's.
         times: Address of two 64-bit words for the begin and the end of the kernel, in nanoseconds of the GPU's clock.
-        wide: Whether results are written in the type in which they are computed, float32 for f16 and bf16.
     """
 
     dtype: DType | None
@@ -64,7 +63,6 @@ class Launch(NamedTuple):
     members: int
     stride: int
     times: int
-    wide: bool = False
 
 
 class Device(Protocol):

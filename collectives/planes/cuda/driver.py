@@ -119,7 +119,7 @@ class CudaDevice:
             attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
         ) + self._attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         #: The kernels compiled so far: the module, which must stay loaded, and its kernel.
-        self._kernels: dict[tuple[DType | None, ReduceOp, bool], tuple[Any, Any]] = {}
+        self._kernels: dict[tuple[DType | None, ReduceOp], tuple[Any, Any]] = {}
         self._guard = threading.Lock()
 
     def _attribute(self, which: Any) -> int:
@@ -242,7 +242,7 @@ class CudaDevice:
         blocks = min(launch.chunks, self._blocks)
         _checked(
             driver.cuLaunchKernel(
-                self._kernel(launch.dtype, launch.op, launch.wide),
+                self._kernel(launch.dtype, launch.op),
                 blocks,
                 1,
                 1,
@@ -256,13 +256,11 @@ class CudaDevice:
             )
         )
 
-    def _kernel(self, dtype: DType | None, op: ReduceOp, wide: bool) -> Any:
-        key = (dtype, ReduceOp.SUM if dtype is None else op, wide)
+    def _kernel(self, dtype: DType | None, op: ReduceOp) -> Any:
+        key = (dtype, ReduceOp.SUM if dtype is None else op)
         with self._guard:
             if key not in self._kernels:
-                module = _checked(
-                    driver.cuModuleLoadData(kernels.compiled(dtype, op, self._capability, wide=wide))
-                )
+                module = _checked(driver.cuModuleLoadData(kernels.compiled(dtype, op, self._capability)))
                 name = kernels.entry(dtype).encode()
                 self._kernels[key] = module, _checked(driver.cuModuleGetFunction(module, name))
             return self._kernels[key][1]

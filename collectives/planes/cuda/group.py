@@ -559,7 +559,6 @@ class Worker:
             members=self._members,
             stride=layout.stride,
             times=self._base + layout.times + (place * self._members + self._index) * 16,
-            wide=operation.wide,
         )
 
     def _jobs_of(self, operation: Operation, places: Array64, numbers: Array64) -> tuple[Table, int, int]:
@@ -570,7 +569,6 @@ class Worker:
         key = (
             operation.jobs,
             operation.itemsize,
-            operation.out_itemsize,
             places.tobytes(),
             numbers.tobytes() if operation.numbers else b"",
         )
@@ -596,6 +594,6 @@ class Worker:
         )
         begins, counts = share(jobs.counts, self._part, self._parts, operation.itemsize)
         read = (begins * operation.itemsize).astype(np.uint64)[:, np.newaxis]
-        written = (begins * operation.out_itemsize).astype(np.uint64)[:, np.newaxis]
+        written = (begins * operation.itemsize).astype(np.uint64)[:, np.newaxis]
         addresses = np.concatenate((jobs.ins + read, jobs.outs + written), axis=1)
         return table_of(counts, addresses, operation.itemsize), jobs.ins.shape[1], jobs.outs.shape[1]

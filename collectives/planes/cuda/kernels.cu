@@ -2,7 +2,6 @@
 // one type of elements and one operator at a time:
 //     ELEMENT   how an element is stored and computed in, one of the structs below; undefined: bytes are copied
 //     OP        SUM, MIN, MAX or PRODUCT
-//     WIDE      defined: outputs are of the type in which elements are computed, and not rounded to that in which they are stored
 //
 // A launch works through jobs. A job reads `ins` arrays of equal length and writes what comes of them to `outs` arrays, each of
 // which may be one of those read. One thread does all that belongs to an element, so the order of the inputs alone
@@ -150,19 +149,9 @@ __device__ void fold_unit(const u64* address, u64 at, u32 ins, u32 outs, double 
 #pragma unroll
     for (int e = 0; e < N; e++) {
         if (after != 1.0) sum[e] = E::scale(sum[e], after);
-#ifndef WIDE
         line.element[e] = E::narrow(sum[e]);
-#endif
     }
-#ifdef WIDE
-    for (u32 o = 0; o < outs; o++) {
-        Wide* out = (Wide*)address[ins + o] + at * N;
-#pragma unroll
-        for (int e = 0; e < N; e++) out[e] = sum[e];
-    }
-#else
     for (u32 o = 0; o < outs; o++) ((Unit*)address[ins + o])[at] = line.unit;
-#endif
 }
 #else
 

@@ -37,11 +37,11 @@ def entry(dtype: DType | None) -> str:
     return "copy" if dtype is None else "fold"
 
 
-def macros(dtype: DType | None, op: ReduceOp, wide: bool = False) -> dict[str, str]:
+def macros(dtype: DType | None, op: ReduceOp) -> dict[str, str]:
     """The macros that choose the kernel in the source, by name."""
     if dtype is None:
         return {}
-    return {"ELEMENT": ELEMENTS[dtype], "OP": op.name} | ({"WIDE": "1"} if wide else {})
+    return {"ELEMENT": ELEMENTS[dtype], "OP": op.name}
 
 
 def compiler_version() -> int:
@@ -54,14 +54,13 @@ def source() -> bytes:
     return files(__package__).joinpath(_SOURCE).read_bytes()
 
 
-def compiled(dtype: DType | None, op: ReduceOp, capability: int, *, wide: bool = False) -> bytes:
+def compiled(dtype: DType | None, op: ReduceOp, capability: int) -> bytes:
     """A kernel as the driver loads it.
 
     Args:
         dtype: What is reduced; ``None`` copies bytes.
         op: SUM, MIN, MAX or PRODUCT.
         capability: Compute capability of the GPU, as 90 for 9.0. A GPU newer than the compiler gets code that the driver translates.
-        wide: Whether results are written in the type in which they are computed.
 
     Raises:
         DeviceFailed: The compiler is missing, knows no GPU that old, or refuses the source; the text says what it said.
@@ -75,7 +74,7 @@ def compiled(dtype: DType | None, op: ReduceOp, capability: int, *, wide: bool =
         ) from error
     try:
         options = [f"--gpu-architecture={architecture(capability, known)}", "--std=c++17"]
-        options += [f"--define-macro={name}={value}" for name, value in macros(dtype, op, wide).items()]
+        options += [f"--define-macro={name}={value}" for name, value in macros(dtype, op).items()]
         given = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
         if status != _OK:

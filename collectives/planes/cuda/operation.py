@@ -15,9 +15,6 @@ from hvdlab.collectives.planes.cuda.jobs import Addresses
 
 Counts = npt.NDArray[np.int64]
 
-WIDE = {DType.F16: DType.F32, DType.BF16: DType.F32}
-"""In which type elements are computed, if not in their own."""
-
 
 class Jobs(NamedTuple):
     """The jobs of an operation.
@@ -64,7 +61,6 @@ class Operation:
         dtype: Element type of a reduction; ``None`` moves bytes, and counts are bytes then.
         op, prescale, postscale: How to reduce.
         numbers: Further numbers that the worker needs, one for each member.
-        wide: Whether outputs are of the type in which ``dtype`` is computed (:data:`WIDE`), so that nothing is rounded.
     """
 
     ins: Sequence[CudaBuffer]
@@ -75,21 +71,11 @@ class Operation:
     prescale: float = 1.0
     postscale: float = 1.0
     numbers: Sequence[int] = field(default=())
-    wide: bool = False
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one counted element of an input: an element of ``dtype``, or a byte."""
+        """Bytes of one counted element: an element of ``dtype``, or a byte."""
         return 1 if self.dtype is None else self.dtype.itemsize
-
-    @property
-    def out_itemsize(self) -> int:
-        """Bytes of one counted element of an output."""
-        return (
-            WIDE.get(self.dtype, self.dtype).itemsize
-            if self.wide and self.dtype is not None
-            else self.itemsize
-        )
 
 
 class AllreduceJobs(NamedTuple):

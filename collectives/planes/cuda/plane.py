@@ -20,7 +20,6 @@ from hvdlab.collectives.planes.cuda.group import Group
 from hvdlab.collectives.planes.cuda.jobs import MOST_ADDRESSES
 from hvdlab.collectives.planes.cuda.links import links_between
 from hvdlab.collectives.planes.cuda.operation import (
-    WIDE,
     AllgatherJobs,
     AllreduceJobs,
     AlltoallJobs,
@@ -108,32 +107,6 @@ class CudaPlane(GpuPlane[Group]):
         postscale: float,
         phases: Phases,
     ) -> Completion | None:
-        return self._allreduce(ins, outs, dtype, op, prescale, postscale, phases, wide=False)
-
-    def start_sums(
-        self,
-        ins: Sequence[Buffer],
-        outs: Sequence[Buffer],
-        dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        phases: Phases,
-    ) -> Completion | None:
-        """As :meth:`start_allreduce`, but the results of f16 and bf16 are left in float32, of which ``outs`` are then: another plane goes on adding."""
-        return self._allreduce(ins, outs, dtype, op, prescale, 1.0, phases, wide=dtype in WIDE)
-
-    def _allreduce(
-        self,
-        ins: Sequence[Buffer],
-        outs: Sequence[Buffer],
-        dtype: DType,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-        phases: Phases,
-        *,
-        wide: bool,
-    ) -> Completion | None:
         started = time.monotonic_ns()
         pairs = [(cuda_buffer(i), cuda_buffer(o)) for i, o in zip(ins, outs, strict=True) if i.nbytes]
         last: Completion | None = None
@@ -148,7 +121,6 @@ class CudaPlane(GpuPlane[Group]):
                     op=op,
                     prescale=prescale,
                     postscale=postscale,
-                    wide=wide,
                 ),
                 phases,
                 started,

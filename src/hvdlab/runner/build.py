@@ -66,5 +66,5 @@ def _planes() -> Iterator[Line]:
     for name in names:
         yield name, registry.why_unavailable(name) or ""
     yield "mpi", mpi.why_unavailable()
-    for name in ("cuda/ipc", "cuda/nccl", "cuda/hierarchical"):
+    for name in ("cuda/ipc", "cuda/nccl"):
         yield name, registry.why_unavailable(name) or ""

@@ -10,7 +10,7 @@ from hvdlab.collectives.protocol.messages import Member
 
 ALL = ("shm", "gloo", "mpi")
 LOCAL = ("shm", "gloo")
-CUDA = ("cuda/ipc", "cuda/nccl", "cuda/hierarchical")
+CUDA = ("cuda/ipc", "cuda/nccl")
 
 
 def members(*planes: tuple[str, ...], hosts: str = "", wishes: tuple[str, ...] = ()) -> list[Member]:
@@ -148,10 +148,6 @@ def test_members_make_the_memory_that_can_not_be_handed_out() -> None:
         (members(*[(*LOCAL, "cuda/ipc", "cuda/nccl")] * 128), {}),
         (members(*[(*LOCAL, *CUDA)] * 3, hosts="aab"), {"cuda": "cuda/nccl"}),
         (members(*[(*LOCAL, *CUDA)] * 3), {"cuda": "cuda/ipc"}),
-        (members(*[(*LOCAL, "cuda/hierarchical")] * 3, hosts="aab"), {"cuda": "cuda/hierarchical"}),
-        (members(*[(*LOCAL, "cuda/hierarchical")] * 2), {}),
-        (members(*[("shm", "cuda/hierarchical")] * 2, hosts="ab"), {}),
-        (members(*[(*LOCAL, "cuda/hierarchical")] * 66, hosts="a" * 65 + "b"), {}),
     ],
 )
 def test_a_device_class_has_a_plane_that_all_offer(group: list[Member], planes: dict[str, str]) -> None:
@@ -159,17 +155,6 @@ def test_a_device_class_has_a_plane_that_all_offer(group: list[Member], planes: 
     assert choice.device_planes == planes
     assert "/" not in choice.plane
     assert without_memory(choice).device_planes == planes
-
-
-@pytest.mark.parametrize(("planes", "between"), [(("shm", "gloo"), "gloo"), (("shm", "gloo", "mpi"), "mpi")])
-@pytest.mark.parametrize("hosts", ["ab", "aab"])
-def test_a_hierarchy_of_gpus_has_the_plane_between_hosts_that_tensors_of_the_host_have(
-    planes: tuple[str, ...], between: str, hosts: str
-) -> None:
-    choice = choose_plane(members(*[(*planes, "cuda/hierarchical")] * len(hosts), hosts=hosts))
-    assert choice.device_planes == {"cuda": "cuda/hierarchical"}
-    assert choice.options["outer"] == between
-    assert choice.plane == ("hierarchical" if hosts == "aab" else between)
 
 
 def test_a_plane_for_devices_is_not_taken_for_the_host() -> None:

@@ -19,7 +19,6 @@ import pytest
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.cuda.jobs import chunk_bytes, share, table_of
-from hvdlab.collectives.planes.staging import widen
 from hvdlab.collectives.reduce.fold import make_fold
 
 SOURCE = Path(__file__).parents[3] / "collectives" / "planes" / "cuda" / "kernels.cu"
@@ -70,13 +69,12 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
     place = tmp_path_factory.mktemp("kernels")
     built: dict[str, ctypes.CDLL] = {}
 
-    def load(dtype: DType | None, op: ReduceOp, wide: bool = False) -> Any:
-        name = "copy" if dtype is None else f"{dtype.label}-{op.name}{'-wide' if wide else ''}"
+    def load(dtype: DType | None, op: ReduceOp) -> Any:
+        name = "copy" if dtype is None else f"{dtype.label}-{op.name}"
         if name not in built:
             kernel = "copy" if dtype is None else "fold"
             (place / "kernel.cpp").write_text(HOST + SOURCE.read_text() + RUN.replace("KERNEL", kernel))
             macros = [] if dtype is None else [f"-DELEMENT={ELEMENTS[dtype]}", f"-DOP={op.name}"]
-            macros += ["-DWIDE=1"] if wide else []
             command = [str(COMPILER), "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-ffp-contract=off"]
             target = place / f"{name}.so"
             subprocess.run([*command, *macros, "-o", str(target), str(place / "kernel.cpp")], check=True)
@@ -141,31 +139,6 @@ def test_a_reduction_gives_the_bits_of_the_host(build: Any, dtype: DType, op: Re
     for result, written in zip(expected, outs, strict=True):
         for out in written:
             np.testing.assert_array_equal(out.view(np.uint8), result.view(np.uint8))
-
-
-@pytest.mark.parametrize("dtype", [DType.F16, DType.BF16], ids=lambda dtype: dtype.label)
-def test_sums_of_halves_can_be_left_unrounded(build: Any, dtype: DType) -> None:
-    rng, kind = np.random.default_rng(7), storage_type(dtype)
-    counts = np.array([1, 5000, 33])
-    inputs = [
-        [placed(count, kind, shift, rng) for _ in range(3)]
-        for count, shift in zip(counts, (8, 0, 0), strict=True)
-    ]
-    outs = [placed(count, np.dtype(np.float32), 0, rng) for count in counts]
-    expected = []
-    for arrays in inputs:
-        wide = [np.empty(len(array), np.float32) for array in arrays]
-        for array, target in zip(arrays, wide, strict=True):
-            widen(array, target, dtype)
-        result = np.empty_like(wide[0])
-        make_fold(DType.F32, ReduceOp.SUM)(wide, result, 0.5, 1.0)
-        expected.append(result)
-    addresses = np.array(
-        [[a.ctypes.data for a in (*i, o)] for i, o in zip(inputs, outs, strict=True)], np.uint64
-    )
-    run(build(dtype, ReduceOp.SUM, wide=True), table_of(counts, addresses, kind.itemsize), 3, 1, 0.5, 1.0)
-    for result, written in zip(expected, outs, strict=True):
-        np.testing.assert_array_equal(written.view(np.uint32), result.view(np.uint32))
 
 
 def test_bytes_are_copied_to_all_outputs_and_to_nothing_else(build: Any) -> None:

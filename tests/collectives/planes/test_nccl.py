@@ -431,17 +431,13 @@ def test_what_the_plane_got_from_the_gpu_is_given_back(gpu: FakeCuda) -> None:
 
 
 def test_it_is_offered_where_nccl_is(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [name for name in registry.offered() if "/" in name] == [
-        "cuda/ipc",
-        "cuda/nccl",
-        "cuda/hierarchical",
-    ]
+    assert [name for name in registry.offered() if "/" in name] == ["cuda/ipc", "cuda/nccl"]
     assert registry.plane_class("cuda/nccl") is NcclPlane
     assert basics.nccl_built()
     for choice, offered in (
         ("nccl", ["cuda/nccl"]),
         ("IPC", ["cuda/ipc"]),
-        ("auto", ["cuda/ipc", "cuda/nccl", "cuda/hierarchical"]),
+        ("auto", ["cuda/ipc", "cuda/nccl"]),
     ):
         monkeypatch.setenv(gpus.CHOICE, choice)
         assert [name for name in registry.offered() if "/" in name] == offered

@@ -70,7 +70,6 @@ def total_in_which(rank: int, number: int) -> float:
         ("aaa", "nccl", "cuda/nccl"),
         ("aaa", "auto", "cuda/ipc"),
         ("aab", "ipc", ""),
-        ("aab", "hierarchical", "cuda/hierarchical"),
     ],
 )
 def test_several_hosts_or_the_users_wish_make_it_the_plane(

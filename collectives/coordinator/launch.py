@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from hvdlab.collectives.autotune.options import TuningOptions
+from hvdlab.collectives.autotune import TuningOptions
 from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
 from hvdlab.collectives.coordinator.history import HISTORY_BYTES
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
@@ -71,7 +71,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     autotune_warmup_samples: int = 3
     autotune_steps_per_sample: int = 10
     autotune_max_samples: int = 20
-    autotune_noise: float = 0.8
     ping_after: float = 5.0
     dead_after: float = 30.0
     require_encryption: str = ""
@@ -103,7 +102,6 @@ def state_options(launch: Launch) -> CoordinatorOptions:
             launch.autotune_warmup_samples,
             launch.autotune_steps_per_sample,
             launch.autotune_max_samples,
-            launch.autotune_noise,
         )
     return CoordinatorOptions(
         size=launch.size,

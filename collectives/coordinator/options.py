@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hvdlab.collectives.autotune.options import TuningOptions
+from hvdlab.collectives.autotune import TuningOptions
 from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
 from hvdlab.collectives.coordinator.history import HISTORY_BYTES
 from hvdlab.collectives.coordinator.scheduling import SCHEDULING_CREDIT

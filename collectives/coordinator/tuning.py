@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hvdlab.collectives.autotune import Parameters, Sample, Tuner
 from hvdlab.collectives.coordinator.events import Tuned
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
@@ -12,7 +13,6 @@ from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.protocol.messages import Tune
 
 if TYPE_CHECKING:
-    from hvdlab.collectives.autotune.tuner import Sample, Tuner
     from hvdlab.collectives.coordinator.state import CoordinatorState
 
 
@@ -28,10 +28,6 @@ class Tuning:
         self._slice = 0
         self._announced: dict[int, tuple[int, int]] = {}
         if options.tuning is not None:
-            # Imported here, since most coordinators tune nothing and should start quickly.
-            from hvdlab.collectives.autotune.parameters import Parameters
-            from hvdlab.collectives.autotune.tuner import Tuner
-
             start = Parameters(options.fusion_threshold, options.flush_delay)
             self._tuner = Tuner(options.tuning, start)
 

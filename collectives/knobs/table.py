@@ -142,8 +142,8 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", COUNT, _C, "3", "samples at the beginning that do not count", "autotune_warmup_samples"),
     Knob("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", POSITIVE, _C, "10", "times that a sample sees the same tensor", "autotune_steps_per_sample"),
     Knob("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", POSITIVE, _C, "20", "samples after which the best setting is kept", "autotune_max_samples"),
-    Knob("HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", FRACTION, _C, "0.8", "how much of the difference between scores is taken for noise: 0 none", "autotune_noise"),
     # -- accepted without effect ----------------------------------------------------------------------------------
+    Knob("HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", FRACTION, _N, "-", "settings are swept one after the other, and the best is compared with the first in turns"),
     Knob("HOROVOD_DYNAMIC_PROCESS_SETS", FLAG, _N, "-", "process sets may always be added and removed"),
     Knob("HOROVOD_NUM_NCCL_STREAMS", TEXT, _N, "-", "NCCL has one stream for each process set"),
     Knob("HOROVOD_BATCH_D2D_MEMCOPIES", TEXT, _N, "-", "fused tensors are not copied into a buffer on a device"),

@@ -110,7 +110,11 @@ def test_a_configuration_file_as_of_horovod(tmp_path: Path) -> None:
     assert found.variables()["HOROVOD_LOG_LEVEL"] == "INFO"
     assert found.variables()["HOROVOD_AUTOTUNE_LOG"] == "tuned.csv"
     assert found.warnings() == [
-        "--num-nccl-streams has no effect here: NCCL has one stream for each process set"
+        (
+            "--autotune-gaussian-process-noise has no effect here: settings are swept one after the other, "
+            "and the best is compared with the first in turns"
+        ),
+        "--num-nccl-streams has no effect here: NCCL has one stream for each process set",
     ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.collectives.autotune.options import TuningOptions
+from hvdlab.collectives.autotune import TuningOptions
 from hvdlab.collectives.coordinator.__main__ import _log
 from hvdlab.collectives.coordinator.launch import Launch, settings_from, state_options
 from hvdlab.collectives.errors import InvalidRequestError
@@ -42,14 +42,13 @@ def test_every_setting_reaches_the_state() -> None:
         "token", "other", "/", 1, size=3, fusion_threshold=5, flush_delay=0.25, separate_groups=True, stall_seconds=7.0,
         stall_shutdown=9.0, history_bytes=11, hierarchical_allreduce=True, hierarchical_allgather=False,
         autotune=True, autotune_warmup_samples=1, autotune_steps_per_sample=2, autotune_max_samples=3,
-        autotune_noise=0.5,
     )  # fmt: skip
     options = state_options(launch)
     assert (options.size, options.fusion_threshold, options.flush_delay) == (3, 5, 0.25)
     assert (options.separate_groups, options.history_bytes) == (True, 11)
     assert (options.stall_seconds, options.stall_shutdown) == (7.0, 9.0)
     assert (options.hierarchical_allreduce, options.hierarchical_allgather) == (True, False)
-    assert options.tuning == TuningOptions(1, 2, 3, 0.5)
+    assert options.tuning == TuningOptions(1, 2, 3)
 
 
 def test_a_disabled_stall_check_neither_reports_nor_ends() -> None:

@@ -122,7 +122,7 @@ class MembershipWidget(anywidget.AnyWidget):
         state = self._news.state if self._news is not None else None
         text = "Ranks: waiting for ranks" if state is None else membership_text(state, STILL)
         page = "" if state is None else membership_html(state, STILL)
-        return {"text/html": f'<div class="{self._output.name}">{page}</div>', "text/plain": text}
+        return {"text/html": f'<div class="hvd-still {self._output.name}">{page}</div>', "text/plain": text}
 
     def _ipython_display_(self) -> None:
         self._output.show(self._repr_mimebundle_())

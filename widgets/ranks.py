@@ -99,7 +99,7 @@ class RanksWidget(anywidget.AnyWidget):
         text = f"<div><b>Ranks</b>: {html.escape(self.heading)}</div>"
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return {
-            "text/html": f'<div class="{self._output.name}">{text}{table}</div>',
+            "text/html": f'<div class="hvd-still {self._output.name}">{text}{table}</div>',
             "text/plain": self._text(),
         }
 

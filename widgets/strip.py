@@ -6,6 +6,7 @@ import html
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ class StripWidget(anywidget.AnyWidget):
         #: When the page was last sent a state, by ``time.monotonic()``.
         self._sent = begun
         self._finished = False
+        #: A CSS class by which the script finds the still of this strip, and hides it.
+        self._name = f"hvdlab-strip-{uuid.uuid4().hex[:12]}"
         self._closing = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="hvdlab-strip-heartbeat", daemon=True)
         #: How long the cell had run when the strip was made: a page that reads more at first was opened later.
@@ -81,15 +84,14 @@ class StripWidget(anywidget.AnyWidget):
         found = data[0] if isinstance(data, tuple) else data
         return {**found, "text/plain": self.text()}
 
-    def still(self, name: str) -> dict[str, str]:
-        """Return what a saved notebook shows in place of the strip, which needs the kernel.
-
-        Args:
-            name: The display area, also a CSS class by which the script finds and hides the still.
-        """
+    def still(self) -> dict[str, str]:
+        """Return what a saved notebook shows in place of the strip, which needs the kernel."""
         parts = [_count(len(self._ranks), "rank"), self._label, self._elsewhere()]
         text = " · ".join(part for part in parts if part)
-        return {"text/html": f'<div class="hvd-still {name}">{summary_html(text)}</div>', "text/plain": text}
+        return {
+            "text/html": f'<div class="hvd-still {self._name}">{summary_html(text)}</div>',
+            "text/plain": text,
+        }
 
     def began(self, rank: int) -> None:
         """Add a rank that has begun the cell later than the others."""
@@ -162,6 +164,7 @@ class StripWidget(anywidget.AnyWidget):
             "title": f"{count} · {self._label}",
             "elsewhere": self._elsewhere(),
             "made": self._made,
+            "still": self._name,
             "ended": False,
             "rate": "",
             "note": "",

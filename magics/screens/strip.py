@@ -37,8 +37,8 @@ class View(Protocol):
         """The mime bundle that the notebook shows."""
         ...
 
-    def still(self, name: str) -> dict[str, str]:
-        """The mime bundle that a notebook shows where there is no kernel; ``name`` is its display area."""
+    def still(self) -> dict[str, str]:
+        """The mime bundle that a notebook shows where there is no kernel."""
         ...
 
     def began(self, rank: int) -> None:
@@ -151,7 +151,7 @@ class Strip:
         self._area = f"{self._name}-{self._number}"
         self._number += 1
         # Two outputs: with both in one bundle JupyterLab shows the widget, also where no kernel has it.
-        self._publisher.display(view.still(self._still), {}, self._still)
+        self._publisher.display(view.still(), {}, self._still)
         self._publisher.display(view.bundle(), {}, self._area)
 
     @property

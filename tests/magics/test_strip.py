@@ -38,7 +38,7 @@ class View:
     def bundle(self) -> dict[str, Any]:
         return {"text/plain": "strip"}
 
-    def still(self, name: str) -> dict[str, str]:
+    def still(self) -> dict[str, str]:
         return STILL
 
     def began(self, rank: int) -> None:

@@ -133,9 +133,9 @@ def test_the_end_of_the_pool_ends_the_strip(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_where_no_kernel_is_it_says_where_the_output_is(strip: StripWidget) -> None:
-    still = strip.still("area")
+    still = strip.still()
     assert still["text/plain"] == "4 ranks · [7] · `%hvd_output 7` shows all that it wrote"
-    assert 'class="hvd-still area"' in still["text/html"]
+    assert f'class="hvd-still {strip.pace["still"]}"' in still["text/html"]
 
 
 def test_ranks_that_join_and_die_are_known(strip: StripWidget) -> None:

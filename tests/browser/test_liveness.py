@@ -151,7 +151,11 @@ def test_a_page_that_is_opened_again_shows_that_the_cell_has_ended_and_saves_new
 
     # The next strip takes the model of this one away, and then no kernel has any: nothing complains, and the sentence is there.
     lab.run(NEXT)
-    lab.page.wait_for_selector(f".jp-Notebook-cell:nth-child({TRAIN + 1}) {STRIP}", state="detached")
+    lab.page.wait_for_function(
+        "([cell, strip]) => !document.querySelectorAll('.jp-Notebook-cell')[cell].querySelector(strip)",
+        arg=[TRAIN, STRIP],
+        timeout=WAIT_MS,
+    )
     assert "`%hvd_output 5` shows all that it wrote" in lab.output(TRAIN)
     (tmp_path / "work" / "next").touch()
     lab.wait_until_ended(NEXT)

@@ -167,7 +167,7 @@ def test_a_page_that_is_opened_again_shows_that_the_cell_has_ended_and_saves_new
     lab.leave()
     lab.come_back()
     lab.page.wait_for_function(
-        """() => [...document.querySelectorAll(".jupyter-widgets-view")]
+        """() => [...document.querySelectorAll(".jp-OutputArea-output.jupyter-widgets")]
             .filter(node => node.textContent.includes("model not found")).length === 3""",
         timeout=WAIT_MS,
     )

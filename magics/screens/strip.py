@@ -183,6 +183,7 @@ class StripSink:
         ranks: The ranks of the cell.
         strip: The strip.
         clock: ``time.monotonic``.
+        elastic: Whether the cell goes on without ranks that die or leave: it has not failed by that.
     """
 
     def __init__(
@@ -191,6 +192,8 @@ class StripSink:
         ranks: Sequence[int],
         strip: Strip,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        elastic: bool = False,
     ) -> None:
         self.output, self.note, self.backlog, self.hurry = (
             inner.output,
@@ -201,7 +204,7 @@ class StripSink:
         self._inner, self._strip, self._clock = inner, strip, clock
         self._show_status = status_of(inner)
         self._running: set[int] | None = set(ranks)
-        self._ok = True
+        self._elastic, self._ok = elastic, True
 
     def began(self, rank: int) -> None:
         if self._running is not None:
@@ -212,7 +215,7 @@ class StripSink:
     def done(self, rank: int, done: CellDone | None) -> None:
         if self._running is not None:
             self._running.discard(rank)
-        self._ok = self._ok and done is not None and done.error is None
+        self._ok = self._ok and (self._elastic if done is None else done.error is None)
         self._inner.done(rank, done)
 
     def status(self, text: str, *, final: bool) -> None:

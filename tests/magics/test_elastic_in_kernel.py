@@ -113,6 +113,10 @@ def test_the_strip_knows_the_ranks_that_join_and_die(tmp_path: Path) -> None:
         kernel.run("%hvd_pool resize 2")
         kernel.until(lambda: shown() == [0, 1], PATIENCE)
         (tmp_path / "end").touch()
-        kernel.until(lambda: "[0,1] ended" in training.text("stdout"), PATIENCE)
+        summary = "3 ranks, rank 2 is gone · "
+        kernel.until(
+            lambda: any(one["data"]["text/plain"].startswith(summary) for one in training.of("display_data")),
+            PATIENCE,
+        )
     finally:
         kernel.close()

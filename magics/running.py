@@ -65,7 +65,13 @@ def run_cell(
         "label": label,
         "line_offset": offset,
         "out": make_sink(
-            session, ranks, options.output, background=options.background, source=source, strip=(pool, label)
+            session,
+            ranks,
+            options.output,
+            background=options.background,
+            source=source,
+            strip=(pool, label),
+            elastic=getattr(options, "elastic", False),
         ),
         "late": _late_output(session, ranks, options.output),
         "timeout": options.timeout,
@@ -129,11 +135,13 @@ def make_sink(
     background: bool,
     source: str = "",
     strip: tuple[Pool, str] | None = None,
+    elastic: bool = False,
 ) -> OutputSink:
     """The sink for ``--output``, in a notebook or a terminal.
 
     Args:
         strip: The pool and the label of a cell that gets a live strip; None for no strip.
+        elastic: Whether the cell goes on without ranks that die or leave.
     """
     if output == "none":
         return NullSink()
@@ -155,7 +163,7 @@ def make_sink(
         sink = LimitedSink(sink, ranks, limit)
     if watched is not None and strip is not None:
         shown = session.strips.strip(session.shell, *strip, ranks, watched, f"hvdlab-{cell}-strip")
-        sink = StripSink(sink, ranks, shown)
+        sink = StripSink(sink, ranks, shown, elastic=elastic)
     if not background:
         return sink
     write = write_to_terminal if publisher is None else publisher.stream

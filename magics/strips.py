@@ -79,6 +79,7 @@ class _Shown:
     def __init__(self, widget: StripWidget, strips: Strips) -> None:
         self._widget, self._strips = widget, strips
         self.bundle, self.refresh = widget.bundle, widget.refresh
+        self.still, self.began = widget.still, widget.began
         strips.close()
 
     def summary(self, now: float) -> dict[str, str] | None:
@@ -87,5 +88,6 @@ class _Shown:
         text = self._widget.summary(now)
         return {"text/html": summary_html(text), "text/plain": text} if text else None
 
-    def release(self) -> None:
+    def release(self, now: float) -> None:
+        self._widget.finish(now)
         self._strips.ended(self._widget)

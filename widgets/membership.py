@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from hvdlab.widgets.membership_actions import ChangeablePool, MembershipActions
 from hvdlab.widgets.membership_news import MembershipNews
 from hvdlab.widgets.membership_rows import membership_html, membership_text
 from hvdlab.widgets.output import Output, text_of
+from hvdlab.widgets.rank_rows import HEARTBEAT, cell_runs
 from hvdlab.widgets.timeline import STATIC
 from hvdlab.widgets.unparented import unparented
 
@@ -47,6 +49,8 @@ class MembershipWidget(anywidget.AnyWidget):
         self._output = Output("membership", self._still, self.failures)
         self._closing = threading.Event()
         self._drawn: object = None
+        #: Whether a page was loaded again, whose picture is old: updates of it went to the page before.
+        self._reopened = False
         unparented(super().__init__, still=self._output.name)
         self.on_msg(self._receive)
         self._update()
@@ -54,22 +58,35 @@ class MembershipWidget(anywidget.AnyWidget):
         self._thread.start()
 
     def _run(self) -> None:
-        version, soon = -1, False
+        version, soon, sent = -1, False, 0.0
         # The pool may end just after a question to it, so ask until no further question is due.
         while not self._closing.is_set() and (
             soon or not self.recording.closed or version != self.recording.version
         ):
-            self.recording.wait(version, self._closing.is_set, INTERVAL if soon else None)
+            patience = INTERVAL if soon else HEARTBEAT if cell_runs(self.recording) else None
+            self.recording.wait(version, self._wanted, patience)
             version = self.recording.version
             self._update()
             soon = self._news is not None and self._news.asks_later
-            if self._drawn is not self.membership:
-                self._drawn = self.membership
+            if self._drawn is not self.membership or self._reopened:
+                self._drawn, self._reopened = self.membership, False
                 with self.failures.guard("the still picture"):
                     self._output.refresh()
+            if time.monotonic() >= sent + HEARTBEAT:
+                sent = time.monotonic()
+                self._say_alive()
             self._closing.wait(INTERVAL)
         if self._news is not None:
             self._news.close()
+
+    def _wanted(self) -> bool:
+        return self._closing.is_set() or self._reopened
+
+    def _say_alive(self) -> None:
+        """Let the page know that the kernel lives, and whether it hears that again within ``HEARTBEAT``."""
+        with self.failures.guard("which ranks there are"):
+            if self.comm is not None:
+                unparented(self.send, {"type": "alive", "runs": cell_runs(self.recording)})
 
     def _update(self) -> None:
         with self.failures.guard("which ranks there are"):
@@ -84,6 +101,11 @@ class MembershipWidget(anywidget.AnyWidget):
 
     def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
         with self.failures.guard("what the page asked for"):
+            if isinstance(content, dict) and content.get("type") == "hello":
+                self._reopened = True
+                self.recording.poke()
+                if not self._thread.is_alive():
+                    self._output.refresh()
             if not isinstance(content, dict) or content.get("type") != "do":
                 return
             request = content.get("request")
@@ -100,7 +122,7 @@ class MembershipWidget(anywidget.AnyWidget):
         state = self._news.state if self._news is not None else None
         text = "Ranks: waiting for ranks" if state is None else membership_text(state, STILL)
         page = "" if state is None else membership_html(state, STILL)
-        return {"text/html": f'<div class="{self._output.name}">{page}</div>', "text/plain": text}
+        return {"text/html": f'<div class="hvd-still {self._output.name}">{page}</div>', "text/plain": text}
 
     def _ipython_display_(self) -> None:
         self._output.show(self._repr_mimebundle_())

@@ -40,7 +40,7 @@ def as_html(recording: Recording, mark: str = "hvd-still") -> str:
         )
     text = html.escape(headline(recording, found, seconds))
     foot = f"<div>{_legend(found)}</div>" if found else ""
-    return f'<div class="{mark}"><div><b>Metrics</b>: {text}</div><table>{"".join(rows)}</table>{foot}</div>'
+    return f'<div class="hvd-still {mark}"><div><b>Metrics</b>: {text}</div><table>{"".join(rows)}</table>{foot}</div>'
 
 
 def _note(one: Spark) -> str:

@@ -35,7 +35,7 @@ class Output:
         self._shown = False
 
     def _still(self) -> Data:
-        data: Data = {"text/html": f'<div class="{self.name}"></div>', "text/plain": ""}
+        data: Data = {"text/html": f'<div class="hvd-still {self.name}"></div>', "text/plain": ""}
         with self._failures.guard("the still picture"):
             data = self._make()
         found = self._failures.all()

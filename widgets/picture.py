@@ -172,7 +172,7 @@ def as_html(recording: Recording, mark: str = "hvd-still") -> str:
     more = len(drawn) - len(shown)
     legend = f"{length:.3g} s · " + " · ".join(_legend(drawn)) + (f" · {more} more ranks" if more else "")
     foot = f"<div>{legend}</div>" if drawn else ""
-    return f'<div class="{mark}"><div><b>Timeline</b>: {text}</div><table>{"".join(rows)}</table>{foot}</div>'
+    return f'<div class="hvd-still {mark}"><div><b>Timeline</b>: {text}</div><table>{"".join(rows)}</table>{foot}</div>'
 
 
 def _legend(drawn: list[Lane]) -> list[str]:

@@ -13,7 +13,7 @@ from hvdlab.collectives.recording.rows import Rows
 from hvdlab.widgets.membership_news import MembershipNews
 from hvdlab.widgets.messages import pack_marks, pack_rows
 from hvdlab.widgets.points import POINTS_PER_MESSAGE, SeriesNews
-from hvdlab.widgets.rank_rows import RankNews
+from hvdlab.widgets.rank_rows import HEARTBEAT, RankNews, cell_runs
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
 
@@ -31,6 +31,8 @@ class Publisher:
 
     The script of a widget begins to listen at some moment after the widget was made, and its hello waits as long as a
     cell runs. So the publisher retransmits what may have got lost; the view knows rows by their numbers and takes each once.
+
+    While a cell runs, a view that listens gets a message at least every ``HEARTBEAT`` seconds, an empty one if nothing is new.
 
     An error is kept in :attr:`failures` and sent to the view, which shows it; the next news are sent as if
     nothing had happened.
@@ -66,6 +68,8 @@ class Publisher:
         self._closing = threading.Event()
         self._since: tuple[int, int] | None = None  # a row and a point
         self._heard = False
+        #: Whether a page listens that is not the first: it may have been loaded again.
+        self._reopened = False
         self._row = self._name = self._stamp = 0
         self._skipped = self._cleared = 0
         #: The next row at the last failure of a message: rows that fail twice are passed over.
@@ -73,6 +77,8 @@ class Publisher:
         #: Whether the last message failed before it was sent.
         self._unmade = False
         self._told_failures: list[dict[str, str]] = []
+        #: When the last message was sent, by ``time.monotonic()``.
+        self._sent = 0.0
         self._ranks = RankNews(recording)
         self._series = SeriesNews(recording)
         self._membership = membership
@@ -90,6 +96,7 @@ class Publisher:
         ``rows`` says whether it wants rows.
         """
         self._with_rows = rows
+        self._reopened = self._heard
         self._since, self._heard = (since, points), True
         self._recording.poke()
         with self._starting:
@@ -125,11 +132,17 @@ class Publisher:
             if self._since is not None:
                 since, self._since = self._since, None
                 self._again_from(*since)
+                if self._reopened:
+                    # This page has an old picture: updates of it went to the page before.
+                    self._reopened, drawn_version, picture_due = False, -1, True
             elif not self._heard and again and time.monotonic() >= again[0]:
                 again.pop(0)
                 if max(recording.end, recording.points_end) <= MOST_UNHEARD:
                     self._again_from(0, 0)
             elif not news:
+                if drawn_version == version:
+                    self._keep_alive()
+                    continue
                 drawn_version = version
                 if (self._heard or again) and self._is_behind():
                     self._flush()  # what could not be sent; there may be no further news
@@ -141,6 +154,7 @@ class Publisher:
             version = recording.version
             if self._heard or again:
                 self._flush()
+                self._keep_alive()
             # Only these count as news for the picture: ranks that do nothing still report their memory every second.
             if drawn != (drawn := (recording.end, self._stamp, recording.cleared_end)):
                 drawn_at, picture_due = time.monotonic(), True
@@ -176,7 +190,14 @@ class Publisher:
     def _patience(self, again: list[float], news: bool) -> float | None:
         if not self._heard and again:
             return max(0.0, again[0] - time.monotonic())
-        return QUIET if news else None
+        if news:
+            return QUIET
+        return HEARTBEAT if self._heard and cell_runs(self._recording) else None
+
+    def _keep_alive(self) -> None:
+        """Send an empty message if the view has got none for some time while a cell runs."""
+        if self._heard and time.monotonic() >= self._sent + HEARTBEAT and cell_runs(self._recording):
+            self._send_rows({}, 0)
 
     def _say_ranks(self, last: bool = False) -> None:
         """Send what is new about the ranks since the last rows, and what failed, if there is any of it."""
@@ -285,4 +306,5 @@ class Publisher:
         buffers = [pack_rows(rows, origin), points]
         self._unmade = False
         self._send(message | series | news, buffers)
+        self._sent = time.monotonic()
         self._row, self._name, self._stamp = first + len(rows), self._name + len(names), stamp

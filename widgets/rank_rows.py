@@ -9,12 +9,22 @@ from typing import Any
 
 from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.recording import RankSummary, Recording, summarize
-from hvdlab.collectives.recording.pace import steps_per_second
+from hvdlab.collectives.recording.pace import shown_rate
 
 INTERVAL = 1.0
 LOOKED_AT = 50_000
 SECONDS = 10.0
 STOPPED = "stopped"
+HEARTBEAT = 2.0
+"""Seconds after which a view gets a message although nothing is new, while a cell runs. A view that gets none for
+five seconds says so (``ui/src/model/liveness.ts``)."""
+
+
+def cell_runs(recording: Recording) -> bool:
+    """Return whether a cell runs on any rank that is there."""
+    if recording.closed:
+        return False
+    return any(recording.running(member.rank) for member in recording.membership.members)
 
 
 def rank_rows(recording: Recording) -> list[dict[str, Any]]:
@@ -30,6 +40,8 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
         state = "lost" if death else "starting" if member is None else "running" if cell else "idle"
         if member is None and not death and rank not in membership.expected:
             state = "left"
+        if recording.closed and state in ("starting", "running", "idle"):
+            state, cell = "ended", ""
         rows.append(
             {
                 "rank": rank,
@@ -94,7 +106,7 @@ def _pace(recording: Recording, rows: list[dict[str, Any]]) -> str:
     if not running:
         return ""
     begins = [mark.begin_ns for mark in recording.marks() if mark.kind == "cell" and mark.end_ns is None]
-    steps = steps_per_second(recording, running, min(begins, default=None))
+    steps = shown_rate(recording, running, min(begins, default=None))
     return "" if steps is None else f" · {steps:.3g} steps/s"
 
 

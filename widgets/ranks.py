@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import threading
+import time
 from typing import Any
 
 import anywidget
@@ -14,8 +15,9 @@ from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.visible import visible
 from hvdlab.widgets.output import Output, text_of
 from hvdlab.widgets.picture import seconds
-from hvdlab.widgets.rank_rows import heading, rank_rows
+from hvdlab.widgets.rank_rows import HEARTBEAT, STOPPED, cell_runs, heading, rank_rows
 from hvdlab.widgets.timeline import STATIC
+from hvdlab.widgets.unparented import unparented
 
 INTERVAL = 1.0
 WIDEST = 300
@@ -42,26 +44,50 @@ class RanksWidget(anywidget.AnyWidget):
         self.failures = Failures(recording.failures)
         self._output = Output("ranks", self._still, self.failures)
         self._closing = threading.Event()
+        #: Whether a page was loaded again, whose picture is old: updates of it went to the page before.
+        self._reopened = False
         super().__init__(still=self._output.name)
+        self.on_msg(self._receive)
         self._update()
         self._thread = threading.Thread(target=self._run, name="hvdlab-ranks", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        version = -1
-        while not self._closing.is_set() and not (self.recording.closed and version != -1):
-            self.recording.wait(version, self._closing.is_set)
-            version = self.recording.version
-            self._update()
-            with self.failures.guard("the still picture"):
-                self._output.refresh()
+        version, sent = -1, 0.0
+        while not self._closing.is_set() and not (
+            self.recording.closed and version == self.recording.version
+        ):
+            runs = cell_runs(self.recording)
+            news = self.recording.wait(version, self._wanted, HEARTBEAT if runs else None)
+            if self._closing.is_set():
+                return
+            if news:
+                self._reopened, version = False, self.recording.version
+                self._update()
+                with self.failures.guard("the still picture"):
+                    self._output.refresh()
+            with self.failures.guard("the table of ranks"):
+                if runs and self.comm is not None and time.monotonic() >= sent + HEARTBEAT:
+                    sent = time.monotonic()
+                    unparented(self.send, {"type": "alive"})
             self._closing.wait(INTERVAL)
+
+    def _wanted(self) -> bool:
+        return self._closing.is_set() or self._reopened
+
+    def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
+        if isinstance(content, dict) and content.get("type") == "hello":
+            self._reopened = True
+            self.recording.poke()
+            if not self._thread.is_alive():
+                with self.failures.guard("the still picture"):
+                    self._output.refresh()
 
     def _update(self) -> None:
         with self.failures.guard("the table of ranks"):
             rows = rank_rows(self.recording)
             with self.hold_sync():
-                self.heading = heading(rows)
+                self.heading = STOPPED if self.recording.closed else heading(rows)
                 self.rows = rows
         with self.failures.guard("what is said about failures"):
             self.failed = as_messages(self.failures.all())
@@ -73,7 +99,7 @@ class RanksWidget(anywidget.AnyWidget):
         text = f"<div><b>Ranks</b>: {html.escape(self.heading)}</div>"
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return {
-            "text/html": f'<div class="{self._output.name}">{text}{table}</div>',
+            "text/html": f'<div class="hvd-still {self._output.name}">{text}{table}</div>',
             "text/plain": self._text(),
         }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,9 @@ import traitlets
 
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.recording.pace import Pace, pace, steps_per_second
+from hvdlab.collectives.recording.pace import Pace, pace, shown_rate, step_count
 from hvdlab.widgets.picture import seconds
-from hvdlab.widgets.rank_rows import paused_text
+from hvdlab.widgets.rank_rows import HEARTBEAT, paused_text
 from hvdlab.widgets.unparented import unparented
 
 STATIC = Path(__file__).parent / "static"
@@ -58,11 +60,21 @@ class StripWidget(anywidget.AnyWidget):
         self._pace = Pace()
         self._stalled = ""
         self._refreshing = threading.Lock()
+        #: When the page was last sent a state, by ``time.monotonic()``.
+        self._sent = begun
+        self._finished = False
+        #: A CSS class by which the script finds the still of this strip, and hides it.
+        self._name = f"hvdlab-strip-{uuid.uuid4().hex[:12]}"
+        self._closing = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="hvdlab-strip-heartbeat", daemon=True)
+        #: How long the cell had run when the strip was made: a page that reads more at first was opened later.
+        self._made = round(time.monotonic() - begun, 1)
         unparented(super().__init__, pace=self._bare_state(""))
         self.refresh(time.monotonic(), "")
         self.on_msg(self._receive)
         # While a rank asks the user, the cell's thread waits for the answer and does not refresh the strip.
         recording.when_paused.append(self._paused)
+        self._beating.start()
 
     # -- what is shown ------------------------------------------------------------------------------------------------
 
@@ -72,14 +84,29 @@ class StripWidget(anywidget.AnyWidget):
         found = data[0] if isinstance(data, tuple) else data
         return {**found, "text/plain": self.text()}
 
+    def still(self) -> dict[str, str]:
+        """Return what a saved notebook shows in place of the strip, which needs the kernel."""
+        parts = [_count(len(self._ranks), "rank"), self._label, self._elsewhere()]
+        text = " · ".join(part for part in parts if part)
+        return {
+            "text/html": f'<div class="hvd-still {self._name}">{summary_html(text)}</div>',
+            "text/plain": text,
+        }
+
+    def began(self, rank: int) -> None:
+        """Add a rank that has begun the cell later than the others."""
+        self._ranks = tuple(sorted({*self._ranks, rank}))
+
     def refresh(self, now: float, stalled: str) -> None:
-        """Bring the strip up to date.
+        """Bring the strip up to date. Without effect once the cell has ended.
 
         Args:
             now: ``time.monotonic()``.
             stalled: What the cell waits for, or empty.
         """
         with self._refreshing:
+            if self._finished:
+                return
             self._stalled = stalled
             with self.failures.guard("the strip"):
                 self._set(self._state(now, stalled))
@@ -91,11 +118,54 @@ class StripWidget(anywidget.AnyWidget):
         if self.comm is not None:
             self.refresh(time.monotonic(), self._stalled)
 
+    def finish(self, now: float) -> None:
+        """Send the last state: pages that show the strip later, such as one that was reloaded, read that the cell ended."""
+        with self._refreshing:
+            if self._finished:
+                return
+            self._finished = True
+            self._closing.set()
+            with self.failures.guard("the strip"):
+                elapsed = round(now - self._begun, 1)
+                self._send_pace(self._bare_state("") | {"ended": True, "elapsed": elapsed})
+
+    def _beat(self) -> None:
+        """Send the state every ``HEARTBEAT`` seconds in which nothing else sent it.
+
+        The thread that drives the cell can't do that: it may wait for the user's answer to a rank. Nothing is computed here,
+        since the driver bounds the cost of that.
+        """
+        while not self._closing.wait(HEARTBEAT):
+            now = time.monotonic()
+            if self._recording.closed:
+                self.finish(now)
+                return
+            with self._refreshing, self.failures.guard("the strip"):
+                if not self._finished and now >= self._sent + HEARTBEAT:
+                    silent = round(now - self._moved, 1) if self._moved else -1
+                    self._send_pace(self.pace | {"elapsed": round(now - self._begun, 1), "silent": silent})
+
+    def _elsewhere(self) -> str:
+        """Where the whole output of the cell is; empty if the cell has no number."""
+        number = re.fullmatch(r"\[(\d+)\]", self._label)
+        return "" if number is None else f"`%hvd_output {number[1]}` shows all that it wrote"
+
+    def _present(self) -> tuple[int, ...]:
+        """The cell's ranks without those that died or left."""
+        there = {member.rank for member in self._recording.membership.members}
+        return tuple(rank for rank in self._ranks if rank in there) if there else self._ranks
+
     def _bare_state(self, stalled: str) -> dict[str, Any]:
         """What is known of the cell without the recording, and the failures that were in the way of reading that."""
+        count = _count(len(self._present()), "rank")
         return {
             "ranks": [],
-            "heading": f"{_count(len(self._ranks), 'rank')} · running {self._label}",
+            "heading": f"{count} · running {self._label}",
+            "title": f"{count} · {self._label}",
+            "elsewhere": self._elsewhere(),
+            "made": self._made,
+            "still": self._name,
+            "ended": False,
             "rate": "",
             "note": "",
             "paused": "",
@@ -107,13 +177,23 @@ class StripWidget(anywidget.AnyWidget):
 
     def close(self) -> None:
         """End the widget."""
+        self._closing.set()
         if self._paused in self._recording.when_paused:
             self._recording.when_paused.remove(self._paused)
+        if self._beating.is_alive() and threading.current_thread() is not self._beating:
+            self._beating.join(5)
         super().close()
 
     def _set(self, state: dict[str, Any]) -> None:
-        if any(state[key] != value for key, value in self.pace.items() if key not in ("elapsed", "silent")):
-            unparented(setattr, self, "pace", state)
+        changed = any(
+            state[key] != value for key, value in self.pace.items() if key not in ("elapsed", "silent")
+        )
+        if changed or time.monotonic() >= self._sent + HEARTBEAT:
+            self._send_pace(state)
+
+    def _send_pace(self, state: dict[str, Any]) -> None:
+        self._sent = time.monotonic()
+        unparented(setattr, self, "pace", state)
 
     def _state(self, now: float, stalled: str) -> dict[str, Any]:
         end = self._recording.end
@@ -126,7 +206,7 @@ class StripWidget(anywidget.AnyWidget):
         if slowest is not None and slowest.held_up < NOTEWORTHY:
             slowest = None
         ranks = []
-        for rank in self._ranks:
+        for rank in self._present():
             one = known.get(rank)
             shares = (0.0, 0.0, 0.0) if one is None else (one.compute, one.wait, one.work)
             ranks.append(
@@ -162,7 +242,7 @@ class StripWidget(anywidget.AnyWidget):
         return self._cell_begin_ns
 
     def _rate(self, found: Pace, since_ns: int | None) -> str:
-        steps = None if since_ns is None else steps_per_second(self._recording, self._ranks, since_ns)
+        steps = None if since_ns is None else shown_rate(self._recording, self._present(), since_ns)
         if steps is not None:
             return f"{_digits(steps)} steps/s"
         return f"{_digits(found.per_second)} collectives/s" if found.collectives else ""
@@ -195,8 +275,8 @@ class StripWidget(anywidget.AnyWidget):
             for name in ("compute", "wait", "work")
         )
         elapsed = now - self._begun
-        parts = [_count(len(self._ranks), "rank"), seconds(elapsed * 1e9)]
-        parts.append(self._rate(found, since_ns))
+        parts = [self._took_part(), seconds(elapsed * 1e9)]
+        parts.append(self._steps(since_ns, elapsed) or self._rate(found, since_ns))
         where = "" if found.seconds > elapsed / 2 else f" (of the last {seconds(found.seconds * 1e9)})"
         parts.append(
             f"computing {compute:.0%}, waiting for others {wait:.0%}, in collectives {work:.0%}{where}"
@@ -207,6 +287,26 @@ class StripWidget(anywidget.AnyWidget):
                 f"others waited {seconds(slowest.held_up * found.seconds * 1e9)} for rank {slowest.rank}"
             )
         return " · ".join(parts)
+
+    def _took_part(self) -> str:
+        """The ranks of the cell, and those of them that were gone at its end: ``3 ranks, rank 1 is gone``."""
+        gone = [str(rank) for rank in self._ranks if rank not in self._present()]
+        count = _count(len(self._ranks), "rank")
+        if not gone:
+            return count
+        return (
+            f"{count}, rank {gone[0]} is gone"
+            if len(gone) == 1
+            else f"{count}, ranks {', '.join(gone)} are gone"
+        )
+
+    def _steps(self, since_ns: int, elapsed: float) -> str:
+        """The steps of the cell, their rate over the whole cell, and their rate at its end; empty if none was reported."""
+        steps = step_count(self._recording, self._ranks, since_ns)
+        late = shown_rate(self._recording, self._present(), since_ns)
+        if steps is None or late is None or elapsed <= 0:
+            return ""
+        return f"{steps:,} steps, {_digits(steps / elapsed)}/s ({_digits(late)}/s at the end)"
 
     # -- the browser --------------------------------------------------------------------------------------------------
 

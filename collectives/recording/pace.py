@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import threading
+import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 SECONDS = 5.0
 ROWS_LOOKED_AT = 16_000
-STEPS_LOOKED_AT = 16
+STEPS_LOOKED_AT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,7 @@ def _union(
 
 
 def steps_per_second(recording: Recording, ranks: Iterable[int], since_ns: int | None = None) -> float | None:
-    """How fast steps of training follow each other, by the step times that ranks reported last.
+    """Return how fast steps of training follow each other, by the step times of each rank's last :data:`SECONDS`.
 
     Args:
         recording: The recording with their metrics.
@@ -194,6 +197,66 @@ def steps_per_second(recording: Recording, ranks: Iterable[int], since_ns: int |
             continue
         if since_ns is not None:
             points = points[points["time"] >= since_ns]
+        if len(points):
+            # The last step counts whatever it took, so that slow ones have a rate, too.
+            recent = points["time"] > points["time"][-1] - int(SECONDS * 1e9)
+            points = points[recent]
         if len(points) and (total := float(points["value"].sum())) > 0:
             found.append(len(points) / total)
     return statistics.median(found) if found else None
+
+
+_RateKey = tuple[tuple[int, ...], int | None]
+_Rates = dict[_RateKey, tuple[int, float | None]]
+_rates: weakref.WeakKeyDictionary[Recording, _Rates] = weakref.WeakKeyDictionary()
+_rating = threading.Lock()
+
+
+def shown_rate(recording: Recording, ranks: Iterable[int], since_ns: int | None = None) -> float | None:
+    """Return :func:`steps_per_second`, computed once in a second for all views, so that they show the same number.
+
+    Args:
+        recording: The recording with their metrics.
+        ranks: The ranks to look at.
+        since_ns: Nothing before this time, on the recording's axis.
+    """
+    key, second = (tuple(sorted(ranks)), since_ns), int(time.monotonic())
+    with _rating:
+        rates = _rates.setdefault(recording, {})
+        at, rate = rates.get(key, (-1, None))
+        # A first number is shown at once; from then on it changes once in a second.
+        if at == second and rate is not None:
+            return rate
+    rate = steps_per_second(recording, key[0], since_ns)
+    with _rating:
+        rates = _rates.setdefault(recording, {})
+        for stale in [one for one, (at, _) in rates.items() if at < second - 1]:
+            del rates[stale]
+        at, first = rates.get(key, (-1, None))
+        if at == second and first is not None:
+            return first  # another view was first
+        rates[key] = second, rate
+    return rate
+
+
+def step_count(recording: Recording, ranks: Iterable[int], since_ns: int) -> int | None:
+    """Return how many steps of training the rank with the most has ended since a time at which a cell began.
+
+    Args:
+        recording: The recording with their metrics.
+        ranks: The ranks to look at.
+        since_ns: The time, on the recording's axis.
+
+    Returns:
+        The number; ``None`` if no rank has reported steps, or if reports were dropped that may have been of the cell.
+    """
+    if recording.points_lost:
+        return None
+    counts = []
+    for rank in ranks:
+        points = recording.points(rank, STEP_TIME)
+        steps = points["step"][(points["time"] >= since_ns) & np.isfinite(points["step"])]
+        if len(steps):
+            # Step times are measured from step to step, so the first step of a cell has none.
+            counts.append(round(float(steps[-1] - steps[0])) + 2)
+    return max(counts, default=None)

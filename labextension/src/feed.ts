@@ -4,7 +4,8 @@ import { type JSONObject, UUID } from '@lumino/coreutils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDisposable } from '@lumino/disposable';
 import { Signal } from '@lumino/signaling';
-import { Store } from '../../ui/src/model/store.ts';
+import { Liveness } from '../../ui/src/model/liveness.ts';
+import { runs, Store } from '../../ui/src/model/store.ts';
 import { Stream } from '../../ui/src/widget/stream.ts';
 import { type FromKernel, OWN, type Pool, REQUESTS, STREAM, TARGET } from './protocol.ts';
 import { Wire } from './subshell.ts';
@@ -20,6 +21,8 @@ export interface Channel {
   recording: string;
   store: Store;
   stream: Stream;
+  /** Whether what is in the store is so now; another one when other ranks follow those of a kernel that has ended. */
+  liveness: Liveness;
   /** What stands in the way of showing it; empty if nothing does. */
   problem: string;
   /** Whether there are ranks: the kernel may have none, or have ended. */
@@ -85,6 +88,7 @@ export class Feed implements IDisposable {
     if (this.gone) return;
     this.gone = true;
     clearInterval(this.timer);
+    for (const { liveness } of this.channels.values()) liveness.dispose();
     document.removeEventListener('visibilitychange', this.seen);
     window.removeEventListener('online', this.online);
     this.kernel?.iopubMessage.disconnect(this.receive, this);
@@ -109,6 +113,7 @@ export class Feed implements IDisposable {
     if (!found) {
       const channel = { pool, recording: '', problem: '', ended: true } as Channel;
       this.renewStore(channel);
+      this.renewLiveness(channel);
       this.channels.set(pool, (found = channel));
     }
     return found;
@@ -187,7 +192,10 @@ export class Feed implements IDisposable {
 
   private lose(): void {
     this.isHere = false;
-    for (const channel of this.channels.values()) channel.ended = true;
+    for (const channel of this.channels.values()) {
+      channel.ended = true;
+      channel.liveness.connected('ended');
+    }
     for (const { reject } of this.questions.values()) reject(new Error(this.trans.__('The kernel has ended')));
     this.questions.clear();
     this.changed.emit(null);
@@ -204,6 +212,7 @@ export class Feed implements IDisposable {
     const away = status !== 'connected';
     if (away !== this.isAway) {
       this.isAway = away;
+      for (const channel of this.channels.values()) channel.liveness.connected(away ? 'away' : 'here');
       this.changed.emit(null);
     }
     if (status !== 'connected' || !this.kernel) return;
@@ -256,6 +265,12 @@ export class Feed implements IDisposable {
     channel.stream = new Stream(channel.store, { get: () => undefined, on: () => undefined, off: () => undefined, send });
   }
 
+  private renewLiveness(channel: Channel): void {
+    const liveness = new Liveness(() => this.changed.emit(channel));
+    channel.liveness = liveness;
+    if (this.isAway) liveness.connected('away');
+  }
+
   private receive(_: Kernel.IKernelConnection, message: KernelMessage.IIOPubMessage): void {
     const content = message.content as { comm_id?: string; data?: unknown; code?: string; execution_count?: number };
     if (message.header.msg_type === 'execute_input') this.ran(content.execution_count ?? 0, content.code ?? '');
@@ -289,6 +304,7 @@ export class Feed implements IDisposable {
   private nothing(channel: Channel, problem: string): void {
     channel.problem = problem;
     channel.ended = true;
+    channel.liveness.heard(false);
     channel.store.heading = '';
     channel.store.version++;
     this.changed.emit(channel);
@@ -302,13 +318,14 @@ export class Feed implements IDisposable {
       channel.recording = data.recording;
     }
     channel.problem = '';
+    if (channel.liveness.standing === 'ended') this.renewLiveness(channel);
     if (data.heading !== undefined) channel.ended = data.heading === 'stopped';
     const { store, stream } = channel;
     if (this.wanted(channel)) stream.receive(data as never, buffers.map(view) as never);
     else {
       // Another page wants these rows; of them only what is said about the ranks is for us.
       const { ranks, heading, membership } = data as { ranks?: typeof store.ranks; heading?: string; membership?: typeof store.membership };
-      if (!ranks && !membership) return;
+      if (!ranks && !membership) return channel.liveness.heard(runs(store));
       if (ranks) {
         store.ranks = ranks;
         store.heading = heading ?? '';
@@ -316,6 +333,7 @@ export class Feed implements IDisposable {
       store.membership = membership ?? store.membership;
       store.version++;
     }
+    channel.liveness.heard(runs(store));
     this.changed.emit(channel);
   }
 }

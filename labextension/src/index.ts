@@ -11,6 +11,7 @@ import { Feeds } from './feed.ts';
 import { makeHost } from './host.ts';
 import { addOneRank, ONE_RANK } from './scope.ts';
 import { removeEndedPrompts } from './prompts.ts';
+import { keepStills } from './stills.ts';
 import { follow, type Settings } from './settings.ts';
 import { RanksItem, RanksModel } from './status.ts';
 
@@ -42,6 +43,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
     const open = addCommands(app, host, tracker, settings, labShell);
     addOneRank(app, notebooks, feeds, trans);
     removeEndedPrompts(notebooks);
+    keepStills(notebooks);
 
     const category = trans.__('hvdlab');
     for (const command of [...COMMANDS, ONE_RANK]) palette?.addItem({ command, category });

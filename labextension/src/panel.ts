@@ -180,7 +180,7 @@ export class TimelinePanel extends Widget {
     if (known && focused) this.focus();
     if (known) {
       if (this.isVisible) this.timeline?.data();
-      this.timeline!.away = !!feed?.away;
+      this.timeline!.stand(channel!.liveness);
       this.ranks();
       this.changeable();
       this.announce();
@@ -225,6 +225,7 @@ export class TimelinePanel extends Widget {
     if (!wanted) return;
     this.table ??= new RanksView(this.below);
     this.table.update(store!.ranks, store!.heading);
+    this.table.stand(this.channel!.liveness);
   }
 
   /** Which ranks there are, with buttons; not of pools that are only watched. */
@@ -235,6 +236,7 @@ export class TimelinePanel extends Widget {
     if (!wanted) return;
     this.membership ??= new MembershipView(this.changes, wish => this.change(wish));
     this.membership.update(membership);
+    this.membership.stand(this.channel!.liveness);
   }
 
   private async change(wish: Wish): Promise<string> {

@@ -37,6 +37,14 @@ class View(Protocol):
         """The mime bundle that the notebook shows."""
         ...
 
+    def still(self) -> dict[str, str]:
+        """The mime bundle that a notebook shows where there is no kernel."""
+        ...
+
+    def began(self, rank: int) -> None:
+        """One more rank has begun the cell."""
+        ...
+
     def refresh(self, now: float, stalled: str) -> None:
         """Bring it up to date; ``stalled`` is what the cell waits for."""
         ...
@@ -45,7 +53,7 @@ class View(Protocol):
         """The mime bundle that stays in the notebook; None for none."""
         ...
 
-    def release(self) -> None:
+    def release(self, now: float) -> None:
         """The cell has ended."""
         ...
 
@@ -73,6 +81,7 @@ class Strip:
         self._area = ""
         self._number = self._cleared = 0
         self.stalled = ""
+        self._newcomers: list[int] = []
         self._failures = Failures()
         #: What was said last about failures, and whether it is shown in an area of its own.
         self._said, self._displayed = "", False
@@ -100,6 +109,10 @@ class Strip:
             self._publisher.display(data, {}, f"{self._name}-failures", update=self._displayed)
             self._displayed = True
 
+    def began(self, rank: int) -> None:
+        """Show one more rank."""
+        self._newcomers.append(rank)
+
     def hasten(self) -> None:
         """Update the strip at the next tick, since no other tick may come for a while."""
         if self._view is not None and self._at is not None:
@@ -116,9 +129,15 @@ class Strip:
                 return None
             self._view = self._make()
         begin = time.monotonic()
+        self._introduce(self._view)
         self._view.refresh(now, self.stalled)
         self._place(self._view)
         return now + max(INTERVAL, COST * (time.monotonic() - begin))
+
+    def _introduce(self, view: View) -> None:
+        newcomers, self._newcomers = self._newcomers, []
+        for rank in newcomers:
+            view.began(rank)
 
     def _import(self) -> None:
         with self._failures.guard("the strip under the cell"):
@@ -131,7 +150,13 @@ class Strip:
         self._cleared = self._publisher.clears
         self._area = f"{self._name}-{self._number}"
         self._number += 1
+        # Two outputs: with both in one bundle JupyterLab shows the widget, also where no kernel has it.
+        self._publisher.display(view.still(), {}, self._still)
         self._publisher.display(view.bundle(), {}, self._area)
+
+    @property
+    def _still(self) -> str:
+        return f"{self._area}-still"
 
     def end(self, now: float, *, ok: bool) -> None:
         """The cell has ended, and all of its output was shown. If it went well, a line takes the strip's place."""
@@ -139,13 +164,15 @@ class Strip:
         if view is None:
             return
         with self._failures.guard("the summary of the cell"):
+            self._introduce(view)
             if self._area:
                 if self._cleared == self._publisher.clears:
+                    self._publisher.display(_EMPTY, {}, self._still, update=True)
                     self._publisher.display(_EMPTY, {}, self._area, update=True)
                 if ok and (data := view.summary(now)):
                     self._publisher.display(data, {}, f"{self._name}-summary")
         self._say_failures()
-        view.release()
+        view.release(now)
 
 
 class StripSink:
@@ -156,6 +183,7 @@ class StripSink:
         ranks: The ranks of the cell.
         strip: The strip.
         clock: ``time.monotonic``.
+        elastic: Whether the cell goes on without ranks that die or leave: it has not failed by that.
     """
 
     def __init__(
@@ -164,6 +192,8 @@ class StripSink:
         ranks: Sequence[int],
         strip: Strip,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        elastic: bool = False,
     ) -> None:
         self.output, self.note, self.backlog, self.hurry = (
             inner.output,
@@ -174,17 +204,18 @@ class StripSink:
         self._inner, self._strip, self._clock = inner, strip, clock
         self._show_status = status_of(inner)
         self._running: set[int] | None = set(ranks)
-        self._ok = True
+        self._elastic, self._ok = elastic, True
 
     def began(self, rank: int) -> None:
         if self._running is not None:
             self._running.add(rank)
+            self._strip.began(rank)
         began(self._inner, rank)
 
     def done(self, rank: int, done: CellDone | None) -> None:
         if self._running is not None:
             self._running.discard(rank)
-        self._ok = self._ok and done is not None and done.error is None
+        self._ok = self._ok and (self._elastic if done is None else done.error is None)
         self._inner.done(rank, done)
 
     def status(self, text: str, *, final: bool) -> None:

@@ -263,7 +263,8 @@ def check_saved(lab: LabPage, path: Path) -> None:
     assert "data:image/png;base64," in still["text/html"]
     assert "for rank 2, last in" in still["text/plain"]
     assert len(json.dumps(outputs)) < 100_000
-    name = re.search(r'class="(hvdlab-timeline-\w+)"', still["text/html"])
+    name = re.search(r'class="hvd-still (hvdlab-timeline-\w+)"', still["text/html"])
+    assert name
     assert name
     assert not lab.page.locator(f".{name[1]}").first.is_visible(), "the still picture is beside the live one"
 

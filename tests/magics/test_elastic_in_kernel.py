@@ -86,3 +86,37 @@ def test_ranks_come_and_go_under_a_cell_of_the_notebook(kernel: LiveKernel, tmp_
     (tmp_path / "end").touch()
     told("[0,1] ended")
     assert "Error" not in training.text("stderr")
+
+
+@pytest.mark.timeout(240)
+def test_the_strip_knows_the_ranks_that_join_and_die(tmp_path: Path) -> None:
+    pytest.importorskip("anywidget")
+    prepare = ["%load_ext hvdlab", SET_UP.format(end=tmp_path / "end")]
+    environment = {"HVDLAB_PRELOAD": "torch", "HVDLAB_METRICS_INTERVAL": "0.2"}
+    kernel = LiveKernel(tmp_path, strip=True, environment=environment, prepare=prepare)
+    try:
+        training = kernel.run(CELL)
+
+        def shown() -> list[int]:
+            came = [*kernel.others, *(one for cell in kernel.cells.values() for one in cell.messages)]
+            states = [
+                (at, content["data"]["state"]["pace"])
+                for at, kind, content in came
+                if kind == "comm_msg" and "pace" in content["data"].get("state", {})
+            ]
+            last = max(states, key=lambda one: one[0], default=(0, {"ranks": []}))
+            return [one["rank"] for one in last[1]["ranks"]]
+
+        kernel.until(lambda: shown() == [0, 1], PATIENCE)
+        kernel.run("%hvd_pool resize 3")
+        kernel.until(lambda: shown() == [0, 1, 2], PATIENCE)
+        kernel.run("%hvd_pool resize 2")
+        kernel.until(lambda: shown() == [0, 1], PATIENCE)
+        (tmp_path / "end").touch()
+        summary = "3 ranks, rank 2 is gone · "
+        kernel.until(
+            lambda: any(one["data"]["text/plain"].startswith(summary) for one in training.of("display_data")),
+            PATIENCE,
+        )
+    finally:
+        kernel.close()

@@ -22,6 +22,7 @@ from notebook_recorder import Clock, Recorder
 from patience import PATIENCE
 
 EMPTY = {"text/plain": "", "text/html": ""}
+STILL = {"text/plain": "2 ranks", "text/html": "2 ranks"}
 SUMMARY = {"text/plain": "2 ranks · 9 s"}
 
 
@@ -31,10 +32,17 @@ class View:
     def __init__(self) -> None:
         self.refreshed: list[tuple[float, str]] = []
         self.released = False
+        self.newcomers: list[int] = []
         self.kept: dict[str, str] | None = SUMMARY
 
     def bundle(self) -> dict[str, Any]:
         return {"text/plain": "strip"}
+
+    def still(self) -> dict[str, str]:
+        return STILL
+
+    def began(self, rank: int) -> None:
+        self.newcomers.append(rank)
 
     def refresh(self, now: float, stalled: str) -> None:
         self.refreshed.append((now, stalled))
@@ -42,7 +50,7 @@ class View:
     def summary(self, now: float) -> dict[str, str] | None:
         return self.kept
 
-    def release(self) -> None:
+    def release(self, now: float) -> None:
         self.released = True
 
 
@@ -114,13 +122,16 @@ def test_a_quick_cell_has_none(cell: Cell) -> None:
 
 def test_it_comes_is_brought_up_to_date_and_leaves_a_line(cell: Cell) -> None:
     cell.run(10.0)
-    assert cell.shown() == [("display", "strip-0", {"text/plain": "strip"})]
+    assert cell.shown() == [
+        ("display", "strip-0-still", STILL),
+        ("display", "strip-0", {"text/plain": "strip"}),
+    ]
     times = [at for at, _ in cell.view.refreshed]
     assert times[0] < DELAY + 0.3
     assert all(b - a >= INTERVAL for a, b in pairwise(times))
     assert 15 <= len(times) <= 20
     cell.end()
-    assert cell.recorder.areas() == {"strip-0": EMPTY, "strip-summary": SUMMARY}
+    assert cell.recorder.areas() == {"strip-0-still": EMPTY, "strip-0": EMPTY, "strip-summary": SUMMARY}
     assert cell.view.released
 
 
@@ -128,7 +139,7 @@ def test_without_anything_to_tell_it_leaves_nothing(cell: Cell) -> None:
     cell.view.kept = None
     cell.run(2.0)
     cell.end()
-    assert cell.recorder.areas() == {"strip-0": EMPTY}
+    assert cell.recorder.areas() == {"strip-0-still": EMPTY, "strip-0": EMPTY}
 
 
 @pytest.mark.parametrize("how", [None, CellDone("c", CellError("ValueError", "bad batch", (), 0), 0.1)])
@@ -137,7 +148,7 @@ def test_of_a_cell_that_failed_the_cause_is_told_and_nothing_else(cell: Cell, ho
     cell.sink.done(0, how)
     cell.sink.done(1, CellDone("c", None, 0.1))
     cell.run(3.0)
-    assert cell.recorder.areas() == {"strip-0": EMPTY}
+    assert cell.recorder.areas() == {"strip-0-still": EMPTY, "strip-0": EMPTY}
     assert cell.view.released
 
 
@@ -164,7 +175,7 @@ def test_it_does_not_come_in_the_middle_of_a_line() -> None:
     assert not cell.shown()
     cell.write(" 20 %\n")
     cell.run(4.0)
-    assert len(cell.shown()) == 1
+    assert len(cell.shown()) == 2
     assert [m[1] for m in cell.recorder.sent if m[0] == "stdout"] == ["10 %", " 20 %\n"]
 
 
@@ -174,13 +185,11 @@ def test_it_comes_again_after_everything_was_cleared(cell: Cell) -> None:
         cell.sink.output(rank, (Clear(True),))
     cell.run(4.0)
     assert ("clear", True) in cell.recorder.sent
-    assert [m[1] for m in cell.shown()] == ["strip-0", "strip-1"]
+    assert [m[1] for m in cell.shown()] == ["strip-0-still", "strip-0", "strip-1-still", "strip-1"]
     for rank in range(2):
         cell.sink.output(rank, (Clear(False),))
     cell.end()
-    assert [m[1] for m in cell.shown()] == ["strip-0", "strip-1", "strip-summary"], (
-        "what is gone is not updated"
-    )
+    assert [m[1] for m in cell.shown()][4:] == ["strip-summary"], "what is gone is not updated"
 
 
 def test_it_is_told_what_the_cell_waits_for(cell: Cell) -> None:
@@ -191,6 +200,15 @@ def test_it_is_told_what_the_cell_waits_for(cell: Cell) -> None:
     assert cell.view.refreshed[0][1] == "rank 1 waits"
     assert cell.view.refreshed[-1][1] == ""
     assert cell.recorder.areas()["hvdlab-c-status-0"] == {"text/plain": "went on"}
+
+
+def test_a_rank_that_joins_the_cell_is_shown_whether_the_strip_is_there_yet_or_not(cell: Cell) -> None:
+    cell.sink.began(2)
+    cell.run(1.0)
+    assert cell.view.newcomers == [2]
+    cell.sink.began(3)
+    cell.run(2.0)
+    assert cell.view.newcomers == [2, 3]
 
 
 def test_output_is_as_without_it() -> None:
@@ -206,7 +224,7 @@ def test_output_is_as_without_it() -> None:
         [m for m in one.recorder.sent if m[0] in ("stdout", "stderr")] for one in (with_strip, without)
     ]
     assert written[0] == written[1]
-    assert len(with_strip.shown()) == 3
+    assert len(with_strip.shown()) == 5
 
 
 class Slow(View):

@@ -72,7 +72,10 @@ def test_it_lives_as_long_as_its_cell(kernel: LiveKernel) -> None:
     times = [at for at, _ in updates(kernel)]
     # What it says at first may change at once, when the ranks say how they are; after that twice a second.
     assert len(times) <= 2 + (times[-1] - times[0]) / 0.4
-    assert updates(kernel)[-1][1]["rate"].endswith("collectives/s")
+    *running, last_state = [state for _, state in updates(kernel)]
+    assert running[-1]["rate"].endswith("collectives/s")
+    assert not any(state["ended"] for state in running)
+    assert last_state["ended"], "a page that shows the strip later reads that the cell has ended"
     assert cell.text() == "[0,1] ended\n"
     last = [content for _, kind, content in cell.messages if kind in ("display_data", "update_display_data")][
         -2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,11 +11,14 @@ import pytest
 
 pytest.importorskip("anywidget")
 
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Metric
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets.strip import StripWidget, cell_begin, summary_html
+from patience import PATIENCE
 from timeline_traces import START_NS, steps
 
 shown: list[Any] = []
@@ -78,9 +82,71 @@ def test_nothing_is_sent_while_nothing_changes(strip: StripWidget) -> None:
     strip.refresh(time.monotonic(), "")
     sent: list[Any] = []
     strip.observe(sent.append, "pace")
+    strip._sent = float("inf")  # no heartbeat is due
     for later in range(1, 20):
         strip.refresh(time.monotonic() + later, "")
     assert sent == []
+
+
+def test_while_nothing_changes_a_heartbeat_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the thread that drives the cell waits for its user's answer."""
+    monkeypatch.setattr("hvdlab.widgets.strip.HEARTBEAT", 0.01)
+    widget = StripWidget(Recording(), range(2), "[7]", time.monotonic() - 60, show)
+    try:
+        beats: list[Any] = []
+        three = threading.Event()
+
+        def count(change: Any) -> None:
+            beats.append(change["new"])
+            if len(beats) == 3:
+                three.set()
+
+        widget.observe(count, "pace")
+        assert three.wait(PATIENCE)
+        assert beats[-1]["elapsed"] >= 60
+        assert {**beats[-1], "elapsed": 0} == {**widget.pace, "elapsed": 0}
+    finally:
+        widget.close()
+
+
+def test_the_last_state_says_that_the_cell_has_ended_and_stays(strip: StripWidget) -> None:
+    feed(strip)
+    strip.finish(strip._begun + 27)
+    strip.refresh(time.monotonic(), "rank 1 waits")
+    assert strip.pace["ended"]
+    assert strip.pace["elapsed"] == 27
+    assert strip.pace["title"] == "4 ranks · [7]"
+    assert strip.pace["elsewhere"] == "`%hvd_output 7` shows all that it wrote"
+    assert strip.pace["ranks"] == []
+
+
+def test_the_end_of_the_pool_ends_the_strip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlab.widgets.strip.HEARTBEAT", 0.01)
+    recording = Recording()
+    widget = StripWidget(recording, range(2), "[7]", time.monotonic(), show)
+    try:
+        recording.close()
+        widget._beating.join(PATIENCE)
+        assert widget.pace["ended"]
+    finally:
+        widget.close()
+
+
+def test_where_no_kernel_is_it_says_where_the_output_is(strip: StripWidget) -> None:
+    still = strip.still()
+    assert still["text/plain"] == "4 ranks · [7] · `%hvd_output 7` shows all that it wrote"
+    assert f'class="hvd-still {strip.pace["still"]}"' in still["text/html"]
+
+
+def test_ranks_that_join_and_die_are_known(strip: StripWidget) -> None:
+    feed(strip)
+    there = tuple(Member(rank, pid=100 + rank, host="host") for rank in (0, 2, 3, 4))
+    strip._recording.take_membership(Membership(members=there))
+    strip.began(4)
+    strip.refresh(time.monotonic(), "")
+    assert [one["rank"] for one in strip.pace["ranks"]] == [0, 2, 3, 4]
+    assert strip.pace["heading"] == "4 ranks · running [7]"
+    assert strip.summary(strip._begun + 2).startswith("5 ranks, rank 1 is gone · 2")
 
 
 def test_steps_are_told_if_ranks_report_them(strip: StripWidget) -> None:
@@ -94,11 +160,23 @@ def test_steps_are_told_if_ranks_report_them(strip: StripWidget) -> None:
 def test_the_summary_is_one_short_line(strip: StripWidget) -> None:
     feed(strip)
     text = strip.summary(strip._begun + 2)
+    assert "steps" not in text
     assert text.startswith("4 ranks · 2")
     assert "waiting for others" in text
     assert "\n" not in text
     assert len(text) < 250
     assert "<script>" not in summary_html("<script>")
+
+
+def test_the_summary_s_rate_is_of_the_whole_cell(strip: StripWidget) -> None:
+    """Three steps, of which the first takes long, have two step times, both of quick ones."""
+    feed(strip)
+    for step in (11, 12):
+        strip._recording.feed(
+            1, encode(1, [Metric("hvdlab/step_time", 0.015, step, START_NS + step * 15_000_000)])
+        )
+    text = strip.summary(strip._begun + 8.57)
+    assert "8.57 s · 3 steps, 0.35/s (66.7/s at the end) · " in text
 
 
 def test_only_the_cell_itself_counts() -> None:

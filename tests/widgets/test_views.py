@@ -407,3 +407,59 @@ def test_a_rank_that_waits_for_its_user_is_said_to(
         "rank 1 is at a prompt",
         "rank 2 is at a prompt",
     ]
+
+
+def test_while_a_cell_runs_and_nothing_is_recorded_a_view_hears_that_the_kernel_lives(
+    recording: Recording, browser: Browser, sender: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "HEARTBEAT", 0.02)
+    recording.take_membership(Membership(members=(Member(0, pid=100, host="host"),)))
+    browser.listening = True
+    sender.hello(0)
+    recording.feed(0, encode(0, [CellBegin("7", START_NS)]))
+    browser.wait(lambda: browser.quiet >= 1)
+    before = browser.messages
+    browser.wait(lambda: browser.messages >= before + 3)
+    drawn = browser.quiet
+    before = browser.messages
+    browser.wait(lambda: browser.messages >= before + 3)
+    assert browser.quiet == drawn, "nothing is new, so that the picture stays"
+    recording.feed(0, encode(0, [CellEnd("7", START_NS + 500, True)]))
+    browser.wait(lambda: browser.quiet > drawn)
+    assert not rank_rows.cell_runs(recording)
+
+
+def test_a_page_that_was_loaded_again_gets_a_new_picture(
+    recording: Recording, browser: Browser, sender: Publisher
+) -> None:
+    sender.hello(0)
+    feed(recording, count=1)
+    browser.wait(lambda: browser.quiet >= 1)
+    drawn = browser.quiet
+    sender.hello(0)
+    browser.wait(lambda: browser.quiet > drawn)
+
+
+def test_the_table_of_ranks_is_alive_while_a_cell_runs_and_ended_with_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("anywidget")
+    from hvdlab.widgets import ranks as ranks_widget
+
+    monkeypatch.setattr(ranks_widget, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(ranks_widget, "INTERVAL", 0.01)
+    recording, sent = Recording(label="[{}]".format), threading.Semaphore(0)
+    recording.take_membership(Membership(members=(Member(0, pid=100, host="host"),)))
+    recording.feed(0, encode(0, [CellBegin("7", START_NS)]))
+    monkeypatch.setattr(ranks_widget.RanksWidget, "send", lambda *_: sent.release())
+    widget = ranks_widget.RanksWidget(recording)
+    try:
+        for _ in range(3):
+            assert sent.acquire(timeout=PATIENCE)
+        assert widget.heading == "1/1 ranks · running [7]"
+        recording.close()
+        widget._thread.join(PATIENCE)
+        assert widget.heading == "stopped"
+        assert [row["state"] for row in widget.rows] == ["ended"]
+    finally:
+        widget.close()

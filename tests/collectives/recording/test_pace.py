@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.recording.pace import Pace, pace, steps_per_second
+from hvdlab.collectives.recording.pace import Pace, pace, shown_rate, step_count, steps_per_second
 from hvdlab.collectives.timeline.events import Event, Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
 from timeline_traces import steps
@@ -96,12 +98,43 @@ def test_ranks_that_told_less_do_not_seem_idle() -> None:
     assert max(computing) - min(computing) < 0.35
 
 
-def test_steps_per_second_are_those_that_were_reported_last() -> None:
-    times = [3.0] * 20 + [0.1] * 16
-    one = [Metric("hvdlab/step_time", value, step, START + step * MS) for step, value in enumerate(times)]
-    other = [Metric("hvdlab/step_time", 0.2, step, START + step * MS) for step in range(36)]
+def step_times(*seconds: float) -> list[Event]:
+    """Steps one after the other, of which each took as long as is given."""
+    ends = itertools.accumulate(seconds)
+    return [
+        Metric("hvdlab/step_time", one, step, START + int(end * 1e9))
+        for step, (one, end) in enumerate(zip(seconds, ends, strict=True))
+    ]
+
+
+def test_steps_per_second_are_those_of_the_last_seconds() -> None:
+    one, other = step_times(*[3.0] * 20, *[0.1] * 60), step_times(*[0.2] * 36)
     recording = recorded(one, other, [Metric("loss", 1.0, 0, START)])
     assert steps_per_second(recording, [0]) == pytest.approx(10)
     assert steps_per_second(recording, [0, 1, 2]) == pytest.approx(7.5)
     assert steps_per_second(recording, [2]) is None
-    assert steps_per_second(recording, [1], since_ns=START + 36 * MS) is None
+    assert steps_per_second(recording, [1], since_ns=START + 8 * 10**9) is None
+    slow = recorded(step_times(20.0, 25.0))
+    assert steps_per_second(slow, [0]) == pytest.approx(1 / 25), (
+        "a step that is longer than the stretch counts"
+    )
+
+
+def test_all_views_show_the_same_rate_in_one_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.2
+    monkeypatch.setattr("hvdlab.collectives.recording.pace.time.monotonic", lambda: now)
+    recording = recorded(step_times(0.1, 0.1), [])
+    assert shown_rate(recording, [1]) is None
+    assert shown_rate(recording, [0, 1]) == pytest.approx(10)
+    recording.feed(0, encode(0, [Metric("hvdlab/step_time", 0.4, 3, START + 10**9)]))
+    assert shown_rate(recording, [1, 0]) == pytest.approx(10), "the same ranks, in the same second"
+    now = 101.0
+    assert shown_rate(recording, [0, 1]) == pytest.approx(5)
+
+
+def test_the_first_step_of_a_cell_counts_although_it_has_no_time() -> None:
+    recording = recorded(step_times(0.1, 0.1, 0.1), step_times(0.1), [])
+    assert step_count(recording, [0, 1, 2], START) == 4
+    assert step_count(recording, [1], START) == 2
+    assert step_count(recording, [2], START) is None
+    assert step_count(recording, [0], START + 10**9) is None

@@ -30,6 +30,9 @@ export interface Rows {
 
 export const ROW_BYTES = 46;
 
+/** What the kernel says of a pool that has ended. */
+export const STOPPED = 'stopped';
+
 /** Takes the columns out of one buffer, in which they lie one after the other. */
 export function readRows(buffer: ArrayBuffer, count: number): Rows {
   if (buffer.byteLength !== count * ROW_BYTES) throw new Error(`${buffer.byteLength} bytes are not ${count} rows`);
@@ -226,4 +229,9 @@ export class Store {
     const came = this.operations.get(lane.op[k]);
     return came && came.count > 1 ? lane.arrival[k] - came.first : NaN;
   }
+}
+
+/** Whether a cell runs on any rank, so that news must come. */
+export function runs(store: Store): boolean {
+  return store.heading !== STOPPED && store.ranks.some(row => row.state === 'running');
 }

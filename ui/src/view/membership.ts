@@ -1,8 +1,10 @@
 import { ranks as named } from '../draw/format.ts';
 import type { Failure } from '../model/failures.ts';
 import { type Change, endingBySize, lives, lost, type Member, type MembershipState, type Phase, type Stretch } from '../model/membership.ts';
+import type { Liveness } from '../model/liveness.ts';
 import { h } from './dom.ts';
 import { FailuresBox } from './failures.ts';
+import { standingText } from './standing.ts';
 import { watchTheme } from './theme.ts';
 import { t } from './texts.ts';
 
@@ -39,6 +41,9 @@ export class MembershipView {
   private state: MembershipState | null = null;
   /** How far the kernel's clock is ahead of this page's, in seconds. */
   private ahead = 0;
+  /** Says that what is shown is of the past; the clock then stands at `stopped`. */
+  private past = '';
+  private stopped = 0;
   /** Whether something was asked for that the kernel has not answered. */
   private waits = false;
   /** What had the keyboard before the question. */
@@ -92,8 +97,9 @@ export class MembershipView {
   }
 
   private show(state: MembershipState): void {
-    this.heading.textContent = state.ended ? t('stopped') : state.busy ? `${state.busy} …` : state.headline;
+    this.heading.textContent = this.past || this.happens(state);
     this.heading.title = state.headline;
+    this.root.dataset.past = String(!!this.past);
     if (state.members.length !== this.sizeKnown) this.size.value = String((this.sizeKnown = state.members.length));
     this.members.replaceChildren(...state.members.map(member => this.member(member)));
     this.history.replaceChildren(...state.history.map(change => this.change(change)).reverse());
@@ -101,6 +107,17 @@ export class MembershipView {
     this.earlier.textContent = t('and %1 earlier changes', state.earlier);
     this.draw();
     this.enable();
+  }
+
+  /** The kernel speaks, or does not any more: then the clock stops, and nothing can be asked for. */
+  stand(liveness: Liveness): void {
+    this.past = standingText(liveness);
+    this.stopped = liveness.at / 1000 + this.ahead;
+    if (this.state) this.show(this.state);
+  }
+
+  private happens(state: MembershipState): string {
+    return state.ended ? t('stopped') : state.busy ? `${state.busy} …` : state.headline;
   }
 
   dispose(): void {
@@ -150,17 +167,18 @@ export class MembershipView {
 
   private tick(): void {
     // A page that is hidden, or a view that was scrolled away, costs nothing.
-    if (this.state && !this.state.ended && !document.hidden && this.lanes.offsetParent) this.draw();
+    if (this.state && !this.state.ended && !this.past && !document.hidden && this.lanes.offsetParent) this.draw();
   }
 
   private get now(): number {
+    if (this.past) return this.stopped;
     return this.state!.ended ? this.state!.now : Date.now() / 1000 + this.ahead;
   }
 
   // -- what is done ---------------------------------------------------------------------------------------------------
 
   private get busy(): boolean {
-    return this.waits || !this.state || this.state.ended || !!this.state.busy;
+    return this.waits || !!this.past || !this.state || this.state.ended || !!this.state.busy;
   }
 
   private enable(): void {

@@ -1,9 +1,11 @@
 import { count, ranks as ranksText } from '../draw/format.ts';
-import type { Store } from '../model/store.ts';
+import type { Liveness } from '../model/liveness.ts';
+import { STOPPED, type Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
 import { Charts } from './charts.ts';
 import { button, h } from './dom.ts';
 import { FailuresBox } from './failures.ts';
+import { standingText } from './standing.ts';
 import { t } from './texts.ts';
 import { watchTheme } from './theme.ts';
 
@@ -13,6 +15,7 @@ const SMOOTH = 0.2;
 export class MetricsView {
   readonly root: HTMLElement;
   readonly charts: Charts;
+  private past = '';
   private readonly store: Store;
   private readonly view: Viewport;
   private readonly state = h('span', { class: 'hvd-state' });
@@ -62,6 +65,12 @@ export class MetricsView {
 
   get api() {
     return { ...this.charts.api, store: this.store, view: this.view, metrics: this };
+  }
+
+  /** The kernel speaks, or does not any more. */
+  stand(liveness: Liveness): void {
+    this.past = standingText(liveness);
+    this.schedule();
   }
 
   /** The store has changed. */
@@ -118,8 +127,9 @@ export class MetricsView {
     this.follow.textContent = view.following ? '❚❚' : '▶';
     this.follow.title = view.following ? t('Stand still (Space)') : t('Follow what happens (Space)');
     this.follow.setAttribute('aria-label', this.follow.title);
-    this.state.textContent = view.following ? t('live') : t('paused');
-    this.state.dataset.live = String(view.following);
+    const ended = store.heading === STOPPED;
+    this.state.textContent = this.past || (ended ? t('ended') : view.following ? t('live') : t('paused'));
+    this.state.dataset.live = String(view.following && !this.past && !ended);
     const gone = series.forgotten + series.lostBefore;
     const parts = [ranksText([...new Set(series.all.map(one => one.rank))].sort((a, b) => a - b)), t('%1 series', count(series.named.size)), t('%1 points', count(series.count))];
     if (gone) parts.push(t('%1 oldest dropped', count(gone)));

@@ -1,8 +1,11 @@
 import { count, duration, rate } from '../draw/format.ts';
 import type { Failure } from '../model/failures.ts';
+import type { Liveness } from '../model/liveness.ts';
 import type { RankRow } from '../model/ranks.ts';
+import { STOPPED } from '../model/store.ts';
 import { h } from './dom.ts';
 import { FailuresBox } from './failures.ts';
+import { standingText } from './standing.ts';
 import { watchTheme } from './theme.ts';
 import { t } from './texts.ts';
 
@@ -15,10 +18,12 @@ export class RanksView {
   private readonly body = h('tbody');
   private readonly failures = new FailuresBox();
   private readonly end: () => void;
+  private told = '';
+  private past = '';
 
   constructor(parent: HTMLElement) {
     const head = h('tr');
-    for (const name of [t('rank'), t('state'), t('where'), t('plane'), t('last 10 s'), t('bandwidth'), t('came last'), t('held others up'), t('worst')]) head.append(h('th', { scope: 'col' }, name));
+    for (const name of [t('rank'), t('state'), t('where'), t('plane'), t('last 10 s of work'), t('bandwidth'), t('came last'), t('held others up'), t('worst')]) head.append(h('th', { scope: 'col' }, name));
     const bar = h('div', { class: 'hvd-bar' }, h('strong', {}, t('Ranks')), this.heading);
     this.root = h('div', { class: 'hvd-view hvd-ranks' }, bar, this.failures.root, h('div', { class: 'hvd-scroll' }, h('table', {}, h('thead', {}, head), this.body)));
     parent.append(this.root);
@@ -27,9 +32,21 @@ export class RanksView {
 
   update(rows: RankRow[], heading: string, failures: readonly Failure[] = []): void {
     this.failures.update(failures);
-    this.heading.textContent = heading;
+    this.told = heading === STOPPED ? t('ended') : heading;
+    this.head();
     const most = Math.max(0, ...rows.map(row => row.heldUp));
     this.body.replaceChildren(...rows.map(row => this.row(row, most > 0 && row.heldUp === most)));
+  }
+
+  /** The kernel speaks, or does not any more: then the table is of the past. */
+  stand(liveness: Liveness): void {
+    this.past = standingText(liveness);
+    this.head();
+  }
+
+  private head(): void {
+    this.heading.textContent = this.past || this.told;
+    this.root.dataset.past = String(!!this.past);
   }
 
   private row(row: RankRow, slowest: boolean): HTMLElement {

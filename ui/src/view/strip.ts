@@ -1,3 +1,4 @@
+import type { Standing } from '../model/liveness.ts';
 import { h } from './dom.ts';
 import { t } from './texts.ts';
 import { watchTheme } from './theme.ts';
@@ -17,8 +18,18 @@ export interface RankShares {
 /** What the kernel tells of a running cell; the texts are ready to be shown. */
 export interface StripState {
   ranks: RankShares[];
-  /** `4 ranks · [7]`. */
+  /** `4 ranks · running [7]`. */
   heading: string;
+  /** The same without saying that it runs. */
+  title: string;
+  /** Where all that the cell wrote is. */
+  elsewhere: string;
+  /** Seconds that the cell had been running when the strip was made. */
+  made: number;
+  /** CSS class of the picture that a saved notebook keeps. */
+  still: string;
+  /** Whether the cell has ended; nothing comes after that. */
+  ended: boolean;
   /** `12.4 steps/s`. */
   rate: string;
   /** `others wait for rank 2 (31 %)`. */
@@ -36,6 +47,8 @@ export interface StripState {
 }
 
 const SILENT = 2;
+/** Seconds by which the first state that a page gets may be older than the strip. */
+const AT_ONCE = 1;
 const WIDE = 16;
 
 /** One line under a running cell: how fast it goes, and a bar per rank of computing against waiting. */
@@ -51,12 +64,15 @@ export class StripView {
   private readonly timer: number;
   private readonly rows: { root: HTMLElement; parts: HTMLElement[]; text: string }[] = [];
   private state: StripState | null = null;
-  private at = 0;
+  private standing: Standing = 'live';
+  /** When the last state came; nothing if it was there before the page: it may be of long ago. */
+  private at: number | null = null;
+  private reopened = false;
 
   constructor(parent: HTMLElement, open: () => void) {
     this.root = h('div', { class: 'hvd-strip', role: 'button', tabindex: '0' }, this.heading, this.rate, this.bars, this.note, this.time, this.opens);
     const act = () => {
-      if (this.root.dataset.asked) return;
+      if (this.root.dataset.asked || this.standing === 'ended') return;
       this.root.dataset.asked = 'true';
       this.opens.textContent = t('opens …');
       open();
@@ -79,17 +95,37 @@ export class StripView {
     this.opens.textContent = t('timeline opened');
   }
 
-  update(state: StripState): void {
+  /** Shows a state. One that is `news` has just come; another one was there when the page was opened. */
+  update(state: StripState, news = true): void {
+    if (!this.state) this.reopened = !news && state.elapsed > state.made + AT_ONCE;
     this.state = state;
-    this.at = performance.now();
-    this.heading.textContent = state.heading;
-    this.rate.textContent = state.rate;
-    const note = state.paused || state.stalled || state.failed || state.note;
-    this.note.textContent = note;
-    this.root.dataset.state = state.paused ? 'paused' : state.stalled ? 'stalled' : 'running';
+    this.at = news ? performance.now() : null;
+    this.show();
+  }
+
+  /** The kernel speaks, or does not any more. */
+  stand(standing: Standing): void {
+    this.standing = standing;
+    if (this.state) this.show();
+  }
+
+  private show(): void {
+    const state = this.state!;
+    const ended = state.ended || this.standing === 'ended';
+    const now = !ended && this.standing === 'live';
+    this.heading.textContent = now ? state.heading : state.title;
+    this.rate.textContent = now ? state.rate : '';
+    // The text above the strip has more of what the cell waits for.
+    const note = now ? state.paused || state.failed || (state.stalled ? t('stalled') : state.note) : '';
+    const elsewhere = state.ended || this.reopened ? state.elsewhere : '';
+    this.note.textContent = [note, elsewhere].filter(Boolean).join(' · ');
+    this.note.title = now ? state.stalled : '';
+    this.opens.hidden = this.standing === 'ended'; // no kernel could open it
+    this.root.dataset.state = !now ? 'past' : state.paused ? 'paused' : state.stalled ? 'stalled' : 'running';
     this.draw(state.ranks);
-    this.root.setAttribute('aria-label', t('%1, %2; %3. Opens the timeline.', state.heading, state.rate || t('no collectives yet'), note));
     this.tick();
+    const rate = now ? state.rate || t('no collectives yet') : this.time.textContent!;
+    this.root.setAttribute('aria-label', t('%1, %2; %3. Opens the timeline.', this.heading.textContent, rate, now && state.stalled ? state.stalled : this.note.textContent));
   }
 
   private draw(ranks: RankShares[]): void {
@@ -123,11 +159,21 @@ export class StripView {
   private tick(): void {
     const { state } = this;
     if (!state) return;
+    const text = this.clock(state);
+    if (this.time.textContent !== text) this.time.textContent = text;
+  }
+
+  /** How long the cell has run; it counts on only while the kernel speaks. */
+  private clock(state: StripState): string {
+    if (state.ended) return t('ended after %1', clock(state.elapsed));
+    if (this.standing === 'ended') return t('ended · last news at %1', clock(state.elapsed));
+    if (this.standing === 'away') return t('no connection since %1', clock(state.elapsed));
+    if (this.standing === 'silent') return t('no news since %1', clock(state.elapsed));
+    if (this.at === null) return clock(state.elapsed);
     const passed = (performance.now() - this.at) / 1000;
     const silent = state.silent < 0 ? -1 : state.silent + passed;
     const ago = silent >= SILENT ? `${t('last collective %1 s ago', Math.floor(silent))} · ` : '';
-    const text = ago + clock(state.elapsed + passed);
-    if (this.time.textContent !== text) this.time.textContent = text;
+    return ago + clock(state.elapsed + passed);
   }
 
   dispose(): void {

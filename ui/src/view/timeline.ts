@@ -1,6 +1,7 @@
 import { count } from '../draw/format.ts';
 import type { Palette } from '../draw/palette.ts';
-import type { Store } from '../model/store.ts';
+import type { Liveness } from '../model/liveness.ts';
+import { STOPPED, type Store } from '../model/store.ts';
 import { Viewport } from '../model/viewport.ts';
 import { viewApi } from './api.ts';
 import { Choice } from './choice.ts';
@@ -14,14 +15,13 @@ import { Minimap } from './minimap.ts';
 import type { Actions, ChartsView, TimelineOptions } from './options.ts';
 import { Panel } from './panel.ts';
 import { Scene } from './scene.ts';
+import { standingText } from './standing.ts';
 import { watchTheme } from './theme.ts';
 import { Tip } from './tip.ts';
 import { Toolbar } from './toolbar.ts';
 import { t } from './texts.ts';
 
 const HEIGHT = 420;
-/** What the kernel says of a pool that has ended. */
-const STOPPED = 'stopped';
 const SMOOTH = 0.28;
 const TEXTS_EVERY = 300; // ms
 /** While filling its place, the lanes leave this share of it to what is said below them, and take at least that one. */
@@ -74,7 +74,7 @@ export class Timeline {
   private toldVersion = -1;
   private toldMoments = -1;
   private cleared = 0;
-  private isAway = false;
+  private past = '';
 
   constructor(parent: HTMLElement, store: Store, options: TimelineOptions = {}) {
     this.store = store;
@@ -123,16 +123,17 @@ export class Timeline {
     this.schedule();
   }
 
-  /** While nothing can come, it does not say that it is live. */
-  set away(away: boolean) {
-    if (away === this.isAway) return;
-    this.isAway = away;
-    this.toolbar.following(this.view.following, away, this.ended);
+  /** The kernel speaks, or does not any more: then the timeline does not say that it is live. */
+  stand(liveness: Liveness): void {
+    const text = standingText(liveness);
+    if (text === this.past) return;
+    this.past = text;
+    this.toolbar.following(this.view.following, this.gone);
   }
 
-  /** Whether the ranks are gone and nothing more will come. */
-  private get ended(): boolean {
-    return this.store.heading === STOPPED;
+  /** Why nothing more comes, now or ever: the ranks are gone, or the kernel can't be heard. */
+  private get gone(): string {
+    return this.past || (this.store.heading === STOPPED ? t('ended') : '');
   }
 
   /** Says something to the reader, for some seconds. */
@@ -335,7 +336,7 @@ export class Timeline {
     const { store } = this;
     const changed = this.toldVersion !== store.version;
     this.toldVersion = store.version;
-    this.toolbar.following(this.view.following, this.isAway, this.ended);
+    this.toolbar.following(this.view.following, this.gone);
     if (changed) this.toolbar.update(store);
     this.legend.update(store, this.palette);
     this.panel.update(this.palette);

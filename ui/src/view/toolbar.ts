@@ -89,13 +89,14 @@ export class Toolbar {
     this.found.textContent = text;
   }
 
-  following(on: boolean, away: boolean, ended: boolean): void {
+  /** Whether the view follows; `past` says that nothing comes any more, and is empty while something may. */
+  following(on: boolean, past: string): void {
     this.follow.textContent = on ? '❚❚' : '▶';
     this.follow.title = on ? t('Stand still (Space)') : t('Follow what happens (Space)');
     this.follow.setAttribute('aria-label', this.follow.title);
-    const text = away ? t('no connection') : ended ? t('ended') : on ? t('live') : t('paused');
+    const text = past || (on ? t('live') : t('paused'));
     if (this.state.textContent !== text) this.state.textContent = text;
-    this.state.dataset.live = String(on && !away && !ended);
+    this.state.dataset.live = String(on && !past);
   }
 
   /** What is shown, what was dropped and how far the clocks may be off. */

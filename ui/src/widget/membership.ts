@@ -1,6 +1,8 @@
 import type { Failure } from '../model/failures.ts';
+import { Liveness } from '../model/liveness.ts';
 import type { MembershipState } from '../model/membership.ts';
 import { MembershipView, type Wish } from '../view/membership.ts';
+import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
 import type { Model } from './stream.ts';
 
@@ -46,14 +48,31 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const questions = new Questions(model);
   const view = new MembershipView(el, wish => questions.ask(wish));
   const update = () => view.update(model.get('membership') as MembershipState, model.get('failed') as Failure[]);
-  model.on('change:membership', update);
-  model.on('change:failed', update);
+  const liveness = new Liveness(() => view.stand(liveness));
+  let runs = false;
+  const alive = (message: { type?: string; runs?: boolean }) => {
+    if (message.type === 'alive') runs = message.runs === true;
+    liveness.heard(runs);
+  };
+  const news = () => {
+    update();
+    liveness.heard(runs);
+  };
+  model.on('change:membership', news);
+  model.on('change:failed', news);
+  model.on('msg:custom', alive);
   update();
+  const forget = watchKernel(model.widget_manager, link => liveness.connected(link));
+  // The kernel then sends a new still: a page that was loaded again has an old one.
+  model.send({ type: 'hello' });
   const showStill = hideStill(el, String(model.get('still')));
   return () => {
     showStill();
-    model.off('change:membership', update);
-    model.off('change:failed', update);
+    forget();
+    liveness.dispose();
+    model.off('change:membership', news);
+    model.off('change:failed', news);
+    model.off('msg:custom', alive);
     questions.dispose();
     view.dispose();
   };

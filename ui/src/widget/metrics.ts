@@ -1,6 +1,8 @@
-import { Store } from '../model/store.ts';
+import { Liveness } from '../model/liveness.ts';
+import { runs, Store } from '../model/store.ts';
 import { Viewport } from '../model/viewport.ts';
 import { MetricsView } from '../view/metrics.ts';
+import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
 import { Stream, type Model } from './stream.ts';
 
@@ -9,6 +11,7 @@ interface Shared {
   view: Viewport;
   /** What each view does when something has come. */
   views: Set<() => void>;
+  liveness: Liveness;
 }
 
 const shared = new WeakMap<Model, Shared>();
@@ -17,12 +20,14 @@ const shared = new WeakMap<Model, Shared>();
 function share(model: Model): Shared {
   let found = shared.get(model);
   if (!found) {
-    const one: Shared = { store: new Store(), view: new Viewport(), views: new Set() };
+    const one: Shared = { store: new Store(), view: new Viewport(), views: new Set(), liveness: new Liveness(() => one.views.forEach(view => view())) };
     one.view.span = 60e9;
     shared.set(model, (found = one));
     const stream = new Stream(one.store, model);
     model.on('msg:custom', ((message: never, buffers: DataView[]) => {
-      if (stream.receive(message, buffers)) for (const view of one.views) view();
+      const changed = stream.receive(message, buffers);
+      one.liveness.heard(runs(one.store));
+      if (changed) for (const view of one.views) view();
     }) as never);
     stream.hello();
   }
@@ -34,18 +39,21 @@ function initialize({ model }: { model: Model }): void {
 }
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
-  const { store, view, views } = share(model);
+  const { store, view, views, liveness } = share(model);
   const metrics = new MetricsView(el, store, view);
   (metrics.root as HTMLElement & { hvdlab?: unknown }).hvdlab = metrics.api;
   // A widget that was restored without its kernel has nothing to show, and the still picture has.
   let showStill: (() => void) | null = null;
   const update = () => {
+    metrics.stand(liveness);
     metrics.data();
     if (store.series.all.length) showStill ??= hideStill(el, String(model.get('still')));
   };
   views.add(update);
   update();
+  const forget = watchKernel(model.widget_manager, link => liveness.connected(link));
   return () => {
+    forget();
     showStill?.();
     views.delete(update);
     metrics.dispose();

@@ -1,19 +1,34 @@
 import type { Failure } from '../model/failures.ts';
+import { Liveness } from '../model/liveness.ts';
 import { RanksView, type RankRow } from '../view/ranks.ts';
+import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
 import type { Model } from './stream.ts';
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const view = new RanksView(el);
   const update = () => view.update(model.get('rows') as RankRow[], model.get('heading') as string, model.get('failed') as Failure[]);
-  model.on('change:rows', update);
-  model.on('change:failed', update);
+  const liveness = new Liveness(() => view.stand(liveness));
+  const runs = () => (model.get('rows') as RankRow[]).some(row => row.state === 'running');
+  const news = () => {
+    update();
+    liveness.heard(runs());
+  };
+  const alive = () => liveness.heard(runs());
+  for (const event of ['change:rows', 'change:heading', 'change:failed']) model.on(event, news);
+  model.on('msg:custom', alive);
   update();
+  liveness.wait(runs());
+  const forget = watchKernel(model.widget_manager, link => liveness.connected(link));
+  // The kernel then sends a new still: a page that was loaded again has an old one.
+  model.send({ type: 'hello' });
   const showStill = hideStill(el, String(model.get('still')));
   return () => {
     showStill();
-    model.off('change:rows', update);
-    model.off('change:failed', update);
+    forget();
+    liveness.dispose();
+    for (const event of ['change:rows', 'change:heading', 'change:failed']) model.off(event, news);
+    model.off('msg:custom', alive);
     view.dispose();
   };
 }

@@ -10,6 +10,8 @@ export interface Model {
   on(event: string, act: (...args: never[]) => void): void;
   off(event: string, act?: (...args: never[]) => void): void;
   send(content: unknown): void;
+  /** The page's manager of widgets, whatever that is. */
+  widget_manager?: unknown;
 }
 
 const MARKS_KEPT = 4000;

@@ -1,4 +1,7 @@
+import { Liveness } from '../model/liveness.ts';
 import { StripView, type StripState } from '../view/strip.ts';
+import { watchKernel } from './kernel.ts';
+import { hideStill } from './still.ts';
 import type { Model } from './stream.ts';
 
 /**
@@ -28,14 +31,25 @@ function keepLast(element: HTMLElement): () => void {
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const view = new StripView(el, () => model.send({ type: 'open' }));
-  const update = () => view.update(model.get('pace') as StripState);
+  const state = () => model.get('pace') as StripState;
+  const liveness = new Liveness(() => view.stand(liveness.standing));
+  const update = () => {
+    view.update(state());
+    liveness.heard(!state().ended);
+  };
   const opened = () => view.opened();
   model.on('change:pace', update);
   model.on('change:opened', opened);
-  update();
+  view.update(state(), false);
+  liveness.wait(!state().ended);
+  const forget = watchKernel(model.widget_manager, link => liveness.connected(link));
   const letGo = keepLast(el);
+  const showStill = hideStill(el, state().still);
   return () => {
     letGo();
+    forget();
+    showStill();
+    liveness.dispose();
     model.off('change:pace', update);
     model.off('change:opened', opened);
     view.dispose();

@@ -1,5 +1,6 @@
 import { bytes } from '../draw/format.ts';
-import { Store } from '../model/store.ts';
+import { Liveness } from '../model/liveness.ts';
+import { runs, Store } from '../model/store.ts';
 import { Viewport } from '../model/viewport.ts';
 import { Charts } from '../view/charts.ts';
 import type { Actions } from '../view/options.ts';
@@ -7,6 +8,7 @@ import { t } from '../view/texts.ts';
 import { Timeline } from '../view/timeline.ts';
 import { download } from './download.ts';
 import { canJump, jump } from './jump.ts';
+import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
 import { Stream, type Model } from './stream.ts';
 
@@ -14,6 +16,7 @@ interface Shared {
   store: Store;
   view: Viewport;
   views: Set<Timeline>;
+  liveness: Liveness;
   /** Called once the kernel has said anything; `null` when it has. */
   waiting: Set<() => void> | null;
 }
@@ -24,7 +27,7 @@ const shared = new WeakMap<Model, Shared>();
 function share(model: Model): Shared {
   let found = shared.get(model);
   if (!found) {
-    const one: Shared = { store: new Store(Number(model.get('limit'))), view: new Viewport(), views: new Set(), waiting: new Set() };
+    const one: Shared = { store: new Store(Number(model.get('limit'))), view: new Viewport(), views: new Set(), liveness: new Liveness(() => one.views.forEach(view => view.stand(one.liveness))), waiting: new Set() };
     shared.set(model, (found = one));
     const stream = new Stream(one.store, model);
     model.on('msg:custom', ((message: { type: string; name: string; text: string }, buffers: DataView[]) => {
@@ -36,6 +39,7 @@ function share(model: Model): Shared {
         tell(t('%1 (%2)', message.name, bytes(buffers[0].byteLength)));
       } else if (message.type === 'problem') tell(message.text);
       else if (stream.receive(message as never, buffers)) one.views.forEach(view => view.data());
+      one.liveness.heard(runs(one.store));
     }) as never);
     stream.hello();
   }
@@ -59,6 +63,8 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const timeline: Timeline = new Timeline(el, store, { view, height: Number(model.get('height')), actions, charts: (...place) => new Charts(...place) });
   (timeline.root as HTMLElement & { hvdlab?: unknown }).hvdlab = timeline.api;
   views.add(timeline);
+  timeline.stand(all.liveness);
+  const forget = watchKernel(model.widget_manager, link => all.liveness.connected(link));
   // A notebook that was only opened has a picture and no kernel: the picture stays.
   let showStill = () => {};
   const begin = () => {
@@ -69,6 +75,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   if (all.waiting) all.waiting.add(begin);
   else begin();
   return () => {
+    forget();
     all.waiting?.delete(begin);
     showStill();
     views.delete(timeline);

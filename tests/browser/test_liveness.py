@@ -1,0 +1,191 @@
+"""Views say when what they show is not of now: the kernel has ended or is silent, or the page was opened again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+pytest.importorskip("jupyterlab")
+pytest.importorskip("anywidget")
+pytest.importorskip("playwright.sync_api")
+
+from chromium import CHROMIUM
+from lab_page import LabPage, lab_page
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH: apt-get install chromium"),
+]
+
+WAIT_MS = 180_000
+LOAD, INIT, TIMELINE, RANKS, TRAIN, NEXT = range(6)
+
+CELLS = [
+    "%load_ext hvdlab\nimport hvdlab, os\nos.getpid()",
+    "%%hvd_run -np 2\nimport os, time, torch, hvdlab.torch as hvd\nhvd.init()",
+    "hvdlab.timeline()",
+    "hvdlab.ranks()",
+    """\
+%%hvd_run
+print('begins')
+while True:
+    time.sleep(0.05)
+    if hvd.allreduce(torch.tensor(float(os.path.exists('end'))), name='stop'): break
+print('ends')
+""",
+    "%%hvd_run\nwhile not os.path.exists('next'): time.sleep(0.01)",
+]
+
+STRIP, STATE, HEADING = ".hvd-strip", ".hvd-timeline .hvd-bar .hvd-state", ".hvd-ranks .hvd-status"
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[LabPage]:
+    notebook = new_notebook(
+        cells=[new_code_cell(source) for source in CELLS],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+    )
+    with lab_page(tmp_path, notebook, height=1500) as page:
+        yield page
+
+
+def train(lab: LabPage) -> int:
+    """Run all cells; return the kernel's process when the last one trains and all views are live."""
+    process = int(lab.finish(LOAD).splitlines()[-1])
+    for cell in (INIT, TIMELINE, RANKS):
+        lab.finish(cell)
+    lab.run(TRAIN)
+    wait(lab, STRIP, "collectives/s")
+    wait(lab, STATE, "live")
+    wait(lab, HEADING, "running [5]")
+    return process
+
+
+def wait(lab: LabPage, selector: str, text: str) -> None:
+    lab.page.wait_for_function(
+        "([selector, text]) => document.querySelector(selector)?.innerText.includes(text)",
+        arg=[selector, text],
+        timeout=WAIT_MS,
+    )
+
+
+def check_still(lab: LabPage, selector: str) -> None:
+    """Nothing counts on: the clock of a view that is live changes each second."""
+    before = lab.page.locator(selector).inner_text()
+    lab.page.wait_for_timeout(2500)
+    assert lab.page.locator(selector).inner_text() == before
+
+
+def colour(lab: LabPage, selector: str) -> Any:
+    """The colour of the dot before a text."""
+    script = "selector => getComputedStyle(document.querySelector(selector), '::before').backgroundColor"
+    return lab.page.evaluate(script, selector)
+
+
+def picture(lab: LabPage, name: str) -> None:
+    if directory := os.environ.get("HVDLAB_TEST_PICTURES"):
+        lab.page.screenshot(path=Path(directory) / f"{name}.png")
+
+
+def test_when_the_kernel_is_restarted_or_silent_no_view_says_that_it_is_live(lab: LabPage) -> None:
+    process = train(lab)
+    live = colour(lab, ".hvd-strip-heading")
+    os.kill(process, signal.SIGSTOP)
+    try:
+        wait(lab, STRIP, "no news since 0:")
+        wait(lab, STATE, "no news since ")
+        wait(lab, HEADING, "no news since ")
+        assert colour(lab, ".hvd-strip-heading") != live
+        assert "running" not in lab.page.locator(STRIP).inner_text()
+        check_still(lab, STRIP)
+        picture(lab, "silent")
+    finally:
+        os.kill(process, signal.SIGCONT)
+    wait(lab, STRIP, "running [5]")
+    wait(lab, STATE, "live")
+    assert colour(lab, ".hvd-strip-heading") == live
+
+    lab.page.evaluate(
+        """() => [...window.jupyterapp.shell.widgets("main")]
+            .find(widget => widget.sessionContext?.session?.kernel).sessionContext.session.kernel.restart()"""
+    )
+    wait(lab, STRIP, "ended · last news at 0:")
+    wait(lab, STATE, "ended · as of ")
+    wait(lab, HEADING, "ended · as of ")
+    lab.wait_until_idle()  # of the new kernel, which brings none of them to life
+    check_still(lab, STRIP)
+    assert colour(lab, ".hvd-strip-heading") != live
+    assert "running" not in lab.page.locator(STRIP).inner_text()
+    assert "ended" in lab.page.locator(STATE).inner_text()
+    picture(lab, "restarted")
+
+
+def test_a_page_that_is_opened_again_shows_that_the_cell_has_ended_and_saves_new_pictures(
+    lab: LabPage, tmp_path: Path
+) -> None:
+    train(lab)
+    save(lab)
+    lab.leave()
+    lab.come_back()
+    (tmp_path / "work" / "end").touch()
+    lab.wait_until_idle()
+    wait(lab, STRIP, "ended after ")
+    wait(lab, STRIP, "%hvd_output 5 shows all that it wrote".replace("%hvd_output 5", "`%hvd_output 5`"))
+    check_still(lab, STRIP)
+    picture(lab, "reopened")
+    path = tmp_path / "work" / "notebook.ipynb"
+    for cell, text in ((TIMELINE, "2 ranks, "), (RANKS, "2/2 ranks · idle")):
+        deadline = time.monotonic() + WAIT_MS / 1000
+        while not (stills := still(lab, path, cell)) or text not in stills:
+            assert time.monotonic() < deadline, f"what was saved is still {stills}"
+            save(lab)
+            lab.page.wait_for_timeout(500)
+
+    # The next strip takes the model of this one away, and then no kernel has any: nothing complains, and the sentence is there.
+    lab.run(NEXT)
+    lab.page.wait_for_function(
+        "([cell, strip]) => !document.querySelectorAll('.jp-Notebook-cell')[cell].querySelector(strip)",
+        arg=[TRAIN, STRIP],
+        timeout=WAIT_MS,
+    )
+    assert "`%hvd_output 5` shows all that it wrote" in lab.output(TRAIN)
+    (tmp_path / "work" / "next").touch()
+    lab.wait_until_ended(NEXT)
+    save(lab)
+    lab.page.evaluate(
+        """() => [...window.jupyterapp.shell.widgets("main")]
+            .find(widget => widget.sessionContext?.session?.kernel).sessionContext.shutdown()"""
+    )
+    lab.leave()
+    lab.come_back()
+    lab.page.wait_for_function(
+        """() => [...document.querySelectorAll(".jp-OutputArea-output.jupyter-widgets")]
+            .filter(node => node.textContent.includes("model not found")).length === 3""",
+        timeout=WAIT_MS,
+    )
+    for cell in (TIMELINE, RANKS, TRAIN):
+        assert "not found" not in lab.output(cell)
+    assert "`%hvd_output 5` shows all that it wrote" in lab.output(TRAIN)
+    assert "2/2 ranks" in lab.output(RANKS)
+    picture(lab, "later")
+
+
+def save(lab: LabPage) -> None:
+    lab.page.evaluate(
+        """() => [...window.jupyterapp.shell.widgets("main")]
+            .find(widget => widget.context?.save).context.save()"""
+    )
+
+
+def still(lab: LabPage, path: Path, cell: int) -> str:
+    """The text of the picture that is saved with a view; empty if there is none."""
+    texts = [one["data"]["text/plain"] for one in lab.saved_outputs(path, cell) if "data" in one]
+    return next((text for text in texts if text), "")

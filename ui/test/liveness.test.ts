@@ -1,0 +1,98 @@
+import assert from 'node:assert/strict';
+import { mock, test } from 'node:test';
+import { Liveness, SILENCE, type Link } from '../src/model/liveness.ts';
+import { watchKernel } from '../src/widget/kernel.ts';
+
+function timed(act: () => void): void {
+  mock.timers.enable({ apis: ['setTimeout', 'Date'], now: 1000 });
+  try {
+    act();
+  } finally {
+    mock.timers.reset();
+  }
+}
+
+test('without news for five seconds a view of a running cell is silent, and live again with the next', () => {
+  timed(() => {
+    const seen: string[] = [];
+    const one: Liveness = new Liveness(() => seen.push(one.standing));
+    one.heard(true);
+    mock.timers.tick(SILENCE - 1);
+    one.heard(true);
+    mock.timers.tick(SILENCE - 1);
+    assert.deepEqual([one.standing, seen], ['live', []]);
+    mock.timers.tick(1);
+    assert.deepEqual([one.standing, seen, one.at], ['silent', ['silent'], 1000 + SILENCE - 1]);
+    one.heard(true);
+    assert.deepEqual(seen, ['silent', 'live']);
+    one.dispose();
+  });
+});
+
+test('where nothing runs nothing need come', () => {
+  timed(() => {
+    const one = new Liveness(() => undefined);
+    one.heard(true);
+    one.heard(false);
+    mock.timers.tick(10 * SILENCE);
+    assert.equal(one.standing, 'live');
+  });
+});
+
+test('a connection comes back and a kernel that has ended does not', () => {
+  timed(() => {
+    const seen: string[] = [];
+    const one: Liveness = new Liveness(() => seen.push(one.standing));
+    one.heard(true);
+    one.connected('away');
+    mock.timers.tick(10 * SILENCE);
+    assert.equal(one.standing, 'away');
+    one.connected('here');
+    assert.equal(one.standing, 'live');
+    mock.timers.tick(SILENCE);
+    one.connected('ended');
+    one.connected('here');
+    one.heard(true);
+    assert.deepEqual(seen, ['away', 'live', 'silent', 'ended']);
+  });
+});
+
+class Signal {
+  readonly acts = new Set<() => void>();
+  connect(act: () => void): void {
+    this.acts.add(act);
+  }
+  disconnect(act: () => void): void {
+    this.acts.delete(act);
+  }
+  emit(): void {
+    for (const act of this.acts) act();
+  }
+}
+
+test('the kernel of a widget is the one that its page had when it was shown', () => {
+  const kernel = { status: 'idle', connectionStatus: 'connected' };
+  const [statusChanged, connectionStatusChanged, kernelChanged] = [new Signal(), new Signal(), new Signal()];
+  const sessionContext = { session: { kernel } as { kernel: typeof kernel | null }, statusChanged, connectionStatusChanged, kernelChanged };
+  const seen: Link[] = [];
+  const end = watchKernel({ context: { sessionContext } }, link => seen.push(link));
+  kernel.connectionStatus = 'connecting';
+  connectionStatusChanged.emit();
+  kernel.connectionStatus = 'connected';
+  connectionStatusChanged.emit();
+  kernel.status = 'restarting';
+  statusChanged.emit();
+  kernel.status = 'idle';
+  sessionContext.session = { kernel: { ...kernel } };
+  kernelChanged.emit();
+  sessionContext.session = { kernel: null };
+  kernelChanged.emit();
+  assert.deepEqual(seen, ['here', 'away', 'here', 'ended', 'ended', 'ended']);
+  end();
+  assert.equal(statusChanged.acts.size + connectionStatusChanged.acts.size + kernelChanged.acts.size, 0);
+});
+
+test('where the page does not tell how the kernel is, silence does', () => {
+  watchKernel(undefined, () => assert.fail())();
+  watchKernel({ context: {} }, () => assert.fail())();
+});

@@ -144,8 +144,6 @@ class KVStore(KVStoreBase):
         stored = self._values[key]
         if len({isinstance(array, RowSparse) for array in arrays}) > 1:
             raise KVStoreError(f"key {key!r} was given dense and row-sparse arrays in one push", key)
-        if isinstance(arrays[0], np.ndarray) and isinstance(stored, RowSparse) and self._updater is not None:
-            raise KVStoreError(f"key {key!r} is row-sparse, but was given a dense gradient", key)
         if len({array.dtype for array in arrays}) > 1:
             types = ", ".join(sorted({str(array.dtype) for array in arrays}))
             raise KVStoreError(f"key {key!r} was given arrays of several types in one push: {types}", key)
@@ -226,7 +224,8 @@ class KVStore(KVStoreBase):
             key: An int or a str, or a list of one kind of these.
             out: An array or a list of arrays of the key's shape; for a list of keys a list of such.
             priority: Taken for programs that give it. All work is done in the order in which it was asked for.
-            ignore_sparse: Leave row-sparse values, and outputs, alone; else fill them.
+            ignore_sparse: Leave row-sparse outputs alone; else fill them. Dense outputs are always filled, those of row-sparse values
+                with zeros for the rows that are not stored.
 
         Raises:
             AssertionError, TypeError, ValueError: A key or output is none.
@@ -251,7 +250,7 @@ class KVStore(KVStoreBase):
         self._check_outputs(found, self._values)
         for key, target in found:
             stored = self._values[key]
-            if ignore_sparse and (isinstance(stored, RowSparse) or isinstance(target, RowSparse)):
+            if ignore_sparse and isinstance(target, RowSparse):
                 self._say_sparse(key)
             elif isinstance(target, RowSparse):
                 sparse = stored if isinstance(stored, RowSparse) else _as_rows(stored)
@@ -267,7 +266,9 @@ class KVStore(KVStoreBase):
     def _say_sparse(self, key: Key) -> None:
         if not self._said_sparse:
             self._said_sparse = True
-            _LOG.warning("pull leaves row-sparse arrays alone, such as key %r: use row_sparse_pull", key)
+            _LOG.warning(
+                "pull leaves row-sparse outputs alone, such as that of key %r: use row_sparse_pull", key
+            )
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push, then pull.

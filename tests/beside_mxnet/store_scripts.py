@@ -696,4 +696,63 @@ def _values_and_outputs(store: Any, side: Any, results: Results) -> None:
     results.refusal("dense out", lambda: store.row_sparse_pull(7, out=side.empty((6, 2)), row_ids=ids))
 
 
-ALONE = [kinds_of_stores, the_test_store, settings_of_optimizers, states_in_files, values_and_outputs]
+def pulls_of_every_kind(kv: Any, side: Any) -> Any:
+    """Dense and row-sparse values, pulled into dense and row-sparse arrays and lists of both, with and without an optimizer."""
+    results = Results(kv, side)
+    for name in ("local", "device"):
+        for optimizer in (None, "sgd"):
+            for sparse in (False, True):
+                store = side.create(name)
+                if optimizer is not None:
+                    store.set_optimizer(side.optimizer(optimizer, learning_rate=0.5))
+                _pulls_of_every_kind(store, side, results, sparse=sparse)
+    return results.seen
+
+
+def _pulls_of_every_kind(store: Any, side: Any, results: Results, *, sparse: bool) -> None:
+    rng, shape = np.random.default_rng(34), (6, 2)
+    kinds = {
+        "dense": lambda dtype="float32": side.array(np.full(shape, 9, dtype)),
+        "rows": lambda: side.rows(np.full((2, 2), 7, np.float32), np.array([1, 5]), shape),
+    }
+
+    def value() -> Any:
+        data = random(rng, shape)
+        return side.rows(data, np.arange(6), shape) if sparse else side.array(data)
+
+    def seen(what: str, arrays: list[Any]) -> None:
+        for array in arrays:
+            whole = array.asnumpy() if hasattr(array, "asnumpy") else array
+            whole = whole.todense() if hasattr(whole, "todense") else whole
+            results.value(f"{what} of {store.type}", (str(whole.dtype), whole.tobytes()))
+
+    store.init(["w", "d"], [value(), side.array(random(rng, shape))])
+    for ignore_sparse in (True, False):
+        for kind, made in kinds.items():
+            out, outs = made(), [made(), kinds["dense"](), kinds["rows"]()]
+            store.pull("w", out=out, ignore_sparse=ignore_sparse)
+            store.pull("w", out=outs, ignore_sparse=ignore_sparse)
+            several = [made(), [kinds["dense"](), made()]]
+            store.pull(["w", "d"], out=several, ignore_sparse=ignore_sparse)
+            seen(f"pull to {kind}, {ignore_sparse}", [out, *outs, several[0], *several[1]])
+    store.pull("w", out=(half := kinds["dense"]("float16")))
+    seen("another type", [half])
+    for pushed, made in kinds.items():
+        for kind in (None, *kinds):
+            given, out = made(), None if kind is None else kinds[kind]()
+            store.pushpull("w", given, out=out)
+            store.pull("w", out=(after := kinds["dense"]()))
+            seen(f"pushpull of {pushed} to {kind}", [given, after] if out is None else [given, out, after])
+    for kind, made in kinds.items():
+        store.broadcast(f"b {kind}", value(), out=(out := made()))
+        seen(f"broadcast to {kind}", [out])
+
+
+ALONE = [
+    kinds_of_stores,
+    the_test_store,
+    settings_of_optimizers,
+    states_in_files,
+    values_and_outputs,
+    pulls_of_every_kind,
+]

@@ -286,9 +286,15 @@ def row_sparse(name: str | None) -> None:
         for kv, out in zip((dist, local), outs, strict=True):
             kv.row_sparse_pull("w", out=out, row_ids=every)
         assert outs[0].data.tobytes() == outs[1].data.tobytes()
-    with pytest.raises(
-        KVStoreError, match="'w' is row-sparse, but was given a dense" if name is None else "dense gradient"
-    ):
+        dense = np.full((2, 10, 4), np.nan, "f4")
+        dist.pull("w", out=list(dense))
+        assert dense.tobytes() == outs[0].data.tobytes() * 2
+    kept = RowSparse(np.ones((1, 4), "f4"), [7], (10, 4))
+    dist.pull("w", out=kept)
+    assert kept.indices.tolist() == [7]
+    dist.broadcast("b", RowSparse(start + rank, np.arange(10), (10, 4)), out=dense[0])
+    assert dense[0].tolist() == start.tolist()
+    with pytest.raises(KVStoreError, match="'w' is row-sparse, but was given a dense"):
         dist.push("w", start)
     with pytest.raises(KVStoreError, match="row 10 is out of range"):
         dist.row_sparse_pull("w", out=outs[0], row_ids=np.array([10]))

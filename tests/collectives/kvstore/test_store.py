@@ -251,7 +251,7 @@ def test_row_sparse_values_are_summed_over_all_rows_and_pulled_by_row() -> None:
     assert out.indices.tolist() == [1, 2, 3]
 
 
-def test_pull_leaves_sparse_arrays_alone_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_pull_leaves_sparse_outputs_alone_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
     kv = kvstore.create()
     kv.init("w", rows(4, [2]))
     out = rows(4, [0])
@@ -261,6 +261,32 @@ def test_pull_leaves_sparse_arrays_alone_unless_asked(caplog: pytest.LogCaptureF
     assert (out.indices.tolist(), len(caplog.records)) == ([0], 1)
     kv.pull("w", out=out, ignore_sparse=False)
     assert out.indices.tolist() == [2]
+
+
+def test_dense_outputs_of_row_sparse_values_are_filled(caplog: pytest.LogCaptureFixture) -> None:
+    kv = kvstore.create()
+    kv.init(["w", "d"], [rows(3, [2]), ones(3, 2)])
+    filled = [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+    for ignore_sparse in (True, False):
+        outs = [np.full((3, 2), np.nan) for _ in range(3)]
+        kv.pull(["w", "d"], out=[[outs[0], rows(3, [0]), outs[1]], outs[2]], ignore_sparse=ignore_sparse)
+        assert [out.tolist() for out in outs] == [filled, filled, [[1.0, 1.0]] * 3]
+    out = np.full((3, 2), np.nan)
+    kv.broadcast("b", rows(3, [2]), out=out)
+    assert out.tolist() == filled
+    caplog.clear()
+    kv.pushpull("w", rows(3, [0], 5), out=out)
+    assert out.tolist() == [[5.0, 5.0], [0.0, 0.0], [0.0, 0.0]]
+    assert not caplog.records
+
+
+def test_a_row_sparse_weight_takes_a_dense_gradient() -> None:
+    kv = kvstore.create()
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0))
+    kv.init("w", rows(3, [0, 1, 2], 4))
+    out = np.full((3, 2), np.nan)
+    kv.pushpull("w", [ones(3, 2), ones(3, 2)], out=out)
+    assert out.tolist() == [[2.0, 2.0]] * 3
 
 
 def test_a_row_sparse_array_is_checked() -> None:

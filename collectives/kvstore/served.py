@@ -570,7 +570,7 @@ class ServerStore(KVStore):
         with self._lock:
             found = pairs(key, out)
             self._check_known(found)
-            wanted = row_ids_of(row_ids, len(found))
+            wanted = row_ids_of(key, row_ids, found)
             numbers = []
             for (one, target), rows in zip(found, wanted, strict=True):
                 self._check_sparse(one, target)

@@ -319,10 +319,11 @@ class KVStore(KVStoreBase):
             out: A :class:`RowSparse` or a list of them; for a list of keys a list of such. Each is changed in place: its
                 indices become the rows asked for, increasing, once each.
             priority: Taken for programs that give it. All work is done in the order in which it was asked for.
-            row_ids: Row numbers, an array of any shape; one for all outputs, or a list with one for each.
+            row_ids: Row numbers, an array of any shape; one for all outputs, or a list with one for each. For a list of keys also a
+                list of lists, like that of the outputs.
 
         Raises:
-            AssertionError: ``out`` or ``row_ids`` is missing, or there are not as many of these as outputs.
+            AssertionError: ``out`` or ``row_ids`` is missing, or there are not as many of these as outputs, or not in the same lists.
             KVStoreError: A key was not initialised, a value or output is not row-sparse, or a row is out of range.
         """
         if out is None or row_ids is None:
@@ -330,7 +331,7 @@ class KVStore(KVStoreBase):
         with self._lock:
             found = pairs(key, out)
             self._check_known(found)
-            wanted = row_ids_of(row_ids, len(found))
+            wanted = row_ids_of(key, row_ids, found)
             for (one, target), rows in zip(found, wanted, strict=True):
                 self._check_sparse(one, target)
                 try:
@@ -604,12 +605,28 @@ def _as_rows(dense: Array) -> RowSparse:
     return RowSparse(dense[rows], rows, dense.shape)
 
 
-def row_ids_of(row_ids: Any, count: int) -> list[Array]:
-    """One flat array of row numbers for each output."""
+def row_ids_of(key: Any, row_ids: Any, outs: list[tuple[Key, Any]]) -> list[Array]:
+    """Return one flat array of row numbers for each output.
+
+    Args:
+        key: As the user gave it.
+        row_ids: An array for all outputs, a list with one for each, or for several keys a list of lists like that of the outputs.
+        outs: The outputs, each with its key.
+
+    Raises:
+        AssertionError: There are not as many as outputs, or not in the same lists.
+        TypeError: Some are no array.
+    """
     given = row_ids if isinstance(row_ids, list | tuple) else [row_ids]
+    if any(isinstance(one, list | tuple) for one in given):
+        nested = pairs(key, row_ids)
+        require(
+            [one for one, _ in nested] == [one for one, _ in outs],
+            f"{len(nested)} row_ids were given for {len(outs)} outputs, or in other lists than these",
+        )
+        return [view_of(rows).reshape(-1) for _, rows in nested]
     found = [view_of(rows).reshape(-1) for rows in given]
     if len(found) == 1:
-        return found * count
-    if len(found) != count:
-        raise AssertionError(f"{len(found)} row_ids were given for {count} outputs")
+        return found * len(outs)
+    require(len(found) == len(outs), f"{len(found)} row_ids were given for {len(outs)} outputs")
     return found

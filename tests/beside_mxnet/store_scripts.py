@@ -693,6 +693,16 @@ def _values_and_outputs(store: Any, side: Any, results: Results) -> None:
     for one in two:
         results.rows("each its own", one)
     results.refusal("too few", lambda: store.row_sparse_pull(7, out=[*two, out], row_ids=ids))
+    store.init(8, side.rows(random(rng, (6, 2)), np.arange(6), (6, 2)))
+    outs = [[side.no_rows((6, 2)), side.no_rows((6, 2))], [side.no_rows((6, 2))]]
+    nested = [ids, [side.array(np.array([2, 5], np.int64))]]
+    store.row_sparse_pull([8, 7], out=outs, row_ids=nested)
+    for one in (*outs[0], *outs[1]):
+        results.rows("several keys", one)
+    results.refusal("other lists", lambda: store.row_sparse_pull([7, 8], out=outs, row_ids=nested[:1]))
+    results.refusal(
+        "dense value", lambda: store.row_sparse_pull(1, out=side.no_rows((2, 3)), row_ids=ids[:1])
+    )
     results.refusal("dense out", lambda: store.row_sparse_pull(7, out=side.empty((6, 2)), row_ids=ids))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,22 @@ def test_the_learning_rate_of_mxnets_optimizer_is_set(installed: None) -> None:
     kv.set_learning_rate(0.5)
     kv.pushpull(0, -mx.nd.ones((1,)), out=out)
     assert out.asnumpy().tolist() == [1 + 0.5 * 1 + 0.5]
+
+
+def test_errors_of_stores_are_mxnets(installed: None) -> None:
+    kv, rows = mx.kv.create("local"), mx.nd.sparse.zeros("row_sparse", (2, 2))
+    kv.init(["dense", "rows"], [mx.nd.ones((2, 2)), rows])
+    calls: list[Callable[[], Any]] = [
+        lambda: kv.pull(3, out=mx.nd.ones((2, 2))),
+        lambda: kv.push("unknown", mx.nd.ones((2, 2))),
+        lambda: kv.row_sparse_pull("dense", out=rows, row_ids=mx.nd.array([1])),
+        lambda: kv.row_sparse_pull("rows", out=mx.nd.ones((2, 2)), row_ids=mx.nd.array([1])),
+        lambda: kv.set_gradient_compression({"type": "2bit"}),
+    ]
+    for call in calls:
+        with pytest.raises(mx.MXNetError) as ours:
+            call()
+        assert isinstance(ours.value, kvstore.KVStoreError)
 
 
 def test_names_that_mxnet_would_make_a_local_store_of(installed: None) -> None:

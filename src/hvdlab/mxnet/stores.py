@@ -33,9 +33,12 @@ def register_stores() -> None:
 
     MXNet 1.9.1 has neither and makes a local store of these names. ``gluon.Trainer`` makes no store at all of a name where a
     parameter has one context: give it the store that ``mx.kv.create("horovod")`` returns.
+
+    Errors of stores are instances of ``mx.MXNetError`` from now on.
     """
     for store in (Horovod, BytePS):
         mx.kvstore.KVStoreBase.register(store)
+    kvstore.KVStoreError.count_as(mx.MXNetError)
 
 
 class _OneProcessStore(kvstore.KVStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types

@@ -310,8 +310,9 @@ class DistSyncStore(KVStore):
         """
         self._updater_of(updater)
 
-    def _own_updater(self, verb: str) -> Updater:
-        raise AssertionError(f"Cannot {verb} states for distributed training")
+    def _finish_pushes(self) -> None:
+        with self._lock:
+            self._store_pushed(self._pending)
 
     def barrier(self) -> None:
         """Wait until all workers have called it. It orders calls, not pushes that are still on their way."""

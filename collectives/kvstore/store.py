@@ -493,7 +493,11 @@ class KVStore(KVStoreBase):
             except KVStoreError as error:
                 raise KVStoreError(f"{fname}: {error}") from error
 
+    def _finish_pushes(self) -> None:
+        """Wait for this worker's pushes and apply them; a store of one process has none that wait."""
+
     def _own_updater(self, verb: str) -> Updater:
+        self._finish_pushes()
         updater = self._updater
         require(isinstance(updater, Updater), f"Cannot {verb} states for distributed training")
         assert isinstance(updater, Updater)
@@ -578,6 +582,12 @@ class _ForUser:
 
     def __init__(self, updater: UserUpdater, array_types: dict[Key, ArrayType]) -> None:
         self.updater, self._array_types = updater, array_types
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the user's updater: MXNet's programs read its optimizer and its states."""
+        if name.startswith("_") or name == "updater":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.updater, name)
 
     def __call__(self, key: Key, received: Value, stored: Array) -> None:
         array_type = self._array_types[key]

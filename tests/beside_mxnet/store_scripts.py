@@ -284,8 +284,6 @@ def refused(kv: Any, side: Any) -> Any:
         lambda: kv.is_capable("Optimizer"),
         lambda: kv.row_sparse_pull(6000, out=side.array(one), row_ids=side.array(one)),
         lambda: kv.row_sparse_pull(6000, out=None, row_ids=side.array(one)),
-        lambda: kv.save_optimizer_states("nowhere"),
-        lambda: kv.load_optimizer_states("nowhere"),
         lambda: kv.set_gradient_compression([("type", "2bit")]),
         lambda: kv.set_gradient_compression({"threshold": 1}),
         lambda: kv.set_gradient_compression({"type": "3bit"}),

@@ -259,6 +259,46 @@ def test_gluon_trains_embeddings_on_ranks_as_in_one_process(ranks: Ranks) -> Non
         assert np.isfinite(found).all()
 
 
+def saved_and_loaded(store: str, path: str, contexts: list[Any]) -> None:
+    """Gluon's trainer saves its states and loads them again; a sparse weight has some, too."""
+    model = net(contexts)
+    rows = mx.gluon.Parameter("rows", shape=(4, 2), stype="row_sparse", grad_stype="row_sparse")
+    rows.initialize(ctx=contexts)
+    parameters = [*model.collect_params().values(), rows]
+    trainer = mx.gluon.Trainer(parameters, "sgd", SETTINGS, kvstore=store, update_on_kvstore=True)
+    x, ids = mx.nd.ones((2, 5)), mx.nd.array([1, 3])
+    for _ in range(2):
+        with mx.autograd.record():
+            found = mx.nd.Embedding(
+                ids, rows.row_sparse_data(ids), input_dim=4, output_dim=2, sparse_grad=True
+            )
+            loss = model(x).sum() + found.sum()
+        loss.backward()
+        trainer.step(1, ignore_stale_grad=True)
+    trainer.save_states(path)
+    before = {key: state.asnumpy().tobytes() for key, state in trainer._kvstore._updater.states.items()}
+    assert set(before) == set(range(len(parameters)))
+    trainer.load_states(path)
+    updater = trainer._kvstore._updater
+    assert trainer._optimizer is updater.optimizer
+    assert trainer.learning_rate == SETTINGS["learning_rate"]
+    updater.set_states(updater.get_states())
+    after = {key: state.asnumpy().tobytes() for key, state in updater.states.items()}
+    assert after == before
+
+
+def saved_on_ranks(store: str, folder: str) -> None:
+    hvd.init()
+    hvd.install_kvstore()
+    saved_and_loaded(store, f"{folder}/{hvd.rank()}", [mx.cpu(0)])
+
+
+@pytest.mark.filterwarnings("ignore")  # MXNet's
+def test_gluons_trainer_saves_and_loads_states(installed: None, ranks: Ranks, tmp_path: Path) -> None:
+    saved_and_loaded("device", str(tmp_path / "states"), [mx.cpu(0)])
+    ranks.run(saved_on_ranks, "dist_sync", str(tmp_path), timeout=100)
+
+
 def distributed() -> list[bytes]:
     hvd.init()
     hvd.install_kvstore()

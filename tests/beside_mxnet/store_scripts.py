@@ -383,13 +383,22 @@ def schedules(kv: Any, side: Any) -> Any:
 
 def half_precision(kv: Any, side: Any) -> Any:
     """float16 weights with float32 masters on the servers."""
+    return _half_precision(kv, side, True)
+
+
+def half_precision_by_default(kv: Any, side: Any) -> Any:
+    """The same without ``multi_precision``: MXNet's servers keep float32 masters of float16 weights all the same."""
+    return _half_precision(kv, side, False)
+
+
+def _half_precision(kv: Any, side: Any, multi_precision: bool) -> Any:
     results = Results(kv, side)
     common, own = generator(kv, 7)
     for number, (name, arguments) in enumerate(OPTIMIZERS[1:]):
-        kv.set_optimizer(side.optimizer(name, multi_precision=True, **arguments))
+        kv.set_optimizer(side.optimizer(name, multi_precision=multi_precision, **arguments))
         kv._barrier()
         for place, shape in enumerate(SHAPES):
-            key = 20_000 + 100 * number + place
+            key = 20_000 + 100 * number + place + 5000 * (not multi_precision)
             kv.init(key, side.array((random(common, shape) / 100).astype("float16")))
             for _ in range(4):
                 gradients = [(random(own, shape) / 50).astype("float16") for _ in range(1 + place % 3)]

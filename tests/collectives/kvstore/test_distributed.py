@@ -473,9 +473,9 @@ def test_row_sparse_values(ranks: Ranks) -> None:
         ranks.run(row_sparse, name)
 
 
-def half_precision() -> None:
+def half_precision(multi_precision: bool) -> None:
     kv = kvstore.create("dist_sync")
-    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, multi_precision=True))
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, multi_precision=multi_precision))
     kv.init(0, np.ones(1, np.float16))
     out = np.empty(1, np.float16)
     small = np.float16(2**-12)  # half of what moves a 1 in float16
@@ -486,7 +486,8 @@ def half_precision() -> None:
 
 
 def test_float16_weights_have_float32_masters(ranks: Ranks) -> None:
-    ranks.run(half_precision)
+    for multi_precision in (True, False):
+        ranks.run(half_precision, multi_precision)
 
 
 def test_a_dead_worker_ends_what_waits_for_it_by_name(own_ranks: Ranks) -> None:

@@ -24,7 +24,6 @@ inputs that are not also outputs are untouched.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -165,15 +164,21 @@ class KVStoreError(HvdlabError):
         return str(self.args[0])
 
 
-@functools.cache
+_ALSO: dict[tuple[int, int], type[KVStoreError]] = {}
+
+
 def _also(klass: type[KVStoreError], framework: type[Exception]) -> type[KVStoreError]:
     """Return a class of the same name whose instances are errors of the framework as well."""
+    known = _ALSO.get((id(klass), id(framework)))  # both live as long as the class below
+    if known is not None:
+        return known
 
     def reduce(self: KVStoreError) -> tuple[Any, ...]:
         return (klass, self.args)  # a process without the framework reads it as well
 
     members = {"__module__": klass.__module__, "__doc__": klass.__doc__, "__reduce__": reduce}
-    return cast("type[KVStoreError]", type(klass.__name__, (klass, framework), members))
+    made = cast("type[KVStoreError]", type(klass.__name__, (klass, framework), members))
+    return _ALSO.setdefault((id(klass), id(framework)), made)
 
 
 class CollectiveError(HvdlabError):

@@ -485,6 +485,19 @@ def half_precision(multi_precision: bool) -> None:
         assert out[0] == np.float16(master)
 
 
+def other_names() -> str:
+    kv = kvstore.create("dist_sync")
+    with pytest.raises(AbortedError, match="deadlock") as raised:
+        kv.init(f"name of {kv.rank}", full(kv.rank))
+    return str(raised.value)
+
+
+def test_keys_that_workers_name_differently_are_refused_on_all(own_ranks: Ranks) -> None:
+    for text in own_ranks.run(other_names):
+        assert re.search(r"name of [012]", text), text
+        assert re.search(r"rank", text), text
+
+
 def test_float16_weights_have_float32_masters(ranks: Ranks) -> None:
     for multi_precision in (True, False):
         ranks.run(half_precision, multi_precision)

@@ -149,6 +149,12 @@ class DistSyncStore(KVStore):
     def _submitted(self, key: Key, total: Value, at_once: bool) -> _Pushed:
         name = self._name_of(key)
         if isinstance(total, RowSparse):
+            if not isinstance(
+                self._values[key], RowSparse
+            ):  # rows are computed in the type of the weight that they change
+                total = RowSparse(
+                    self._as_computed(total.data, self._outside[key]), total.indices, total.shape
+                )
             numbers = self._workers.submit_gather(total.indices, f"{name}.rows")
             return _Pushed(
                 (numbers, self._workers.submit_gather(total.data, f"{name}.data")), None, total.shape

@@ -485,6 +485,25 @@ def half_precision(multi_precision: bool) -> None:
         assert out[0] == np.float16(master)
 
 
+def half_precision_rows() -> None:
+    kv = kvstore.create("dist_sync")
+    received: list[str] = []
+
+    class Recording(kvstore.optimizer.SGD):
+        def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+            received.extend([str(weight.dtype), str(grad.dtype)])
+
+    kv.set_optimizer(Recording())
+    kv.init(0, np.ones((2, 1), np.float16))
+    kv.push(0, RowSparse(np.ones((1, 1), np.float16), [1], (2, 1)))
+    kv.pull(0, out=np.empty((2, 1), np.float16))
+    assert received == ["float32", "float32"]
+
+
+def test_rows_of_float16_gradients_are_computed_in_float32(own_ranks: Ranks) -> None:
+    own_ranks.run(half_precision_rows)
+
+
 def other_names() -> str:
     kv = kvstore.create("dist_sync")
     with pytest.raises(AbortedError, match="deadlock") as raised:

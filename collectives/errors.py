@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, ClassVar, Self, cast
 
 from hvdlab.collectives.visible import visible, visible_lines
 
@@ -129,9 +130,31 @@ class ProtocolError(HvdlabError):
 class KVStoreError(HvdlabError):
     """A key-value store refused a call. The store is as it was before, and works.
 
+    In a process that has imported :mod:`hvdlab.mxnet` it is an ``mx.MXNetError`` as well, which MXNet's programs catch.
+
+    Args:
+        text: The whole text.
+        key: The key that it is about, if it is about one.
+
     Attributes:
         key: The key that it is about, or ``None``.
     """
+
+    #: The error of a framework that all errors of stores in this process are instances of, too.
+    _framework: ClassVar[type[Exception] | None] = None
+
+    def __new__(cls, *args: object) -> Self:
+        klass = cls if cls._framework is None else cast("type[Self]", _also(cls, cls._framework))
+        return super().__new__(klass, *args)
+
+    @staticmethod
+    def count_as(framework: type[Exception]) -> None:
+        """Make all errors of stores that this process raises from now on instances of a framework's error, too.
+
+        Args:
+            framework: The class of that error, whose instances have no state of their own.
+        """
+        KVStoreError._framework = framework
 
     def __init__(self, text: str, key: int | str | None = None) -> None:
         self.key = key
@@ -139,6 +162,23 @@ class KVStoreError(HvdlabError):
 
     def _text(self) -> str:
         return str(self.args[0])
+
+
+_ALSO: dict[tuple[int, int], type[KVStoreError]] = {}
+
+
+def _also(klass: type[KVStoreError], framework: type[Exception]) -> type[KVStoreError]:
+    """Return a class of the same name whose instances are errors of the framework as well."""
+    known = _ALSO.get((id(klass), id(framework)))  # both live as long as the class below
+    if known is not None:
+        return known
+
+    def reduce(self: KVStoreError) -> tuple[Any, ...]:
+        return (klass, self.args)  # a process without the framework reads it as well
+
+    members = {"__module__": klass.__module__, "__doc__": klass.__doc__, "__reduce__": reduce}
+    made = cast("type[KVStoreError]", type(klass.__name__, (klass, framework), members))
+    return _ALSO.setdefault((id(klass), id(framework)), made)
 
 
 class CollectiveError(HvdlabError):

@@ -71,6 +71,8 @@ class DistSyncStore(KVStore):
         #: Element types of values that are kept in float32 (``multi_precision``).
         self._outside: dict[Key, np.dtype[Any]] = {}
         self._multi_precision = False
+        #: Whether an optimizer makes the updates, rather than a function of the user's or none.
+        self._has_optimizer = False
         #: How often the user's function failed on each key's sum, on this worker.
         self._failed_updates: dict[Key, int] = {}
 
@@ -110,7 +112,7 @@ class DistSyncStore(KVStore):
                     new[one] = (rows, array_type_of(given) or NUMPY)
                 else:
                     array_type = array_type_of(given) or NUMPY
-                    new[one] = (_float32(array) if self._multi_precision else array, array_type)
+                    new[one] = (self._as_computed(array, array.dtype), array_type)
             self._add(new)
             self.barrier()
 
@@ -147,11 +149,17 @@ class DistSyncStore(KVStore):
     def _submitted(self, key: Key, total: Value, at_once: bool) -> _Pushed:
         name = self._name_of(key)
         if isinstance(total, RowSparse):
+            if not isinstance(
+                self._values[key], RowSparse
+            ):  # rows are computed in the type of the weight that they change
+                total = RowSparse(
+                    self._as_computed(total.data, self._outside[key]), total.indices, total.shape
+                )
             numbers = self._workers.submit_gather(total.indices, f"{name}.rows")
             return _Pushed(
                 (numbers, self._workers.submit_gather(total.data, f"{name}.data")), None, total.shape
             )
-        array = _float32(total) if self._multi_precision else total
+        array = self._as_computed(total, self._outside[key])
         return _Pushed((self._workers.submit_sum(array, name, at_once=at_once),), array, array.shape)
 
     def _check_arrays(self, key: Key, arrays: Sequence[Value]) -> None:
@@ -288,11 +296,11 @@ class DistSyncStore(KVStore):
                 found = copy.deepcopy(found)
                 self._multi_precision = found.multi_precision
             super().set_optimizer(found)
-            if self._multi_precision:
-                self._values = {
-                    key: value if isinstance(value, RowSparse) else _float32(value)
-                    for key, value in self._values.items()
-                }
+            self._has_optimizer = hasattr(self._updater, "optimizer")
+            self._values = {
+                key: value if isinstance(value, RowSparse) else self._as_computed(value, self._outside[key])
+                for key, value in self._values.items()
+            }
 
     def set_learning_rate(self, lr: float) -> None:
         """Change the learning rate of this worker's copy of the optimizer from the next push on; see :meth:`KVStore.set_learning_rate`."""
@@ -301,7 +309,16 @@ class DistSyncStore(KVStore):
             super().set_learning_rate(lr)
 
     def _takes(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
-        return self._multi_precision or weight == gradient
+        masters = self._has_optimizer and gradient == np.float16 and weight == np.float32
+        return self._multi_precision or weight == gradient or masters
+
+    def _as_computed(self, array: Array, outside: np.dtype[Any]) -> Array:
+        """Return a value or a gradient in the type in which workers sum and update it.
+
+        As on MXNet's servers an optimizer works on float32 masters of float16 weights, with ``multi_precision`` or without.
+        """
+        masters = self._multi_precision or (self._has_optimizer and outside == np.float16)
+        return _float32(array) if masters else array
 
     def _set_updater(self, updater: UserUpdater | Updater | None) -> None:
         """Checks its argument only: an updater of one process has no part in values that all workers share.
@@ -310,8 +327,9 @@ class DistSyncStore(KVStore):
         """
         self._updater_of(updater)
 
-    def _own_updater(self, verb: str) -> Updater:
-        raise AssertionError(f"Cannot {verb} states for distributed training")
+    def _finish_pushes(self) -> None:
+        with self._lock:
+            self._store_pushed(self._pending)
 
     def barrier(self) -> None:
         """Wait until all workers have called it. It orders calls, not pushes that are still on their way."""
@@ -354,6 +372,7 @@ class DistSyncStore(KVStore):
                 "values": self._values,
                 "outside": self._outside,
                 "multi_precision": self._multi_precision,
+                "has_optimizer": self._has_optimizer,
                 "failed_updates": self._failed_updates,
             }
 
@@ -363,6 +382,7 @@ class DistSyncStore(KVStore):
         DistSyncStore._made = max(DistSyncStore._made, self._id)
         self._values, self._outside = state["values"], state["outside"]
         self._multi_precision, self._failed_updates = state["multi_precision"], state["failed_updates"]
+        self._has_optimizer = state["has_optimizer"]
         self._pending = {}
 
     def _name_of(self, key: Key) -> str:

@@ -468,16 +468,23 @@ class ServerStore(KVStore):
         self._check_outputs(found, self._values)
         wanted: dict[Key, list[Any]] = {}
         for key, target in found:
-            if isinstance(target, RowSparse) or isinstance(self._values[key], RowSparse):
+            if isinstance(target, RowSparse):
                 self._say_sparse(key)
             else:
                 wanted.setdefault(key, []).append(target)
+        by_rows = {key: wanted.pop(key) for key in tuple(wanted) if isinstance(self._values[key], RowSparse)}
         while True:
             try:
-                return self._pull_dense(wanted)
+                self._pull_dense(wanted)
+                break
             except ServerLostError:
                 if not self._places.fail_over():
                     raise
+        for key, targets in by_rows.items():
+            # Servers give the rows of a row-sparse value by number, and have all of them.
+            value = self._pull_rows_from_any(key, np.arange(self._values[key].shape[0], dtype=np.int64))
+            for target in targets:
+                write(target, value)
 
     def _pull_dense(self, wanted: dict[Key, list[Any]]) -> None:
         pulls = {key: [self._ask(key, part) for part in self._parts[key]] for key in wanted}
@@ -563,7 +570,7 @@ class ServerStore(KVStore):
         with self._lock:
             found = pairs(key, out)
             self._check_known(found)
-            wanted = row_ids_of(row_ids, len(found))
+            wanted = row_ids_of(key, row_ids, found)
             numbers = []
             for (one, target), rows in zip(found, wanted, strict=True):
                 self._check_sparse(one, target)

@@ -144,8 +144,6 @@ class KVStore(KVStoreBase):
         stored = self._values[key]
         if len({isinstance(array, RowSparse) for array in arrays}) > 1:
             raise KVStoreError(f"key {key!r} was given dense and row-sparse arrays in one push", key)
-        if isinstance(arrays[0], np.ndarray) and isinstance(stored, RowSparse) and self._updater is not None:
-            raise KVStoreError(f"key {key!r} is row-sparse, but was given a dense gradient", key)
         if len({array.dtype for array in arrays}) > 1:
             types = ", ".join(sorted({str(array.dtype) for array in arrays}))
             raise KVStoreError(f"key {key!r} was given arrays of several types in one push: {types}", key)
@@ -226,7 +224,8 @@ class KVStore(KVStoreBase):
             key: An int or a str, or a list of one kind of these.
             out: An array or a list of arrays of the key's shape; for a list of keys a list of such.
             priority: Taken for programs that give it. All work is done in the order in which it was asked for.
-            ignore_sparse: Leave row-sparse values, and outputs, alone; else fill them.
+            ignore_sparse: Leave row-sparse outputs alone; else fill them. Dense outputs are always filled, those of row-sparse values
+                with zeros for the rows that are not stored.
 
         Raises:
             AssertionError, TypeError, ValueError: A key or output is none.
@@ -251,7 +250,7 @@ class KVStore(KVStoreBase):
         self._check_outputs(found, self._values)
         for key, target in found:
             stored = self._values[key]
-            if ignore_sparse and (isinstance(stored, RowSparse) or isinstance(target, RowSparse)):
+            if ignore_sparse and isinstance(target, RowSparse):
                 self._say_sparse(key)
             elif isinstance(target, RowSparse):
                 sparse = stored if isinstance(stored, RowSparse) else _as_rows(stored)
@@ -267,7 +266,9 @@ class KVStore(KVStoreBase):
     def _say_sparse(self, key: Key) -> None:
         if not self._said_sparse:
             self._said_sparse = True
-            _LOG.warning("pull leaves row-sparse arrays alone, such as key %r: use row_sparse_pull", key)
+            _LOG.warning(
+                "pull leaves row-sparse outputs alone, such as that of key %r: use row_sparse_pull", key
+            )
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push, then pull.
@@ -318,10 +319,11 @@ class KVStore(KVStoreBase):
             out: A :class:`RowSparse` or a list of them; for a list of keys a list of such. Each is changed in place: its
                 indices become the rows asked for, increasing, once each.
             priority: Taken for programs that give it. All work is done in the order in which it was asked for.
-            row_ids: Row numbers, an array of any shape; one for all outputs, or a list with one for each.
+            row_ids: Row numbers, an array of any shape; one for all outputs, or a list with one for each. For a list of keys also a
+                list of lists, like that of the outputs.
 
         Raises:
-            AssertionError: ``out`` or ``row_ids`` is missing, or there are not as many of these as outputs.
+            AssertionError: ``out`` or ``row_ids`` is missing, or there are not as many of these as outputs, or not in the same lists.
             KVStoreError: A key was not initialised, a value or output is not row-sparse, or a row is out of range.
         """
         if out is None or row_ids is None:
@@ -329,7 +331,7 @@ class KVStore(KVStoreBase):
         with self._lock:
             found = pairs(key, out)
             self._check_known(found)
-            wanted = row_ids_of(row_ids, len(found))
+            wanted = row_ids_of(key, row_ids, found)
             for (one, target), rows in zip(found, wanted, strict=True):
                 self._check_sparse(one, target)
                 try:
@@ -491,7 +493,11 @@ class KVStore(KVStoreBase):
             except KVStoreError as error:
                 raise KVStoreError(f"{fname}: {error}") from error
 
+    def _finish_pushes(self) -> None:
+        """Wait for this worker's pushes and apply them; a store of one process has none that wait."""
+
     def _own_updater(self, verb: str) -> Updater:
+        self._finish_pushes()
         updater = self._updater
         require(isinstance(updater, Updater), f"Cannot {verb} states for distributed training")
         assert isinstance(updater, Updater)
@@ -577,6 +583,12 @@ class _ForUser:
     def __init__(self, updater: UserUpdater, array_types: dict[Key, ArrayType]) -> None:
         self.updater, self._array_types = updater, array_types
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the user's updater: MXNet's programs read its optimizer and its states."""
+        if name.startswith("_") or name == "updater":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.updater, name)
+
     def __call__(self, key: Key, received: Value, stored: Array) -> None:
         array_type = self._array_types[key]
         weight = array_type.wrap(stored)
@@ -603,12 +615,28 @@ def _as_rows(dense: Array) -> RowSparse:
     return RowSparse(dense[rows], rows, dense.shape)
 
 
-def row_ids_of(row_ids: Any, count: int) -> list[Array]:
-    """One flat array of row numbers for each output."""
+def row_ids_of(key: Any, row_ids: Any, outs: list[tuple[Key, Any]]) -> list[Array]:
+    """Return one flat array of row numbers for each output.
+
+    Args:
+        key: As the user gave it.
+        row_ids: An array for all outputs, a list with one for each, or for several keys a list of lists like that of the outputs.
+        outs: The outputs, each with its key.
+
+    Raises:
+        AssertionError: There are not as many as outputs, or not in the same lists.
+        TypeError: Some are no array.
+    """
     given = row_ids if isinstance(row_ids, list | tuple) else [row_ids]
+    if any(isinstance(one, list | tuple) for one in given):
+        nested = pairs(key, row_ids)
+        require(
+            [one for one, _ in nested] == [one for one, _ in outs],
+            f"{len(nested)} row_ids were given for {len(outs)} outputs, or in other lists than these",
+        )
+        return [view_of(rows).reshape(-1) for _, rows in nested]
     found = [view_of(rows).reshape(-1) for rows in given]
     if len(found) == 1:
-        return found * count
-    if len(found) != count:
-        raise AssertionError(f"{len(found)} row_ids were given for {count} outputs")
+        return found * len(outs)
+    require(len(found) == len(outs), f"{len(found)} row_ids were given for {len(outs)} outputs")
     return found

@@ -284,8 +284,6 @@ def refused(kv: Any, side: Any) -> Any:
         lambda: kv.is_capable("Optimizer"),
         lambda: kv.row_sparse_pull(6000, out=side.array(one), row_ids=side.array(one)),
         lambda: kv.row_sparse_pull(6000, out=None, row_ids=side.array(one)),
-        lambda: kv.save_optimizer_states("nowhere"),
-        lambda: kv.load_optimizer_states("nowhere"),
         lambda: kv.set_gradient_compression([("type", "2bit")]),
         lambda: kv.set_gradient_compression({"threshold": 1}),
         lambda: kv.set_gradient_compression({"type": "3bit"}),
@@ -385,13 +383,22 @@ def schedules(kv: Any, side: Any) -> Any:
 
 def half_precision(kv: Any, side: Any) -> Any:
     """float16 weights with float32 masters on the servers."""
+    return _half_precision(kv, side, True)
+
+
+def half_precision_by_default(kv: Any, side: Any) -> Any:
+    """The same without ``multi_precision``: MXNet's servers keep float32 masters of float16 weights all the same."""
+    return _half_precision(kv, side, False)
+
+
+def _half_precision(kv: Any, side: Any, multi_precision: bool) -> Any:
     results = Results(kv, side)
     common, own = generator(kv, 7)
     for number, (name, arguments) in enumerate(OPTIMIZERS[1:]):
-        kv.set_optimizer(side.optimizer(name, multi_precision=True, **arguments))
+        kv.set_optimizer(side.optimizer(name, multi_precision=multi_precision, **arguments))
         kv._barrier()
         for place, shape in enumerate(SHAPES):
-            key = 20_000 + 100 * number + place
+            key = 20_000 + 100 * number + place + 5000 * (not multi_precision)
             kv.init(key, side.array((random(common, shape) / 100).astype("float16")))
             for _ in range(4):
                 gradients = [(random(own, shape) / 50).astype("float16") for _ in range(1 + place % 3)]
@@ -693,7 +700,76 @@ def _values_and_outputs(store: Any, side: Any, results: Results) -> None:
     for one in two:
         results.rows("each its own", one)
     results.refusal("too few", lambda: store.row_sparse_pull(7, out=[*two, out], row_ids=ids))
+    store.init(8, side.rows(random(rng, (6, 2)), np.arange(6), (6, 2)))
+    outs = [[side.no_rows((6, 2)), side.no_rows((6, 2))], [side.no_rows((6, 2))]]
+    nested = [ids, [side.array(np.array([2, 5], np.int64))]]
+    store.row_sparse_pull([8, 7], out=outs, row_ids=nested)
+    for one in (*outs[0], *outs[1]):
+        results.rows("several keys", one)
+    results.refusal("other lists", lambda: store.row_sparse_pull([7, 8], out=outs, row_ids=nested[:1]))
+    results.refusal(
+        "dense value", lambda: store.row_sparse_pull(1, out=side.no_rows((2, 3)), row_ids=ids[:1])
+    )
     results.refusal("dense out", lambda: store.row_sparse_pull(7, out=side.empty((6, 2)), row_ids=ids))
 
 
-ALONE = [kinds_of_stores, the_test_store, settings_of_optimizers, states_in_files, values_and_outputs]
+def pulls_of_every_kind(kv: Any, side: Any) -> Any:
+    """Dense and row-sparse values, pulled into dense and row-sparse arrays and lists of both, with and without an optimizer."""
+    results = Results(kv, side)
+    for name in ("local", "device"):
+        for optimizer in (None, "sgd"):
+            for sparse in (False, True):
+                store = side.create(name)
+                if optimizer is not None:
+                    store.set_optimizer(side.optimizer(optimizer, learning_rate=0.5))
+                _pulls_of_every_kind(store, side, results, sparse=sparse)
+    return results.seen
+
+
+def _pulls_of_every_kind(store: Any, side: Any, results: Results, *, sparse: bool) -> None:
+    rng, shape = np.random.default_rng(34), (6, 2)
+    kinds = {
+        "dense": lambda dtype="float32": side.array(np.full(shape, 9, dtype)),
+        "rows": lambda: side.rows(np.full((2, 2), 7, np.float32), np.array([1, 5]), shape),
+    }
+
+    def value() -> Any:
+        data = random(rng, shape)
+        return side.rows(data, np.arange(6), shape) if sparse else side.array(data)
+
+    def seen(what: str, arrays: list[Any]) -> None:
+        for array in arrays:
+            whole = array.asnumpy() if hasattr(array, "asnumpy") else array
+            whole = whole.todense() if hasattr(whole, "todense") else whole
+            results.value(f"{what} of {store.type}", (str(whole.dtype), whole.tobytes()))
+
+    store.init(["w", "d"], [value(), side.array(random(rng, shape))])
+    for ignore_sparse in (True, False):
+        for kind, made in kinds.items():
+            out, outs = made(), [made(), kinds["dense"](), kinds["rows"]()]
+            store.pull("w", out=out, ignore_sparse=ignore_sparse)
+            store.pull("w", out=outs, ignore_sparse=ignore_sparse)
+            several = [made(), [kinds["dense"](), made()]]
+            store.pull(["w", "d"], out=several, ignore_sparse=ignore_sparse)
+            seen(f"pull to {kind}, {ignore_sparse}", [out, *outs, several[0], *several[1]])
+    store.pull("w", out=(half := kinds["dense"]("float16")))
+    seen("another type", [half])
+    for pushed, made in kinds.items():
+        for kind in (None, *kinds):
+            given, out = made(), None if kind is None else kinds[kind]()
+            store.pushpull("w", given, out=out)
+            store.pull("w", out=(after := kinds["dense"]()))
+            seen(f"pushpull of {pushed} to {kind}", [given, after] if out is None else [given, out, after])
+    for kind, made in kinds.items():
+        store.broadcast(f"b {kind}", value(), out=(out := made()))
+        seen(f"broadcast to {kind}", [out])
+
+
+ALONE = [
+    kinds_of_stores,
+    the_test_store,
+    settings_of_optimizers,
+    states_in_files,
+    values_and_outputs,
+    pulls_of_every_kind,
+]

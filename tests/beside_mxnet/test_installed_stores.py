@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,22 @@ def test_the_learning_rate_of_mxnets_optimizer_is_set(installed: None) -> None:
     assert out.asnumpy().tolist() == [1 + 0.5 * 1 + 0.5]
 
 
+def test_errors_of_stores_are_mxnets(installed: None) -> None:
+    kv, rows = mx.kv.create("local"), mx.nd.sparse.zeros("row_sparse", (2, 2))
+    kv.init(["dense", "rows"], [mx.nd.ones((2, 2)), rows])
+    calls: list[Callable[[], Any]] = [
+        lambda: kv.pull(3, out=mx.nd.ones((2, 2))),
+        lambda: kv.push("unknown", mx.nd.ones((2, 2))),
+        lambda: kv.row_sparse_pull("dense", out=rows, row_ids=mx.nd.array([1])),
+        lambda: kv.row_sparse_pull("rows", out=mx.nd.ones((2, 2)), row_ids=mx.nd.array([1])),
+        lambda: kv.set_gradient_compression({"type": "2bit"}),
+    ]
+    for call in calls:
+        with pytest.raises(mx.MXNetError) as ours:
+            call()
+        assert isinstance(ours.value, kvstore.KVStoreError)
+
+
 def test_names_that_mxnet_would_make_a_local_store_of(installed: None) -> None:
     with pytest.raises(ValueError, match="'dist_magic'"):
         mx.kv.create("dist_magic")
@@ -241,6 +257,46 @@ def test_gluon_trains_embeddings_on_ranks_as_in_one_process(ranks: Ranks) -> Non
         np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-6)
     for found in ranks.run(embedded_on_ranks, "dist_async", timeout=100):
         assert np.isfinite(found).all()
+
+
+def saved_and_loaded(store: str, path: str, contexts: list[Any]) -> None:
+    """Gluon's trainer saves its states and loads them again; a sparse weight has some, too."""
+    model = net(contexts)
+    rows = mx.gluon.Parameter("rows", shape=(4, 2), stype="row_sparse", grad_stype="row_sparse")
+    rows.initialize(ctx=contexts)
+    parameters = [*model.collect_params().values(), rows]
+    trainer = mx.gluon.Trainer(parameters, "sgd", SETTINGS, kvstore=store, update_on_kvstore=True)
+    x, ids = mx.nd.ones((2, 5)), mx.nd.array([1, 3])
+    for _ in range(2):
+        with mx.autograd.record():
+            found = mx.nd.Embedding(
+                ids, rows.row_sparse_data(ids), input_dim=4, output_dim=2, sparse_grad=True
+            )
+            loss = model(x).sum() + found.sum()
+        loss.backward()
+        trainer.step(1, ignore_stale_grad=True)
+    trainer.save_states(path)
+    before = {key: state.asnumpy().tobytes() for key, state in trainer._kvstore._updater.states.items()}
+    assert set(before) == set(range(len(parameters)))
+    trainer.load_states(path)
+    updater = trainer._kvstore._updater
+    assert trainer._optimizer is updater.optimizer
+    assert trainer.learning_rate == SETTINGS["learning_rate"]
+    updater.set_states(updater.get_states())
+    after = {key: state.asnumpy().tobytes() for key, state in updater.states.items()}
+    assert after == before
+
+
+def saved_on_ranks(store: str, folder: str) -> None:
+    hvd.init()
+    hvd.install_kvstore()
+    saved_and_loaded(store, f"{folder}/{hvd.rank()}", [mx.cpu(0)])
+
+
+@pytest.mark.filterwarnings("ignore")  # MXNet's
+def test_gluons_trainer_saves_and_loads_states(installed: None, ranks: Ranks, tmp_path: Path) -> None:
+    saved_and_loaded("device", str(tmp_path / "states"), [mx.cpu(0)])
+    ranks.run(saved_on_ranks, "dist_sync", str(tmp_path), timeout=100)
 
 
 def distributed() -> list[bytes]:

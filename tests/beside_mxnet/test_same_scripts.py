@@ -27,12 +27,14 @@ class Case:
         scripts: They run on one store, one after the other.
         servers: How many MXNet has.
         env: Settings of MXNet's processes, and of hvdlab's.
+        on_servers: Whether hvdlab's stores give the same with their updates on servers, too.
     """
 
     store: str
     scripts: Sequence[str]
     servers: int = 1
     env: dict[str, str] = field(default_factory=dict)
+    on_servers: bool = True
 
 
 CASES = [
@@ -44,6 +46,7 @@ CASES = [
         {"MXNET_KVSTORE_BIGARRAY_BOUND": "100"},
     ),
     Case("dist_sync", ["schedules"]),
+    Case("dist_sync", ["half_precision_by_default"], on_servers=False),
     Case("dist_sync", ["compressed"], 2, {"MXNET_KVSTORE_BIGARRAY_BOUND": "100"}),
     Case("dist", ["names"]),
     Case("dist_async", ["turns", "counting"], 2, {"MXNET_KVSTORE_BIGARRAY_BOUND": "20"}),
@@ -82,7 +85,7 @@ def start_servers() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case.store, case.scripts[-1]]))
 def test_workers_see_the_same(case: Case) -> None:
     theirs = played_by_mxnet(case.store, case.scripts, servers=case.servers, env=case.env)
-    for settings in ({},) if "async" in case.store else ({}, ON_SERVERS):
+    for settings in ({},) if "async" in case.store or not case.on_servers else ({}, ON_SERVERS):
         with Ranks(2, env={**case.env, **settings}) as ranks:
             ranks.run(start_servers, timeout=60)
             ours = ranks.run(play, case.store, list(case.scripts), timeout=100)

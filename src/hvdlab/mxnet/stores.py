@@ -33,16 +33,52 @@ def register_stores() -> None:
 
     MXNet 1.9.1 has neither and makes a local store of these names. ``gluon.Trainer`` makes no store at all of a name where a
     parameter has one context: give it the store that ``mx.kv.create("horovod")`` returns.
+
+    Errors of stores are instances of ``mx.MXNetError`` from now on.
     """
     for store in (Horovod, BytePS):
         mx.kvstore.KVStoreBase.register(store)
+    kvstore.KVStoreError.count_as(mx.MXNetError)
 
 
-class _OneProcessStore(kvstore.KVStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
-    """A store of hvdlab's that MXNet takes for one of its own; it has none of MXNet's inside."""
+class _StatesOfMXNet(kvstore.KVStore):
+    """A store that saves and loads the states of MXNet's optimizers in MXNet's format."""
 
     #: MXNet's updater, if an optimizer of MXNet's runs here.
     _mxnets_updater: Any = None
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
+        """Write the states of the optimizer to a file: for one of MXNet's in MXNet's format, else in hvdlab's.
+
+        Args:
+            fname: Its path.
+            dump_optimizer: Also write the optimizer itself.
+        """
+        if self._mxnets_updater is None:
+            super().save_optimizer_states(fname, dump_optimizer)
+            return
+        self._finish_pushes()
+        with open(fname, "wb") as file:
+            file.write(self._mxnets_updater.get_states(dump_optimizer))
+
+    def load_optimizer_states(self, fname: str) -> None:
+        """Take over the states that :meth:`save_optimizer_states`, or a store of MXNet's, wrote.
+
+        MXNet's files are pickles, which run code when they are read: read only those that you trust.
+
+        Args:
+            fname: The path of the file.
+        """
+        if self._mxnets_updater is None:
+            super().load_optimizer_states(fname)
+            return
+        self._finish_pushes()
+        with open(fname, "rb") as file:
+            self._mxnets_updater.set_states(file.read())
+
+
+class _OneProcessStore(_StatesOfMXNet, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
+    """A store of hvdlab's that MXNet takes for one of its own; it has none of MXNet's inside."""
 
     def __del__(self) -> None:
         """There is no handle of MXNet's to free."""
@@ -59,35 +95,8 @@ class _OneProcessStore(kvstore.KVStore, mx.kvstore.KVStore):  # type: ignore[mis
             optimizer = self._mxnets_updater
         super().set_optimizer(optimizer)
 
-    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
-        """Write the states of the optimizer to a file: for one of MXNet's in MXNet's format, else in hvdlab's.
 
-        Args:
-            fname: Its path.
-            dump_optimizer: Also write the optimizer itself.
-        """
-        if self._mxnets_updater is None:
-            super().save_optimizer_states(fname, dump_optimizer)
-            return
-        with open(fname, "wb") as file:
-            file.write(self._mxnets_updater.get_states(dump_optimizer))
-
-    def load_optimizer_states(self, fname: str) -> None:
-        """Take over the states that :meth:`save_optimizer_states`, or a store of MXNet's, wrote.
-
-        MXNet's files are pickles, which run code when they are read: read only those that you trust.
-
-        Args:
-            fname: The path of the file.
-        """
-        if self._mxnets_updater is None:
-            super().load_optimizer_states(fname)
-            return
-        with open(fname, "rb") as file:
-            self._mxnets_updater.set_states(file.read())
-
-
-class _SynchronousStore(DistSyncStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
+class _SynchronousStore(_StatesOfMXNet, DistSyncStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types
     """A store of several workers that MXNet takes for one of its own."""
 
     def __del__(self) -> None:
@@ -99,11 +108,13 @@ class _SynchronousStore(DistSyncStore, mx.kvstore.KVStore):  # type: ignore[misc
         Args:
             optimizer: An ``mx.optimizer.Optimizer``, which is copied, or what hvdlab's stores take. Alike on all workers.
         """
+        mxnets_updater = None
         if isinstance(optimizer, mx.optimizer.Optimizer):
             own = copy.deepcopy(optimizer)
             self._multi_precision = own.multi_precision
-            optimizer = mx.optimizer.get_updater(own)
+            optimizer = mxnets_updater = mx.optimizer.get_updater(own)
         super().set_optimizer(optimizer)
+        self._mxnets_updater = mxnets_updater
 
 
 class _ServedStore(ServerStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -133,9 +134,18 @@ def with_optimizer(name: str, settings: dict[str, Any], dtype: str) -> list[floa
         local.pushpull(0, gradients, out=expected)
         assert weights.tobytes() == expected.tobytes()
     assert dist.is_capable("optimizer")
-    for method in (dist.save_optimizer_states, dist.load_optimizer_states):
-        with pytest.raises(AssertionError, match="states for distributed training"):
-            method("nowhere")
+    with tempfile.TemporaryDirectory() as folder:
+        states = os.path.join(folder, "states")
+        dist.push(0, gradients[rank])  # it is in the states, although nothing has pulled it
+        dist.save_optimizer_states(states, dump_optimizer=True)
+        dist.pull(0, out=weights)
+        resumed = kvstore.create("dist_sync")
+        resumed.set_optimizer(name)
+        resumed.init(0, weights)
+        resumed.load_optimizer_states(states)
+    for kv in (dist, resumed):
+        kv.pushpull(0, gradients[rank], out=(weights if kv is dist else expected))
+    assert weights.tobytes() == expected.tobytes()
     return [float(weight) for weight in weights]
 
 
@@ -286,9 +296,15 @@ def row_sparse(name: str | None) -> None:
         for kv, out in zip((dist, local), outs, strict=True):
             kv.row_sparse_pull("w", out=out, row_ids=every)
         assert outs[0].data.tobytes() == outs[1].data.tobytes()
-    with pytest.raises(
-        KVStoreError, match="'w' is row-sparse, but was given a dense" if name is None else "dense gradient"
-    ):
+        dense = np.full((2, 10, 4), np.nan, "f4")
+        dist.pull("w", out=list(dense))
+        assert dense.tobytes() == outs[0].data.tobytes() * 2
+    kept = RowSparse(np.ones((1, 4), "f4"), [7], (10, 4))
+    dist.pull("w", out=kept)
+    assert kept.indices.tolist() == [7]
+    dist.broadcast("b", RowSparse(start + rank, np.arange(10), (10, 4)), out=dense[0])
+    assert dense[0].tolist() == start.tolist()
+    with pytest.raises(KVStoreError, match="'w' is row-sparse, but was given a dense"):
         dist.push("w", start)
     with pytest.raises(KVStoreError, match="row 10 is out of range"):
         dist.row_sparse_pull("w", out=outs[0], row_ids=np.array([10]))
@@ -457,9 +473,9 @@ def test_row_sparse_values(ranks: Ranks) -> None:
         ranks.run(row_sparse, name)
 
 
-def half_precision() -> None:
+def half_precision(multi_precision: bool) -> None:
     kv = kvstore.create("dist_sync")
-    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, multi_precision=True))
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0, multi_precision=multi_precision))
     kv.init(0, np.ones(1, np.float16))
     out = np.empty(1, np.float16)
     small = np.float16(2**-12)  # half of what moves a 1 in float16
@@ -469,8 +485,41 @@ def half_precision() -> None:
         assert out[0] == np.float16(master)
 
 
+def half_precision_rows() -> None:
+    kv = kvstore.create("dist_sync")
+    received: list[str] = []
+
+    class Recording(kvstore.optimizer.SGD):
+        def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+            received.extend([str(weight.dtype), str(grad.dtype)])
+
+    kv.set_optimizer(Recording())
+    kv.init(0, np.ones((2, 1), np.float16))
+    kv.push(0, RowSparse(np.ones((1, 1), np.float16), [1], (2, 1)))
+    kv.pull(0, out=np.empty((2, 1), np.float16))
+    assert received == ["float32", "float32"]
+
+
+def test_rows_of_float16_gradients_are_computed_in_float32(own_ranks: Ranks) -> None:
+    own_ranks.run(half_precision_rows)
+
+
+def other_names() -> str:
+    kv = kvstore.create("dist_sync")
+    with pytest.raises(AbortedError, match="deadlock") as raised:
+        kv.init(f"name of {kv.rank}", full(kv.rank))
+    return str(raised.value)
+
+
+def test_keys_that_workers_name_differently_are_refused_on_all(own_ranks: Ranks) -> None:
+    for text in own_ranks.run(other_names):
+        assert re.search(r"name of [012]", text), text
+        assert re.search(r"rank", text), text
+
+
 def test_float16_weights_have_float32_masters(ranks: Ranks) -> None:
-    ranks.run(half_precision)
+    for multi_precision in (True, False):
+        ranks.run(half_precision, multi_precision)
 
 
 def test_a_dead_worker_ends_what_waits_for_it_by_name(own_ranks: Ranks) -> None:

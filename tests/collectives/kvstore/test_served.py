@@ -289,6 +289,11 @@ def spread() -> None:
     sparse.row_sparse_pull("s", out=out, row_ids=np.array([3, 1500, 1999]))
     assert out.indices.tolist() == [3, 1500, 1999]
     assert out.data[:, 0].tolist() == [1 - n, 0, 1]
+    dense = np.full((2, *shape), np.nan, "f4")
+    sparse.pull("s", out=[dense[0], out, dense[1]])
+    assert dense[:, [3, 1500, 1999], 0].tolist() == [[1 - n, 0, 1]] * 2
+    assert not np.isnan(dense).any()
+    assert out.indices.tolist() == [3, 1500, 1999]
     with pytest.raises(KVStoreError, match="row 2000 is out of range"):
         sparse.row_sparse_pull("s", out=out, row_ids=np.array([2000]))
 
@@ -439,6 +444,9 @@ def on_another_host(kill: bool) -> None:
     out = RowSparse(np.zeros((0, 4), "f4"), [], (9, 4))
     sparse.row_sparse_pull("s", out=out, row_ids=np.array([8, 2]))
     assert (out.indices.tolist(), out.data.tolist()) == ([2, 8], [[1] * 4] * 2)
+    dense = np.full((9, 4), np.nan, "f4")
+    sparse.pull("s", out=dense)
+    assert dense.tolist() == [[1] * 4] * 9
     kv.barrier()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hvdlab import kvstore
 from hvdlab.collectives.kvstore import creating
 from hvdlab.collectives.kvstore.compression import GradientCompression
+from hvdlab.collectives.kvstore.servers.link import ServerLostError
 from hvdlab.kvstore import KVStoreError, RowSparse
 
 LOCAL = ("local", "device")
@@ -251,7 +253,50 @@ def test_row_sparse_values_are_summed_over_all_rows_and_pulled_by_row() -> None:
     assert out.indices.tolist() == [1, 2, 3]
 
 
-def test_pull_leaves_sparse_arrays_alone_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_several_keys_are_pulled_into_lists_of_lists() -> None:
+    kv = kvstore.create()
+    values = {
+        name: RowSparse(np.arange(10.0).reshape(5, 2) + n, range(5), (5, 2)) for n, name in enumerate("ab")
+    }
+    kv.init(list(values), list(values.values()))
+    outs = [[rows(5, []), rows(5, [])], [rows(5, [])]]
+    numbers = [[np.array([4]), np.array([0, 2])], [np.array([3])]]
+    kv.row_sparse_pull(["a", "b"], out=outs, row_ids=numbers)
+    assert [[out.indices.tolist() for out in group] for group in outs] == [[[4], [0, 2]], [[3]]]
+    assert outs[0][1].data.tolist() == [[0, 1], [4, 5]]
+    assert outs[1][0].data.tolist() == [[7, 8]]
+    for wrong in (
+        [[np.array([4])], [np.array([0]), np.array([1])]],
+        [numbers[0]],
+        [np.array([4]), numbers[1]],
+    ):
+        with pytest.raises(AssertionError):
+            kv.row_sparse_pull(["a", "b"], out=outs, row_ids=wrong)
+
+
+class OfFramework(RuntimeError):
+    """The error of a framework."""
+
+
+def test_errors_of_stores_are_the_frameworks_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVStoreError, "_framework", None)
+    KVStoreError.count_as(OfFramework)
+    kv = filled()
+    with pytest.raises(OfFramework, match="Mixed key types") as raised:
+        kv.pull("another kind", out=ones(1))
+    assert isinstance(raised.value, KVStoreError)
+    assert (type(raised.value).__name__, raised.value.key) == ("KVStoreError", "another kind")
+    lost = ServerLostError("gone")
+    assert isinstance(lost, ServerLostError)
+    assert isinstance(lost, OfFramework)
+    sent = pickle.dumps(raised.value)
+    assert isinstance(pickle.loads(sent), OfFramework)  # noqa: S301  (our own)
+    monkeypatch.setattr(KVStoreError, "_framework", None)
+    found = pickle.loads(sent)  # noqa: S301  (our own)
+    assert (type(found), str(found), found.key) == (KVStoreError, str(raised.value), "another kind")
+
+
+def test_pull_leaves_sparse_outputs_alone_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
     kv = kvstore.create()
     kv.init("w", rows(4, [2]))
     out = rows(4, [0])
@@ -261,6 +306,32 @@ def test_pull_leaves_sparse_arrays_alone_unless_asked(caplog: pytest.LogCaptureF
     assert (out.indices.tolist(), len(caplog.records)) == ([0], 1)
     kv.pull("w", out=out, ignore_sparse=False)
     assert out.indices.tolist() == [2]
+
+
+def test_dense_outputs_of_row_sparse_values_are_filled(caplog: pytest.LogCaptureFixture) -> None:
+    kv = kvstore.create()
+    kv.init(["w", "d"], [rows(3, [2]), ones(3, 2)])
+    filled = [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+    for ignore_sparse in (True, False):
+        outs = [np.full((3, 2), np.nan) for _ in range(3)]
+        kv.pull(["w", "d"], out=[[outs[0], rows(3, [0]), outs[1]], outs[2]], ignore_sparse=ignore_sparse)
+        assert [out.tolist() for out in outs] == [filled, filled, [[1.0, 1.0]] * 3]
+    out = np.full((3, 2), np.nan)
+    kv.broadcast("b", rows(3, [2]), out=out)
+    assert out.tolist() == filled
+    caplog.clear()
+    kv.pushpull("w", rows(3, [0], 5), out=out)
+    assert out.tolist() == [[5.0, 5.0], [0.0, 0.0], [0.0, 0.0]]
+    assert not caplog.records
+
+
+def test_a_row_sparse_weight_takes_a_dense_gradient() -> None:
+    kv = kvstore.create()
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0))
+    kv.init("w", rows(3, [0, 1, 2], 4))
+    out = np.full((3, 2), np.nan)
+    kv.pushpull("w", [ones(3, 2), ones(3, 2)], out=out)
+    assert out.tolist() == [[2.0, 2.0]] * 3
 
 
 def test_a_row_sparse_array_is_checked() -> None:

@@ -93,6 +93,40 @@ def specify(name: str, attributes: Mapping[str, Any], schedule: ScheduleSpec | N
     return OptimizerSpec(name, settings, schedule)
 
 
+def require_like(attributes: Mapping[str, Any], sample: object, what: str) -> None:
+    """Require that attributes make an object like a sample: all that it has, of the same types, and none that hides a method.
+
+    A sample's ``None`` stands for any number or text. An int does for a float.
+
+    Args:
+        attributes: The attributes by name.
+        sample: A new object of the class.
+        what: What they are attributes of, for the error.
+
+    Raises:
+        KVStoreError: They don't.
+    """
+    klass = type(sample)
+    for name, value in vars(sample).items():
+        if not (_is_setting(value) or isinstance(value, list)):
+            continue  # an object of the program, which does not travel
+        if name not in attributes:
+            raise KVStoreError(f"{what} lacks {name}")
+        if not _is_like(attributes[name], value):
+            raise KVStoreError(f"{what} has {name}={attributes[name]!r}, where {value!r} is one of its kind")
+    hiding = sorted(name for name in attributes if name not in vars(sample) and hasattr(klass, name))
+    if hiding:
+        raise KVStoreError(f"{what} has {', '.join(hiding)}, which the class {klass.__name__} has for itself")
+
+
+def _is_like(value: Any, sample: Any) -> bool:
+    if sample is None:
+        return _is_plain(value)
+    if isinstance(sample, bool | int | float):
+        return isinstance(value, bool | int | float)
+    return isinstance(value, type(sample))
+
+
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import stat
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,6 +86,49 @@ def decode(data: bytes) -> tuple[dict[Key, Any], OptimizerSpec | None]:
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
         raise KVStoreError(f"the states of the optimizer are damaged: {error}") from error
     return states, file.optimizer
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Write a file as a whole: whatever happens meanwhile, it is the one before or the new one.
+
+    A path that is no regular file, such as a pipe, is written to. A link stays, and the file that it leads to is replaced.
+
+    Args:
+        path: Its path.
+        data: All that is in it.
+
+    Raises:
+        OSError: It can't be written; the file before is there as it was.
+    """
+    place = os.path.realpath(path)
+    if os.path.exists(place) and not os.path.isfile(place):
+        with open(place, "wb") as file:
+            file.write(data)
+        return
+    descriptor, draft = tempfile.mkstemp(
+        prefix=f".{os.path.basename(place)[:100]}.", dir=os.path.dirname(place)
+    )
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(descriptor, _mode_of(place))
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)  # or else the name might outlive a power failure, and the bytes not
+        os.replace(draft, place)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def _mode_of(place: str) -> int:
+    """Return the permissions of a file; of one that is not there yet, those that ``open`` would give it."""
+    try:
+        return stat.S_IMODE(os.stat(place).st_mode)
+    except FileNotFoundError:
+        mask = os.umask(0)
+        os.umask(mask)
+        return 0o666 & ~mask
 
 
 def specify(name: str, attributes: Mapping[str, Any], schedule: ScheduleSpec | None) -> OptimizerSpec:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -382,6 +384,34 @@ def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
         with pytest.raises(KVStoreError):
             kv.load_optimizer_states(str(path))
     assert kv._updater.states[1].tolist() == before
+
+
+def test_a_failed_save_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = kvstore.create()
+    kv.set_optimizer(kvstore.optimizer.create("sgd", momentum=0.9))
+    kv.init(1, ones(200_000))
+    kv.push(1, ones(200_000))
+    path = tmp_path / "states"
+    kv.save_optimizer_states(str(path))
+    path.chmod(0o640)
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(OSError, match="too large"):
+            kv.save_optimizer_states(str(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+    kv.push(1, ones(200_000))
+    (tmp_path / "link").symlink_to(path)
+    kv.save_optimizer_states(str(tmp_path / "link"))
+    assert path.read_bytes() != before
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "states"]
 
 
 SGDS = portable(kvstore.optimizer.SGD()).settings

@@ -180,7 +180,6 @@ class Attached(Message, frozen=True):
     """The answer to :class:`Attach`."""
 
     pid: int
-    generation: int
 
 
 class Refused(Message, frozen=True):

@@ -374,7 +374,7 @@ class Server:
             connection.outbox = CopiedOutbox()
         connection.open = True
         connection.endpoint.limit = FRAME_LIMIT
-        connection.endpoint.send_frame(m.encode(m.Attached(os.getpid(), self._launch.generation)))
+        connection.endpoint.send_frame(m.encode(m.Attached(os.getpid())))
         self._handle(Arrived(connection.number, message.rank, message.pid, connection.outbox))
 
     def _take(self, connection: _Connection, message: m.FromWorker) -> None:

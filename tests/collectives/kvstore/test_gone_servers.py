@@ -58,7 +58,7 @@ def interrupt_while_the_server_is_gone() -> list[str]:
         os.kill(pid, signal.SIGKILL)
         assert looking.wait(30)  # the link's own thread does
         assert number > 1 or warnings.gone.wait(30)
-        pressing = when_this_thread_waits(press_ctrl_c, {"_recover"})
+        pressing = when_this_thread_waits(press_ctrl_c, frozenset({"_recover"}))
         with pytest.raises(KeyboardInterrupt):
             kv.pull("w", out=out)
         pressing.join()

@@ -14,12 +14,14 @@ def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def when_this_thread_waits(action: Callable[[], None]) -> threading.Thread:
-    """Do this as soon as the calling thread waits for a collective, and not before."""
+def when_this_thread_waits(
+    action: Callable[[], None], functions: frozenset[str] = frozenset({"lead", "_wait_long"})
+) -> threading.Thread:
+    """Do this as soon as the calling thread is in one of these functions, in which it waits, and not before."""
     waiting = threading.get_ident()
 
     def watch() -> None:
-        while not _stack_of(waiting) & {"lead", "_wait_long"}:
+        while not _stack_of(waiting) & functions:
             time.sleep(0.001)
         action()
 

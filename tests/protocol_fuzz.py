@@ -5,6 +5,7 @@
     python tests/protocol_fuzz.py --count 1000000          # inputs for the decoder and the codec
     python tests/protocol_fuzz.py --states 10000           # conversations with the coordinator's state
     python tests/protocol_fuzz.py --relays 10000           # and with a relay's
+    python tests/protocol_fuzz.py --servers 10000          # and with a parameter server's
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, get_args, get_origin
 
 import msgspec
+import numpy as np
 
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
@@ -35,6 +37,10 @@ from hvdlab.collectives.coordinator.relays import Relays
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.kvstore.optimizers import SGD, Adam, portable
+from hvdlab.collectives.kvstore.servers import messages as kv
+from hvdlab.collectives.kvstore.servers import state as servers
+from hvdlab.collectives.kvstore.servers.memory import SharedFile
 from hvdlab.collectives.protocol import codec
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.frames import FrameDecoder
@@ -83,6 +89,8 @@ def some(kind: Any, chance: random.Random, *, tame: bool = False) -> Any:
     if isinstance(kind, types.UnionType):
         chosen = chance.choice(get_args(kind))
         return None if chosen is types.NoneType else some(chosen, chance, tame=tame)
+    if get_origin(kind) is list:
+        return [some(get_args(kind)[0], chance, tame=tame) for _ in range(chance.randint(0, 2))]
     if get_origin(kind) is dict:
         return {some(str, chance): some(str, chance) for _ in range(chance.randint(0, 2))}
     return make(kind, chance, tame=tame)
@@ -227,6 +235,114 @@ def one_relay(chance: random.Random) -> None:
     root.lose(1, "the end")
 
 
+class _Outbox:
+    """An outbox of a few pages, shared or not."""
+
+    def __init__(self, *, remote: bool) -> None:
+        self.file, self.remote = SharedFile.create("fuzz"), remote
+        self.file.grow(4096)
+        self.array = self.file.array
+
+    def write(self, offset: int, data: bytes) -> None:
+        if not self.remote:
+            raise ProtocolError("it is shared")
+        if offset > 1 << 40:
+            raise MemoryError
+        self.array(offset, np.dtype(np.uint8), (len(data),))[:] = np.frombuffer(data, np.uint8)
+
+
+FROM_WORKER: tuple[type[m.Message], ...] = get_args(kv.FromWorker)
+_OPTIMIZERS = tuple(portable(one) for one in (SGD(), SGD(momentum=0.5), Adam(begin_num_update=3)))
+
+
+def one_server(chance: random.Random) -> None:
+    """Workers that know the token say anything: each request is answered, a connection ends at worst, and the server goes on."""
+    state, now = servers.ServerState(), 0.0
+    outboxes = [_Outbox(remote=chance.random() < 0.3) for _ in range(3)]
+    peers: dict[int, int] = {}
+    workers, asynchronous = (0, 1, 2), chance.random() < 0.8
+    try:
+        for step in range(chance.randint(4, 60)):
+            now += chance.choice((0.0, 0.0, 0.1, 1.0, 11.0))
+            action, rank = chance.random(), step if step < 3 else chance.randrange(3)
+            if step < 3 or action < 0.05:
+                event: Any = servers.Arrived(step, rank, 7, outboxes[rank])
+                peers[step] = rank
+            elif action < 0.1 or not peers:
+                event = servers.Tick()
+            elif action < 0.13:
+                event = servers.Disconnected(chance.choice(list(peers)))
+            elif action < 0.15:
+                event = servers.Died(rank, 7, "killed")
+            else:
+                message = _from_worker(chance, step, workers, asynchronous, first=step < 6)
+                file = _brought(chance) if isinstance(message, kv.Bring) else None
+                event = servers.Received(chance.choice(list(peers)), message, file)
+            answered = set()
+            for effect in state.handle(event, now):
+                if isinstance(effect, servers.Disconnect):
+                    peers.pop(effect.peer, None)
+                else:
+                    kv.encode(effect.message)
+                    answered.add((effect.peer, getattr(effect.message, "sequence", None)))
+            # A push of a round may wait, and a store's first requests for its memory.
+            if isinstance(event, servers.Received) and isinstance(event.message, _ANSWERED_AT_ONCE):
+                waits = not asynchronous or outboxes[peers.get(event.peer, 0)].remote
+                assert waits or event.peer not in peers or (event.peer, event.message.sequence) in answered
+            state.next_tick()
+            state.stock()
+    finally:
+        state.close()
+
+
+_ANSWERED_AT_ONCE = (kv.Push, kv.Pull, kv.Init, kv.SetOptimizer, kv.StockRequest)
+
+
+def _brought(chance: random.Random) -> SharedFile | None:
+    """Memory of a store as a worker brings it: new, sometimes something else, or missing."""
+    if chance.random() < 0.05:
+        return None
+    file = SharedFile.create("fuzz")
+    if chance.random() < 0.1:
+        file.grow(4096)
+        words = file.array(0, np.dtype(np.uint64), (64,))
+        words[:8] = 0x6876646B76310001, chance.choice((64, 4096)), 0, 0, 0, 0, 0, 0
+        words[8:] = [chance.choice((0, 1, 8, chance.getrandbits(64))) for _ in range(56)]
+    return file
+
+
+def _from_worker(
+    chance: random.Random, step: int, workers: tuple[int, ...], asynchronous: bool, *, first: bool
+) -> Any:
+    """A message of a worker; mostly one that gets further than the door."""
+    if first:
+        return kv.Bring(0) if step == 3 else kv.Open(step, 0, workers, not asynchronous)
+    kind = chance.choice(FROM_WORKER)
+    message = make(kind, chance, tame=chance.random() < 0.9)
+    fields = set(kind.__struct_fields__)
+    changes: dict[str, Any] = {}
+    if "sequence" in fields and chance.random() < 0.9:
+        changes["sequence"] = step
+    if "store" in fields and chance.random() < 0.9:
+        changes["store"] = 0
+    if "key" in fields and chance.random() < 0.9:
+        changes["key"] = chance.choice("ab")
+    if "dtype" in fields and chance.random() < 0.8:
+        changes["dtype"] = chance.choice(("f2", "f4", "f8", "i8", "b1"))
+    if "offset" in fields and chance.random() < 0.8:
+        changes["offset"] = 8 * chance.randrange(64)
+    if "optimizer" in fields and chance.random() < 0.8:
+        optimizer = chance.choice(_OPTIMIZERS)
+        if chance.random() < 0.5:
+            name = chance.choice(list(optimizer.settings))
+            optimizer = msgspec.structs.replace(
+                optimizer,
+                settings={**optimizer.settings, name: chance.choice((None, -1, 1 << 63, "x", 0.5, []))},
+            )
+        changes["optimizer"] = optimizer
+    return msgspec.structs.replace(message, **changes)
+
+
 def _hello(peer: int, chance: random.Random) -> m.Hello:
     if chance.random() < 0.1:
         return make(m.Hello, chance, tame=True)  # type: ignore[no-any-return]  # of this kind
@@ -280,9 +396,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--states", type=int, default=0)
     parser.add_argument("--relays", type=int, default=0)
+    parser.add_argument("--servers", type=int, default=0)
     parser.add_argument("--start", type=int, default=0)
     given = parser.parse_args()
-    for one, count in ((one_input, given.count), (one_conversation, given.states), (one_relay, given.relays)):
+    tries = (
+        (one_input, given.count),
+        (one_conversation, given.states),
+        (one_relay, given.relays),
+        (one_server, given.servers),
+    )
+    for one, count in tries:
         begin = time.monotonic()
         run(one, count, given.start)
         print(f"{one.__name__}: {count} in {time.monotonic() - begin:.0f} s")

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdlab.collectives.errors import KVStoreError
 from hvdlab.collectives.kvstore.keys import require
-from hvdlab.collectives.kvstore.state_format import ScheduleSpec
+from hvdlab.collectives.kvstore.state_format import ScheduleSpec, require_like
 
 WarmupMode = Literal["linear", "constant"]
 
@@ -109,7 +109,12 @@ class FactorScheduler(LRScheduler):
     def _decayed(self, num_update: int) -> float:
         while num_update > self.count + self.step:
             self.count += self.step
-            self.base_lr = max(self.base_lr * self.factor, self.stop_factor_lr)
+            lower = max(self.base_lr * self.factor, self.stop_factor_lr)
+            if (
+                lower == self.base_lr
+            ):  # it stays so: many updates that count as done at the start cost no time
+                self.count += (num_update - self.count - 1) // self.step * self.step
+            self.base_lr = lower
         return self.base_lr
 
 
@@ -282,14 +287,26 @@ def _travels(value: Any) -> bool:
     return isinstance(value, int | float | str)
 
 
+def _sample(name: str) -> LRScheduler:
+    """Return a new scheduler of :data:`KINDS`, with any numbers."""
+    kind: Any = KINDS[name]
+    scheduler: LRScheduler = kind([1] if kind is MultiFactorScheduler else 1)
+    return scheduler
+
+
 def restored(name: str, attributes: Mapping[str, Any]) -> LRScheduler:
     """A scheduler of :data:`KINDS` with the attributes of another one of this name, which may be MXNet's.
 
     Raises:
-        KVStoreError: There is no scheduler of this name.
+        KVStoreError: There is no scheduler of this name, or the attributes make none.
     """
     if name not in KINDS:
         raise KVStoreError(f"there is no scheduler {name!r} of the learning rate here")
+    require_like(attributes, _sample(name), f"a scheduler {name} with these settings")
+    steps = attributes.get("step", 1)
+    # 0 would let FactorScheduler count without end.
+    if not isinstance(steps, list) and not (isinstance(steps, int) and steps >= 1):
+        raise KVStoreError(f"a scheduler {name} has step={steps!r}: it is an int from 1 on")
     scheduler = KINDS[name].__new__(KINDS[name])
     for attribute, value in attributes.items():
         setattr(scheduler, attribute, list(value) if isinstance(value, list) else value)

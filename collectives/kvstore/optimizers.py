@@ -243,17 +243,45 @@ def restored(spec: state_format.OptimizerSpec) -> Optimizer:
     """An optimizer as it was in another process; without what is the program's own there.
 
     Raises:
-        KVStoreError: No optimizer, or no scheduler of the learning rate, of this name is registered here.
+        KVStoreError: No optimizer, or no scheduler of the learning rate, of this name is registered here; or the attributes make none.
     """
     if spec.name not in _registered:
         raise KVStoreError(f"the states are of an optimizer {spec.name!r}, which is not registered here")
     schedule = None
     if spec.schedule is not None:
         schedule = lr_schedulers.restored(spec.schedule.name, spec.schedule.settings)
-    optimizer = _registered[spec.name].__new__(_registered[spec.name])
+    klass, attributes = _registered[spec.name], spec.attributes()
+    _check_attributes(klass, spec.name, attributes)
+    optimizer = klass.__new__(klass)
     optimizer.lr_scheduler, optimizer.param_dict = schedule, {}
-    vars(optimizer).update(spec.attributes())
+    vars(optimizer).update(attributes)
     return optimizer
+
+
+def _check_attributes(klass: type[Optimizer], name: str, attributes: Mapping[str, Any]) -> None:
+    what = f"an optimizer {name!r} with these settings"
+    objects = sorted(attributes.keys() & set(_OBJECTS))
+    if objects:
+        raise KVStoreError(f"{what} has {', '.join(objects)}, which are objects")
+    attributes = {**attributes, "lr_scheduler": None, "param_dict": {}}
+    state_format.require_like(attributes, Optimizer(), what)
+    kinds = {
+        "lr_mult": bool | int | float,
+        "wd_mult": bool | int | float,
+        "_index_update_count": int,
+        "idx2name": str,
+    }
+    for attribute, kind in kinds.items():
+        for key, value in attributes[attribute].items():
+            if not isinstance(value, kind):
+                raise KVStoreError(f"{what} has {attribute}[{key!r}]={value!r}")
+    if klass.__module__ == __name__:
+        state_format.require_like(attributes, klass(), what)
+        return
+    # A class of the program's own may need arguments, and may have any attributes; none of them may hide its methods.
+    hiding = sorted(attribute for attribute in attributes if callable(getattr(klass, attribute, None)))
+    if hiding:
+        raise KVStoreError(f"{what} has {', '.join(hiding)}, which are methods of {klass.__name__}")
 
 
 def portable(optimizer: Optimizer, modules: Collection[str] = ()) -> state_format.OptimizerSpec:

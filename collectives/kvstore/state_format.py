@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import stat
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,6 +88,49 @@ def decode(data: bytes) -> tuple[dict[Key, Any], OptimizerSpec | None]:
     return states, file.optimizer
 
 
+def write_file(path: str, data: bytes) -> None:
+    """Write a file as a whole: whatever happens meanwhile, it is the one before or the new one.
+
+    A path that is no regular file, such as a pipe, is written to. A link stays, and the file that it leads to is replaced.
+
+    Args:
+        path: Its path.
+        data: All that is in it.
+
+    Raises:
+        OSError: It can't be written; the file before is there as it was.
+    """
+    place = os.path.realpath(path)
+    if os.path.exists(place) and not os.path.isfile(place):
+        with open(place, "wb") as file:
+            file.write(data)
+        return
+    descriptor, draft = tempfile.mkstemp(
+        prefix=f".{os.path.basename(place)[:100]}.", dir=os.path.dirname(place)
+    )
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(descriptor, _mode_of(place))
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)  # or else the name might outlive a power failure, and the bytes not
+        os.replace(draft, place)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def _mode_of(place: str) -> int:
+    """Return the permissions of a file; of one that is not there yet, those that ``open`` would give it."""
+    try:
+        return stat.S_IMODE(os.stat(place).st_mode)
+    except FileNotFoundError:
+        mask = os.umask(0)
+        os.umask(mask)
+        return 0o666 & ~mask
+
+
 def specify(name: str, attributes: Mapping[str, Any], schedule: ScheduleSpec | None) -> OptimizerSpec:
     """An optimizer's name, those of its attributes that are numbers, text, or dicts of such, and its learning rate's schedule.
 
@@ -91,6 +138,40 @@ def specify(name: str, attributes: Mapping[str, Any], schedule: ScheduleSpec | N
     """
     settings = {attribute: _setting(value) for attribute, value in attributes.items() if _is_setting(value)}
     return OptimizerSpec(name, settings, schedule)
+
+
+def require_like(attributes: Mapping[str, Any], sample: object, what: str) -> None:
+    """Require that attributes make an object like a sample: all that it has, of the same types, and none that hides a method.
+
+    A sample's ``None`` stands for any number or text. An int does for a float.
+
+    Args:
+        attributes: The attributes by name.
+        sample: A new object of the class.
+        what: What they are attributes of, for the error.
+
+    Raises:
+        KVStoreError: They don't.
+    """
+    klass = type(sample)
+    for name, value in vars(sample).items():
+        if not (_is_setting(value) or isinstance(value, list)):
+            continue  # an object of the program, which does not travel
+        if name not in attributes:
+            raise KVStoreError(f"{what} lacks {name}")
+        if not _is_like(attributes[name], value):
+            raise KVStoreError(f"{what} has {name}={attributes[name]!r}, where {value!r} is one of its kind")
+    hiding = sorted(name for name in attributes if name not in vars(sample) and hasattr(klass, name))
+    if hiding:
+        raise KVStoreError(f"{what} has {', '.join(hiding)}, which the class {klass.__name__} has for itself")
+
+
+def _is_like(value: Any, sample: Any) -> bool:
+    if sample is None:
+        return _is_plain(value)
+    if isinstance(sample, bool | int | float):
+        return isinstance(value, bool | int | float)
+    return isinstance(value, type(sample))
 
 
 def _is_plain(value: Any) -> bool:

@@ -28,6 +28,7 @@ from hvdlab.collectives.kvstore.base import KVStoreBase, unknown_capability
 from hvdlab.collectives.kvstore.compression import GradientCompression
 from hvdlab.collectives.kvstore.keys import Key, grouped, pairs, require, unknown_key
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create
+from hvdlab.collectives.kvstore.state_format import write_file
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
 
 _LOG = logging.getLogger("hvdlab")
@@ -465,13 +466,12 @@ class KVStore(KVStoreBase):
 
         Raises:
             AssertionError: There is no optimizer, or it does not run in this process.
-            OSError: The file can't be written.
+            OSError: The file can't be written; one that was there before is as it was.
         """
         updater = self._own_updater("save")
         with self._lock:
             states = updater.get_states(dump_optimizer)
-        with open(fname, "wb") as file:
-            file.write(states)
+        write_file(fname, states)
 
     def load_optimizer_states(self, fname: str) -> None:
         """Take over the states that :meth:`save_optimizer_states` wrote.

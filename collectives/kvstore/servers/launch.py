@@ -18,7 +18,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         reattach: A third of the seconds that the server waits for the coordinator's successor.
         optimizers: Modules to import, which register optimizers.
         path: Where the starter finds modules (``sys.path``), for these.
-        generation: How many servers there have been before in this place.
     """
 
     token: str
@@ -33,7 +32,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reattach: float
     optimizers: tuple[str, ...]
     path: tuple[str, ...]
-    generation: int
 
 
 class Place(msgspec.Struct, frozen=True):

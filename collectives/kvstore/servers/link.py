@@ -50,7 +50,8 @@ RECOVER_WITHIN = 120.0
 _CONNECT_SECONDS = 5.0
 """Seconds for one try to connect: while the network is gone the system's own tries are ever longer apart, up to a minute."""
 _LOOK_MILLISECONDS = 1000
-_TRY_AGAIN_SECONDS = 0.1
+_TRY_AGAIN_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 3.2
+"""Pause between two tries to have the server back, and how long it becomes while it doubles."""
 SILENT_SECONDS = 2.0
 """Seconds without an answer after which a worker asks whether its server is there at all; a server that does not answer is logged."""
 _NAMED_KEYS = 8
@@ -149,6 +150,31 @@ class _Outbox:
         self._free.setdefault(region.size, []).append(region.offset)
 
 
+class _LinkLock(threading.Condition):
+    """A condition that an interrupt comes through as itself, wherever it hits a thread that waits without the lock.
+
+    ``with`` would raise ``RuntimeError`` in place of ``KeyboardInterrupt`` where the lock was not taken again.
+    """
+
+    def __exit__(self, *raised: Any) -> None:  # noqa: PYI036  (as the base class has it)
+        try:
+            super().__exit__(*raised)
+        except RuntimeError:
+            if raised[0] is None:
+                raise
+
+    def acquire_again(self) -> None:
+        """Take the lock that this thread has given up, then raise the interrupt that came meanwhile."""
+        interrupt: BaseException | None = None
+        while not self._is_owned():  # type: ignore[attr-defined]  # an interrupt may come right behind acquire()
+            try:
+                self.acquire()
+            except BaseException as error:  # noqa: BLE001  (raised below)
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
 class ServerLink:
     """The connection of this rank to one server, for all stores. Any thread.
 
@@ -174,7 +200,9 @@ class ServerLink:
         self.neighbours: set[int] = set()
         self.engine, self._starter = engine, starter
         self._rank = engine.rank
-        self._changed = threading.Condition()
+        self._changed = _LinkLock()
+        #: The thread that makes the connection again, which gives the lock up between two tries; 0 if none does.
+        self._recovering = 0
         self._endpoint: Endpoint | None = None
         self._poll = select.poll()
         #: Whether a thread waits for the socket; others wait for that thread.
@@ -527,7 +555,7 @@ class ServerLink:
             try:
                 poll.poll(_LOOK_MILLISECONDS)
             finally:
-                self._changed.acquire()
+                self._changed.acquire_again()
             if self._endpoint is endpoint:
                 self._take()
         except ConnectionLost:
@@ -593,9 +621,26 @@ class ServerLink:
     # -- making it again ----------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Connect, start the server first if it is gone, and repeat what was not answered."""
+        """Connect, start the server first if it is gone, and repeat what was not answered. One thread does it, others wait for it."""
+        own = threading.get_ident()
+        while self._recovering not in (0, own):
+            self._changed.wait(1.0)
+            self._require_usable()
+            if self._endpoint is not None:
+                return  # all unanswered requests were repeated over it
+        self._recovering = own
+        try:
+            self._recover_alone()
+        finally:
+            self._recovering = 0  # without the lock, if an interrupt came in a pause
+            if self._changed.acquire(blocking=False):
+                self._changed.notify_all()
+                self._changed.release()
+
+    def _recover_alone(self) -> None:
         deadline = Deadline(self._patience())
         began = said = time.monotonic()
+        pause = _TRY_AGAIN_SECONDS
         self._give_up()
         while True:
             self._require_usable()
@@ -613,6 +658,7 @@ class ServerLink:
                 self._wake()  # the watching thread has to watch another one
                 return
             except (ConnectionLost, OSError, StartError, ProtocolError) as error:
+                cause = error
                 self._give_up()
                 if deadline.expired or not self._may_come_back():
                     self._lose(error)
@@ -623,8 +669,11 @@ class ServerLink:
                 raise
             if time.monotonic() >= said + STALL_SECONDS:
                 said = time.monotonic()
-                LOG.warning("%s has been gone for %.0f s", self._name(), said - began)
-            time.sleep(_TRY_AGAIN_SECONDS)  # there is no event for a server's return
+                LOG.warning("%s has been gone for %.0f s: %s", self._name(), said - began, cause)
+            # There is no event for a server's return. Without the lock, so that an interrupt reaches threads that wait.
+            self._changed.wait(pause)
+            if self.local:  # each try starts a process
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _patience(self) -> float:
         """Seconds that the server may be gone.

@@ -180,7 +180,6 @@ class Attached(Message, frozen=True):
     """The answer to :class:`Attach`."""
 
     pid: int
-    generation: int
 
 
 class Refused(Message, frozen=True):
@@ -259,10 +258,10 @@ _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(cast("An
 
 
 def encode(message: Message) -> bytes:
-    """The frame of a message. Raises ``ProtocolError`` if a number in it is too large."""
+    """The frame of a message. Raises ``ProtocolError`` if a number in it is too large, or a text is no Unicode."""
     try:
         return encode_frame(_encoder.encode(message))
-    except OverflowError as error:
+    except (OverflowError, UnicodeEncodeError) as error:
         raise ProtocolError(f"a {type(message).__name__} can't be sent: {error}") from error
 
 

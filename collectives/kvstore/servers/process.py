@@ -52,6 +52,7 @@ from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError
 from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.frames import FRAME_LIMIT, HELLO_LIMIT
+from hvdlab.collectives.protocol.messages import Message
 from hvdlab.collectives.protocol.tls import server_context
 from hvdlab.collectives.visible import visible
 
@@ -344,8 +345,8 @@ class Server:
                     return  # what came broke the protocol
         except ConnectionLost:
             self._drop(connection)
-        except (ProtocolError, OSError) as error:
-            self._turn_away(connection, str(error))
+        except (ProtocolError, OSError, MemoryError) as error:
+            self._turn_away(connection, str(error) or "there is no memory for what it sent")
 
     def _shaken(self, connection: _Connection) -> bool:
         assert isinstance(connection.sock, ssl.SSLSocket)
@@ -373,7 +374,7 @@ class Server:
             connection.outbox = CopiedOutbox()
         connection.open = True
         connection.endpoint.limit = FRAME_LIMIT
-        connection.endpoint.send_frame(m.encode(m.Attached(os.getpid(), self._launch.generation)))
+        connection.endpoint.send_frame(m.encode(m.Attached(os.getpid())))
         self._handle(Arrived(connection.number, message.rank, message.pid, connection.outbox))
 
     def _take(self, connection: _Connection, message: m.FromWorker) -> None:
@@ -417,7 +418,7 @@ class Server:
             message = effect.message
             if isinstance(message, m.Done):
                 message = msgspec.structs.replace(message, began=began, took=took)
-            self._answers.setdefault(effect.peer, []).append(m.encode(message))
+            self._answers.setdefault(effect.peer, []).append(_encoded(message))
             if effect.file is not None:
                 *before, last = self._answers.pop(effect.peer)
                 self._send(connection, b"".join(before))
@@ -436,6 +437,16 @@ class Server:
                 self._poller.modify(connection, READ | WRITE)
         except ConnectionLost:
             return  # reading meets its end, too
+
+
+def _encoded(message: Message) -> bytes:
+    """Return the frame of a message; of an answer that can't be sent, that of an error in its place."""
+    try:
+        return m.encode(message)
+    except ProtocolError as error:
+        if not isinstance(message, m.Done | m.Failed | m.Stock):
+            raise
+        return m.encode(m.Failed(message.sequence, str(error)))
 
 
 def _import_optimizers(launch: Launch) -> str:

@@ -78,7 +78,6 @@ class Starter:
             settings.reattach,
             settings.kv_optimizers,
             tuple(os.path.abspath(entry) for entry in sys.path) if settings.kv_optimizers else (),
-            -1,
         )
         _write_private(Path(directory) / SETTINGS, msgspec.json.encode(launch))
         self.ensure(place, timeout)
@@ -103,8 +102,6 @@ class Starter:
                 launch = msgspec.json.decode((directory / SETTINGS).read_bytes(), type=Launch)
             except (OSError, msgspec.MsgspecError) as error:
                 raise StartError(f"The settings of the parameter server are gone: {error}") from error
-            launch = msgspec.structs.replace(launch, generation=launch.generation + 1)
-            _write_private(directory / SETTINGS, msgspec.json.encode(launch))
             self._children.append(_spawn(launch, place, Deadline(timeout)))
 
 

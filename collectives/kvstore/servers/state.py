@@ -3,6 +3,9 @@
 Requests of one worker for one key are carried out in order, those of different workers or keys in any order. A request that was
 answered with ``Done`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next to each
 value say which pushes were applied already.
+
+Whatever a request raises is answered to its sender by ``Failed``: a server that ended of it would meet the same request in its
+successor, which its worker repeats it to. A message without an answer that raises ends its connection alone.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from hvdlab.collectives.errors import CauseKind, KVStoreError, ProtocolError, format_ranks
+from hvdlab.collectives.errors import CauseKind, HvdlabError, KVStoreError, ProtocolError, format_ranks
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse
 from hvdlab.collectives.kvstore.keys import Key
 from hvdlab.collectives.kvstore.optimizers import Gradient, Optimizer, State, restored
@@ -47,6 +50,12 @@ _CLOSED = "has closed its store"
 """Why a worker has left that uses the store no more, and will not again."""
 PIECE = 1 << 20
 """Bytes of an outbox that go over a connection at once."""
+_MOST_COUNTED = 1 << 62
+"""Bound of counts that come from a worker or an optimizer: far from the largest that a message and a slot have room for."""
+_LONGEST_TEXT = 4000
+"""Characters of an exception's text that are sent."""
+_RAISED = (Exception, SystemExit)
+"""Exceptions that answer a request; an optimizer of the user's may call ``sys.exit``."""
 
 
 _Request = m.Push | m.Pull | m.Init | m.SetOptimizer | m.StockRequest
@@ -147,6 +156,8 @@ class _Worker:
     outbox: Outbox
     #: When its connection ended.
     away_since: float = math.inf
+    #: Why what it wrote last to its outbox is not there; empty if it is.
+    unwritten: str = ""
 
 
 @dataclass(slots=True)
@@ -207,8 +218,8 @@ class ServerState:
         if isinstance(event, Received):
             try:
                 self._receive(event, now)
-            except ProtocolError as error:
-                self._effects.append(Disconnect(event.peer, str(error)))
+            except _RAISED as error:  # of a message without an answer: requests answer for themselves
+                self._effects.append(Disconnect(event.peer, _text_of(error)))
         elif isinstance(event, Arrived):
             self._arrive(event)
         elif isinstance(event, Disconnected):
@@ -290,12 +301,12 @@ class ServerState:
         store = self._stores[number]
         if rank not in store.participants():
             return
-        store.record = msgspec.structs.replace(
+        record = msgspec.structs.replace(
             store.record,
             gone=(*store.record.gone, (rank, reason)),
             cause=((rank,), CauseKind.RANK_DIED.value, f"rank {rank} {reason}"),
         )
-        store.memory.describe(store.record)
+        self._describe(store, record)
         for queues in store.queues.values():
             queues.pop(rank, None)
         if not store.participants():
@@ -356,11 +367,19 @@ class ServerState:
                 waiting.since, waiting.reports = now, 0
 
     def _end_rounds(self, store: _Store, given_up: int, ranks: tuple[int, ...], kind: str, text: str) -> None:
-        store.record = msgspec.structs.replace(store.record, given_up=given_up, cause=(ranks, kind, text))
-        store.memory.describe(store.record)
+        record = msgspec.structs.replace(store.record, given_up=given_up, cause=(ranks, kind, text))
+        self._describe(store, record)
         for key in list(store.queues):
             self._drop_pushes(store, key)
             self._advance(store, key)
+
+    @staticmethod
+    def _describe(store: _Store, record: StoreRecord) -> None:
+        """Use a store so from now on. Raises ``ProtocolError``, and changes nothing, if answers could not carry the record."""
+        ranks, kind, text = record.cause
+        m.encode(m.Failed(0, text, ranks, record.epoch, kind, record.given_up))
+        store.memory.describe(record)
+        store.record = record
 
     def _tick(self, now: float) -> None:
         for worker in list(self._workers.values()):
@@ -399,6 +418,10 @@ class ServerState:
     def _fail(self, rank: int, sequence: int, text: str, ranks: tuple[int, ...] = ()) -> None:
         self._send(rank, m.Failed(sequence, text, ranks))
 
+    def _refuse(self, rank: int, sequence: int, error: BaseException) -> None:
+        """Answer a request that has raised this."""
+        self._fail(rank, sequence, _text_of(error))
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def _receive(self, event: Received, now: float) -> None:
@@ -409,7 +432,7 @@ class ServerState:
         if isinstance(message, m.Push | m.Pull | m.Init | m.SetOptimizer | m.StockRequest):
             self._request(rank, message, now)
         elif isinstance(message, m.Data):
-            self._workers[rank].outbox.write(message.offset, message.data)
+            self._write(self._workers[rank], message)
         elif isinstance(message, m.Bring):
             self._bring(message, event.file)
         elif isinstance(message, m.Open):
@@ -418,17 +441,40 @@ class ServerState:
             if message.store in self._stores:
                 self._leave_store(message.store, rank, _CLOSED)
         elif isinstance(message, m.GiveUp):
+            _check_cause(message)
             self._giving_up.append((now + GIVE_UP_AFTER, rank, message))
         elif isinstance(message, m.EndRounds):
+            _check_cause(message)
+            if message.given_up > _MOST_COUNTED:
+                raise ProtocolError(f"rounds were given up {message.given_up} times")
             store = self._stores.get(message.store)
             if store is not None and store.record.given_up < message.given_up:
                 self._end_rounds(store, message.given_up, message.ranks, message.kind, message.text)
         else:
             self._leave(rank, "has left")
 
+    @staticmethod
+    def _write(worker: _Worker, message: m.Data) -> None:
+        """Take over bytes of an outbox; if there is no memory for them, the request that they belong to fails."""
+        try:
+            worker.outbox.write(message.offset, message.data)
+        except ProtocolError:
+            raise
+        except _RAISED as error:
+            worker.unwritten = _text_of(error)
+
     def _request(self, rank: int, request: _Request, now: float) -> None:
-        store = self._stores.get(request.store)
-        if store is None and self._workers[rank].outbox.remote:
+        try:
+            self._carry_out(rank, request, now)
+        except _RAISED as error:
+            self._refuse(rank, request.sequence, error)
+
+    def _carry_out(self, rank: int, request: _Request, now: float) -> None:
+        worker, store = self._workers[rank], self._stores.get(request.store)
+        if worker.unwritten and isinstance(request, m.Push | m.Init | m.Pull):
+            text, worker.unwritten = worker.unwritten, ""
+            self._fail(rank, request.sequence, f"what goes with it did not reach the server: {text}")
+        elif store is None and worker.outbox.remote:
             # A worker of this server's host has the store's memory, and may find the restarted server later than this worker.
             self._early.setdefault(request.store, []).append((rank, request, now))
         elif store is None or rank not in store.record.workers:
@@ -485,15 +531,23 @@ class ServerState:
     def _restored(self, spec: OptimizerSpec) -> Optimizer:
         """The optimizer that a server before this one had."""
         try:
-            return restored(spec)
-        except KVStoreError as error:  # its module could be imported then, and can't any more
-            return _Unavailable(spec, self._refusal(error))
+            return _usable(spec)
+        except _RAISED as error:  # its module could be imported then, and can't any more
+            return _Unavailable(self._refusal(error))
 
-    def _refusal(self, error: KVStoreError) -> str:
-        return "; ".join(filter(None, (str(error), self._not_imported)))
+    def _refusal(self, error: BaseException) -> str:
+        return "; ".join(filter(None, (_text_of(error), self._not_imported)))
 
     def _open(self, rank: int, request: m.Open) -> None:
+        try:
+            self._open_for(rank, request)
+        except _RAISED as error:
+            self._refuse(rank, request.sequence, error)
+
+    def _open_for(self, rank: int, request: m.Open) -> None:
         if request.store not in self._stores:
+            if rank not in request.workers:
+                raise ProtocolError(f"rank {rank} opens a store of {format_ranks(request.workers)}")
             memory = self._brought.pop(request.store, None)
             if memory is None:
                 self._opening.setdefault(request.store, []).append((rank, request))
@@ -523,12 +577,12 @@ class ServerState:
             # So that a bound on staleness does not hold other workers back until this one has caught up.
             fewest = min((int(slot.pushes[other]) for other in others), default=int(slot.pushes[index]))
             slot.pushes[index] = fewest if anew else max(fewest, int(slot.pushes[index]))
-        store.record = msgspec.structs.replace(
+        record = msgspec.structs.replace(
             store.record,
             gone=tuple(one for one in store.record.gone if one[0] != rank),
             returned=store.record.returned + 1,
         )
-        store.memory.describe(store.record)
+        self._describe(store, record)
 
     def _init(self, store: _Store, rank: int, request: m.Init) -> None:
         if request.key not in store.memory.blocks:
@@ -547,7 +601,7 @@ class ServerState:
             value = value.astype(np.float32)
         arrays: list[Array] = []
         if optimizer is not None:
-            store.structures[key] = optimizer.create_state(key if copy_of is None else copy_of, value)
+            store.structures[key] = _new_state(optimizer, key if copy_of is None else copy_of, value)
             arrays = list(_arrays_of(store.structures[key]))
         states = tuple((array.dtype.str[1:], array.shape) for array in arrays)
         record = KeyRecord(key, value.shape, value.dtype.str[1:], states, 0, copy_of)
@@ -565,8 +619,8 @@ class ServerState:
 
     def _set_optimizer(self, store: _Store, rank: int, request: m.SetOptimizer) -> None:
         try:
-            optimizer = restored(request.optimizer)
-        except KVStoreError as error:
+            optimizer = _usable(request.optimizer)
+        except _RAISED as error:
             self._fail(rank, request.sequence, self._refusal(error))
             return
         generation = store.record.generation
@@ -576,8 +630,8 @@ class ServerState:
             generation += 1
             store.structures.clear()
         record = msgspec.structs.replace(store.record, optimizer=request.optimizer, generation=generation)
-        store.memory.describe(record)
-        store.record, store.optimizer = record, optimizer
+        self._describe(store, record)
+        store.optimizer = optimizer
         self._send(rank, m.Done(request.sequence))
 
     def _version(self, store: _Store, key: Key) -> int:
@@ -663,12 +717,20 @@ class ServerState:
         )
 
     def _pull(self, store: _Store, rank: int, request: m.Pull) -> None:
+        try:
+            self._read(store, rank, request)
+        except _RAISED as error:
+            self._refuse(rank, request.sequence, error)
+
+    def _read(self, store: _Store, rank: int, request: m.Pull) -> None:
         slot, outbox = store.memory.blocks[request.key].current, self._workers[rank].outbox
         dtype = element_type(request.dtype)
         start = request.offset
         value: Array = slot.value
         if request.rows >= 0:
             numbers = outbox.array(start, np.dtype(np.int64), (request.rows,))
+            if value.ndim == 0:
+                raise ProtocolError(f"key {request.key!r} has no rows")
             if request.rows and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(value):
                 raise ProtocolError(f"rows of key {request.key!r} are out of range")
             start += numbers.nbytes
@@ -697,11 +759,9 @@ class ServerState:
         try:
             gradient = self._gradient(store, key, pushes)
             self._apply(store, key, gradient, pushes)
-        except ProtocolError:
-            raise
-        except Exception as error:  # noqa: BLE001  (an optimizer's own: the value is as before)
+        except _RAISED as error:  # the value is as before
             for rank, push in pushes.items():
-                self._fail(rank, push.sequence, f"the optimizer raised {type(error).__name__}: {error}")
+                self._refuse(rank, push.sequence, error)
             return
         for rank, push in pushes.items():
             waited_for = newest if rank != newest else -1
@@ -733,6 +793,8 @@ class ServerState:
         outbox, dtype, shape = self._workers[rank].outbox, element_type(push.dtype), block.record.shape
         if push.rows < 0:
             return outbox.array(push.offset, dtype, shape)
+        if not shape:
+            raise ProtocolError(f"key {push.key!r} has no rows")
         numbers = outbox.array(push.offset, np.dtype(np.int64), (push.rows,))
         data = outbox.array(push.offset + numbers.nbytes, dtype, (push.rows, *shape[1:]))
         try:
@@ -754,7 +816,7 @@ class ServerState:
             counts, index = optimizer._index_update_count, block.record.index
             counts[index] = int(new.head[2])
             state = self._state(store, key, new.value, new.states)
-            optimizer.update(index, new.value, gradient, state)
+            _update(optimizer, index, new.value, gradient, state)
             new.head[2] = counts[index]
         for rank, push in pushes.items():
             index = store.record.workers.index(rank)
@@ -767,16 +829,15 @@ class ServerState:
         assert store.optimizer is not None
         if key not in store.structures:  # a server before this one made it
             index = store.memory.blocks[key].record.index
-            store.structures[key] = store.optimizer.create_state(index, value)
+            store.structures[key] = _new_state(store.optimizer, index, value)
         return _with_arrays(store.structures[key], iter(arrays))
 
 
 class _Unavailable(Optimizer):
-    """Stands for an optimizer whose class is not here: every push is refused, and values and states stay as they are."""
+    """Stands for an optimizer that can't be made here: every push is refused, and values and states stay as they are."""
 
-    def __init__(self, spec: OptimizerSpec, text: str) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
-        vars(self).update(spec.attributes())
         self._text = text
 
     def create_state(self, index: Key, weight: Array) -> State:
@@ -784,6 +845,57 @@ class _Unavailable(Optimizer):
 
     def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
         raise KVStoreError(self._text)
+
+
+def _usable(spec: OptimizerSpec) -> Optimizer:
+    """Return an optimizer as it was on its worker. Raises ``KVStoreError`` if it is not here, or has counts that are none."""
+    optimizer = restored(spec)
+    for name in ("begin_num_update", "num_update"):
+        count = getattr(optimizer, name, None)
+        if not isinstance(count, int) or not 0 <= count <= _MOST_COUNTED:
+            raise KVStoreError(
+                f"{name} of the optimizer is {count!r}: a number of updates from 0 on is needed"
+            )
+    return optimizer
+
+
+def _new_state(optimizer: Optimizer, index: Key, value: Array) -> Any:
+    try:
+        return optimizer.create_state(index, value)
+    except _RAISED as error:
+        raise _optimizer_error(error) from error
+
+
+def _update(optimizer: Optimizer, index: Key, value: Array, gradient: Gradient, state: State) -> None:
+    try:
+        optimizer.update(index, value, gradient, state)
+    except _RAISED as error:
+        raise _optimizer_error(error) from error
+
+
+def _optimizer_error(error: BaseException) -> KVStoreError:
+    if isinstance(error, KVStoreError):
+        return error
+    return KVStoreError(f"the optimizer raised {_text_of(error)}")
+
+
+def _text_of(error: BaseException) -> str:
+    """Return what is sent of an exception: its text if it is one of ours, else its class with the text."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  (a class of the user's may have any __str__)
+        text = "(its text can't be had)"
+    if not isinstance(error, HvdlabError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    # Lone surrogates, as in names of files, can't be sent.
+    return text[:_LONGEST_TEXT].encode(errors="replace").decode()
+
+
+def _check_cause(message: m.GiveUp | m.EndRounds) -> None:
+    try:
+        CauseKind(message.kind)
+    except ValueError as error:
+        raise ProtocolError(f"a {type(message).__name__} of an unknown kind of cause") from error
 
 
 def _arrays_of(state: Any) -> Iterator[Array]:

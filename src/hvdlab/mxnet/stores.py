@@ -12,6 +12,7 @@ from hvdlab.collectives.kvstore import lr_schedulers
 from hvdlab.collectives.kvstore.creating import create_native
 from hvdlab.collectives.kvstore.distributed import DistSyncStore
 from hvdlab.collectives.kvstore.served import ServerStore
+from hvdlab.collectives.kvstore.state_format import write_file
 from hvdlab.collectives.process_sets import ProcessSet
 
 _mxnets_create = mx.kvstore.create
@@ -58,8 +59,7 @@ class _StatesOfMXNet(kvstore.KVStore):
             super().save_optimizer_states(fname, dump_optimizer)
             return
         self._finish_pushes()
-        with open(fname, "wb") as file:
-            file.write(self._mxnets_updater.get_states(dump_optimizer))
+        write_file(fname, self._mxnets_updater.get_states(dump_optimizer))
 
     def load_optimizer_states(self, fname: str) -> None:
         """Take over the states that :meth:`save_optimizer_states`, or a store of MXNet's, wrote.

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from effort import examples
-from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.errors import KVStoreError, ProtocolError
+from hvdlab.collectives.kvstore import optimizers
 from hvdlab.collectives.kvstore.lr_schedulers import FactorScheduler
 from hvdlab.collectives.kvstore.optimizers import SGD, Updater, portable
 from hvdlab.collectives.kvstore.servers import memory
@@ -35,6 +36,7 @@ from hvdlab.collectives.kvstore.servers.state import (
     ServerState,
     Tick,
 )
+from hvdlab.collectives.kvstore.state_format import OptimizerSpec
 
 STORE = 7
 KEY = "w"
@@ -211,11 +213,12 @@ class World:
                     worker.deliver_up()
                     worker.deliver_down()
 
-    def init(self, value: Any) -> None:
+    def init(self, value: Any, key: str = KEY) -> int:
         first = self.workers[0]
         offset = first.place(value)
-        first.request(lambda n: m.Init(n, STORE, KEY, value.shape, value.dtype.str[1:], offset))
+        number = first.request(lambda n: m.Init(n, STORE, key, value.shape, value.dtype.str[1:], offset))
         self.drain()
+        return number
 
     def set_optimizer(self, optimizer: Any, *, keeps_states: bool = False) -> None:
         self.workers[0].request(lambda n: m.SetOptimizer(n, STORE, portable(optimizer), keeps_states))
@@ -713,24 +716,58 @@ def test_memory_goes_with_the_last_worker(steps: Steps) -> None:
         assert "no such store" in world.workers[0].answers[number].text
 
 
+WRONG_REQUESTS = [
+    m.Push(99, STORE, KEY, "f8", 1 << 40),
+    m.Push(99, STORE, KEY, "f8", -8),
+    m.Push(99, STORE, KEY, "f8", 4),
+    m.Push(99, STORE, KEY, "O8", 0),
+    m.Push(99, STORE, KEY, "f8", 0, 0, 1 << 50),
+    m.Push(99, STORE, "scalar", "f8", 0, 0, 1),
+    m.Pull(99, STORE, KEY, "f8", 1 << 40),
+    m.Pull(99, STORE, KEY, "V8", 0),
+    m.Pull(99, STORE, "scalar", "f8", 0, 1),
+    m.Init(99, STORE, "other", (1 << 40,), "f8", 0),
+    m.Init(99, STORE, "other", (-1,), "f8", 0),
+    m.Init(99, STORE, "other", (1,) * 80, "f8", 0),
+    m.Open(99, STORE + 1, (0,), False),
+    m.SetOptimizer(99, STORE, OptimizerSpec("nosuch", {})),
+    m.SetOptimizer(99, STORE, OptimizerSpec("sgd", {})),
+    m.SetOptimizer(99, STORE, OptimizerSpec("sgd", {**portable(SGD()).settings, "begin_num_update": -1})),
+    m.SetOptimizer(99, STORE, OptimizerSpec("sgd", {**portable(SGD()).settings, "begin_num_update": None})),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_REQUESTS, ids=lambda message: type(message).__name__)
+def test_a_request_that_raises_is_answered_to_its_sender(steps: Steps, wrong: Any) -> None:
+    world = World(2, steps, synchronous=False)
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    world.init(np.zeros(()), key="scalar")
+    world.workers[1].files[STORE + 1] = SharedFile.create("store")
+    world.handle(Received(world.workers[1].peer, m.Bring(STORE + 1), SharedFile.create("store")))
+    world.workers[1].unanswered[wrong.sequence] = wrong
+    world.handle(Received(world.workers[1].peer, wrong))
+    world.drain()
+    assert isinstance(world.workers[1].answers[wrong.sequence], m.Failed)
+    assert world.disconnected == []
+    world.push(0, like + 1)
+    world.drain()
+    assert world.value(0, like).tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
-        m.Push(99, STORE, KEY, "f8", 1 << 40),
-        m.Push(99, STORE, KEY, "f8", -8),
-        m.Push(99, STORE, KEY, "f8", 4),
-        m.Push(99, STORE, KEY, "O8", 0),
-        m.Push(99, STORE, KEY, "f8", 0, 0, 1 << 50),
-        m.Pull(99, STORE, KEY, "f8", 1 << 40),
-        m.Pull(99, STORE, KEY, "V8", 0),
-        m.Init(99, STORE, "other", (1 << 40,), "f8", 0),
-        m.Init(99, STORE, "other", (-1,), "f8", 0),
         m.Bring(99),
         m.Data(0, b"x"),
+        m.EndRounds(STORE, (1 << 64) - 1, (), "rank_died", ""),
+        m.EndRounds(STORE, 1, (), "nonsense", ""),
+        m.GiveUp(1, STORE, KEY, (), "nonsense", ""),
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_what_breaks_the_protocol_ends_its_connection_alone(steps: Steps, wrong: Any) -> None:
+def test_a_message_without_an_answer_that_raises_ends_its_connection_alone(steps: Steps, wrong: Any) -> None:
     world = World(2, steps, synchronous=False)
     world.set_optimizer(create_test())
     like = np.zeros(2)
@@ -742,6 +779,129 @@ def test_what_breaks_the_protocol_ends_its_connection_alone(steps: Steps, wrong:
     assert world.value(0, like).tolist() == [1, 1]
     world.handle(Received(12345, m.StockRequest(1, STORE)))  # a connection that has gone already
     assert world.value(1, like).tolist() == [1, 1]
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.fixture
+def picky() -> Iterator[dict[str, BaseException | None]]:
+    """Has an optimizer ``picky`` registered, whose methods raise what is put here under their names."""
+    raised: dict[str, BaseException | None] = {"create_state": None, "update": None}
+
+    class Picky(SGD):
+        def create_state(self, index: Any, weight: Any) -> Any:
+            if (error := raised["create_state"]) is not None:
+                raise error
+            return super().create_state(index, weight)
+
+        def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+            if (error := raised["update"]) is not None:
+                raise error
+            super().update(index, weight, grad, state)
+
+    optimizers._registered["picky"] = Picky
+    yield raised
+    del optimizers._registered["picky"]
+
+
+ERRORS = [
+    (ValueError, "Picky wants matrices", "the optimizer raised ValueError: Picky wants matrices"),
+    (MemoryError, "", "the optimizer raised MemoryError"),
+    (SystemExit, "3", "the optimizer raised SystemExit: 3"),
+    (Unprintable, "", "the optimizer raised Unprintable"),
+    (ValueError, "\udc80" * 9, "the optimizer raised ValueError: ?????????"),
+    (KVStoreError, "x" * 100_000, "xxx"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "text"), ERRORS, ids=["value", "memory", "exit", "str", "utf", "long"]
+)
+@pytest.mark.parametrize("method", ["create_state", "update"])
+def test_what_an_optimizer_raises_is_answered(
+    steps: Steps,
+    picky: dict[str, BaseException | None],
+    method: str,
+    kind: type[BaseException],
+    argument: str,
+    text: str,
+) -> None:
+    world = World(2, steps, synchronous=False)
+    like = np.zeros(2)
+    world.init(like)
+    spec = OptimizerSpec("picky", portable(SGD(learning_rate=1.0)).settings)
+    world.workers[0].request(lambda n: m.SetOptimizer(n, STORE, spec))
+    world.drain()
+    picky[method] = kind(argument)
+    numbers = [world.push(0, like + 1)]
+    if method == "create_state":
+        numbers.append(world.init(like, key="second"))
+    world.drain()
+    for number in numbers:
+        answer = world.workers[0].answers[number]
+        assert answer.text.startswith(text)
+        m.encode(answer)
+    assert world.kills == 0
+    picky[method] = None
+    world.push(1, like + 1)
+    world.drain()
+    assert world.value(0, like).tolist() == [-1, -1]
+
+
+def test_an_optimizer_that_a_successor_cannot_make_refuses_pushes_alone(
+    steps: Steps, picky: dict[str, BaseException | None]
+) -> None:
+    world = World(1, steps, synchronous=False)
+    spec = OptimizerSpec("picky", portable(SGD()).settings)
+    world.workers[0].request(lambda n: m.SetOptimizer(n, STORE, spec))
+    world.init(np.ones(2))
+    del optimizers._registered["picky"]
+    world.restart()
+    number = world.push(0, np.ones(2))
+    world.drain()
+    optimizers._registered["picky"] = SGD
+    assert "'picky'" in world.workers[0].answers[number].text
+    assert world.value(0, np.ones(2)).tolist() == [1, 1]
+
+
+class Full(Outbox):
+    """An outbox on a server that has no memory left for it."""
+
+    def write(self, offset: int, data: bytes) -> None:
+        raise MemoryError
+
+
+def test_the_request_behind_data_without_room_is_answered(steps: Steps) -> None:
+    world = World(2, steps, synchronous=False, remote=(1,))
+    world.set_optimizer(create_test())
+    like = np.zeros(2)
+    world.init(like)
+    far = world.workers[1]
+    world.server._workers[1].outbox = Full(far.outbox, remote=True)
+    world.tell(1, m.Data(32 << 30, b"x"))
+    lost = world.push(1, like + 1)
+    kept = world.push(1, like + 1)
+    world.drain()
+    assert "MemoryError" in far.answers[lost].text
+    assert isinstance(far.answers[kept], m.Done)
+    assert world.disconnected == []
+
+
+def test_numbers_that_no_answer_can_carry_are_not_kept(steps: Steps) -> None:
+    """A worker that has died is recorded, and answers are sent, whatever number of rounds another has named."""
+    world = World(3, steps, synchronous=True)
+    like = np.zeros(2)
+    world.init(like)
+    world.tell(1, m.EndRounds(STORE, 1 << 62, (), "withdrawn", "x"))
+    world.handle(Died(2, 102, "killed"))
+    stock = world.workers[0].request(lambda n: m.StockRequest(n, STORE))
+    world.drain()
+    answer = world.workers[0].answers[stock]
+    m.encode(answer)
+    assert answer.epoch == (1 << 62) + 1
 
 
 def test_memory_that_may_shrink_or_is_no_stores_is_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import resource
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlab import kvstore
-from hvdlab.collectives.kvstore import creating
+from hvdlab.collectives.kvstore import creating, state_format
 from hvdlab.collectives.kvstore.compression import GradientCompression
 from hvdlab.collectives.kvstore.servers.link import ServerLostError
+from hvdlab.collectives.kvstore.optimizers import portable
+from hvdlab.collectives.kvstore.state_format import OptimizerSpec, ScheduleSpec
 from hvdlab.kvstore import KVStoreError, RowSparse
 
 LOCAL = ("local", "device")
@@ -451,6 +455,85 @@ def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
         with pytest.raises(KVStoreError):
             kv.load_optimizer_states(str(path))
     assert kv._updater.states[1].tolist() == before
+
+
+def test_a_failed_save_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = kvstore.create()
+    kv.set_optimizer(kvstore.optimizer.create("sgd", momentum=0.9))
+    kv.init(1, ones(200_000))
+    kv.push(1, ones(200_000))
+    path = tmp_path / "states"
+    kv.save_optimizer_states(str(path))
+    path.chmod(0o640)
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(OSError, match="too large"):
+            kv.save_optimizer_states(str(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+    kv.push(1, ones(200_000))
+    (tmp_path / "link").symlink_to(path)
+    kv.save_optimizer_states(str(tmp_path / "link"))
+    assert path.read_bytes() != before
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "states"]
+
+
+SGDS = portable(kvstore.optimizer.SGD()).settings
+FACTORS = vars(kvstore.lr_scheduler.FactorScheduler(2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "schedule"),
+    [
+        ({}, None),
+        ({**SGDS, "lr": "abc"}, None),
+        ({**SGDS, "lr": None}, None),
+        ({**SGDS, "momentum": "0.9"}, None),
+        ({**SGDS, "update": 3}, None),
+        ({**SGDS, "create_state": "x"}, None),
+        ({**SGDS, "lr_scheduler": "x"}, None),
+        ({**SGDS, "lr_mult": 2.0}, None),
+        ({**SGDS, "lr_mult": [("w", "x")]}, None),
+        ({**SGDS, "_index_update_count": [(1, 0.5)]}, None),
+        ({name: SGDS[name] for name in SGDS if name != "momentum"}, None),
+        (SGDS, ("FactorScheduler", {})),
+        (SGDS, ("FactorScheduler", {**FACTORS, "step": 0})),
+        (SGDS, ("FactorScheduler", {**FACTORS, "base_lr": "x"})),
+        (SGDS, ("FactorScheduler", {**FACTORS, "_decayed": 1})),
+    ],
+)
+def test_settings_that_make_no_optimizer_change_nothing(tmp_path: Path, settings: Any, schedule: Any) -> None:
+    kv = kvstore.create()
+    kv.set_optimizer(kvstore.optimizer.create("sgd", momentum=0.9))
+    kv.init(1, ones(2))
+    kv.push(1, ones(2))
+    optimizer, before = kv._updater.optimizer, kv._updater.states[1].tolist()
+    spec = OptimizerSpec("sgd", settings, None if schedule is None else ScheduleSpec(*schedule))
+    path = tmp_path / "states"
+    path.write_bytes(state_format.encode({1: np.zeros(2, np.float32)}, spec))
+    with pytest.raises(KVStoreError, match=r"settings|step="):
+        kv.load_optimizer_states(str(path))
+    assert kv._updater.optimizer is optimizer
+    assert kv._updater.states[1].tolist() == before
+    kv.push(1, ones(2))
+
+
+def test_a_scheduler_whose_rate_stays_skips_updates_that_count_as_done() -> None:
+    scheduler = kvstore.lr_scheduler.FactorScheduler(3, 0.5, base_lr=1.0, stop_factor_lr=0.25)
+    assert scheduler((1 << 62) + 1) == 0.25
+    step_by_step = kvstore.lr_scheduler.FactorScheduler(3, 0.5, base_lr=1.0, stop_factor_lr=0.25)
+    for update in range(1, 30):
+        step_by_step(update)
+    at_once = kvstore.lr_scheduler.FactorScheduler(3, 0.5, base_lr=1.0, stop_factor_lr=0.25)
+    at_once(29)
+    assert vars(at_once) == vars(step_by_step)
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol import codec
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.launch.exec_agent import wire
-from protocol_fuzz import DECODERS, KINDS, make, one_conversation, one_input, one_relay, run
+from protocol_fuzz import DECODERS, KINDS, make, one_conversation, one_input, one_relay, one_server, run
 
 
 @pytest.mark.timeout(3600)
@@ -36,6 +36,11 @@ def test_whatever_peers_say_the_coordinator_goes_on() -> None:
 
 def test_whatever_a_relay_hears_and_says_is_refused_or_understood() -> None:
     run(one_relay, examples(1000))
+
+
+@pytest.mark.timeout(3600)
+def test_whatever_workers_say_a_parameter_server_answers_and_goes_on() -> None:
+    run(one_server, examples(800))
 
 
 @pytest.mark.parametrize(

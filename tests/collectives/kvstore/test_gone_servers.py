@@ -1,0 +1,76 @@
+"""Servers that can't be started again at once: interrupts come through, and the log says why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlab import kvstore
+from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.kvstore.servers import link as links
+from hvdlab.collectives.kvstore.servers import starting
+from hvdlab.collectives.logs import LOG
+from interrupting import press_ctrl_c, when_this_thread_waits
+from ranks import Ranks
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.gone = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        if "has been gone" in self.texts[-1]:
+            self.gone.set()
+
+
+def interrupt_while_the_server_is_gone() -> list[str]:
+    """An interrupt while a thread looks for the server is one, every time; the store goes on with the server."""
+    warnings = _Warnings()
+    LOG.addHandler(warnings)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # the one of these ranks raises once in a function
+    links.STALL_SECONDS = 0.05
+    links._LOOK_MILLISECONDS = 10
+    kv = kvstore.create("dist_async")
+    kv.set_optimizer("test")
+    kv.init("w", np.zeros(3))
+    ensure, looking = starting.Starter.ensure, threading.Event()
+    out = np.zeros(3)
+
+    def full(self: Any, place: Any, timeout: float) -> None:
+        looking.set()
+        raise StartError("no space left on device")
+
+    for number in range(1, 4):
+        looking.clear()
+        starting.Starter.ensure = full  # type: ignore[method-assign]
+        pid = kv._links[0].pid
+        os.kill(pid, signal.SIGKILL)
+        assert looking.wait(30)  # the link's own thread does
+        assert number > 1 or warnings.gone.wait(30)
+        pressing = when_this_thread_waits(press_ctrl_c, frozenset({"_recover"}))
+        with pytest.raises(KeyboardInterrupt):
+            kv.pull("w", out=out)
+        pressing.join()
+        starting.Starter.ensure = ensure  # type: ignore[method-assign]
+        kv.pushpull("w", np.ones(3), out=out)
+        assert out.tolist() == [number] * 3
+        assert kv._links[0].pid != pid
+    return [text for text in warnings.texts if "has been gone" in text]
+
+
+def test_an_interrupt_comes_through_and_the_cause_is_logged() -> None:
+    with Ranks(1) as ranks:
+        (texts,) = ranks.run(interrupt_while_the_server_is_gone, timeout=60)
+    assert texts
+    assert all("no space left on device" in text for text in texts)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hvdlab import kvstore
 from hvdlab.collectives.kvstore import creating, state_format
 from hvdlab.collectives.kvstore.compression import GradientCompression
-from hvdlab.collectives.kvstore.servers.link import ServerLostError
 from hvdlab.collectives.kvstore.optimizers import portable
+from hvdlab.collectives.kvstore.servers.link import ServerLostError
 from hvdlab.collectives.kvstore.state_format import OptimizerSpec, ScheduleSpec
 from hvdlab.kvstore import KVStoreError, RowSparse
 

@@ -355,6 +355,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
                 "these ranks end with this process; only a pool that was started with keep= "
                 "(`%hvd_pool start --keep`) can be left to itself"
             )
+        self._base.runs.release_pool()  # before the lock, which may take longer than an interrupt is delayed
         with self._changing:
             if self._stopped:
                 return

@@ -100,6 +100,7 @@ class Extension:
         add_awaiting(self.session.awaited)
         self._panel = load_panel(self.session)
         load_debugger(self.session, self._auto)
+        self._follow_shutdown()
         setattr(self.shell, _ATTRIBUTE, self)
 
     def prewarm(self) -> None:
@@ -127,6 +128,26 @@ class Extension:
             for name in names:
                 self.shell.magics_manager.magics[kind].pop(name, None)
         self.session.close()
+
+    def _follow_shutdown(self) -> None:
+        """Let go of a kept pool as soon as the kernel is asked to end, on its control thread, also while a cell runs.
+
+        Only the message's handler hears of that in time: the interrupt that Jupyter sends before is delayed by a third of a second,
+        and what else a kernel does at its end it does after the cell.
+        """
+        handlers = getattr(getattr(self.shell, "kernel", None), "control_handlers", None)
+        if handlers is None:
+            return
+        before = handlers["shutdown_request"]
+
+        async def shutdown_request(*args: Any) -> None:
+            try:
+                self.session.release_kept()
+            finally:
+                await before(*args)
+
+        handlers["shutdown_request"] = shutdown_request
+        self.session.leaving.callback(handlers.__setitem__, "shutdown_request", before)
 
     def _kernel_takes_ranks(self) -> Callable[[KernelRanks | None], None] | None:
         """The method by which a kernel whose cells run on ranks takes them; None for any other kernel."""

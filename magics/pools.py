@@ -11,6 +11,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.visible import visible_lines
 from hvdlab.kernel_ext.lacks import back, lacking
 from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, parse_ranks, positive
 from hvdlab.magics.running import make_sink
@@ -153,8 +154,10 @@ class PoolMagics(Magics):
         with as_usage_error():
             name = options.argument or _only_pool(options.launcher)
         pool = self.session.attach(name, self._show_left, options.launcher)
+        for text in pool.news():
+            print(visible_lines(text))
         self.session.labels.update({run.cell: run.label for run in pool.resumed})
-        print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready, with all variables")
+        print(_ready(pool, ", with all variables"))
         busy = [status.rank for status in pool.status() if status.state.partition(",")[0] == "running"]
         if busy:
             verb = "runs" if len(busy) == 1 else "run"
@@ -164,11 +167,14 @@ class PoolMagics(Magics):
 
     def _show_left(self, left: LeftCell) -> OutputSink:
         """The sink for a cell that the notebook before has left: its output is shown under the cell that runs now."""
+        from hvdlab.kernel_ext.leftovers import INTERRUPTED
+
         does = "trains" if left.order is not None else "runs"
+        cell = f"cell {left.label or left.cell}"
+        if left.interrupted:
+            print(f"{cell} {INTERRUPTED}")
         state = f"still {does} on {format_ranks(left.running)}" if left.running else "has ended"
-        print(
-            f"cell {left.label or left.cell} of the notebook before {state}; what it wrote meanwhile follows"
-        )
+        print(f"{cell} of the notebook before {state}; what it wrote meanwhile follows")
         return make_sink(self.session, left.ranks, "grouped", background=True)
 
     def _detach(self, options: Any) -> None:

@@ -252,6 +252,12 @@ class Session:
             else:
                 pool.stop()
 
+    def release_kept(self) -> None:
+        """Let go of a pool that is kept, whose ranks and cells go on; other pools stay. Any thread, also while a cell runs."""
+        pool = self._pool
+        if pool is not None and pool.name:
+            self.end_pool()
+
     def attach(self, name: str, show: Callable[[LeftCell], OutputSink], launcher: str | None = None) -> Pool:
         """Take a kept pool over. Raises UsageError if that fails, or this notebook has a pool.
 

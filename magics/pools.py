@@ -21,6 +21,7 @@ from hvdlab.magics.status_table import StatusTable
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.cells.sink import OutputSink
     from hvdlab.kernel_ext.leftovers import LeftCell
+    from hvdlab.kernel_ext.pool import Pool
 
 COMMANDS = ("start", "status", "resize", "repair", "restart", "sync", "stop", "attach", "detach", "list")
 WITH_ARGUMENT = ("start", "resize", "restart", "sync", "attach")
@@ -93,7 +94,7 @@ class PoolMagics(Magics):
             new=True,
         )
         kept = f"; `%hvd_pool attach {pool.name}` in another notebook finds them" if pool.name else ""
-        print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready{kept}")
+        print(_ready(pool) + kept)
 
     def _status(self, options: Any) -> StatusTable:
         pool = self.session.need_pool("%hvd_pool status")
@@ -107,9 +108,9 @@ class PoolMagics(Magics):
                 "%hvd_pool resize: say how many ranks there shall be, as in `%hvd_pool resize 4`"
             )
         np = options.np if options.argument is None else _number("resize", options.argument)
-        with as_usage_error():
-            pool.resize(np)
-        print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready")
+        for line in self.session.resize(pool, np):
+            print(line)
+        print(_ready(pool))
         if new := self.session.greet(pool):
             print(new)
 
@@ -206,6 +207,21 @@ def _only_pool(launcher: str | None) -> str:
         if names
         else "%hvd_pool attach: no pool is kept; `%hvd_pool start --keep NAME` starts one"
     )
+
+
+def _ready(pool: Pool, how: str = "") -> str:
+    """``rank 0 is ready``, of the ranks that live; a clause names those that are lost."""
+    ranks = ranks_of(pool)
+    lost = format_ranks(list(pool.lost))
+    also = (
+        f"; {lost} {'is' if len(pool.lost) == 1 else 'are'} lost, `%hvd_pool repair` replaces them"
+        if pool.lost
+        else ""
+    )
+    ready = (
+        f"{say_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} ready{how}" if ranks else "no rank lives"
+    )
+    return ready + also
 
 
 def _number(command: str, text: str) -> int:

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 
 class Pool(Running, Measuring, Sizing, Asking, Looking):
-    """The ranks of one user. :meth:`start` and :meth:`attach` make it; all methods may be called from any thread.
+    """The ranks of one user. All methods may be called from any thread.
+
+    ``Pool.start(8)`` starts ranks, and ``Pool.attach("mine")`` finds those of a kept pool; ``hvdlab.pool()`` is the pool of the
+    notebook's own magics.
 
     Attributes:
         launcher, plane: The names that the caller of :meth:`start` gave.

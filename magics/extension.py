@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.error import UsageError
 from IPython.core.extensions import ExtensionManager
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives import context
+from hvdlab.collectives.errors import format_ranks
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.c10d import C10dMagics
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
 
 _ATTRIBUTE = "_hvdlab_extension"
+_MISPLACED = re.compile(r"%%hvd_(run|rank)")
+"""Matches a cell magic of ours in IPython's error about a line magic of that name, which there is not."""
 MAGICS = {
     "line": (
         "hvd_run",
@@ -92,6 +97,7 @@ class Extension:
         ):
             self.shell.register_magics(magics)
         self.shell.events.register("pre_run_cell", self._remember_cell)
+        self.shell.events.register("post_run_cell", self._hint)
         self.shell.input_transformers_cleanup.append(self._auto)
         if (take_ranks := self._kernel_takes_ranks()) is not None:
             take_ranks(KernelRanks(self.session))
@@ -124,6 +130,7 @@ class Extension:
         self._completer.unload()
         self.shell.input_transformers_cleanup.remove(self._auto)
         self.shell.events.unregister("pre_run_cell", self._remember_cell)
+        self.shell.events.unregister("post_run_cell", self._hint)
         for kind, names in MAGICS.items():
             for name in names:
                 self.shell.magics_manager.magics[kind].pop(name, None)
@@ -161,6 +168,18 @@ class Extension:
 
     def _remember_cell(self, info: Any) -> None:
         self.session.raw_cell = info.raw_cell or ""
+
+    def _hint(self, result: Any) -> None:
+        """After a cell of the notebook's own process that failed, say where its name is, or its magic belongs."""
+        error = getattr(result, "error_in_exec", None)
+        if isinstance(error, UsageError) and (magic := _MISPLACED.search(str(error))):
+            print(f"`{magic[0]}` must be the first line of its cell; put what stands above it below")
+        elif (
+            type(error) is NameError
+            and not self.session.ranks_by_default
+            and (where := self.session.ranks_with(error.name))
+        ):
+            print(f"`{error.name}` exists on {format_ranks(where)}: put `%%hvd_run` on top")
 
 
 def extension_of(shell: InteractiveShell) -> Extension | None:

@@ -266,6 +266,19 @@ class Session:
             else:
                 pool.stop()
 
+    def ranks_with(self, name: str) -> tuple[int, ...]:
+        """Return the ranks on which users have made this name, of those that answer within the pool's limit; none without a pool."""
+        pool = self.pool
+        if pool is None:
+            return ()
+        try:
+            names = pool.names()
+        except HvdlabError:  # the pool is gone or has no rank that lives: the user's own error stands
+            return ()
+        return tuple(
+            rank for rank, found in sorted(names.items()) if name in (*found.variables, *found.modules)
+        )
+
     def release_kept(self) -> None:
         """Let go of a pool that is kept, whose ranks and cells go on; other pools stay. Any thread, also while a cell runs."""
         pool = self._pool

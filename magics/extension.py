@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.extensions import ExtensionManager
+from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives import context
-from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.errors import InvalidRequestError, format_ranks
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.c10d import C10dMagics
@@ -177,7 +178,7 @@ class Extension:
         elif (
             type(error) is NameError
             and not self.session.ranks_by_default
-            and (where := self.session.ranks_with(error.name))
+            and (where := self.session.ranks_with(error.name or ""))
         ):
             print(f"`{error.name}` exists on {format_ranks(where)}: put `%%hvd_run` on top")
 
@@ -186,6 +187,26 @@ def extension_of(shell: InteractiveShell) -> Extension | None:
     """The extension that is loaded into this shell."""
     found: Extension | None = getattr(shell, _ATTRIBUTE, None)
     return found
+
+
+def pool() -> Pool:
+    """Return the notebook's pool: the ranks that ``%%hvd_run`` cells run on.
+
+    Raises:
+        InvalidRequestError: No ranks are running, or this process is a rank.
+    """
+    shell = get_ipython()
+    extension = extension_of(shell) if shell is not None else None
+    found = extension.session.pool if extension is not None else None
+    if found is not None:
+        return found
+    if context.in_rank_of_pool():
+        raise InvalidRequestError(
+            "this is a rank; the notebook's process has the pool: call hvdlab.pool() in a cell without %%hvd_run, or under %%local"
+        )
+    raise InvalidRequestError(
+        "no ranks are running: start some with `%hvd_pool start -np 8` or a %%hvd_run cell, or with hvdlab.Pool.start()"
+    )
 
 
 def load(shell: InteractiveShell) -> None:

@@ -9,7 +9,6 @@ from hvdlab.collectives.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from hvdlab.collectives.recording import Recording
-    from hvdlab.kernel_ext.pool import Pool
     from hvdlab.widgets.membership_actions import ChangeablePool
 
 Finder = Callable[[], Any]
@@ -87,23 +86,3 @@ def recording_of(source: Any = None, *, coming: bool = False) -> Recording:
     if isinstance(client, Client):
         return client.gathered()
     raise TypeError(f"a pool is needed here, not {type(source).__name__}")
-
-
-def pool() -> Pool:
-    """Return the notebook's pool: the ranks that ``%%hvd_run`` cells run on.
-
-    Raises:
-        InvalidRequestError: No ranks are running, or this process is a rank.
-    """
-    from hvdlab.collectives import context
-
-    found: Pool | None = next((one for finder in reversed(_finders) if (one := finder()) is not None), None)
-    if found is not None:
-        return found
-    if context.in_rank_of_pool():
-        raise InvalidRequestError(
-            "this is a rank; the notebook's process has the pool: call hvdlab.pool() in a cell without %%hvd_run, or under %%local"
-        )
-    raise InvalidRequestError(
-        "no ranks are running: start some with `%hvd_pool start -np 8` or a %%hvd_run cell, or with hvdlab.Pool.start()"
-    )

@@ -54,6 +54,13 @@ ANSWER_WITHIN = 5.0
 """Seconds that :meth:`PoolBase.attach` waits for the answers of the ranks that it has found."""
 
 
+INTERRUPT_DELAY = 0.3
+"""Seconds that the stop button's interrupt of a kept pool waits.
+
+Jupyter interrupts a kernel before it asks it to shut down, some milliseconds later, and the ranks of a kept pool are to go on then.
+"""
+
+
 class PoolBase:
     """The parts of a pool, connected. Made by :meth:`start` and :meth:`attach`.
 
@@ -116,6 +123,8 @@ class PoolBase:
         )
         # These files go with the coordinator's directory, which is removed at the pool's end, also if this process dies.
         self.transcripts = Transcripts(base.coordinator.directory / "output", kept_limit(os.environ))
+        if keeping is not None:
+            self.runs.interrupt_delay = INTERRUPT_DELAY
         held = keeping if isinstance(keeping, HeldPool) else None
         self._starter = launcher.starter(self._request(options), self) if held is None else held.starter()
         self.companion.use(self._starter)
@@ -189,6 +198,7 @@ class PoolBase:
             self.group.want(range(size), deadline, progress=progress)
             self._note_arrivals("start", range(size))
             if keep is not None:
+                self.runs.interrupt_delay = INTERRUPT_DELAY
                 self.keeping = held or Keeping.begin(
                     base, keep, size=size, plane=plane, ports=self._ports, deadline=deadline
                 )
@@ -266,9 +276,12 @@ class PoolBase:
         """
         self._own(self.group.pids())
         pids = self.group.pids()
-        left = leftovers.find(self.runs.questions, pids)
+        left, interrupted = leftovers.find(self.runs.questions, pids)
         if show is None:
+            interrupted += tuple(cell.label or cell.cell for cell in left if cell.interrupted)
             left = [cell for cell in left if cell.order is not None and cell.running]
+        for label in interrupted:
+            self.tell(f"cell {label} {leftovers.INTERRUPTED}")
         came = {rank for cell in left if cell.order is not None for rank in (*cell.joined, *cell.without)}
         self.newcomers.found({rank: started_at(pids[rank]) for rank in came})
         leaving = self.group.members.let_go

@@ -21,6 +21,8 @@ ANSWER_WITHIN = 2.0
 SLOW_WITHIN = 15.0
 """Seconds more for ranks that are not stopped: cells that a rank does not name are lost, and much mail may precede its answer."""
 STOPPED = ("T", "t")
+INTERRUPTED = "was interrupted when its notebook ended"
+"""What the next notebook reads of a cell that ended by the interrupt which Jupyter sends before it shuts a kernel down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,11 @@ class LeftCell:
         return tuple(rank for rank, part in self.parts.items() if part.running)
 
     @property
+    def interrupted(self) -> bool:
+        """Whether the end of its notebook has interrupted it on a rank: no notebook has seen that end."""
+        return any(part.interrupted for part in self.parts.values())
+
+    @property
     def order(self) -> RunCell | None:
         """What ranks were sent, if the cell is elastic."""
         return next((part.order for part in self.parts.values() if part.order is not None), None)
@@ -71,21 +78,27 @@ class LeftCell:
 Show = Callable[[LeftCell], OutputSink]
 
 
-def find(questions: Questions, pids: Mapping[int, int]) -> list[LeftCell]:
-    """Ask these ranks, whose processes are on this host, for their cells, in the order in which the first rank has them."""
+def find(questions: Questions, pids: Mapping[int, int]) -> tuple[list[LeftCell], tuple[str, ...]]:
+    """Ask these ranks, whose processes are on this host, for their cells, in the order in which the first rank has them.
+
+    Returns:
+        The cells, and the labels of cells that were interrupted when their notebook ended although it has seen their end.
+    """
     answers = questions.ask(AskCells, tuple(pids), Deadline(ANSWER_WITHIN))
     slow = [rank for rank, pid in pids.items() if rank not in answers and process_state(pid) not in STOPPED]
     if slow:
         answers |= questions.ask(AskCells, slow, Deadline(SLOW_WITHIN))
     found: dict[str, LeftCell] = {}
-    held = {rank: answer.cells for rank, answer in sorted(answers.items()) if isinstance(answer, Cells)}
+    heard = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Cells)}
+    held = {rank: answer.cells for rank, answer in heard.items()}
     for rank, parts in held.items():
         for part in parts:
             found.setdefault(part.cell, LeftCell(part.cell, part.label, {})).parts[rank] = part
-    return [
+    cells = [
         replace(cell, without=tuple(rank for rank in held if rank not in cell.parts))
         for cell in found.values()
     ]
+    return cells, tuple(dict.fromkeys(answer.interrupted for answer in heard.values() if answer.interrupted))
 
 
 def go_on(

@@ -151,5 +151,5 @@ def why_unknown(newcomers: Mapping[int, Newcomer], ranks: Sequence[int]) -> str:
     them = "it" if len(came) == 1 else "them"
     return (
         f"{format_ranks(came)} came later, by {one.how} at {at}, and {has} nothing that earlier cells made; "
-        f"`%hvd_pool sync {compact_ranks(came)}` brings {them} what the others know"
+        f"`%hvd_pool sync {compact_ranks(came)}` brings {them} what the others know, and so does `%%hvd_run --sync` before its cell"
     )

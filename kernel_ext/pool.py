@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 
 class Pool(Running, Measuring, Sizing, Asking, Looking):
-    """The ranks of one user. :meth:`start` and :meth:`attach` make it; all methods may be called from any thread.
+    """The ranks of one user. All methods may be called from any thread.
+
+    ``Pool.start(8)`` starts ranks, and ``Pool.attach("mine")`` finds those of a kept pool; ``hvdlab.pool()`` is the pool of the
+    notebook's own magics.
 
     Attributes:
         launcher, plane: The names that the caller of :meth:`start` gave.
@@ -355,6 +358,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
                 "these ranks end with this process; only a pool that was started with keep= "
                 "(`%hvd_pool start --keep`) can be left to itself"
             )
+        self._base.runs.release_pool()  # before the lock, which may take longer than an interrupt is delayed
         with self._changing:
             if self._stopped:
                 return

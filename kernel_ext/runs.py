@@ -21,6 +21,7 @@ from hvdlab.kernel_ext.cells.events import (
     DoneArrived,
     OutputArrived,
     PoolNews,
+    PoolReleased,
     RankDied,
     RanksReleased,
     Stalled,
@@ -107,6 +108,7 @@ class Runs:
         untold: Called with each line that :meth:`tell` gave a cell too late: it had ended. The thread that drove the cell; must not block.
 
     Attributes:
+        interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted, for cells that begin from then on.
         first_to_fail: The rank that failed first in the last cell that did not end well; None if there was none.
     """
 
@@ -122,6 +124,7 @@ class Runs:
         late: Callable[[int, Late], None] = lambda rank, late: None,
         untold: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self.interrupt_delay = 0.0
         self._late, self._newcomers, self._untold = late, newcomers or Newcomers(), untold
         self._client = client
         self._reason = reason
@@ -263,6 +266,7 @@ class Runs:
             look=watch.look,
             finished=lambda results: self._finished(cell, results),
             desk=PromptDesk(prompter, self._reply),
+            interrupt_delay=self.interrupt_delay,
         )
         run = _Run(order, arrivals, handle, watch, elastic)
         with self._lock:
@@ -321,6 +325,13 @@ class Runs:
         self._interrupted.update(dict.fromkeys(ranks, time.monotonic()))
         with contextlib.suppress(CoordinatorLostError):
             self._client.interrupt(ranks)
+
+    def release_pool(self) -> None:
+        """Drop the interrupts that are delayed: this process lets go of the ranks, and their cells go on. Any thread."""
+        with self._lock:
+            handles = [run.handle for run in self._runs.values()]
+        for handle in handles:
+            handle.feed(PoolReleased())
 
     def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
         """Send mail of a kind that :meth:`resync` sends again: it may be lost with a coordinator. Any thread."""

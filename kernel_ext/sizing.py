@@ -29,8 +29,11 @@ class Sizing:
         While an elastic cell runs, ranks that are added get to know what the others know and take part in it, and ranks
         that are too many leave at their next commit, so that no step is lost.
 
+        Ranks are numbered from 0, so those with the highest numbers leave.
+
         Raises:
-            InvalidRequestError: The pool can't have this size; nothing has changed.
+            InvalidRequestError: The pool can't have this size, or a rank that lives would end while a lost one stays; nothing has
+                changed.
             StartError: A new rank did not start within ``timeout`` seconds; the others are as before. Or a rank that leaves did not
                 come to a commit by then: it leaves when it does, and only then the pool can be resized again.
         """
@@ -39,6 +42,7 @@ class Sizing:
         with self._changing, checks.limits_explained(f"the pool could not get {wanted} ranks"):
             self._base.check_resizable(wanted)
             self._base.check_elastic(wanted)
+            self._check_dropped(wanted)
             deadline, before = Deadline(timeout), self._base.group.ready()
             leaving = tuple(rank for rank in before if rank >= wanted) if self._base.runs.elastic() else ()
             if leaving:
@@ -55,6 +59,19 @@ class Sizing:
             self._base.came("resize", new)
             self._base.note_kept()
             self._base.bring_in(new, timeout)
+
+    def _check_dropped(self, size: int) -> None:
+        """Raises ``InvalidRequestError`` if a living rank would end, with its variables, in place of a lost one."""
+        ending = [rank for rank in self._base.group.ready() if rank >= size]
+        lost = [rank for rank in self.lost if rank < size]
+        if not ending or not lost:
+            return
+        are, one, them = ("is", "it", "its") if len(lost) == 1 else ("are", "them", "their")
+        raise InvalidRequestError(
+            f"{format_ranks(lost)} {are} lost, but {format_ranks(ending)} would end, with all variables there, since ranks are "
+            f"numbered from 0; `%hvd_pool repair` or pool.repair() replaces {one} first, under {them} old "
+            f"number{'' if len(lost) == 1 else 's'}"
+        )
 
     def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
         """Start lost ranks again under their old numbers, with empty memory. Returns them.

@@ -157,6 +157,9 @@ def run_parser(magic: str = "%%hvd_run") -> MagicParser:
     parser = MagicParser(magic, "Run this cell on the ranks; the pool is started by the first cell.")
     add_pool_options(parser)
     parser.add_argument("--ranks", metavar="0,2-3,::2", help="run on these ranks only")
+    parser.add_argument(
+        "--sync", action="store_true", help="first bring ranks that came later what the others know"
+    )
     add_cell_options(parser)
     parser.add_argument(
         "--elastic",

@@ -50,6 +50,7 @@ class CellMagics(Magics):
             plane=options.plane,
             hosts=options.hosts,
             launcher_options=options.launcher_option,
+            sync=options.sync,
         )
         ranks = parse_ranks(options.ranks, ranks_of(pool)) if options.ranks else ranks_of(pool)
         return _run(self.session, pool, source, ranks, options, offset)

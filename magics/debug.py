@@ -8,7 +8,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from hvdlab.magics.arguments import MagicParser, documented, parse_ranks
-from hvdlab.magics.session import Session, ranks_of
+from hvdlab.magics.session import Session, as_usage_error, ranks_of
 
 
 def debug_parser() -> MagicParser:
@@ -67,9 +67,15 @@ class DebugMagics(Magics):
             raise UsageError(
                 f"%hvd_debug: rank {chosen}, which failed first, is gone; `%hvd_debug R` looks at another"
             )
-        from hvdlab.kernel_ext.rank.debugging import POST_MORTEM
+        from hvdlab.kernel_ext.rank.debugging import HAS_FAILED, POST_MORTEM
         from hvdlab.magics.running import run_cell
 
+        with as_usage_error():
+            failed = pool.pull(HAS_FAILED, [chosen])[chosen]
+        if not failed:
+            raise UsageError(
+                f"%hvd_debug: there is nothing to debug: the last cell of rank {chosen} did not fail, or hvdlab itself has raised its error"
+            )
         print(f"rank {chosen}, where it failed; `q` leaves the debugger, and the variables stay as they are")
         how = argparse.Namespace(output="stream", out=None, background=False, timeout=None)
         run_cell(self.session, pool, POST_MORTEM, [chosen], how, 0)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.error import UsageError
 from IPython.core.extensions import ExtensionManager
+from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives import context
+from hvdlab.collectives.errors import InvalidRequestError, format_ranks
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.autohvd import AutoMagics, AutoRun
 from hvdlab.magics.c10d import C10dMagics
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool
 
 _ATTRIBUTE = "_hvdlab_extension"
+_MISPLACED = re.compile(r"%%hvd_(run|rank)")
+"""Matches a cell magic of ours in IPython's error about a line magic of that name, which there is not."""
 MAGICS = {
     "line": (
         "hvd_run",
@@ -92,6 +98,7 @@ class Extension:
         ):
             self.shell.register_magics(magics)
         self.shell.events.register("pre_run_cell", self._remember_cell)
+        self.shell.events.register("post_run_cell", self._hint)
         self.shell.input_transformers_cleanup.append(self._auto)
         if (take_ranks := self._kernel_takes_ranks()) is not None:
             take_ranks(KernelRanks(self.session))
@@ -100,6 +107,7 @@ class Extension:
         add_awaiting(self.session.awaited)
         self._panel = load_panel(self.session)
         load_debugger(self.session, self._auto)
+        self._follow_shutdown()
         setattr(self.shell, _ATTRIBUTE, self)
 
     def prewarm(self) -> None:
@@ -123,10 +131,31 @@ class Extension:
         self._completer.unload()
         self.shell.input_transformers_cleanup.remove(self._auto)
         self.shell.events.unregister("pre_run_cell", self._remember_cell)
+        self.shell.events.unregister("post_run_cell", self._hint)
         for kind, names in MAGICS.items():
             for name in names:
                 self.shell.magics_manager.magics[kind].pop(name, None)
         self.session.close()
+
+    def _follow_shutdown(self) -> None:
+        """Let go of a kept pool as soon as the kernel is asked to end, on its control thread, also while a cell runs.
+
+        Only the message's handler hears of that in time: the interrupt that Jupyter sends before is delayed by a third of a second,
+        and what else a kernel does at its end it does after the cell.
+        """
+        handlers = getattr(getattr(self.shell, "kernel", None), "control_handlers", None)
+        if handlers is None:
+            return
+        before = handlers["shutdown_request"]
+
+        async def shutdown_request(*args: Any) -> None:
+            try:
+                self.session.release_kept()
+            finally:
+                await before(*args)
+
+        handlers["shutdown_request"] = shutdown_request
+        self.session.leaving.callback(handlers.__setitem__, "shutdown_request", before)
 
     def _kernel_takes_ranks(self) -> Callable[[KernelRanks | None], None] | None:
         """The method by which a kernel whose cells run on ranks takes them; None for any other kernel."""
@@ -141,11 +170,43 @@ class Extension:
     def _remember_cell(self, info: Any) -> None:
         self.session.raw_cell = info.raw_cell or ""
 
+    def _hint(self, result: Any) -> None:
+        """After a cell of the notebook's own process that failed, say where its name is, or its magic belongs."""
+        error = getattr(result, "error_in_exec", None)
+        if isinstance(error, UsageError) and (magic := _MISPLACED.search(str(error))):
+            print(f"`{magic[0]}` must be the first line of its cell; put what stands above it below")
+        elif (
+            type(error) is NameError
+            and not self.session.ranks_by_default
+            and (where := self.session.ranks_with(error.name or ""))
+        ):
+            print(f"`{error.name}` exists on {format_ranks(where)}: put `%%hvd_run` on top")
+
 
 def extension_of(shell: InteractiveShell) -> Extension | None:
     """The extension that is loaded into this shell."""
     found: Extension | None = getattr(shell, _ATTRIBUTE, None)
     return found
+
+
+def pool() -> Pool:
+    """Return the notebook's pool: the ranks that ``%%hvd_run`` cells run on.
+
+    Raises:
+        InvalidRequestError: No ranks are running, or this process is a rank.
+    """
+    shell = get_ipython()
+    extension = extension_of(shell) if shell is not None else None
+    found = extension.session.pool if extension is not None else None
+    if found is not None:
+        return found
+    if context.in_rank_of_pool():
+        raise InvalidRequestError(
+            "this is a rank; the notebook's process has the pool: call hvdlab.pool() in a cell without %%hvd_run, or under %%local"
+        )
+    raise InvalidRequestError(
+        "no ranks are running: start some with `%hvd_pool start -np 8` or a %%hvd_run cell, or with hvdlab.Pool.start()"
+    )
 
 
 def load(shell: InteractiveShell) -> None:

@@ -11,6 +11,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.visible import visible_lines
 from hvdlab.kernel_ext.lacks import back, lacking
 from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, parse_ranks, positive
 from hvdlab.magics.running import make_sink
@@ -20,6 +21,7 @@ from hvdlab.magics.status_table import StatusTable
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.cells.sink import OutputSink
     from hvdlab.kernel_ext.leftovers import LeftCell
+    from hvdlab.kernel_ext.pool import Pool
 
 COMMANDS = ("start", "status", "resize", "repair", "restart", "sync", "stop", "attach", "detach", "list")
 WITH_ARGUMENT = ("start", "resize", "restart", "sync", "attach")
@@ -92,7 +94,7 @@ class PoolMagics(Magics):
             new=True,
         )
         kept = f"; `%hvd_pool attach {pool.name}` in another notebook finds them" if pool.name else ""
-        print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready{kept}")
+        print(_ready(pool) + kept)
 
     def _status(self, options: Any) -> StatusTable:
         pool = self.session.need_pool("%hvd_pool status")
@@ -106,9 +108,9 @@ class PoolMagics(Magics):
                 "%hvd_pool resize: say how many ranks there shall be, as in `%hvd_pool resize 4`"
             )
         np = options.np if options.argument is None else _number("resize", options.argument)
-        with as_usage_error():
-            pool.resize(np)
-        print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready")
+        for line in self.session.resize(pool, np):
+            print(line)
+        print(_ready(pool))
         if new := self.session.greet(pool):
             print(new)
 
@@ -153,8 +155,10 @@ class PoolMagics(Magics):
         with as_usage_error():
             name = options.argument or _only_pool(options.launcher)
         pool = self.session.attach(name, self._show_left, options.launcher)
+        for text in pool.news():
+            print(visible_lines(text))
         self.session.labels.update({run.cell: run.label for run in pool.resumed})
-        print(f"{say_ranks(ranks_of(pool))} {'is' if pool.size == 1 else 'are'} ready, with all variables")
+        print(_ready(pool, ", with all variables"))
         busy = [status.rank for status in pool.status() if status.state.partition(",")[0] == "running"]
         if busy:
             verb = "runs" if len(busy) == 1 else "run"
@@ -164,11 +168,14 @@ class PoolMagics(Magics):
 
     def _show_left(self, left: LeftCell) -> OutputSink:
         """The sink for a cell that the notebook before has left: its output is shown under the cell that runs now."""
+        from hvdlab.kernel_ext.leftovers import INTERRUPTED
+
         does = "trains" if left.order is not None else "runs"
+        cell = f"cell {left.label or left.cell}"
+        if left.interrupted:
+            print(f"{cell} {INTERRUPTED}")
         state = f"still {does} on {format_ranks(left.running)}" if left.running else "has ended"
-        print(
-            f"cell {left.label or left.cell} of the notebook before {state}; what it wrote meanwhile follows"
-        )
+        print(f"{cell} of the notebook before {state}; what it wrote meanwhile follows")
         return make_sink(self.session, left.ranks, "grouped", background=True)
 
     def _detach(self, options: Any) -> None:
@@ -200,6 +207,21 @@ def _only_pool(launcher: str | None) -> str:
         if names
         else "%hvd_pool attach: no pool is kept; `%hvd_pool start --keep NAME` starts one"
     )
+
+
+def _ready(pool: Pool, how: str = "") -> str:
+    """``rank 0 is ready``, of the ranks that live; a clause names those that are lost."""
+    ranks = ranks_of(pool)
+    lost = format_ranks(list(pool.lost))
+    also = (
+        f"; {lost} {'is' if len(pool.lost) == 1 else 'are'} lost, `%hvd_pool repair` replaces them"
+        if pool.lost
+        else ""
+    )
+    ready = (
+        f"{say_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} ready{how}" if ranks else "no rank lives"
+    )
+    return ready + also
 
 
 def _number(command: str, text: str) -> int:

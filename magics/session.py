@@ -139,6 +139,7 @@ class Session:
         keep: str | None = None,
         launcher_options: Sequence[str] | None = None,
         new: bool = False,
+        sync: bool = False,
         say: Callable[[str], None] = print,
     ) -> Pool:
         """The pool with ``np`` ranks: as it is, resized or new.
@@ -148,6 +149,7 @@ class Session:
             launcher_options: ``key=value`` for a new pool; a pool that runs keeps those that it was started with.
             new: Start a pool also if the last one broke down, which else only happens if ``np`` is given: a cell that
                 relies on variables of the old ranks would only fail on new ones.
+            sync: Bring ranks that came later what the others know.
             say: Called with each sentence for the user.
 
         Raises:
@@ -179,19 +181,31 @@ class Session:
                 "--launcher-option: the ranks that run were started already; `%hvd_pool stop` ends them, then a new pool can "
                 "be started"
             )
-        if np is not None and np != pool.size:
-            with as_usage_error():
-                pool.resize(np)
-            if greeting := self.greet(pool):
-                say(greeting)
+        resized = np is not None and np != pool.size
+        if np is not None and resized:
+            for line in self.resize(pool, np):
+                say(line)
+        if (resized or sync) and (greeting := self.greet(pool, bring=sync)):
+            say(greeting)
         for text in pool.news():
             say(visible_lines(text))
         if pool.lost:
             say(f"{_lost(pool.lost)}; `%hvd_pool repair` starts lost ranks again")
         return pool
 
-    def greet(self, pool: Pool) -> str:
-        """The sentence about ranks that came later. In the kernel whose cells run on ranks, bring them what others know.
+    def resize(self, pool: Pool, np: int) -> list[str]:
+        """Change the number of ranks. Returns a sentence for the user if ranks that lived have ended."""
+        before = set(pool.ranks)
+        with as_usage_error():
+            pool.resize(np)
+        ended = sorted(before - set(pool.ranks))
+        if not ended:
+            return []
+        has, its = ("has", "its") if len(ended) == 1 else ("have", "their")
+        return [f"{format_ranks(ended)} {has} ended, with {its} variables"]
+
+    def greet(self, pool: Pool, *, bring: bool = False) -> str:
+        """The sentence about ranks that came later. With ``bring``, and in the kernel whose cells run on ranks, bring them what others know.
 
         That is not done while a cell runs: it would come after the cell, and the notebook would wait for it.
         """
@@ -201,7 +215,7 @@ class Session:
         lacks = lacking(pool.names(), new) if new else ""
         if not lacks:
             return ""
-        if not self.ranks_by_default or pool.state == "running":
+        if not (bring or self.ranks_by_default) or pool.state == "running":
             return f"{format_ranks(new)} {'is' if len(new) == 1 else 'are'} new; {lacks}"
         try:
             return str(pool.sync())
@@ -251,6 +265,25 @@ class Session:
                 pool.detach()
             else:
                 pool.stop()
+
+    def ranks_with(self, name: str) -> tuple[int, ...]:
+        """Return the ranks on which users have made this name, of those that answer within the pool's limit; none without a pool."""
+        pool = self.pool
+        if pool is None:
+            return ()
+        try:
+            names = pool.names()
+        except HvdlabError:  # the pool is gone or has no rank that lives: the user's own error stands
+            return ()
+        return tuple(
+            rank for rank, found in sorted(names.items()) if name in (*found.variables, *found.modules)
+        )
+
+    def release_kept(self) -> None:
+        """Let go of a pool that is kept, whose ranks and cells go on; other pools stay. Any thread, also while a cell runs."""
+        pool = self._pool
+        if pool is not None and pool.name:
+            self.end_pool()
 
     def attach(self, name: str, show: Callable[[LeftCell], OutputSink], launcher: str | None = None) -> Pool:
         """Take a kept pool over. Raises UsageError if that fails, or this notebook has a pool.

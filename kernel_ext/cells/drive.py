@@ -68,6 +68,7 @@ class CellHandle:
         ask: ``ask(ranks)`` has ranks tell where they are, as :class:`StackArrived`. Must not block.
         look: ``look(ranks)`` looks at ranks' processes, for :class:`ProcessSeen`. Must not block.
         finished: Called once with the results, on the driving thread, before :meth:`wait` returns.
+        interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted.
         desk: Where ranks ask the user; by default none that asks gets an answer.
     """
 
@@ -82,7 +83,9 @@ class CellHandle:
         look: Callable[[tuple[int, ...]], None] | None = None,
         finished: Callable[[CellResults], None] | None = None,
         desk: PromptDesk | None = None,
+        interrupt_delay: float = 0.0,
     ) -> None:
+        self._on_signal = InterruptRequested(interrupt_delay)
         self._desk = desk or PromptDesk(None, _no_reply)
         self._at_prompts: tuple[int, ...] = ()
         self.cell, self.label, self.ranks = run.cell, run.label, run.ranks
@@ -244,7 +247,7 @@ class CellHandle:
         try:
             reply = self._desk.ask(question, self._meanwhile if self._desk.shows_beside else nullcontext)
         except KeyboardInterrupt:
-            self.interrupt()
+            self.feed(self._on_signal)
             reply = ""
         if reply:
             self._sink.note(visible_lines(reply))
@@ -304,7 +307,7 @@ class CellHandle:
             return
 
         def on_sigint(signum: int, frame: FrameType | None) -> None:
-            self.interrupt()
+            self.feed(self._on_signal)
 
         previous = signal.signal(signal.SIGINT, on_sigint)
         try:

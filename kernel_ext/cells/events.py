@@ -78,7 +78,18 @@ class TakenOver:
 
 @dataclass(frozen=True, slots=True)
 class InterruptRequested:
-    """The user wants the cell to end."""
+    """The user wants the cell to end.
+
+    Attributes:
+        delay: Seconds until the ranks are interrupted, unless :class:`PoolReleased` comes before.
+    """
+
+    delay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReleased:
+    """This process lets go of its ranks, which go on: delayed interrupts were not the user's, and are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +158,7 @@ Event = (
     | RanksReleased
     | TakenOver
     | InterruptRequested
+    | PoolReleased
     | TimePassed
     | PoolNews
     | Stalled

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.visible import visible_lines
+from hvdlab.collectives.visible import visible, visible_lines
 from hvdlab.kernel_ext.newcomers import Newcomer
 from hvdlab.kernel_ext.output.crash import crash_lines
 from hvdlab.kernel_ext.output.values import html_of, text_of
@@ -327,14 +327,21 @@ class CellResults(Sequence[Any]):
         return self.plain and [ranks for ranks, _ in self.groups()] == [self.ranks]
 
     def __repr__(self) -> str:
-        groups = self.groups()
-        failed = tuple(r for r in self.ranks if r in self.errors or r in self.deaths)
-        if failed:
-            groups.append((failed, {"text/plain": "failed"}))
+        groups = self.groups() + self._failures()
         return text_of(groups, name=self.name) if groups else f"<no values from {format_ranks(self.ranks)}>"
 
     def _repr_html_(self) -> str | None:
-        return html_of(self.groups())
+        return html_of(self.groups() + self._failures())
+
+    def _failures(self) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
+        """Ranks that failed alike, with a line that says how, in the form of :meth:`groups`."""
+        ranks_by_line: dict[str, list[int]] = {}
+        for rank in self.ranks:
+            if rank in self.errors:
+                ranks_by_line.setdefault(f"failed: {visible(one_line(self.errors[rank]))}", []).append(rank)
+            elif rank in self.deaths:
+                ranks_by_line.setdefault(f"died: {visible(self.deaths[rank].reason)}", []).append(rank)
+        return [(tuple(ranks), {"text/plain": line}) for line, ranks in ranks_by_line.items()]
 
 
 def _were(ranks: Sequence[int]) -> str:

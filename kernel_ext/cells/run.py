@@ -30,6 +30,7 @@ from hvdlab.kernel_ext.cells.events import (
     Note,
     OutputArrived,
     PoolNews,
+    PoolReleased,
     ProcessSeen,
     RankBegan,
     RankDied,
@@ -101,6 +102,8 @@ class CellRun:
         self._places = Places()
         self._interrupts = Interrupts(self._places)
         self._stalls = Stalls(cell, self.ranks, self._places, stall_time, now)
+        self._interrupt_at: float | None = None
+        self._released = False
         self._asking_since: float | None = None
         self._announce_at: float | None = None
         self._unannounced: list[Death] = []
@@ -121,6 +124,7 @@ class CellRun:
                     else ()
                 ),
                 self._announce_at,
+                self._interrupt_at,
                 self._interrupts.deadline,
                 self._places.deadline,
             )
@@ -246,13 +250,28 @@ class CellRun:
 
     @_on.register
     def _interrupt(self, event: InterruptRequested, now: float) -> list[Effect]:
-        self._grace_at = None
+        if not event.delay:
+            return self._interrupt_ranks(now)
+        if self._interrupt_at is None and not self._released:
+            self._interrupt_at = now + event.delay
+        return []
+
+    @_on.register
+    def _pool_released(self, event: PoolReleased, now: float) -> list[Effect]:
+        # A signal may be handled after the request that it precedes: interrupts that come later are dropped as well.
+        self._released, self._interrupt_at = True, None
+        return []
+
+    def _interrupt_ranks(self, now: float) -> list[Effect]:
+        self._interrupt_at = self._grace_at = None
         self._stalls.hush()
         return self._interrupts.requested(self.running, now)
 
     @_on.register
     def _time(self, event: TimePassed, now: float) -> list[Effect]:
         effects: list[Effect] = []
+        if self._interrupt_at is not None and now >= self._interrupt_at:
+            effects += self._interrupt_ranks(now)
         if self._asking_since is None:
             effects += self._limits(now)
         if self._announce_at is not None and now >= self._announce_at:

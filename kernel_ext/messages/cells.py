@@ -244,6 +244,7 @@ class HeldCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
         dropped: Those of them that no process has taken: they were too much to be kept.
         running: Whether it has not ended.
         order: What the rank was sent, if the cell is elastic: ranks that come later have to get it, too.
+        interrupted: Whether it has ended by a KeyboardInterrupt.
     """
 
     cell: str
@@ -252,10 +253,16 @@ class HeldCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
     dropped: int
     running: bool
     order: RunCell | None = None
+    interrupted: bool = False
 
 
 class Cells(Payload, frozen=True):
-    """Answer to :class:`AskCells`: the cells, in the order in which they came."""
+    """Answer to :class:`AskCells`: the cells, in the order in which they came.
+
+    Attributes:
+        interrupted: The label of the last cell, if its notebook has seen it interrupted and ended right after; else empty.
+    """
 
     ticket: int
     cells: tuple[HeldCell, ...]
+    interrupted: str = ""

@@ -35,13 +35,23 @@ def _coloured(results: CellResults, cause: RootCause) -> list[str]:
     others = _consequences(results, cause)
     if others and cause.traceback:
         lines.append("")
-    return lines + others + _came_later(results) + _recorded(results, cause)
+    return lines + others + _came_later(results) + _replacing(results) + _recorded(results, cause)
+
+
+def _replacing(results: CellResults) -> list[str]:
+    """How ranks that died are replaced."""
+    if not results.deaths or not results.replaceable:
+        return []
+    return ["", f"`%hvd_pool repair` replaces {format_ranks(tuple(results.deaths))}"]
 
 
 def _came_later(results: CellResults) -> list[str]:
     """Why names are unknown on ranks that were started after the cells which made them."""
-    unknown = [rank for rank, error in results.errors.items() if error.ename == "NameError"]
-    why = why_unknown(results.newcomers, unknown)
+    unknown = {rank: error.evalue for rank, error in results.errors.items() if error.ename == "NameError"}
+    # A name that ranks lack which were there from the beginning was made nowhere: newcomers lack nothing by coming late.
+    nowhere = {name for rank, name in unknown.items() if rank not in results.newcomers}
+    unknown = {rank: name for rank, name in unknown.items() if name not in nowhere}
+    why = why_unknown(results.newcomers, list(unknown))
     return ["", why] if why else []
 
 

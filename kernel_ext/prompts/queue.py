@@ -102,11 +102,11 @@ class PromptQueue:
         return Question(rank, self._request_of(rank))
 
     def label(self, question: Question) -> str:
-        """The prompt with the rank's name, and the other ranks that wait."""
-        others = [rank for rank in self.ranks if rank != question.rank]
-        also = ""
-        if others:
-            also = f" ({format_ranks(others)} {'waits' if len(others) == 1 else 'wait'}, @? tells)"
+        """The prompt with the rank's name, and whether other ranks wait.
+
+        It does not name them: a prompt stays as it is while more ranks come to theirs.
+        """
+        also = " (others wait, @? tells)" if any(rank != question.rank for rank in self.ranks) else ""
         return f"[rank {question.rank}]{also} {question.request.prompt}"
 
     def status(self) -> str:

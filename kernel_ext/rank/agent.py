@@ -218,7 +218,7 @@ class RankAgent:
         elif isinstance(mail, Reply):
             self._prompting.answered(mail)
         elif isinstance(mail, AskCells):
-            self._reply(Cells(mail.ticket, self._capture.sent.held()))
+            self._reply(Cells(mail.ticket, self._capture.sent.held(), self._capture.sent.ended_with_notebook))
         elif isinstance(mail, AskStatus):
             self._reply(self._status(mail.ticket))
         elif isinstance(mail, AskStack):

@@ -19,6 +19,8 @@ from hvdlab.kernel_ext.rank.failures import is_ours
 from hvdlab.kernel_ext.rank.prompting import LeftDebugger
 
 POST_MORTEM = "__import__('hvdlab.kernel_ext.rank.debugging', fromlist=['post_mortem']).post_mortem()"
+HAS_FAILED = "getattr(__import__('sys'), 'last_traceback', None) is not None"
+"""Whether :func:`post_mortem` finds frames. An expression: to run a cell would drop them."""
 """The cell that ``%hvd_debug`` runs."""
 
 _LOOKS_BACK = re.compile(

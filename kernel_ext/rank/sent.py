@@ -9,6 +9,7 @@ pool, the newest :data:`UNATTENDED` bytes of each cell are kept for the next one
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ from hvdlab.kernel_ext.payloads import (
 
 UNATTENDED = 4 << 20
 """Bytes of a cell's output that are kept while no process takes it."""
+
+WITH_NOTEBOOK = 5.0
+"""Seconds between a cell's interrupt and the end of its notebook for one to have come with the other: Jupyter kills a kernel
+that has not ended so long after it was asked to."""
 
 Post = Callable[[str, bytes], None]
 
@@ -69,20 +74,41 @@ class Sent:
         self._cells: dict[str, _Cell] = {}
         self._holding = False
         self._late_total = 0
+        #: The label of the last cell and when it ended, if it ended by a KeyboardInterrupt.
+        self._interrupted: tuple[str, float] | None = None
+        self._ended_with_notebook = ""
 
     def held(self) -> tuple[HeldCell, ...]:
         """What there is for the process that uses this rank next. Nothing of it is dropped before :meth:`release`."""
         with self._lock:
             self._holding = True
             return tuple(
-                HeldCell(cell, known.label, known.before, known.dropped, known.done is None, known.order)
+                HeldCell(
+                    cell,
+                    known.label,
+                    known.before,
+                    known.dropped,
+                    known.done is None,
+                    known.order,
+                    _was_interrupted(known.done),
+                )
                 for cell, known in self._cells.items()
             )
+
+    @property
+    def ended_with_notebook(self) -> str:
+        """The label of a settled cell that was interrupted when the notebook ended that had seen it; empty if there is none."""
+        return self._ended_with_notebook
 
     def release(self) -> None:
         """The process that called for :meth:`held` is gone: what is too much may be dropped again."""
         with self._lock:
             self._holding = False
+            self._ended_with_notebook = ""
+            if self._interrupted is not None and not self._cells:
+                label, when = self._interrupted
+                if time.monotonic() - when < WITH_NOTEBOOK:
+                    self._ended_with_notebook = label
 
     def expect(self, cell: str, label: str = "", order: RunCell | None = None) -> bool:
         """A cell came; False if it came before, and must not run again.
@@ -94,6 +120,7 @@ class Sent:
             if cell in self._cells:
                 return False
             self._cells[cell] = _Cell(label, order)
+            self._interrupted = None
             return True
 
     def output(self, cell: str, chunks: Sequence[Chunk], size: int, *, unattended: bool = False) -> int:
@@ -134,6 +161,8 @@ class Sent:
             known = self._cells.get(done.cell)
             if known is not None:
                 done = known.done = msgspec.structs.replace(done, total=known.total)
+                if _was_interrupted(done):
+                    self._interrupted = (known.label, time.monotonic())
             self._post(TO_POOL, encode(done))
 
     def taken(self, cell: str, taken: int) -> None:
@@ -170,6 +199,10 @@ class Sent:
                         self._post(TO_POOL, body)
                 if known.done is not None:
                     self._post(TO_POOL, encode(known.done))
+
+
+def _was_interrupted(done: CellDone | None) -> bool:
+    return done is not None and done.error is not None and done.error.interrupted
 
 
 def _forget(known: _Cell, taken: int) -> None:

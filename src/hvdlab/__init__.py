@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hvdlab.kernel_ext.cells.failure import CellFailed as CellFailed
     from hvdlab.kernel_ext.cells.results import CellResults as CellResults
     from hvdlab.kernel_ext.pool import Pool as Pool
+    from hvdlab.magics.extension import pool as pool
     from hvdlab.runner import run as run
     from hvdlab.widgets.views import export as export
     from hvdlab.widgets.views import membership as membership
@@ -33,6 +34,7 @@ _LAZY = {
     "CellFailed": "hvdlab.kernel_ext.cells.failure",
     "install_as_horovod": "hvdlab.horovod.installing",
     "run": "hvdlab.runner",
+    "pool": "hvdlab.magics.extension",
     "export": "hvdlab.widgets.views",
     "timeline": "hvdlab.widgets.views",
     "membership": "hvdlab.widgets.views",
@@ -51,6 +53,7 @@ __all__ = [
     "load_ipython_extension",
     "membership",
     "metrics",
+    "pool",
     "ranks",
     "run",
     "timeline",

@@ -65,7 +65,7 @@ def test_ranks_ask_in_the_notebooks_own_input_box(tmp_path: Path, classic: bool)
         lab.finish(INIT)
 
         lab.run(ASK)
-        answer(lab, "[rank 0] (rank 1 waits, @? tells) name?", "all: Ada")
+        answer(lab, "[rank 0] (others wait, @? tells) name?", "all: Ada")
         lab.wait_until_ended(ASK)
         assert "[0,1] hello Ada" in lab.output(ASK)
 

@@ -32,3 +32,14 @@ def test_a_rank_that_is_gone_can_not_be_looked_at(notebook: Notebook) -> None:
 
 def test_without_ranks_there_is_nothing_to_debug(notebook: Notebook) -> None:
     assert "no ranks are running" in str(notebook.run("%hvd_debug").error)
+
+
+def test_a_rank_whose_last_cell_went_well_is_asked_before_anything_is_shown(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook.run("%hvd_pool start -np 2")
+    notebook.pool.first_to_fail = 1
+    monkeypatch.setattr(notebook.pool, "pull", lambda expression, ranks: dict.fromkeys(ranks, False))
+    ran = notebook.run("%hvd_debug")
+    assert "nothing to debug: the last cell of rank 1 did not fail" in ran.usage_error
+    assert ran.stdout == ""

@@ -14,6 +14,16 @@ from patience import GONE, PATIENCE
 
 SET_UP = "%%hvd_run\nimport os\nx = {'rank': int(os.environ['RANK']), 'pid': os.getpid()}\nx['pid']"
 LATER = "%%hvd_run --background\nprint('began')\nopen(os.environ['DOOR']).read()\nprint('meanwhile')\n6 * 7"
+TRAIN = """\
+%%hvd_run
+import time
+print('training')
+for step in range(10 ** 9):
+    if os.path.exists(os.environ['DOOR']):
+        break
+    time.sleep(0.01)
+print('trained', flush=True)
+step > 0"""
 LOOK = "%%hvd_run\nassert x == {'rank': int(os.environ['RANK']), 'pid': os.getpid()}\nprint('intact')"
 
 
@@ -91,6 +101,39 @@ def test_what_a_cell_does_while_no_kernel_is_there_appears_under_the_attach(
         assert "of the notebook before" in cell.text()
         assert "meanwhile" in cell.text()
         assert "42" in cell.text()
+        kernel.run("%hvd_pool stop")
+        kernel.run("%unload_ext hvdlab")
+    finally:
+        kernel.close()
+        for process in ranks_of(tmp_path):
+            process.kill()
+
+
+def test_a_restart_leaves_the_cell_in_the_foreground_running(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Jupyter's server interrupts a kernel before it asks it to shut down."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("HVDLAB_PRELOAD", "")
+    monkeypatch.setenv("DOOR", str(tmp_path / "door"))
+    kernel = LiveKernel(tmp_path)
+    try:
+        kernel.run("%load_ext hvdlab")
+        kernel.run("%hvd_pool start 2 --keep mine")
+        assert kernel.run(SET_UP).error is None
+        cell = kernel.send(TRAIN)
+        kernel.until(lambda: "training" in cell.text())
+        kernel.manager.restart_kernel(now=False)
+        kernel.client.wait_for_ready(timeout=60)
+        kernel.run("%load_ext hvdlab")
+        cell = kernel.run("%hvd_pool attach")
+        assert "cell [4] of the notebook before still runs on ranks 0,1" in cell.text()
+        assert "interrupted" not in cell.text()
+        (tmp_path / "door").touch()
+        cell = kernel.run(LOOK)
+        assert cell.error is None, cell.error
+        cell = kernel.run("%%hvd_run\nassert step > 0\nprint('went on')")
+        assert cell.lines() == ["[0,1] went on"]
         kernel.run("%hvd_pool stop")
         kernel.run("%unload_ext hvdlab")
     finally:

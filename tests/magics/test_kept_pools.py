@@ -80,6 +80,20 @@ def test_cells_that_the_notebook_before_has_left_go_on_under_the_attach(
     assert len(sinks) == 3
 
 
+def test_a_cell_that_its_notebooks_end_interrupted_is_named(
+    notebook: Notebook, left: list[LeftCell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = HeldCell("c", "[7]", 0, 0, False, interrupted=True)
+    left += [LeftCell("c", "[7]", {0: stopped})]
+    monkeypatch.setattr(FakePool, "news", lambda pool: ["cell [6] was interrupted when its notebook ended"])
+    assert notebook.run("%hvd_pool attach mine").stdout.splitlines() == [
+        "cell [7] was interrupted when its notebook ended",
+        "cell [7] of the notebook before has ended; what it wrote meanwhile follows",
+        "cell [6] was interrupted when its notebook ended",
+        "ranks 0-2 are ready, with all variables",
+    ]
+
+
 def test_unloading_leaves_a_kept_pool_alone(notebook: Notebook) -> None:
     notebook.run("%hvd_pool attach mine")
     pool = notebook.pool

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import hvdlab
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.payloads import Names, ServerNow
 from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.magics.status_table import StatusTable
@@ -218,3 +219,58 @@ def test_importing_the_package_is_light() -> None:
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Pol'"):
         hvdlab.Pol  # noqa: B018
+
+
+def test_ranks_that_end_because_the_pool_shrinks_are_named(notebook: Notebook) -> None:
+    notebook.run("%hvd_pool start 4")
+    assert notebook.run("%hvd_pool resize 3").lines == [
+        "rank 3 has ended, with its variables",
+        "ranks 0-2 are ready",
+    ]
+    assert notebook.run("%%hvd_run -np 1\npass").lines == ["ranks 1,2 have ended, with their variables"]
+    assert notebook.run("%hvd_pool resize 2").lines[0] == "ranks 0,1 are ready"
+
+
+def test_only_living_ranks_are_ready(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook.run("%hvd_pool start 3")
+    monkeypatch.setattr(type(notebook.pool), "ranks", (0,))
+    notebook.pool.lost = {1: "killed by SIGKILL", 2: "killed by SIGKILL"}
+    said = notebook.run("%hvd_pool resize 3").lines[0]
+    assert said == "rank 0 is ready; ranks 1,2 are lost, `%hvd_pool repair` replaces them"
+
+
+def test_a_cell_brings_newcomers_what_the_others_know_before_it_runs(notebook: Notebook) -> None:
+    notebook.run("%hvd_pool start 2")
+    notebook.pool.names = lambda ranks=None: {0: Names(0, ("model",), ()), 2: Names(0, (), ())}  # type: ignore[method-assign]
+    ran = notebook.run("%%hvd_run -np 3 --sync\npass")
+    assert ran.lines == ["synced [2]"]
+    assert notebook.run("%%hvd_run --sync\npass").lines == []
+
+
+def test_a_name_that_only_ranks_have_is_pointed_out_after_the_error(notebook: Notebook) -> None:
+    notebook.run("%hvd_pool start 3")
+    notebook.pool.names = lambda ranks=None: {r: Names(0, ("model",), ("hvd",)) for r in range(3)}  # type: ignore[method-assign]
+    assert notebook.run("model").lines[-1] == "`model` exists on ranks 0-2: put `%%hvd_run` on top"
+    assert notebook.run("hvd.rank()").lines[-1] == "`hvd` exists on ranks 0-2: put `%%hvd_run` on top"
+    assert "exists on" not in notebook.run("other").stdout
+    assert "exists on" not in notebook.run("%%hvd_run\nmodel").stdout
+    notebook.run("%hvd_pool stop")
+    assert "exists on" not in notebook.run("model").stdout
+
+
+def test_a_comment_above_the_magic_is_pointed_out(notebook: Notebook) -> None:
+    said = notebook.run("# trains\n%%hvd_run\nrank").stdout
+    assert "`%%hvd_run` must be the first line of its cell" in said
+
+
+def test_the_notebooks_pool_has_a_name_in_python(notebook: Notebook) -> None:
+    with pytest.raises(InvalidRequestError, match="no ranks are running"):
+        hvdlab.pool()
+    notebook.run("%hvd_pool start 2")
+    assert hvdlab.pool() is notebook.pool
+
+
+def test_a_rank_has_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlab.collectives.context.in_rank_of_pool", lambda: True)
+    with pytest.raises(InvalidRequestError, match="this is a rank"):
+        hvdlab.pool()

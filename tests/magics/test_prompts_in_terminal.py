@@ -59,7 +59,7 @@ def test_ranks_ask_where_one_types(tmp_path: Path, arguments: tuple[str, ...]) -
         child.sendline("%load_ext hvdlab")
         child.expect(r"In \[?.*2")
         child.sendline("%hvd_run -np 2 print('got', input('name? '))")
-        child.expect_exact("[rank 0] (rank 1 waits, @? tells) name? ")
+        child.expect_exact("[rank 0] (others wait, @? tells) name? ")
         child.sendline("all: Ada")
         child.expect_exact("[0,1] got Ada")
         child.expect(r"In \[?.*3")

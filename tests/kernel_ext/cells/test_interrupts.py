@@ -11,6 +11,7 @@ from hvdlab.kernel_ext.cells.events import (
     InterruptRequested,
     LookAt,
     Note,
+    PoolReleased,
     ProcessSeen,
     StackArrived,
     TimePassed,
@@ -152,3 +153,25 @@ def test_a_time_limit_gives_up_without_being_asked() -> None:
     played.until(3.0 + AFTER_TIMEOUT)
     assert list(played.results.unanswered) == [2]
     assert played.results.timed_out == (0, 1, 2)
+
+
+def test_a_delayed_interrupt_comes_once_and_not_when_the_pool_is_released_before() -> None:
+    played = Played()
+    assert played.happen(InterruptRequested(0.3), InterruptRequested(0.3)) == []
+    assert played.until(0.29) == []
+    assert played.until(0.3) == [InterruptRanks((0, 1, 2))]
+    assert played.happen(*map(interrupted, range(3)))[-1] == Finished(played.results)
+    assert played.results.interrupted
+
+    for order in ((InterruptRequested(0.3), PoolReleased()), (PoolReleased(), InterruptRequested(0.3))):
+        released = Played()
+        released.happen(*order)
+        assert released.until(1.0) == []
+        released.happen(*(DoneArrived(rank, CellDone("c1", None, 1.0)) for rank in range(3)))
+        assert not released.results.interrupted
+
+
+def test_an_interrupt_that_is_not_delayed_comes_in_place_of_one_that_is() -> None:
+    played = Played()
+    assert played.happen(InterruptRequested(0.3), InterruptRequested()) == [InterruptRanks((0, 1, 2))]
+    assert not any(isinstance(effect, InterruptRanks) for effect in played.until(1.0))

@@ -6,6 +6,7 @@ import re
 
 from hvdlab.kernel_ext.cells.failure import CellFailed, CellInterrupted, failure_of
 from hvdlab.kernel_ext.cells.results import CellResults, Death
+from hvdlab.kernel_ext.newcomers import Newcomer
 from hvdlab.kernel_ext.output.report import report
 from hvdlab.kernel_ext.payloads import CellDone, CellError
 
@@ -58,7 +59,33 @@ def test_a_death_is_the_headline() -> None:
     assert shown(found) == [
         "rank 2 died: killed by SIGKILL",
         "ranks 0,1: stopped in allreduce `grad.fc.weight` because rank 2 died",
+        "",
+        "`%hvd_pool repair` replaces rank 2",
     ]
+    alone = results({}, deaths={2: Death(2, "killed by SIGKILL", 3)}, replaceable=False)
+    assert shown(alone) == ["rank 2 died: killed by SIGKILL"]
+
+
+def unknown(name: str) -> CellError:
+    return CellError("NameError", f"name '{name}' is not defined", ("tb",), 3)
+
+
+def test_only_names_that_ranks_lack_by_coming_late_are_explained_by_that() -> None:
+    newcomers = {1: Newcomer("repair", 0.0)}
+    nowhere = results({0: unknown("modle"), 1: unknown("modle")}, newcomers=newcomers)
+    assert "came later" not in "\n".join(shown(nowhere))
+    lacking = results({0: None, 1: unknown("model")}, newcomers=newcomers)
+    assert "rank 1 came later, by repair at " in shown(lacking)[-1]
+    assert "`%%hvd_run --sync`" in shown(lacking)[-1]
+    both = results({0: unknown("modle"), 1: unknown("model")}, newcomers=newcomers)
+    assert "rank 1 came later, by repair at " in shown(both)[-1]
+
+
+def test_results_that_are_looked_at_say_how_ranks_failed() -> None:
+    error = CellError("ZeroDivisionError", "division by zero", ("tb",), 3)
+    assert repr(results({0: error, 1: error})) == "[0,1] failed: ZeroDivisionError: division by zero"
+    found = results({0: error}, deaths={1: Death(1, "killed by SIGKILL", 3)})
+    assert repr(found) == "[0] failed: ZeroDivisionError: division by zero\n[1] died: killed by SIGKILL"
 
 
 def test_an_interrupt_is_told_once() -> None:
@@ -159,6 +186,8 @@ def test_a_crash_is_shown_from_the_crash_to_the_cell() -> None:
         "  __init__.py, line 519, in string_at",
         "  Cell In[4], line 5, in f",
         "  Cell In[4], line 6",
+        "",
+        "`%hvd_pool repair` replaces rank 1",
     ]
 
 
@@ -166,9 +195,9 @@ def test_a_deep_crash_is_cut_in_the_middle() -> None:
     frames = "".join(f'  File "<cell [4]>", line {n} in f\n' for n in range(100))
     dump = f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n{frames}"
     found = shown(results({}, deaths={1: Death(1, "segmentation fault", 3, dump)}))
-    assert len(found) == 10
+    assert len(found) == 12
     assert "  … 92 calls between" in found
-    assert found[-1] == "  Cell In[4], line 99, in f"
+    assert found[-3] == "  Cell In[4], line 99, in f"
 
 
 def test_ranks_that_died_alike_are_told_in_one_line() -> None:
@@ -211,4 +240,5 @@ def test_who_came_late_to_what_was_given_up_waited_too() -> None:
 
 def test_who_came_late_was_stopped_by_the_same_death() -> None:
     found = shown(results({1: aborted(4, 0), 3: aborted(5, 1)}, deaths={0: Death(0, "exit code 7", 3)}))
-    assert found[-1] == "ranks 1,3: stopped in allreduce `grad.fc.weight` because rank 0 died"
+    assert found[-3] == "ranks 1,3: stopped in allreduce `grad.fc.weight` because rank 0 died"
+    assert found[-1] == "`%hvd_pool repair` replaces rank 0"

@@ -163,8 +163,13 @@ def test_newcomers_know_what_the_others_know(start_pool: StartPool) -> None:
     assert pool.newcomers == (4,)
     with pytest.raises(InvalidRequestError, match="rank 1 is lost, and the world is complete only with all"):
         pool.sync()
-    pool.resize(4)
+    with pytest.raises(
+        InvalidRequestError, match="rank 1 is lost, but rank 4 would end, with all variables there"
+    ):
+        pool.resize(4)
+    assert pool.ranks == (0, 2, 3, 4)
     assert pool.repair() == (1,)
+    pool.resize(4)
     assert pool.newcomers == (1,)
     assert pool.sync(source=3).ranks == (1,)
     assert pool.pull("mine") == {0: "own", 1: "of 3", 2: "own", 3: "of 3"}
@@ -217,7 +222,8 @@ def test_what_is_said() -> None:
     said = why_unknown(newcomers, [1, 3])
     assert said.startswith("rank 3 came later, by repair at ")
     assert said.endswith(
-        "and has nothing that earlier cells made; `%hvd_pool sync 3` brings it what the others know"
+        "and has nothing that earlier cells made; `%hvd_pool sync 3` brings it what the others know, and so does "
+        "`%%hvd_run --sync` before its cell"
     )
     done = Synced(0, (3,), ("x",), (), {"lock": "TypeError: no"}, 2048, 0.25)
     assert str(done) == (

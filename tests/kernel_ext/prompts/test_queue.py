@@ -55,7 +55,7 @@ def test_those_that_come_together_are_asked_for_together_lowest_first() -> None:
     assert due(queue, GATHER / 2 + GATHER) == 1
     question = queue.due(10)
     assert question is not None
-    assert queue.label(question) == "[rank 1] (rank 2 waits, @? tells) ipdb> "
+    assert queue.label(question) == "[rank 1] (others wait, @? tells) ipdb> "
 
 
 def test_the_rank_that_was_answered_is_asked_again_if_it_comes_back_soon() -> None:

@@ -256,3 +256,29 @@ def test_the_end_of_who_attends_lets_a_cell_write_on(rank: Rank) -> None:
         assert mail.total == 20 << 20
 
     rank.play(script)
+
+
+def test_a_cell_that_was_interrupted_as_its_notebook_ended_is_named_to_the_next_process(rank: Rank) -> None:
+    def script(pool: Pool) -> None:
+        pool.engine.mail(Owner(*me()))
+        unseen = pool.start("raise KeyboardInterrupt", label="[3]")
+        assert pool.expect(CellDone).cell == unseen
+        pool.engine.mail(Owner(0, 0))
+        pool.engine.mail(Owner(*me()))
+        pool.engine.mail(AskCells(7))
+        answer = pool.expect(Cells)
+        assert [(held.label, held.interrupted) for held in answer.cells] == [("[3]", True)]
+        assert answer.interrupted == ""
+        pool.engine.mail(Settled(unseen))
+        pool.engine.mail(Owner(0, 0))
+        pool.engine.mail(Owner(*me()))
+        pool.engine.mail(AskCells(8))
+        assert pool.expect(Cells).interrupted == "[3]"
+        other = pool.start("pass", label="[4]")
+        assert pool.expect(CellDone).cell == other
+        pool.engine.mail(Settled(other))
+        pool.engine.mail(Owner(0, 0))
+        pool.engine.mail(AskCells(9))
+        assert pool.expect(Cells).interrupted == ""
+
+    rank.play(script)

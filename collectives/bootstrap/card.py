@@ -9,6 +9,7 @@ import msgspec
 
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
+from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
@@ -99,6 +100,7 @@ def _probe(address: str, certificate: str, timeout: float) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(timeout)
             sock.connect(where.path)
+            require_own_peer(sock)
         return
     assert isinstance(where, TlsAddress)
     with (

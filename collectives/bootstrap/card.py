@@ -28,6 +28,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         certificate: PEM text that goes with ``remote``.
         token: Its secret for ranks; empty if the user has given them one.
         error: Why rank 0 could not start it, or empty.
+        file: Name of the file in the user's private directory that has the whole card, for ranks of this host; empty if this is it.
         seal: Proves that the process that wrote the card knows the user's secret; empty if the user has given none.
     """
 
@@ -38,6 +39,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     certificate: str = ""
     token: str = ""
     error: str = ""
+    file: str = ""
     seal: str = ""
 
     def encode(self, secret: str = "") -> bytes:

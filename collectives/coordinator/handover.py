@@ -44,7 +44,9 @@ class Handover:
         with contextlib.suppress(OSError):  # it has gone again, or is another user's
             peer, _ = self.socket.accept()
             with peer:
-                require_own_peer(peer)  # tokens and key are the user's alone, whatever has become of the directory
+                require_own_peer(
+                    peer
+                )  # tokens and key are the user's alone, whatever has become of the directory
                 peer.setblocking(False)
                 socket.send_fds(peer, [msgspec.json.encode(self._launch)], [self._launch.listener])
 

@@ -71,7 +71,9 @@ def path_of(listener: socket.socket) -> Path:
 
 def test_a_rank_sends_no_token_to_another_users_coordinator(theirs: Callable[[str], socket.socket]) -> None:
     listener = theirs("coordinator")
-    with pytest.raises(ForeignPeerError, match=r"is not trusted, and was sent nothing: .* belongs to user \d+"):
+    with pytest.raises(
+        ForeignPeerError, match=r"is not trusted, and was sent nothing: .* belongs to user \d+"
+    ):
         connect(f"unix:{path_of(listener)}", HELLO, deadline=Deadline(PATIENCE))
     assert heard(listener) == b""
 
@@ -90,7 +92,7 @@ def test_a_successor_is_not_taken_from_another_user(theirs: Callable[[str], sock
 
 def test_no_pool_is_attached_to_that_another_user_keeps(theirs: Callable[[str], socket.socket]) -> None:
     listener = theirs("forkserver")
-    with pytest.raises(StartError, match="no pool waits at .* belongs to user"):
+    with pytest.raises(StartError, match=r"no pool waits at .* belongs to user"):
         ServerHandle.find(str(path_of(listener)), Deadline(PATIENCE))
 
 

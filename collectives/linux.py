@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -102,6 +103,25 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
         raise OSError("this system does not say whose the other end of a socket is")
     pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size))
     return int(pid), int(user)
+
+
+def require_own_peer(sock: socket.socket) -> int:
+    """Return the process id at the other end of a connected Unix socket, if that process may be trusted with secrets.
+
+    The directory of a socket keeps other users out. This check holds also where that directory is another user's, or open to others.
+    For the connecting side the other end is the process that began to listen, for the accepting side the one that connected.
+
+    Raises:
+        PermissionError: The process belongs neither to this user nor to root.
+        OSError: The system does not tell.
+    """
+    pid, user = peer_credentials(sock)
+    if user not in (os.geteuid(), 0):
+        raise PermissionError(
+            errno.EPERM,
+            f"the process at the other end of the socket belongs to user {user}, neither to user {os.geteuid()} nor to root",
+        )
+    return pid
 
 
 def boot_id() -> str:

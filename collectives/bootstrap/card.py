@@ -9,6 +9,7 @@ import msgspec
 
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
+from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
@@ -27,6 +28,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         certificate: PEM text that goes with ``remote``.
         token: Its secret for ranks; empty if the user has given them one.
         error: Why rank 0 could not start it, or empty.
+        file: Name of the file in the user's private directory that has the whole card, for ranks of this host; empty if this is it.
         seal: Proves that the process that wrote the card knows the user's secret; empty if the user has given none.
     """
 
@@ -37,6 +39,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     certificate: str = ""
     token: str = ""
     error: str = ""
+    file: str = ""
     seal: str = ""
 
     def encode(self, secret: str = "") -> bytes:
@@ -99,6 +102,7 @@ def _probe(address: str, certificate: str, timeout: float) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(timeout)
             sock.connect(where.path)
+            require_own_peer(sock)
         return
     assert isinstance(where, TlsAddress)
     with (

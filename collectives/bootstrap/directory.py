@@ -25,21 +25,24 @@ class Directory:
             private or can be made; the other ranks look in all.
         key: Name of the job.
         shared: Whether ranks of other hosts have to see it.
+
+    Attributes:
+        key: Name of the job, and of its file.
     """
 
     def __init__(self, parents: Sequence[Path], key: str, *, shared: bool) -> None:
         self._places = [parent / private.name() for parent in parents]
         #: Where this process writes.
         self._directory = private.choose(self._places)
-        self._key, self._shared = key, shared
+        self.key, self._shared = key, shared
         self._published = False
 
     def publish(self, data: bytes) -> None:
         self._directory = private.choose(self._places)
-        draft = self._directory / f"{self._key}.{os.getpid()}"
+        draft = self._directory / f"{self.key}.{os.getpid()}"
         try:
             self._write(draft, data)
-            draft.rename(self._directory / self._key)
+            draft.rename(self._directory / self.key)
         except OSError as error:
             with suppress(OSError):
                 draft.unlink()
@@ -87,7 +90,7 @@ class Directory:
 
     def _look_in(self, directory: Path) -> list[tuple[int, bytes]]:
         """The card there, after the time of its making; nothing if there is none."""
-        path = directory / self._key
+        path = directory / self.key
         try:
             _require_private(directory, os.lstat(directory), stat.S_ISDIR)
             if self._shared and path.name not in os.listdir(directory):
@@ -109,7 +112,7 @@ class Directory:
         if self._published:
             self._published = False
             with suppress(OSError):
-                (self._directory / self._key).unlink()
+                (self._directory / self.key).unlink()
             with suppress(OSError):  # not empty: other jobs are starting
                 self._directory.rmdir()
 
@@ -118,7 +121,7 @@ class Directory:
 
     @property
     def place(self) -> str:
-        return " or ".join(str(place / self._key) for place in self._places)
+        return " or ".join(str(place / self.key) for place in self._places)
 
     @property
     def advice(self) -> str:

@@ -128,11 +128,7 @@ def find(environ: Mapping[str, str], settings: Settings) -> Found | None:
     launched = detect(environ)
     if launched is None or launched.size == 1:
         return None
-    if settings.token and len(settings.token) < _SHORTEST_TOKEN:
-        raise InvalidRequestError(
-            f"HVDLAB_TOKEN has {len(settings.token)} characters; give all ranks a random one of {_SHORTEST_TOKEN} at least "
-            "(`openssl rand -hex 32`)."
-        )
+    require_long_token(settings.token)
     if not launched.one_host:
         require_sealed_rendezvous(settings.require_encryption, settings.token, launched.launcher.name)
     deadline = Deadline(settings.start_timeout)
@@ -147,6 +143,15 @@ def find(environ: Mapping[str, str], settings: Settings) -> Found | None:
         raise
 
 
+def require_long_token(token: str) -> None:
+    """Raise ``InvalidRequestError`` if the secret that the user has given, if any, could be guessed."""
+    if token and len(token) < _SHORTEST_TOKEN:
+        raise InvalidRequestError(
+            f"HVDLAB_TOKEN has {len(token)} characters; give all ranks a random one of {_SHORTEST_TOKEN} at least "
+            "(`openssl rand -hex 32`)."
+        )
+
+
 def _refuse_horovodrun(environ: Mapping[str, str]) -> None:
     if environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"):
         raise StartError(
@@ -159,11 +164,11 @@ def _refuse_horovodrun(environ: Mapping[str, str]) -> None:
 def _board(launched: Launched, environ: Mapping[str, str], deadline: Deadline) -> Board:
     """The board at which the ranks of this job meet. Every rank must choose the same one."""
     key = job_key(launched, environ)
+    if launched.one_host:
+        return board_of_host(environ, key)
     given = environ.get(RENDEZVOUS_DIRECTORY)
     if given:
-        return Directory([Path(given)], key, shared=not launched.one_host)
-    if launched.one_host:
-        return Directory(private.parents(environ), key, shared=False)
+        return Directory([Path(given)], key, shared=True)
     if launched.launcher.meeting is Meeting.MPI and library.works(environ):
         return mpi.Broadcast(launched.rank, launched.size, deadline)
     if store.usable(environ):
@@ -174,6 +179,12 @@ def _board(launched: Launched, environ: Mapping[str, str], deadline: Deadline) -
             f"not installed: pip install hvdlab[torch], or set {RENDEZVOUS_DIRECTORY} to a directory that all share."
         )
     return Directory([_shared_directory(environ)], key, shared=True)
+
+
+def board_of_host(environ: Mapping[str, str], key: str) -> Directory:
+    """The board of ranks that are all on this host: a file that only their user can write or read."""
+    given = environ.get(RENDEZVOUS_DIRECTORY)
+    return Directory([Path(given)] if given else private.parents(environ), key, shared=False)
 
 
 def _shared_directory(environ: Mapping[str, str]) -> Path:

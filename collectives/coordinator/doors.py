@@ -8,6 +8,7 @@ import time
 
 from hvdlab.collectives.coordinator.connections import Connections
 from hvdlab.collectives.coordinator.poller import READ
+from hvdlab.collectives.linux import require_own_peer
 
 _ACCEPT_AGAIN = 0.2
 """Seconds until the server accepts again after it had no descriptor left for a new connection."""
@@ -42,6 +43,8 @@ class Doors:
             return
         try:
             sock.setblocking(False)
+            if sock.family == socket.AF_UNIX:
+                require_own_peer(sock)
             if context is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.getpeername()  # a connection that ended before it was accepted can't be wrapped

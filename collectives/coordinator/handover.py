@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from hvdlab.collectives.coordinator.launch import Launch
-from hvdlab.collectives.linux import peer_credentials
+from hvdlab.collectives.linux import require_own_peer
 
 _NAME = "handover"
 _LARGEST = 1 << 16
@@ -41,35 +41,37 @@ class Handover:
 
     def serve(self) -> None:
         """Give one process the launch and the listening socket."""
-        with contextlib.suppress(OSError):  # it has gone again
+        with contextlib.suppress(OSError):  # it has gone again, or is another user's
             peer, _ = self.socket.accept()
             with peer:
-                if peer_credentials(peer)[1] != os.getuid():
-                    return  # tokens and key are the user's alone, whatever has become of the directory
+                require_own_peer(
+                    peer
+                )  # tokens and key are the user's alone, whatever has become of the directory
                 peer.setblocking(False)
                 socket.send_fds(peer, [msgspec.json.encode(self._launch)], [self._launch.listener])
 
 
 def server_of(directory: Path, timeout: float) -> int:
-    """The process id of the coordinator in this directory; 0 if it has ended."""
+    """The process id of the coordinator in this directory; 0 if it has ended, or is another user's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.settimeout(timeout)
         try:
             door.connect(str(directory / _NAME))
+            return require_own_peer(door)
         except OSError:
             return 0
-        return peer_credentials(door)[0]
 
 
 def take_over(directory: Path, timeout: float) -> tuple[Launch, socket.socket]:
     """The settings and the listening socket of the coordinator in this directory.
 
     Raises:
-        OSError: No coordinator hands them over there within ``timeout`` seconds for each step.
+        OSError: No coordinator of this user's hands them over there within ``timeout`` seconds for each step.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
         door.settimeout(timeout)
         door.connect(str(directory / _NAME))
+        require_own_peer(door)
         said, descriptors, _, _ = socket.recv_fds(door, _LARGEST, 1)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
+from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.address import Address, UnixAddress, parse_address
 from hvdlab.collectives.protocol.codec import decode_to_peer, encode
 from hvdlab.collectives.protocol.endpoint import Endpoint
@@ -31,6 +32,10 @@ sooner that is back."""
 
 class NobodyThereError(StartError):
     """No process has the listening socket: neither a coordinator nor a starter that could start one on it."""
+
+
+class ForeignPeerError(StartError):
+    """A process of another user listens there: it could pass itself off as the coordinator."""
 
 
 class UnreachableError(StartError):
@@ -73,7 +78,7 @@ def connect(
         The connection, on which nothing after ``Welcome`` was read yet, and the coordinator's answer.
 
     Raises:
-        StartError: No process listens there (``NobodyThereError``), the host did not answer before time was over
+        StartError: No process listens there (``NobodyThereError``), another user's does (``ForeignPeerError``), the host did not answer before time was over
             (``UnreachableError``), the certificate is another one, the coordinator refused Hello (``RefusedError``), or it did not
             answer in time.
         InvalidRequestError: The address can't be read.
@@ -149,6 +154,8 @@ def _connect_first(where: Address, deadline: Deadline, opened: Opened | None) ->
             if opened is not None:
                 opened(sock)
             sock.connect(address)
+            if isinstance(where, UnixAddress):
+                _require_own(sock, where)
         except OSError as error:
             sock.close()
             failure = error
@@ -158,6 +165,17 @@ def _connect_first(where: Address, deadline: Deadline, opened: Opened | None) ->
         else:
             return sock
     raise failure or OSError(f"{where} has no address")
+
+
+def _require_own(sock: socket.socket, where: UnixAddress) -> None:
+    """Raise ``ForeignPeerError`` if another user listens there. Called before the token is sent."""
+    try:
+        require_own_peer(sock)
+    except OSError as error:
+        raise ForeignPeerError(
+            f"The coordinator at {where} is not trusted, and was sent nothing: {error.strerror or error}. Take the "
+            "address of a job of your own."
+        ) from error
 
 
 def _wrap(plain: socket.socket, where: str, certificate: str | None) -> ssl.SSLSocket:

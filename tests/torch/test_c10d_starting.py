@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import ordinary_user
+from hvdlab.collectives import context, linux
+from hvdlab.collectives.bootstrap.card import Card
+from hvdlab.collectives.bootstrap.find import board_of_host
+from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.settings import Settings
+from hvdlab.torch.c10d import world
 from ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -90,12 +101,140 @@ def test_no_import_is_needed_under_a_launcher(
 
 
 def test_ranks_of_other_hosts_need_a_launcher() -> None:
-    from hvdlab.collectives import context
-    from hvdlab.collectives.bootstrap.card import Card
-    from hvdlab.collectives.settings import Settings
-    from hvdlab.torch.c10d import world
-
     store = dist.HashStore()
     store.set(f"hvdlab.world.{context.next_world() + 1}", Card(2, "elsewhere", "unix:/nowhere").encode())
     with pytest.raises(StartError, match="Rank 1 is on another host than rank 0"):
         world._founded(store, 1, 2, Settings())
+
+
+# -- another user of the host, to whom torch's store is open ----------------------------------------------------------
+
+SECRET = "5" * 64
+
+
+def _watched(secret: str, port: int) -> bytes:
+    """Found a world over torch's TCP store, and return the card that any user of the host can read there."""
+    rank = int(os.environ["HVDLAB_RANK"])
+    for name in [name for name in os.environ if name.startswith("HVDLAB_")]:
+        del os.environ[name]
+    if secret:
+        os.environ["HVDLAB_TOKEN"] = secret
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    key = f"hvdlab.world.{context.next_world() + 1}"
+    world._founded(store, rank, 2, Settings.from_env())
+    seen = bytes(store.get(key))
+    store.set(f"rank {rank} has read", b"1")
+    store.get("rank 1 has read")  # rank 0 serves the store
+    context.shutdown()
+    return seen
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.mark.parametrize("secret", ["", SECRET], ids=["without a token", "with HVDLAB_TOKEN"])
+def test_torchs_store_has_neither_token_nor_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with Ranks(2, init=False, imports=["hvdlab.torch"]) as ranks:
+        seen = ranks.run(_watched, secret, _free_port(), timeout=90)
+    for card in seen:
+        shown = json.loads(card)
+        assert (shown["local"], shown["token"], bool(shown["seal"])) == ("", "", bool(secret))
+        assert secret.encode() not in card or not secret
+        assert b"/coordinator" not in card
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "the card is left"
+
+
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, Path]]:
+    """The listening socket of another user in a directory of theirs, which all may enter."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hvd-w-", dir="/tmp") as place,
+        socket.socket(socket.AF_UNIX) as sock,
+    ):
+        os.chmod(place, 0o777)
+        sock.bind(f"{place}/coordinator")
+        os.chmod(f"{place}/coordinator", 0o777)
+        if os.geteuid() == 0:
+            ordinary_user.run(sock.listen)  # the kernel keeps the user that began to listen
+        else:
+            sock.listen()
+            monkeypatch.setattr(linux, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+        sock.setblocking(False)
+        yield sock, Path(place)
+
+
+def _write(host: str, port: int, key: str, card: bytes) -> None:
+    dist.TCPStore(host, port, None, False, use_libuv=False).set(key, card)
+
+
+def _written_by_another(key: str, card: bytes) -> dist.Store:
+    """A store with the card that another user has written at torch's port, which asks for no password."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=False)
+    ordinary_user.run(_write, "127.0.0.1", server.port, key, card)
+    store = dist.HashStore()
+    store.set(key, server.get(key))
+    return store
+
+
+@pytest.mark.parametrize("secret", ["", SECRET], ids=["without a token", "with HVDLAB_TOKEN"])
+@pytest.mark.parametrize("shown", ["address", "path", "name"])
+def test_no_rank_joins_the_coordinator_of_another_user(
+    theirs: tuple[socket.socket, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shown: str,
+    secret: str,
+) -> None:
+    """Another user writes its own card into torch's store before rank 0 does, and a rank with that user's code in reach waits."""
+    listener, place = theirs
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    address = f"unix:{listener.getsockname()}"
+    forged = Card(2, host_key(), address, token="attackers")
+    if shown != "address":
+        (place / "card").write_bytes(forged.encode())
+        (place / "card").chmod(0o600)
+        if os.geteuid() == 0:
+            os.chown(place / "card", ordinary_user.NOBODY, ordinary_user.NOBODY)
+        name = (
+            f"c10d-{'0' * 32}" if shown == "name" else os.path.relpath(place / "card", tmp_path / "hvdlab-0")
+        )
+        forged = Card(2, host_key(), file=name)
+    store = _written_by_another(f"hvdlab.world.{context.next_world() + 1}", forged.encode())
+    with pytest.raises(StartError, match=r"sealed|not rank 0's|is not in"):
+        world._founded(store, 1, 2, Settings(token=secret))
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
+def test_a_rank_that_has_such_a_card_all_the_same_sends_it_nothing(
+    theirs: tuple[socket.socket, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, _ = theirs
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    board = board_of_host(os.environ, f"c10d-{'a' * 32}")
+    board.publish(Card(2, host_key(), f"unix:{listener.getsockname()}", token="attackers").encode())
+    store = dist.HashStore()
+    store.set(f"hvdlab.world.{context.next_world() + 1}", Card(2, host_key(), file=board.key).encode())
+    with pytest.raises(StartError, match="is not trusted, and was sent nothing"):
+        world._founded(store, 1, 2, Settings())
+    peer, _ = listener.accept()
+    with peer:
+        assert peer.recv(1) == b""
+
+
+def test_ranks_are_not_left_waiting_if_the_card_can_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "full"
+    full.write_text("no directory")
+    monkeypatch.setenv("HVDLAB_RENDEZVOUS_DIR", str(full))
+    store = dist.HashStore()
+    number = context.next_world()
+    with pytest.raises(StartError, match="can't tell the others"):
+        world._founded(store, 0, 2, Settings())
+    assert "can't tell the others" in Card.decode(store.get(f"hvdlab.world.{number + 1}")).error

@@ -38,7 +38,7 @@ from hvdlab.collectives.kvstore.servers.memory import PAGE, SharedFile
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, ServerClock
 from hvdlab.collectives.kvstore.servers.starting import SOCKET, Starter
 from hvdlab.collectives.kvstore.servers.state import PIECE, STALL_SECONDS
-from hvdlab.collectives.linux import process_state
+from hvdlab.collectives.linux import process_state, require_own_peer
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
@@ -748,6 +748,7 @@ class ServerLink:
         try:
             sock.settimeout(left)
             sock.connect(os.path.join(self.place.directory, SOCKET))
+            require_own_peer(sock)
         except BaseException:
             sock.close()
             raise

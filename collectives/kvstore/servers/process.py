@@ -46,7 +46,7 @@ from hvdlab.collectives.kvstore.servers.state import (
     Tick,
 )
 from hvdlab.collectives.link import Door
-from hvdlab.collectives.linux import name_process
+from hvdlab.collectives.linux import name_process, require_own_peer
 from hvdlab.collectives.protocol import messages as jobs
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError
@@ -305,7 +305,9 @@ class Server:
             return
         try:
             sock.setblocking(False)
-            if listener.family != socket.AF_UNIX and self._context is not None:
+            if listener.family == socket.AF_UNIX:
+                require_own_peer(sock)
+            elif self._context is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.getpeername()  # one that has gone before it was accepted can't be wrapped
                 sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)

@@ -21,6 +21,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.kvstore.servers.launch import Launch, Place
+from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
 from hvdlab.collectives.protocol.tls import new_certificate
@@ -183,6 +184,7 @@ def _answers(directory: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.connect(str(directory / SOCKET))
+            require_own_peer(sock)
         except OSError:
             return False
     return True

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ordinary_user
-from hvdlab.collectives.coordinator import handover
+from hvdlab.collectives import linux
 from hvdlab.collectives.coordinator.handover import Handover, take_over
 from hvdlab.collectives.coordinator.launch import Launch
 from patience import PATIENCE
@@ -68,15 +68,20 @@ def test_another_user_who_gets_to_the_socket_gets_nothing(offered: Handover) -> 
 
 
 def test_a_peer_of_another_user_is_sent_away(offered: Handover, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "peer_credentials", lambda sock: (1, os.getuid() + 1))
+    monkeypatch.setattr(linux, "peer_credentials", lambda sock: (1, os.getuid() + 1))
     with ask(offered.socket.getsockname()) as peer:
         offered.serve()
         assert peer.recv(1 << 16) == b""
 
 
 def test_who_is_sent_away_says_so(offered: Handover, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "peer_credentials", lambda sock: (1, os.getuid() + 1))
     import threading
+
+    def credentials(sock: socket.socket) -> tuple[int, int]:
+        """Those of another user on the coordinator's side only."""
+        return 1, os.geteuid() + (threading.current_thread() is not threading.main_thread())
+
+    monkeypatch.setattr(linux, "peer_credentials", credentials)
 
     with offered.socket as listener:
         listener.setblocking(True)

@@ -14,7 +14,7 @@ from typing import IO
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.linux import peer_credentials
+from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.launch.exits import describe_signal
 from hvdlab.launch.forkserver.lifeline import Lifeline
@@ -81,7 +81,7 @@ class ServerHandle:
         try:
             sock.settimeout(deadline.remaining())
             sock.connect(path)
-            pid, _ = peer_credentials(sock)
+            pid = require_own_peer(sock)
             return cls(sock, pid, _log_of(pid))
         except OSError as error:
             sock.close()

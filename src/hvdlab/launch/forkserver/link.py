@@ -8,7 +8,7 @@ import os
 import select
 import socket
 
-from hvdlab.collectives.linux import peer_credentials
+from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.endpoint import Endpoint
 
 
@@ -89,11 +89,11 @@ class Listener:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._turn_away()
             return None
-        pid, user = peer_credentials(sock)
-        if user == os.getuid():
-            return sock, pid
-        sock.close()
-        return None
+        try:
+            return sock, require_own_peer(sock)
+        except OSError:  # it is another user's
+            sock.close()
+            return None
 
     def _turn_away(self) -> None:
         """Drop one connection: without a descriptor for it, the listener would stay readable for ever."""

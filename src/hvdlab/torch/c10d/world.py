@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import secrets
 import threading
 import weakref
 from collections import Counter
@@ -12,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives import context
 from hvdlab.collectives.bootstrap.card import Card
+from hvdlab.collectives.bootstrap.directory import Directory
+from hvdlab.collectives.bootstrap.find import board_of_host, require_long_token
 from hvdlab.collectives.bootstrap.launchers import detect
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import OpKind
@@ -32,6 +36,9 @@ if TYPE_CHECKING:
 _ASK, _ANSWER = "c10d.process_set.ask", "c10d.process_set.answer"
 _ATTEMPTS = 20
 """How often a process set is requested before its error is raised."""
+_NAME_BYTES = 16
+"""Random bytes in the name of the file with the coordinator's card."""
+_FILE = re.compile(rf"c10d-[0-9a-f]{{{2 * _NAME_BYTES}}}")
 
 
 class Interruptible(Protocol):
@@ -223,7 +230,7 @@ def world_of_group(store: Any, rank: int, size: int) -> World:
     """The world for the default group: a pool's or a launcher's, or one that rank 0 founds.
 
     Args:
-        store: Torch's store, in which rank 0 publishes the address of a coordinator that it starts.
+        store: Torch's store, in which rank 0 names the file with the address of a coordinator that it starts.
         rank: This rank's number in the default group.
         size: Number of its ranks.
 
@@ -277,40 +284,74 @@ def _has_launcher(settings: Settings) -> bool:
 
 
 def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
-    """Join a new world: rank 0 starts its coordinator, and publishes the coordinator's address in torch's store."""
+    """Join a new world: rank 0 starts its coordinator, and tells the others where its card is.
+
+    Torch's store is open to all users of the host, which can change what is in it. So it has only the random name of a file that
+    none but this user can make or read; the card in that file has the coordinator's address and secret.
+    """
+    require_long_token(settings.token)
     key = f"hvdlab.world.{context.next_world()}"  # the launcher's store may outlive this world
-    coordinator = _start(store, key, size, settings) if rank == 0 else None
+    started = _start(store, key, size, settings) if rank == 0 else None
     try:
-        card = Card.decode(bytes(store.get(key)))
-        if card.error:
-            raise StartError(f"Rank 0 could not start the coordinator: {card.error}")
-        if card.host != host_key():
-            raise StartError(
-                f"Rank {rank} is on another host than rank 0: over several hosts, start the ranks by `hvdlab run` or torchrun."
-            )
+        card = _read_card(store, key, rank, settings.token)
         joining = dataclasses.replace(
-            settings, coordinator=card.address, token=card.token, rank=rank, size=size
+            settings, coordinator=card.address, token=card.token or settings.token, rank=rank, size=size
         )
         # All ranks are on this host, or the card would have had no address for them.
         context.init(
             dataclasses.replace(joining, local_rank=rank, local_size=size, cross_rank=0, cross_size=1)
         )
     finally:
-        if coordinator is not None:
+        if started is not None:
+            coordinator, board = started
+            board.withdraw()  # all ranks have joined, or the start has failed
             coordinator.release()  # it ends after the last rank
     world = context.companion(World)
     world.founded = True
     return world
 
 
-def _start(store: Any, key: str, size: int, settings: Settings) -> CoordinatorProcess:
+def _read_card(store: Any, key: str, rank: int, secret: str) -> Card:
+    """Wait for rank 0's card. Raises ``StartError`` if there is none to trust, or rank 0 could not start the coordinator."""
+    shown = Card.decode(bytes(store.get(key)), secret)
+    if shown.error:
+        raise StartError(f"Rank 0 could not start the coordinator: {shown.error}")
+    if shown.host != host_key():
+        raise StartError(
+            f"Rank {rank} is on another host than rank 0: over several hosts, start the ranks by `hvdlab run` or torchrun."
+        )
+    if not _FILE.fullmatch(shown.file):
+        raise StartError(
+            "Torch's store has an announcement that is not rank 0's: it names no file of hvdlab's. All users of this host can write "
+            "into the store at MASTER_PORT; take another port, or start the ranks by `hvdlab run`."
+        )
+    board = board_of_host(os.environ, shown.file)
+    data = board.read(0)  # rank 0 has written it before it wrote to the store
+    if data is None:
+        raise StartError(
+            f"Torch's store names a card that is not in {board.place}: it has ended, or another user has written its name. {board.advice}"
+        )
+    return Card.decode(data, secret)
+
+
+def _start(store: Any, key: str, size: int, settings: Settings) -> tuple[CoordinatorProcess, Directory]:
+    """Start the coordinator, and show the other ranks its card, without a secret that the user has given to all of them."""
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
+    given = settings.token
+    board = board_of_host(os.environ, f"c10d-{secrets.token_hex(_NAME_BYTES)}")
+    coordinator = None
     try:
-        coordinator = CoordinatorProcess.start(size=size, linger=True, timeout=settings.start_timeout)
+        secret: dict[str, Any] = {"token": given} if given else {}
+        coordinator = CoordinatorProcess.start(
+            size=size, linger=True, timeout=settings.start_timeout, **secret
+        )
+        card = Card(size, host_key(), coordinator.address, token="" if given else coordinator.token)
+        board.publish(card.encode(given))
     except HvdlabError as error:
-        store.set(key, Card(size, error=str(error)).encode())
+        store.set(key, Card(size, error=str(error)).encode(given))
+        if coordinator is not None:
+            coordinator.close()
         raise
-    card = Card(size, host_key(), coordinator.address, token=coordinator.token)
-    store.set(key, card.encode())
-    return coordinator
+    store.set(key, Card(size, host_key(), file=board.key).encode(given))
+    return coordinator, board

@@ -136,6 +136,47 @@ def test_outputs_and_gradients(ranks: Ranks, case: str) -> None:
             assert torch.allclose(gradient, reference), (rank, gradient, reference)
 
 
+GROUPS: dict[str, Callable[[Tensors, Any], Tensors]] = {
+    "grouped_allreduce": lambda ts, members: hvd.grouped_allreduce(ts, process_set=members),
+    "grouped_allgather": lambda ts, members: hvd.grouped_allgather(ts, process_set=members),
+    "grouped_reducescatter": lambda ts, members: hvd.grouped_reducescatter(ts, process_set=members),
+    "grouped_allreduce sum": lambda ts, members: hvd.grouped_allreduce(ts, op=hvd.Sum, process_set=members),
+    "grouped_reducescatter sum": lambda ts, members: hvd.grouped_reducescatter(
+        ts, op=hvd.Sum, process_set=members
+    ),
+}
+
+
+def _one_output_after_the_other(
+    case: str, ranks: list[int] | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The gradients by a backward pass for each output, and those by one pass for all; nothing on a rank outside."""
+    members = hvd.global_process_set if ranks is None else hvd.add_process_set(hvd.ProcessSet(ranks))
+    pairs = []
+    if members.included():
+        each, whole = [inputs(hvd.rank(), hvd.size(), case.split()[0]) for _ in range(2)]
+        outputs = list(GROUPS[case](each, members))
+        for weight, output in zip(weights(hvd.rank(), outputs), outputs, strict=True):
+            (weight * output * output).sum().backward()
+        loss(hvd.rank(), list(GROUPS[case](whole, members))).backward()
+        pairs = [(a.grad, b.grad) for a, b in zip(each, whole, strict=True)]
+    if ranks is not None:
+        hvd.remove_process_set(members)
+    return pairs  # type: ignore[return-value]  # each has a gradient
+
+
+@pytest.mark.parametrize("case", GROUPS)
+@pytest.mark.parametrize("members", [None, [1, 3]], ids=["all", "process set"])
+def test_each_output_of_a_group_has_its_own_backward_pass(
+    four_ranks: Ranks, case: str, members: list[int] | None
+) -> None:
+    for rank, pairs in enumerate(four_ranks.run(_one_output_after_the_other, case, members)):
+        assert bool(pairs) == (members is None or rank in members)
+        for one_by_one, together in pairs:
+            assert torch.allclose(one_by_one, together)
+            assert together.abs().sum() > 0 or not together.numel()
+
+
 def _second_derivative() -> float:
     x = torch.tensor(2.0, requires_grad=True)
     (first,) = torch.autograd.grad(hvd.allreduce(x, op=hvd.Sum) ** 3, x, create_graph=True)

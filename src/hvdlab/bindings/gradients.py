@@ -38,8 +38,9 @@ class Differentiation(Protocol[T]):
     def record(self, forward: ForwardPass, tensors: Sequence[T]) -> Sequence[Any]:
         """Run :meth:`Differentiable.forward` so that its backward pass calls :meth:`Differentiable.backward`.
 
-        The framework must keep the tensors until then, unless ``forward.linear``. The last output of an alltoall, its
-        received splits, is not differentiable.
+        The framework must keep the tensors until then, unless ``forward.linear``: then it keeps nothing, so that each output
+        of a group can have a backward pass of its own. The last output of an alltoall, its received splits, is not
+        differentiable.
         """
         ...
 

@@ -27,7 +27,10 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, *_differentiable.backward(ctx.forward_pass, ctx.saved_tensors, gradients)
+        # The outputs of a group share this node, and each may have a backward pass of its own. torch raises at any look at
+        # ``saved_tensors`` after the first pass, even where nothing was saved.
+        tensors = () if ctx.forward_pass.linear else ctx.saved_tensors
+        return None, *_differentiable.backward(ctx.forward_pass, tensors, gradients)
 
 
 class _TorchDifferentiation:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from effort import examples
 from hvdlab.bindings.elastic import sampler as module
+from hvdlab.bindings.elastic.handlers import SamplerStateHandler
 from hvdlab.bindings.elastic.sampler import ElasticSampler
 from hvdlab.collectives.errors import NotInitializedError
 
@@ -160,6 +161,70 @@ def test_how_many_were_processed(place: Place, shuffle: bool) -> None:
     assert sampler.processed_num == 20  # one was left of this batch
     sampler.set_epoch(1)
     assert sampler.processed_num == 0
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("count", [16, 60])
+def test_an_iteration_goes_on_with_its_own_batches_after_a_restore(
+    place: Place, count: int, shuffle: bool
+) -> None:
+    for sampler in samplers(place, 2, count, shuffle=shuffle):
+        place(sampler.rank, 2)
+        saving = SamplerStateHandler(sampler)
+        order = list(sampler)
+        for number in range(2):
+            sampler.record_batch(number, 2)
+        saving.save()
+        for number in (2, 3):
+            sampler.record_batch(number, 2)
+        saving.restore()
+        assert sampler.processed_num == 8
+        sampler.record_batch(2, 2)
+        assert sampler.processed_num == 12
+        assert sampler.get_indices(2, 2) == order[4:6]
+        assert sampler.processed_indices == set(order[:6])
+
+
+def test_the_next_iteration_after_a_restore_has_the_rest(place: Place) -> None:
+    place(0, 1)
+    sampler = ElasticSampler(range(10), shuffle=False)
+    saving = SamplerStateHandler(sampler)
+    iter(sampler)
+    sampler.record_batch(0, 4)
+    saving.save()
+    saving.restore()
+    sampler.record_batch(1, 4)  # of the iteration that is at work
+    assert list(sampler) == [4, 5, 6, 7, 8, 9]  # as of the restore
+    sampler.record_batch(1, 2)
+    assert sampler.processed_indices == set(range(8))
+    sampler.reset()
+    assert list(sampler) == [8, 9]
+
+
+def test_what_all_ranks_have_processed_is_that_of_the_iteration_at_work(place: Place) -> None:
+    first, second = samplers(place, 2, 20)
+    orders = [list(sampler) for sampler in (first, second)]
+    for rank, sampler in enumerate((first, second)):
+        place(rank, 2)
+        sampler.record_batch(0, 2)
+        sampler.reset()
+        sampler.record_batch(1, 2)
+        share = sampler.share()
+        assert share is not None
+        assert share.of_all() == {*orders[0][2:4], *orders[1][2:4]}
+
+
+def test_batches_of_two_iterations_are_no_share_of_one(place: Place) -> None:
+    place(0, 2)
+    sampler = ElasticSampler(range(20))
+    iter(sampler)
+    sampler.reset()
+    sampler.record_batch(0, 2)  # of the iteration before
+    iter(sampler)
+    assert sampler.share() is None
+    sampler.reset()
+    iter(sampler)
+    assert sampler.share() is not None
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

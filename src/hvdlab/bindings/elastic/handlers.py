@@ -106,7 +106,8 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
         every = allgather_object(_Record(mine, self._share if self._again else None, self._saves))
         processed = set().union(*(its.processed for its in every)) | _of_lost(every, state["epoch"])
         self._saves = max(its.saves for its in every)
-        self.value.load_state_dict({**state, "processed_indices": processed})
+        united = {"processed_indices": processed, "processed_num": len(processed)}
+        self.value.load_state_dict({**state, **united})
         self.save()
 
     def reset(self) -> None:

@@ -71,25 +71,34 @@ class ElasticSampler:
         self.num_samples = 0
         self.total_size = 0
         self.indices: list[int] = []
+        #: Whether an iteration has begun: then ``indices`` are its own until the next one begins.
+        self._iterated = False
+        #: The ranks that took turns, and the samples, when ``indices`` were cut.
+        self._division: tuple[int, list[int]] = (0, [])
         #: Places in ``indices`` that were recorded since the last reset; ``None`` if indices were recorded otherwise.
         self._places: set[int] | None = set()
+        #: At the last reset: how many indices this rank had a record of, and how many samples all ranks had processed.
+        self._counts = (0, 0)
         self.reset()
 
     @property
     def processed_num(self) -> int:
         """Samples of this epoch that all ranks have processed, if each processed as many as this one since :meth:`reset`."""
-        before = len(self.dataset) - len(self.remaining_indices)
-        own = len(self.processed_indices) - before
-        return min(len(self.dataset), before + own * self.num_replicas)
+        recorded, processed = self._counts
+        own = len(self.processed_indices) - recorded
+        return min(len(self.dataset), processed + own * self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: nothing of it was processed yet. Call it when the one before has ended."""
         self.epoch = epoch
         self.processed_indices = set()
-        self.reset()
+        self._divide(0)
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that the batch of this number since iteration began was processed."""
+        """Record that the batch of this number since iteration began was processed.
+
+        After a :meth:`reset` it is still a batch of the iteration that is at work, until the next one begins.
+        """
         batch = self.get_indices(batch_idx, batch_size)
         self.processed_indices.update(batch)
         if self._places is not None:
@@ -105,10 +114,10 @@ class ElasticSampler:
         """What was recorded since the last :meth:`reset`; ``None`` if indices were recorded otherwise than by batches."""
         if self._places is None:
             return None
-        return Share(self.epoch, self.num_replicas, self.remaining_indices, frozenset(self._places))
+        return Share(self.epoch, *self._division, frozenset(self._places))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """The indices of a batch of this rank; the last may be smaller than ``batch_size``."""
+        """Return the indices of a batch of the iteration at work; the last may be smaller than ``batch_size``."""
         start = batch_idx * batch_size
         return self.indices[start : start + batch_size]
 
@@ -125,7 +134,7 @@ class ElasticSampler:
             self.processed_indices = set(
                 self._shuffled(range(len(self.dataset)))[: state_dict["processed_num"]]
             )
-        self.reset()
+        self._divide(state_dict.get("processed_num", len(self.processed_indices)))
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and what was processed in it by this rank (and by all, when they last began again)."""
@@ -136,14 +145,20 @@ class ElasticSampler:
         }
 
     def reset(self) -> None:
-        """Divide what was not processed among the ranks that live now. Iterators at work go on as they were."""
+        """Divide what was not processed among the ranks that live now. An iteration at work goes on as it was."""
+        self._divide(self.processed_num)
+
+    def _divide(self, processed: int) -> None:
+        """Divide anew, when all ranks have processed so many samples of this epoch."""
         self.num_replicas, self.rank = size(), rank()
+        self._counts = (len(self.processed_indices), processed)
         self._places = set()
         remaining = self._shuffled(i for i in range(len(self.dataset)) if i not in self.processed_indices)
         self.remaining_indices = remaining
         self.num_samples = math.ceil(len(remaining) / self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-        self.indices = self._own()
+        if not self._iterated:
+            self._cut()
 
     def _shuffled(self, indices: Iterable[int]) -> list[int]:
         """In the order of this epoch, which is that of the indices if there is no shuffling."""
@@ -152,12 +167,17 @@ class ElasticSampler:
             random.Random(self.seed + self.epoch).shuffle(order)
         return order
 
-    def _own(self) -> list[int]:
+    def _cut(self) -> None:
+        """Make ``indices`` this rank's share of what remains."""
         padded = islice(cycle(self.remaining_indices), self.total_size)
-        return list(islice(padded, self.rank, None, self.num_replicas))
+        self.indices = list(islice(padded, self.rank, None, self.num_replicas))
+        self._division = (self.num_replicas, self.remaining_indices)
 
     def __iter__(self) -> Iterator[int]:
-        self.indices = self._own()
+        if self._places and self._division[1] is not self.remaining_indices:
+            self._places = None  # those that were recorded are places in the indices of the iteration before
+        self._iterated = True
+        self._cut()
         return iter(self.indices)
 
     def __len__(self) -> int:

@@ -171,6 +171,40 @@ def every_operation() -> None:
     assert slices.values.numpy().tolist() == [[r + 1.0, 2 * (r + 1.0)] for r in range(size)]
 
 
+def integer_slices() -> None:
+    """An average of integer slices is not rounded before it is added up; scale factors are not rounded to the integers' dtype."""
+    tf, hvd = _modules()
+    size = hvd.size()
+
+    def slices(dtype: Any) -> Any:
+        return tf.IndexedSlices(tf.constant([[3, 5]], dtype), tf.constant([0]), tf.constant([1, 2]))
+
+    def reduced() -> dict[str, Any]:
+        found = {}
+        for dtype, quotient in ((tf.int32, tf.float64), (tf.int64, tf.float64), (tf.int8, tf.float32)):
+            dense, mixed, last = hvd.grouped_allreduce([tf.constant([4]), slices(dtype), tf.constant([6.0])])
+            for each in (hvd.allreduce(slices(dtype)), mixed, *hvd.grouped_allreduce([slices(dtype)] * 2)):
+                assert each.values.dtype == quotient
+            found[f"mixed {dtype.name}"] = tf.convert_to_tensor(mixed)
+            found[f"beside {dtype.name}"] = tf.stack([tf.cast(dense[0], tf.float32), last[0]])
+            halved = hvd.allreduce(slices(dtype), op=hvd.Sum, prescale_factor=0.5, postscale_factor=2.0)
+            assert halved.values.dtype == dtype
+            found[f"scaled {dtype.name}"] = tf.convert_to_tensor(halved)
+            scaled = hvd.allreduce(slices(dtype), prescale_factor=0.5)
+            found[f"half {dtype.name}"] = 2 * tf.convert_to_tensor(scaled)
+            halves = hvd.allreduce(slices(dtype), op=hvd.Sum, postscale_factor=0.5)
+            found[f"cut {dtype.name}"] = tf.convert_to_tensor(halves)
+        return found
+
+    for found in (reduced(), tf.function(reduced, autograph=False)()):
+        for name, values in found.items():
+            expected = {
+                "mixed": [[3, 5]], "half": [[3, 5]], "beside": [4, 6],
+                "scaled": [[3 * size, 5 * size]], "cut": [[1 * size, 2 * size]],
+            }[name.split()[0]]  # fmt: skip
+            np.testing.assert_allclose(values, expected, err_msg=name)
+
+
 def any_order() -> None:
     tf, hvd = _modules()
 
@@ -322,14 +356,16 @@ def joined() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [every_dtype, unsigned_shorts, in_process_sets, every_operation, any_order, executions, sessions, pipelines, variables, names, signatures, joined],
+    [every_dtype, unsigned_shorts, in_process_sets, every_operation, integer_slices, any_order, executions, sessions, pipelines, variables, names, signatures, joined],
     ids=lambda function: function.__name__,
 )  # fmt: skip
 def test_operations(two: Ranks, function: Callable[[], None]) -> None:
     two.run(function, timeout=60)
 
 
-@pytest.mark.parametrize("function", [every_operation, any_order], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [every_operation, integer_slices, any_order], ids=lambda function: function.__name__
+)
 def test_operations_in_other_worlds(others: Ranks, function: Callable[[], None]) -> None:
     others.run(function, timeout=60)
 

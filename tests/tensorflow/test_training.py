@@ -548,16 +548,91 @@ def best_models() -> None:
     assert os.path.exists(callback.filepath)
 
 
+def names_that_packages_replace() -> None:
+    """Every reduction of a Keras optimizer goes through ``_allreduce`` and ``_allreduce_grads``, which packages replace."""
+    tf, hvd, hvd_keras = _modules()
+    import tf_keras
+
+    mean = (hvd.size() + 1) / 2
+    made: list[Callable[[], Any]] = [
+        lambda: tf.keras.optimizers.SGD(1.0),
+        lambda: tf_keras.optimizers.SGD(1.0),
+        lambda: tf_keras.optimizers.legacy.SGD(1.0),
+    ]
+    for passes in (1, 2):
+        for make in made:
+            optimizer = hvd_keras.DistributedOptimizer(make(), backward_passes_per_step=passes)
+            assert isinstance(optimizer._agg_helper, hvd.LocalGradientAggregationHelper) == (passes == 2)
+            v = tf.Variable([0.0])
+            calls: list[str] = []
+            before, reduce = optimizer._allreduce, optimizer._allreduce_grads
+
+            def outer(grads: Any, vars: Any, before: Any = before, calls: list[str] = calls) -> Any:
+                calls.append("outer")
+                return before(grads, vars)
+
+            def inner(grads: Any, vars: Any, reduce: Any = reduce, calls: list[str] = calls) -> Any:
+                calls.append("inner")
+                return [10 * each for each in reduce(grads, vars)]
+
+            optimizer._allreduce, optimizer._allreduce_grads = outer, inner
+            for _ in range(passes):
+                optimizer.apply_gradients([(tf.constant([hvd.rank() + 1.0]), v)])
+            assert v.numpy().tolist() == [-10 * passes * mean]
+            assert calls == [["outer", "inner"], ["outer", "outer", "inner"]][passes - 1]
+
+
+def gradients_of_legacy_optimizers() -> None:
+    """They are reduced where they are computed, once."""
+    tf, hvd, hvd_keras = _modules()
+    import tf_keras
+
+    mean = (hvd.size() + 1) / 2
+    optimizer = hvd_keras.DistributedOptimizer(tf_keras.optimizers.legacy.SGD(1.0))
+    v = tf.Variable([0.0])
+    for total in (1, 2):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v * (hvd.rank() + 1.0))
+        pairs = optimizer._compute_gradients(loss, [v], tape=tape)
+        assert [gradient.numpy().tolist() for gradient, _ in pairs] == [[mean]]
+        optimizer.apply_gradients([(10 * gradient, each) for gradient, each in pairs])
+        assert v.numpy().tolist() == [-10 * total * mean]
+    with tf.Graph().as_default():
+        w = tf.Variable([1.0])
+        (gradient,) = optimizer.get_gradients(tf.reduce_sum(w * (hvd.rank() + 1.0)), [w])
+        optimizer._hvdlab_set(computed=False)
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            assert session.run(gradient).tolist() == [mean]
+
+
+def gradients_of_tapes_divided() -> None:
+    tf, hvd, _ = _modules()
+    v, w, x = tf.Variable(1.0), tf.Variable(2.0), tf.Variable(3.0)
+    tape = hvd.DistributedGradientTape(tf.GradientTape())
+    assert tape.get_local_and_global_gradients([1, 2], [v, w]) == ([], [(1, v), (2, w)])
+    tape.register_local_source(w)
+    local, shared = tape.get_local_and_global_gradients([1, None, 3], [v, w, x])
+    assert [(gradient, each.ref()) for gradient, each in local] == [(None, w.ref())]
+    assert [(gradient, each.ref()) for gradient, each in shared] == [(1, v.ref()), (3, x.ref())]
+
+
 def values() -> None:
-    _, hvd, hvd_keras = _modules()
+    tf, hvd, hvd_keras = _modules()
     import hvdlab.keras as plain
 
     mean = (hvd.size() - 1) / 2
-    assert hvd_keras.allreduce(float(hvd.rank())) == plain.allreduce(float(hvd.rank())) == mean
-    assert plain.allreduce(1.0, average=False) == hvd.size()
-    assert hvd_keras.allgather([hvd.rank()]).tolist() == list(range(hvd.size()))
-    assert hvd_keras.broadcast(np.array([hvd.rank()]), 1).tolist() == [1]
-    assert hvd_keras.reducescatter(np.ones(hvd.size()), op=hvd.Sum).tolist() == [hvd.size()]
+    found = {
+        "allreduce": (hvd_keras.allreduce(float(hvd.rank())), mean),
+        "plain": (plain.allreduce(float(hvd.rank())), mean),
+        "sum": (plain.allreduce(1.0, average=False), hvd.size()),
+        "allgather": (hvd_keras.allgather([hvd.rank()]), list(range(hvd.size()))),
+        "broadcast": (hvd_keras.broadcast(np.array([hvd.rank()]), 1), [1]),
+        "reducescatter": (hvd_keras.reducescatter(np.ones(hvd.size()), op=hvd.Sum), [hvd.size()]),
+    }
+    for name, (value, expected) in found.items():
+        assert isinstance(value, tf.Tensor), name
+        assert value.numpy().tolist() == expected, name
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -755,7 +830,7 @@ def test_only_the_users_functions_are_rewritten(two: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [tapes, partial_tapes, first_optimizers, values, normalization, masked_normalization, far_from_zero, gradients_of_some_passes, states, variables_differ, steps_that_are_given_up, computed_gradients, compiled, mixed_precision, best_models],
+    [tapes, partial_tapes, first_optimizers, names_that_packages_replace, gradients_of_legacy_optimizers, gradients_of_tapes_divided, values, normalization, masked_normalization, far_from_zero, gradients_of_some_passes, states, variables_differ, steps_that_are_given_up, computed_gradients, compiled, mixed_precision, best_models],
     ids=lambda function: function.__name__,
 )  # fmt: skip
 def test_training(two: Ranks, function: Callable[[], None]) -> None:

@@ -166,7 +166,7 @@ def allreduce(
         compression: Applied to what is sent, and undone on what is received.
 
     Returns:
-        An array (for a 0-d value a numpy number); in a function a tensor.
+        A tensor.
 
     Raises:
         InvalidRequestError: An argument is wrong. Nothing was sent.

@@ -29,7 +29,11 @@ from hvdlab.horovod.common.util import (
 from hvdlab.horovod.common.util import (
     num_rank_is_power_2 as check_num_rank_power_of_2,
 )
-from hvdlab.tensorflow import elastic
+
+# Horovod's package binds these submodules by its own imports, and packages take the private names from it.
+from hvdlab.tensorflow import aggregation as gradient_aggregation
+from hvdlab.tensorflow import compression, elastic, functions, mpi_ops, sync_batch_norm
+from hvdlab.tensorflow import functions as util
 from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
 from hvdlab.tensorflow.basics import (
     barrier,
@@ -67,9 +71,11 @@ from hvdlab.tensorflow.functions import (
     refs_to_vars,
     vars_to_refs,
 )
+from hvdlab.tensorflow.functions import _executing_eagerly as _executing_eagerly
 from hvdlab.tensorflow.keras.divergence import DivergenceError, watch_divergence
 from hvdlab.tensorflow.keras.recording import record
 from hvdlab.tensorflow.keras.watch import watch
+from hvdlab.tensorflow.mpi_ops import _allreduce as _allreduce
 from hvdlab.tensorflow.ops import (
     allgather,
     allreduce,
@@ -126,16 +132,19 @@ __all__ = [
     "ccl_built",
     "check_extension",
     "check_num_rank_power_of_2",
+    "compression",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
     "elastic",
     "export",
+    "functions",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
     "gpu_available",
+    "gradient_aggregation",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
@@ -151,6 +160,7 @@ __all__ = [
     "metric",
     "mpi_built",
     "mpi_enabled",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
     "process_set_included_op",
@@ -167,6 +177,8 @@ __all__ = [
     "split_list",
     "start_timeline",
     "stop_timeline",
+    "sync_batch_norm",
+    "util",
     "vars_to_refs",
     "watch",
     "watch_divergence",

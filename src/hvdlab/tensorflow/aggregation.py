@@ -19,8 +19,8 @@ class LocalGradientAggregationHelper:
         allreduce_func: ``f(gradients, variables)``: returns the reduced gradients.
         sparse_as_dense: Whether ``tf.IndexedSlices`` are made dense; with several passes they are refused otherwise.
         average_aggregated_gradients: Whether the reduced sum is divided by the number of passes.
-        rank: Not used; Horovod has it.
-        optimizer_type: Not used; Horovod has it.
+        rank: This rank; only kept as an attribute.
+        optimizer_type: The optimizer's class; only kept as an attribute.
         process_set: The ranks that take part; all by default.
         scale_local_gradients: Whether gradients of local variables are divided by the number of ranks.
         name: Beginning of the names of the variables that it makes.
@@ -49,6 +49,8 @@ class LocalGradientAggregationHelper:
         self.backward_passes_per_step = backward_passes_per_step
         self.sparse_as_dense = sparse_as_dense
         self.average_aggregated_gradients = average_aggregated_gradients
+        self.rank = rank
+        self.optimizer_type = optimizer_type
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
         self._allreduce = allreduce_func
@@ -60,6 +62,11 @@ class LocalGradientAggregationHelper:
         #: In a graph: the operations that a pass has to run before apply_gradients() reads the counter.
         self._computed: list[Any] = []
         self.counter: Any = None
+
+    @property
+    def locally_aggregated_grads(self) -> list[Any]:
+        """The variables with the sums of this step's passes; empty before the first pass."""
+        return self._sums
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable's gradients on their rank: they are added up, but not reduced."""

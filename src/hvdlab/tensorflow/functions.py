@@ -182,6 +182,14 @@ def allgather_object(
     return objects.allgather_object(obj, name, process_set)
 
 
+# -- what packages take from Horovod's horovod.tensorflow.util --------------------------------------------------------
+
+
+def _executing_eagerly() -> bool:
+    """Return whether TensorFlow runs operations at once here, and not as parts of a function or a graph."""
+    return bool(tf.executing_eagerly())
+
+
 # -- as keys ----------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
+from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.process_sets import (
     ProcessSet,
     add_process_set,
@@ -104,3 +108,59 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
+
+
+def _allreduce(
+    tensor: Any,
+    name: str | None = None,
+    op: ReduceOp | int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return :func:`allreduce` of a dense tensor, by default its sum: a private function of Horovod that packages call.
+
+    Args:
+        tensor, name, op, prescale_factor, postscale_factor, ignore_name_scope, process_set: As for :func:`allreduce`.
+
+    Raises:
+        InvalidRequestError, NotInitializedError, MismatchError, AbortedError: As by :func:`allreduce`.
+    """
+    return allreduce(
+        tensor,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+        process_set=process_set,
+        ignore_name_scope=ignore_name_scope,
+    )
+
+
+def _grouped_allreduce(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: ReduceOp | int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return :func:`grouped_allreduce` of dense tensors, by default their sums.
+
+    Args:
+        tensors, name, op, prescale_factor, postscale_factor, ignore_name_scope, process_set: As for :func:`grouped_allreduce`.
+
+    Raises:
+        InvalidRequestError, NotInitializedError, MismatchError, AbortedError: As by :func:`grouped_allreduce`.
+    """
+    return grouped_allreduce(
+        tensors,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+        process_set=process_set,
+        ignore_name_scope=ignore_name_scope,
+    )

@@ -57,7 +57,8 @@ def allreduce(
     derivative of the sum of the ranks' losses.
 
     ``tf.IndexedSlices`` can be summed and averaged: the ranks gather the values and indices of all, and the gathered slices stand
-    for the sum, or, with their values divided by the number of ranks, for the average.
+    for the sum, or, with their values divided by the number of ranks, for the average. The average of integers is floating point
+    then, of the dtype that ``/`` gives in TensorFlow. Both scale factors multiply the gathered values.
     """
     operation = _allreducing(average, op, prescale_factor, postscale_factor, process_set)
     if isinstance(tensor, tf.IndexedSlices):
@@ -119,13 +120,25 @@ def _sparse(operation: Operation, slices: Any, name: str | None, device: str, ig
         values, indices = collectives(
             gathering, [slices.values, slices.indices], name, ignore_name_scope=ignore_name_scope
         )
-        scale = operation.prescale * operation.postscale
-        if scale != 1.0:
-            values = values * tf.cast(scale, values.dtype)
-        if operation.op is Average:
-            count = tf.cast(size_op(operation.process_set), values.dtype)
-            values = values / count if values.dtype.is_floating else values // count
+        values = _scaled_slices(operation, values)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+def _scaled_slices(operation: Operation, values: Any) -> Any:
+    """Apply the scale factors, and the division of an average, to the gathered values of ``tf.IndexedSlices``."""
+    scale = operation.prescale * operation.postscale
+    if operation.op is not Average:
+        if scale == 1.0:
+            return values
+        if values.dtype.is_integer:  # a factor such as 0.5 would be 0 in the dtype of the values
+            return tf.cast(tf.cast(values, tf.float64) * scale, values.dtype)
+        return values * tf.cast(scale, values.dtype)
+    if values.dtype.is_integer:
+        # Rounding before the slices of one row are added up would lose up to 1 for each of them.
+        values = tf.math.truediv(values, tf.ones((), values.dtype))
+    if scale != 1.0:
+        values = values * tf.cast(scale, values.dtype)
+    return values / tf.cast(size_op(operation.process_set), values.dtype)
 
 
 # -- allgather --------------------------------------------------------------------------------------------------------

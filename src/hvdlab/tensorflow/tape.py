@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.tensorflow.compression import Compression, Compressor
+from hvdlab.tensorflow.functions import vars_to_refs
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.reduction import GradientReducer, Groups
 
@@ -44,6 +45,24 @@ class _Distributed:
         gradients = super().gradient(target, sources, output_gradients, *args, **kwargs)  # type: ignore[misc]
         flat, variables = tf.nest.flatten(gradients), tf.nest.flatten(sources)
         return tf.nest.pack_sequence_as(sources, self._hvdlab_reducer(flat, variables))
+
+    def get_local_and_global_gradients(
+        self, gradients: Sequence[Any], sources: Sequence[Any]
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Divide gradients into those that stay on their rank and those that the ranks reduce. Nothing is sent.
+
+        Args:
+            gradients: Gradients of this rank, or ``None``.
+            sources: Their variables or tensors, in the same order.
+
+        Returns:
+            Pairs of a gradient and its source: first those of local sources (see :meth:`register_local_source`), then the others.
+        """
+        local: list[tuple[Any, Any]] = []
+        shared: list[tuple[Any, Any]] = []
+        for pair in zip(gradients, sources, strict=True):
+            (local if vars_to_refs(pair[1]) in self._hvdlab_reducer.local else shared).append(pair)
+        return local, shared
 
     def register_local_source(self, source: Any) -> None:
         """Leave the gradients of a source, a variable or tensor, on their rank: they are not reduced."""

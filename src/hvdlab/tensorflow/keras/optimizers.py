@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -48,6 +48,34 @@ class Distributed:
     hvdlab_meter: StepMeter
     hvdlab_settings: dict[str, Any]
     _HAS_AGGREGATE_GRAD = True
+
+    @property
+    def _agg_helper(self) -> LocalGradientAggregationHelper | None:
+        """Horovod's name of :attr:`hvdlab_helper`."""
+        return self.hvdlab_helper
+
+    def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        """Return the gradients that a pass applies: reduced, or with several passes per step as the helper says.
+
+        Packages replace this method of Horovod's optimizers, and :meth:`_allreduce_grads`, on an instance: every reduction goes
+        through both.
+
+        Args:
+            grads: This rank's gradients.
+            vars: Their variables.
+        """
+        if self.hvdlab_helper is not None:
+            return self.hvdlab_helper.compute_gradients(grads, vars)
+        return list(self._allreduce_grads(grads, vars))
+
+    def _allreduce_grads(self, grads: Sequence[Any], vars: Sequence[Any] | None = None) -> list[Any]:
+        """Return gradients reduced over all ranks, but for those of local variables.
+
+        Args:
+            grads: This rank's gradients, or the sums of several passes.
+            vars: Their variables.
+        """
+        return self.hvdlab_reducer(grads, vars)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make a plain optimizer that is distributed with the default settings, as Keras does to clone one by its class."""
@@ -110,15 +138,28 @@ class Distributed:
         finally:
             self.hvdlab_reduced = before
 
+    def _hvdlab_computed_pairs(self, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Return pairs with reduced gradients, which the next :meth:`apply_gradients` applies as they are.
+
+        With several backward passes per step the pairs stay this rank's own, and :meth:`apply_gradients` reduces them.
+        """
+        listed = list(pairs)
+        if self.hvdlab_reduced or self.hvdlab_helper is not None:
+            return listed
+        variables = [variable for _, variable in listed]
+        reduced = self._allreduce([gradient for gradient, _ in listed], variables)
+        self._hvdlab_set(computed=True)
+        return list(zip(reduced, variables, strict=True))
+
     def _hvdlab_step(self, gradients: list[Any], variables: Sequence[Any], apply: Callable[..., Any]) -> Any:
         plain = [plain_variable(variable) for variable in variables]
         helper = self.hvdlab_helper
         if helper is None:
-            return apply(self.hvdlab_reducer(gradients, plain))
+            return apply(self._allreduce(gradients, plain))
         if not getattr(self, "built", getattr(self, "_built", True)):
             with tf.init_scope():
                 self.build(variables)  # type: ignore[attr-defined]  # tf.cond must not make variables
-        reduced = helper.compute_gradients(gradients, plain)
+        reduced = self._allreduce(gradients, plain)
         return helper.apply_gradients(lambda: apply(reduced), self)
 
 
@@ -137,13 +178,43 @@ class DistributedWithCompute(Distributed):
             MismatchError, AbortedError: As for ``hvd.allreduce``.
         """
         plain: Any = super()
-        pairs = list(plain.compute_gradients(*args, **kwargs))
-        if self.hvdlab_reduced or self.hvdlab_helper is not None:
-            return pairs
-        variables = [variable for _, variable in pairs]
-        reduced = self.hvdlab_reducer([gradient for gradient, _ in pairs], variables)
-        self._hvdlab_set(computed=True)
-        return list(zip(reduced, variables, strict=True))
+        return self._hvdlab_computed_pairs(plain.compute_gradients(*args, **kwargs))
+
+
+class DistributedLegacy(Distributed):
+    """A distributed optimizer of Keras 2's ``legacy`` ones, whose methods that compute gradients are private or for graphs."""
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """Return pairs of reduced gradients and variables, for the next :meth:`apply_gradients`.
+
+        Args:
+            loss: A tensor, or a function that returns one.
+            var_list: The variables, or a function that returns them.
+            grad_loss: The gradient of ``loss``; ones by default.
+            tape: The tape that recorded ``loss``, if ``loss`` is a tensor.
+
+        Raises:
+            MismatchError, AbortedError: As for ``hvd.allreduce``.
+        """
+        plain: Any = super()
+        return self._hvdlab_computed_pairs(plain._compute_gradients(loss, var_list, grad_loss, tape))
+
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """In graphs of TensorFlow 1: return reduced gradients, for the next :meth:`apply_gradients`.
+
+        Args:
+            loss: A tensor.
+            params: The variables.
+
+        Raises:
+            ValueError: A variable has no gradient.
+        """
+        plain: Any = super()
+        listed = tf.nest.flatten(params)
+        pairs = zip(plain.get_gradients(loss, listed), listed, strict=True)
+        return [gradient for gradient, _ in self._hvdlab_computed_pairs(pairs)]
 
 
 class DistributedWithApply(Distributed):
@@ -179,6 +250,8 @@ def _distributed_class(kind: Any) -> Any:
         base = DistributedWithApply
     elif hasattr(kind, "compute_gradients"):
         base = DistributedWithCompute
+    elif hasattr(kind, "_compute_gradients"):
+        base = DistributedLegacy
     return type(kind.__name__, (base, kind), members)
 
 
@@ -258,7 +331,8 @@ def distributed(
     if backward_passes_per_step != 1:
         helper = LocalGradientAggregationHelper(
             backward_passes_per_step,
-            reducer,
+            # By the instance, whose method may have been replaced.
+            lambda gradients, variables: made._allreduce_grads(gradients, variables),
             sparse_as_dense,
             average_aggregated_gradients,
             basics.rank() if basics.is_initialized() else 0,
@@ -487,12 +561,12 @@ def _reducing_first(original: Callable[..., Any], *, pairs: bool) -> Callable[..
             inner._hvdlab_set(computed=False)
         elif pairs:
             variables = [plain_variable(variable) for _, variable in listed]
-            reduced = inner.hvdlab_reducer([gradient for gradient, _ in listed], variables)
+            reduced = inner._allreduce([gradient for gradient, _ in listed], variables)
             listed = [(gradient, variable) for gradient, (_, variable) in zip(reduced, listed, strict=True)]
         else:
             given_variables = args[0] if args else kwargs.get("trainable_variables")
             plain = None if given_variables is None else [plain_variable(each) for each in given_variables]
-            listed = inner.hvdlab_reducer(listed, plain)
+            listed = inner._allreduce(listed, plain)
         with inner._hvdlab_with_reduced():
             return original(self, listed, *args, **kwargs)
 

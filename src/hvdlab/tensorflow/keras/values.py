@@ -1,4 +1,4 @@
-"""Collectives on numbers, arrays and lists. In eager mode the results are arrays, as Keras' own values are."""
+"""Collectives on numbers, arrays and lists, whose results are tensors."""
 
 from __future__ import annotations
 
@@ -33,23 +33,21 @@ def allreduce(
         compression: Applied to what is sent, and undone on what is received.
 
     Returns:
-        An array (for a 0-d value a numpy number); in a function a tensor.
+        A tensor.
 
     Raises:
         InvalidRequestError: An argument is wrong. Nothing was sent.
         NotInitializedError: ``init()`` was not called.
         MismatchError, AbortedError: The ranks disagree, or the reduction can't complete. ``value`` is untouched.
     """
-    return _as_value(
-        ops.allreduce(
-            _tensor(value),
-            average=average,
-            op=op,
-            name=name,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            compression=compression,
-        )
+    return ops.allreduce(
+        _tensor(value),
+        average=average,
+        op=op,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
     )
 
 
@@ -61,12 +59,12 @@ def allgather(value: Any, name: str | None = None) -> Any:
         name: Equal on all ranks. Calls without a name are matched in order.
 
     Returns:
-        An array; in a function a tensor.
+        A tensor.
 
     Raises:
         InvalidRequestError, NotInitializedError, MismatchError, AbortedError: As by :func:`allreduce`.
     """
-    return _as_value(ops.allgather(_tensor(value), name=name))
+    return ops.allgather(_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
@@ -78,12 +76,12 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
         name: Equal on all ranks. Calls without a name are matched in order.
 
     Returns:
-        An array (for a 0-d value a numpy number); in a function a tensor.
+        A tensor.
 
     Raises:
         InvalidRequestError, NotInitializedError, MismatchError, AbortedError: As by :func:`allreduce`.
     """
-    return _as_value(ops.broadcast(_tensor(value), root_rank, name=name))
+    return ops.broadcast(_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp | int = Average) -> Any:
@@ -95,17 +93,13 @@ def reducescatter(value: Any, name: str | None = None, op: ReduceOp | int = Aver
         op: ``hvd.Average`` (default), ``hvd.Sum``, or another operator of ``hvdlab.tensorflow`` but ``Adasum``.
 
     Returns:
-        An array; in a function a tensor.
+        A tensor.
 
     Raises:
         InvalidRequestError, NotInitializedError, MismatchError, AbortedError: As by :func:`allreduce`.
     """
-    return _as_value(ops.reducescatter(_tensor(value), name=name, op=op))
+    return ops.reducescatter(_tensor(value), name=name, op=op)
 
 
 def _tensor(value: Any) -> Any:
     return tf.convert_to_tensor(plain_variable(value))
-
-
-def _as_value(tensor: Any) -> Any:
-    return tensor.numpy() if hasattr(tensor, "numpy") and tf.executing_eagerly() else tensor

@@ -12,7 +12,7 @@ from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.visible import visible_lines
 from hvdlab.kernel_ext.newcomers import Newcomer
 from hvdlab.kernel_ext.output.crash import crash_lines
-from hvdlab.kernel_ext.output.values import html_of, text_of
+from hvdlab.kernel_ext.output.values import ValueNotSent, html_of, text_of
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display
 
 _WAITED = re.compile(r"ranks? [\d,-]+ waited; ")
@@ -261,8 +261,7 @@ class CellResults(Sequence[Any]):
         if done is None or done.error is not None:
             raise NoValue(self._why_missing(rank))
         if done.has_value and done.value is None:
-            why = done.value_note or "it can't be pickled; give it a name in the cell and use %hvd_pull"
-            raise NoValue(f"rank {rank}'s value was not sent: {why}")
+            raise NoValue(f"rank {rank}'s value was not sent: {_why_unsent(done)}")
         # The bytes come from a rank that this pool itself started: code that the user runs with the same rights.
         self._values[rank] = pickle.loads(done.value) if done.value is not None else None  # noqa: S301
         return self._values[rank]
@@ -331,10 +330,24 @@ class CellResults(Sequence[Any]):
         failed = tuple(r for r in self.ranks if r in self.errors or r in self.deaths)
         if failed:
             groups.append((failed, {"text/plain": "failed"}))
-        return text_of(groups, name=self.name) if groups else f"<no values from {format_ranks(self.ranks)}>"
+        if groups:
+            return text_of(groups, name=self.name, unsent=self._unsent())
+        return f"<no values from {format_ranks(self.ranks)}>"
 
     def _repr_html_(self) -> str | None:
-        return html_of(self.groups())
+        return html_of(self.groups(), unsent=self._unsent())
+
+    def _unsent(self) -> dict[int, ValueNotSent]:
+        """Return the values that stayed on their ranks."""
+        return {
+            rank: ValueNotSent(_why_unsent(done), done.too_large)
+            for rank, done in self._done.items()
+            if done.has_value and done.value is None
+        }
+
+
+def _why_unsent(done: CellDone) -> str:
+    return done.value_note or "it can't be pickled; give it a name in the cell and use %hvd_pull"
 
 
 def _were(ranks: Sequence[int]) -> str:

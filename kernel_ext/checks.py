@@ -40,6 +40,22 @@ def check_not_in_rank() -> None:
         )
 
 
+def check_sees_ranks(what: str) -> None:
+    """Check that this process is a notebook's, which has the ranks, and not one of the ranks itself.
+
+    Args:
+        what: The call or magic that needs the ranks, for the error's text.
+
+    Raises:
+        InvalidRequestError: This is a rank.
+    """
+    if context.in_rank_of_pool():
+        raise InvalidRequestError(
+            f"{what}: this is a rank, which does not see the others; run it in the notebook's own process: in a cell "
+            "without %%hvd_run, or under %%local where cells run on the ranks"
+        )
+
+
 @contextmanager
 def limits_explained(what: str) -> Iterator[None]:
     """Turn an error by a limit of this process or host into one sentence, which begins with ``what``.

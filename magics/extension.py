@@ -32,6 +32,7 @@ from hvdlab.magics.pools import PoolMagics
 from hvdlab.magics.replay import ReplayMagics
 from hvdlab.magics.session import Session
 from hvdlab.magics.spmd import KernelRanks
+from hvdlab.magics.syntax import give_body
 from hvdlab.magics.timeline import TimelineMagics
 from hvdlab.magics.where import WhereMagics
 from hvdlab.magics.whos import WhosMagics
@@ -99,6 +100,8 @@ class Extension:
             self.shell.register_magics(magics)
         self.shell.events.register("pre_run_cell", self._remember_cell)
         self.shell.events.register("post_run_cell", self._hint)
+        # Before IPython's own, which take a cell magic apart.
+        self.shell.input_transformers_cleanup.insert(0, give_body)
         self.shell.input_transformers_cleanup.append(self._auto)
         if (take_ranks := self._kernel_takes_ranks()) is not None:
             take_ranks(KernelRanks(self.session))
@@ -130,6 +133,7 @@ class Extension:
         remove_awaiting(self.session.awaited)
         self._completer.unload()
         self.shell.input_transformers_cleanup.remove(self._auto)
+        self.shell.input_transformers_cleanup.remove(give_body)
         self.shell.events.unregister("pre_run_cell", self._remember_cell)
         self.shell.events.unregister("post_run_cell", self._hint)
         for kind, names in MAGICS.items():

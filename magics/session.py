@@ -119,7 +119,11 @@ class Session:
         return self._pool
 
     def need_pool(self, what: str) -> Pool:
-        """The pool; raises UsageError, which names ``what``, if there is none."""
+        """Return the pool; raises UsageError, which names ``what``, if there is none, or this is a rank."""
+        from hvdlab.kernel_ext.checks import check_sees_ranks
+
+        with as_usage_error():
+            check_sees_ranks(what)
         self._wait_for_coming()
         if self.pool is None:
             if self._broken:

@@ -11,6 +11,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.magics.session import cell_number
 
+_OUR_CELL = re.compile(r"%%(?:hvd_run|hvd_rank|local)\b")
+
 
 class SourceError(HvdlabError):
     """The cell can not be compiled. Raised as a subclass named like Python's own error."""
@@ -59,3 +61,14 @@ def magic_line_offset(raw: str, magic: str) -> int:
     """
     match = re.search(rf"^[ \t]*%%{re.escape(magic)}\b", raw, re.MULTILINE)
     return raw[: match.start()].count("\n") + 1 if match else int(not raw)
+
+
+def give_body(lines: list[str]) -> list[str]:
+    """Append an empty line to a cell that is nothing but the first line of a cell magic of hvdlab.
+
+    IPython refuses a cell magic without a body before it calls it, so ``%%hvd_run --help`` alone in a cell would show no help.
+    """
+    written = [line for line in lines if line.strip()]
+    if len(written) != 1 or not _OUR_CELL.match(written[0]):
+        return lines
+    return [*lines, "\n"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def recording_of(source: Any = None, *, coming: bool = False) -> Recording:
         coming: Without a pool, return the recording of the notebook's next pool, which is empty until then.
 
     Raises:
-        InvalidRequestError: There is no pool.
+        InvalidRequestError: There is no pool, or this process is one of its ranks.
         TypeError: ``source`` leads to no recording.
     """
     # Imported here, since these import numpy, which views need and loading the extension does not.
@@ -73,6 +74,11 @@ def recording_of(source: Any = None, *, coming: bool = False) -> Recording:
     from hvdlab.collectives.recording import Recording
 
     if source is None:
+        if context.in_rank_of_pool():
+            raise InvalidRequestError(
+                "this is a rank, which does not see the others: call it in the notebook's own process, in a cell without "
+                "%%hvd_run, or under %%local where cells run on the ranks"
+            )
         source = next((pool for finder in reversed(_finders) if (pool := finder()) is not None), None)
         if source is None and coming and (awaited := _awaited()) is not None:
             return awaited

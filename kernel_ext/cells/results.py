@@ -12,7 +12,7 @@ from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.visible import visible, visible_lines
 from hvdlab.kernel_ext.newcomers import Newcomer
 from hvdlab.kernel_ext.output.crash import crash_lines
-from hvdlab.kernel_ext.output.values import html_of, text_of
+from hvdlab.kernel_ext.output.values import ValueNotSent, html_of, text_of
 from hvdlab.kernel_ext.payloads import CellDone, CellError, Display
 
 _WAITED = re.compile(r"ranks? [\d,-]+ waited; ")
@@ -261,8 +261,7 @@ class CellResults(Sequence[Any]):
         if done is None or done.error is not None:
             raise NoValue(self._why_missing(rank))
         if done.has_value and done.value is None:
-            why = done.value_note or "it can't be pickled; give it a name in the cell and use %hvd_pull"
-            raise NoValue(f"rank {rank}'s value was not sent: {why}")
+            raise NoValue(f"rank {rank}'s value was not sent: {_why_unsent(done)}")
         # The bytes come from a rank that this pool itself started: code that the user runs with the same rights.
         self._values[rank] = pickle.loads(done.value) if done.value is not None else None  # noqa: S301
         return self._values[rank]
@@ -328,10 +327,12 @@ class CellResults(Sequence[Any]):
 
     def __repr__(self) -> str:
         groups = self.groups() + self._failures()
-        return text_of(groups, name=self.name) if groups else f"<no values from {format_ranks(self.ranks)}>"
+        if groups:
+            return text_of(groups, name=self.name, unsent=self._unsent())
+        return f"<no values from {format_ranks(self.ranks)}>"
 
     def _repr_html_(self) -> str | None:
-        return html_of(self.groups() + self._failures())
+        return html_of(self.groups() + self._failures(), unsent=self._unsent())
 
     def _failures(self) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
         """Ranks that failed alike, with a line that says how, in the form of :meth:`groups`."""
@@ -342,6 +343,18 @@ class CellResults(Sequence[Any]):
             elif rank in self.deaths:
                 ranks_by_line.setdefault(f"died: {visible(self.deaths[rank].reason)}", []).append(rank)
         return [(tuple(ranks), {"text/plain": line}) for line, ranks in ranks_by_line.items()]
+
+    def _unsent(self) -> dict[int, ValueNotSent]:
+        """Return the values that stayed on their ranks."""
+        return {
+            rank: ValueNotSent(_why_unsent(done), done.too_large)
+            for rank, done in self._done.items()
+            if done.has_value and done.value is None
+        }
+
+
+def _why_unsent(done: CellDone) -> str:
+    return done.value_note or "it can't be pickled; give it a name in the cell and use %hvd_pull"
 
 
 def _were(ranks: Sequence[int]) -> str:

@@ -222,7 +222,7 @@ class CellDone(Payload, frozen=True):
     """The cell ended here; sent after its last Output, whose ``total`` it repeats.
 
     ``value`` is the pickled last expression if it was asked for and small enough; ``value_note`` says why it is
-    missing. ``has_value`` is False when the last statement was no expression or gave None.
+    missing, and ``too_large`` whether it was larger than :attr:`RunCell.value_limit`. ``has_value`` is False when the last statement was no expression or gave None.
     """
 
     cell: str
@@ -233,6 +233,7 @@ class CellDone(Payload, frozen=True):
     value_repr: str = ""
     value_note: str = ""
     total: int = 0
+    too_large: bool = False
 
 
 class HeldCell(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
@@ -25,19 +26,55 @@ FEWEST_LINES = 3
 LONGEST_LINE = 1000
 
 
-def text_of(groups: Groups, width: int = 0, *, name: str = "_") -> str:
-    """One block for each group of equal values, labelled by rank; long ones are cut, ``name`` has them whole."""
+@dataclass(frozen=True, slots=True)
+class ValueNotSent:
+    """A value that stayed on its rank.
+
+    Attributes:
+        why: The reason, with the remedy.
+        large: Whether the value is too large, so that its text is mostly an abridged one.
+    """
+
+    why: str
+    large: bool = False
+
+
+def text_of(
+    groups: Groups, width: int = 0, *, name: str = "_", unsent: Mapping[int, ValueNotSent] | None = None
+) -> str:
+    """Return one block for each group of equal values, labelled by rank; long ones are cut.
+
+    Args:
+        groups: The values, as mime bundles.
+        width: Characters of the labels, at least.
+        name: The variable that has the values whole.
+        unsent: Rank to its value, for values that ``name`` lacks.
+    """
     most = max(FEWEST_LINES, min(MOST_LINES, MOST_LINES_IN_ALL // max(1, len(groups))))
-    rows = [
-        (f"[{compact_ranks(ranks)}]", shortened(str(data.get("text/plain", "")), most, f"{name}[{ranks[0]}]"))
-        for ranks, data in groups
-    ]
+    rows = []
+    for ranks, data in groups:
+        hint, missing = _whereabouts(ranks, name, unsent or {})
+        text = shortened(str(data.get("text/plain", "")), most, hint)
+        if missing is not None and missing.large and not text.endswith(hint):
+            text += f"\n({hint})"
+        rows.append((f"[{compact_ranks(ranks)}]", text))
     width = max([width, *(len(label) + 1 for label, _ in rows)])
     return "\n".join(label.ljust(width) + text.replace("\n", "\n" + " " * width) for label, text in rows)
 
 
-def shortened(text: str, most: int, name: str) -> str:
-    """``text`` with at most ``most`` lines, the last of which says how much is missing and which expression has it whole."""
+def _whereabouts(
+    ranks: Sequence[int], name: str, unsent: Mapping[int, ValueNotSent]
+) -> tuple[str, ValueNotSent | None]:
+    """Return the words that say where a value of these ranks is whole, and why it is not in ``name`` if it is not."""
+    sent = next((rank for rank in ranks if rank not in unsent), None)
+    if sent is not None:
+        return f"`{name}[{sent}]` has all", None
+    missing = unsent[ranks[0]]
+    return f"the value was not sent: {missing.why}", missing
+
+
+def shortened(text: str, most: int, hint: str) -> str:
+    """Return ``text`` with at most ``most`` lines, the last of which says how much is missing and ends in ``hint``."""
     lines = text.split("\n")
     cut = any(len(line) > LONGEST_LINE for line in lines[:most])
     if len(lines) <= most and not cut:
@@ -46,17 +83,27 @@ def shortened(text: str, most: int, name: str) -> str:
     shown = [line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…" for line in kept]
     left = len(lines) - len(kept)
     if left:
-        shown.append(f"… {left} more lines; `{name}` has all")
+        shown.append(f"… {left} more lines; {hint}")
     else:
-        shown.append(f"… cut; `{name}` has all")
+        shown.append(f"… cut; {hint}")
     return "\n".join(shown)
 
 
-def html_of(groups: Groups) -> str | None:
-    """The groups as HTML, with tables and pictures; None if no value has any."""
+def html_of(groups: Groups, *, unsent: Mapping[int, ValueNotSent] | None = None) -> str | None:
+    """Return the groups as HTML, with tables and pictures; None if no value has any.
+
+    Args:
+        groups: The values, as mime bundles.
+        unsent: Rank to its value, for values that stayed on their ranks.
+    """
     if not any(kind in data for _, data in groups for kind in _RICH):
         return None
-    return "\n".join(_LABEL.format(format_ranks(ranks)) + _block(data) for ranks, data in groups)
+    blocks = []
+    for ranks, data in groups:
+        hint, missing = _whereabouts(ranks, "_", unsent or {})
+        below = _LABEL.format(html.escape(hint)) if missing is not None and missing.large else ""
+        blocks.append(_LABEL.format(format_ranks(ranks)) + _block(data) + below)
+    return "\n".join(blocks)
 
 
 def label_html(ranks: Sequence[int]) -> str:

@@ -31,7 +31,7 @@ from hvdlab.kernel_ext.rank.failures import (
 from hvdlab.kernel_ext.rank.fds import CStdout
 from hvdlab.kernel_ext.rank.gate import InterruptGate
 from hvdlab.kernel_ext.rank.prompting import Prompting
-from hvdlab.kernel_ext.rank.values import dump_result, short_repr
+from hvdlab.kernel_ext.rank.values import DumpedValue, dump_result, short_repr
 
 FOR_EVER = 1e9
 """Seconds, as good as no limit, that ranks of an elastic cell wait for each other: the cell's output says that they wait,
@@ -255,7 +255,7 @@ class CellRunner:
         """Report the end: to the other ranks, then the last output, then to the pool."""
         self._end_for_others(run)
         self._c_stdout.flush()
-        pickled, note, error = None, "", None
+        dumped, error = DumpedValue(None), None
         if run.error is not None:
             self._gate.end()
             remember(run.error)
@@ -264,18 +264,19 @@ class CellRunner:
         elif value is not None and run.request.want_value:
             limit = run.request.value_limit
             try:
-                pickled, note = self._guarded(lambda: dump_result(value, limit))
+                dumped = self._guarded(lambda: dump_result(value, limit))
             except KeyboardInterrupt:
-                note = "interrupted while it was pickled"
+                dumped = DumpedValue(None, "interrupted while it was pickled")
         self._gate.end()
         done = CellDone(
             cell=run.request.cell,
             error=error,
             seconds=time.monotonic() - run.started,
             has_value=value is not None,
-            value=pickled,
+            value=dumped.pickled,
             value_repr=short_repr(value, self._hook.plain) if value is not None else "",
-            value_note=note,
+            value_note=dumped.why,
+            too_large=dumped.too_large,
         )
         self._capture.finish(done)
 

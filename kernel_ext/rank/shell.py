@@ -27,6 +27,28 @@ from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.prompting import Prompting
 from hvdlab.kernel_ext.rank.streams import RankStream
 
+NOTEBOOKS_MAGICS = (
+    "autohvd",
+    "hvd_c10d",
+    "hvd_debug",
+    "hvd_diff",
+    "hvd_elastic",
+    "hvd_metrics",
+    "hvd_output",
+    "hvd_pool",
+    "hvd_pull",
+    "hvd_push",
+    "hvd_rank",
+    "hvd_replay",
+    "hvd_run",
+    "hvd_timeline",
+    "hvd_where",
+    "hvd_whos",
+    "local",
+)
+"""The magics of the notebook's extension. A cell magic that is not at the top of its cell is looked up as a line magic,
+with the second of its signs as a part of its name."""
+
 INLINE = "module://matplotlib_inline.backend_inline"
 
 
@@ -78,6 +100,7 @@ class ShellSetup:
         self._shell.ask_exit = _exit_cell
         self._shell.enable_gui = _no_windows
         self._shell._format_exception_for_storage = _exception_for_history
+        self._refuse_notebooks_magics()
         if not faulthandler.is_enabled():
             # Not into our own pipe: this process reads it itself, so a dump at its death would stay unread.
             faulthandler.enable(self._fds.originals["stderr"] if self._fds is not None else 2)
@@ -116,12 +139,39 @@ class ShellSetup:
         self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
+    def _refuse_notebooks_magics(self) -> None:
+        """Register magics that say where those of the notebook's extension belong."""
+        known = self._shell.magics_manager.magics
+        names = {
+            "line": (*NOTEBOOKS_MAGICS, *(f"%{name}" for name in NOTEBOOKS_MAGICS)),
+            "cell": NOTEBOOKS_MAGICS,
+        }
+        for kind, own in names.items():
+            for name in own:
+                if name not in known[kind]:
+                    refuse = known[kind][name] = functools.partial(_refuse_magic, name)
+                    self._undo.append(functools.partial(_remove_magic, known[kind], name, refuse))
+
     def _show_traceback(self, etype: Any, evalue: BaseException, stb: list[str]) -> None:
         """Print what IPython shows beside the cell's own error, such as for ``%tb`` or a figure that can't be drawn."""
         if not self._saved_parts:
             type(self._shell)._showtraceback(self._shell, etype, evalue, stb)
         elif not self.preparing():
             print(self._shell.InteractiveTB.stb2text(stb), file=sys.stderr)
+
+
+def _refuse_magic(name: str, line: str, cell: str = "") -> None:
+    """Raise the error of a magic that a rank can not have."""
+    raise UsageError(
+        f"`%{name}` is a magic of the notebook, and this is a rank: give it a cell of its own, without %%hvd_run "
+        "above it"
+    )
+
+
+def _remove_magic(known: dict[str, Any], name: str, refuse: Callable[..., None]) -> None:
+    """Remove a refusal, unless the user has loaded the extension over it."""
+    if known.get(name) is refuse:
+        del known[name]
 
 
 def _exit_cell() -> None:

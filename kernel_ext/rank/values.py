@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]  # no stubs
@@ -110,18 +111,32 @@ def dump(value: Any, limit: int | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def dump_result(value: Any, limit: int) -> tuple[bytes | None, str]:
-    """The pickle of a cell's value, or why there is none."""
+@dataclass(frozen=True, slots=True)
+class DumpedValue:
+    """A cell's value, pickled, or why there is no pickle of it.
+
+    Attributes:
+        pickled: The pickle; None if there is none.
+        why: Why there is none.
+        too_large: Whether that is because of its size.
+    """
+
+    pickled: bytes | None
+    why: str = ""
+    too_large: bool = False
+
+
+def dump_result(value: Any, limit: int) -> DumpedValue:
+    """Pickle a cell's value, if that takes no more than ``limit`` bytes."""
     try:
-        return dump(value, limit), ""
+        return DumpedValue(dump(value, limit))
     except TooLarge:
-        return None, (
-            f"larger than {limit:,} bytes when pickled; give it a name in the cell, `%hvd_pull NAME` brings it"
-        )
+        remedy = "give it a name in the cell, `%hvd_pull NAME` brings it"
+        return DumpedValue(None, f"larger than {limit:,} bytes when pickled; {remedy}", too_large=True)
     except KeyboardInterrupt:
-        return None, "interrupted while it was pickled"
+        return DumpedValue(None, "interrupted while it was pickled")
     except Exception as error:  # noqa: BLE001  # pickling runs the user's __reduce__
-        return None, f"it can't be pickled ({one_line(error)})"
+        return DumpedValue(None, f"it can't be pickled ({one_line(error)})")
 
 
 def short_repr(value: Any, plain: str = "") -> str:

@@ -9,6 +9,7 @@ import threading
 import pytest
 from IPython.core.error import UsageError
 
+from hvdlab.collectives import context
 from hvdlab.kernel_ext.cells.failure import CellFailed
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.magics.syntax import check_syntax
@@ -286,6 +287,11 @@ def test_an_interrupted_start_is_one_line(notebook: Notebook, monkeypatch: pytes
 
 def test_help_lists_the_options(notebook: Notebook) -> None:
     assert "--timeout S" in notebook.run("%%hvd_run --help\n1").stdout
+    for alone in ("%%hvd_run --help", "%%hvd_run -h\n", "\n%%hvd_rank --help"):
+        assert "--timeout S" in notebook.run(alone).stdout, alone
+    assert "there is no code to run" in notebook.run("%%hvd_run").usage_error
+    advice = notebook.run("%%hvd_run --bogus\n1").usage_error
+    assert "`%%hvd_run --help` lists the options" in advice
     assert "--timeout S" in (notebook.extension.shell.find_cell_magic("hvd_run").__doc__ or "")
 
 
@@ -313,3 +319,10 @@ def test_a_cell_is_not_sent_to_a_rank_that_was_given_up_and_still_hangs(notebook
     assert notebook.run("%%hvd_run --ranks 0\nx").error is None
     notebook.pool.hanging = {}
     assert notebook.run("%%hvd_run\nx").error is None
+
+
+def test_magics_that_are_loaded_in_a_rank_do_not_claim_that_no_ranks_run(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "in_rank_of_pool", lambda: True)
+    assert "this is a rank" in notebook.run("%hvd_pool status").usage_error

@@ -5,7 +5,13 @@ from __future__ import annotations
 import base64
 import re
 
-from hvdlab.kernel_ext.output.values import FEWEST_LINES, MOST_LINES, html_of, text_of
+from hvdlab.kernel_ext.output.values import (
+    FEWEST_LINES,
+    MOST_LINES,
+    ValueNotSent,
+    html_of,
+    text_of,
+)
 
 
 def value(text: str) -> dict[str, str]:
@@ -37,6 +43,30 @@ def test_a_very_long_line_is_cut() -> None:
     text = text_of([((3,), value("x" * 100_000))])
     assert len(text) < 1100
     assert text.endswith("`_[3]` has all")
+
+
+def test_a_cut_value_that_was_not_sent_says_why_and_not_that_the_results_have_it() -> None:
+    text = text_of(
+        [((0, 1), value("x" * 100_000))], unsent={0: ValueNotSent("too large"), 1: ValueNotSent("no")}
+    )
+    assert text.endswith("… cut; the value was not sent: too large"), text
+    text = text_of([((0, 1), value("x" * 100_000))], unsent={0: ValueNotSent("too large")})
+    assert text.endswith("… cut; `_[1]` has all"), "another rank's equal value came"
+
+
+def test_a_large_value_that_shows_its_corners_only_says_that_it_was_not_sent() -> None:
+    """As tensors and data frames: their texts are short however large they are."""
+    large = {0: ValueNotSent("larger than 1 byte", large=True)}
+    assert text_of([((0,), value("tensor([0, ..., 9])"))], unsent=large) == (
+        "[0] tensor([0, ..., 9])\n    (the value was not sent: larger than 1 byte)"
+    )
+    html = html_of([((0,), {"text/html": "<table></table>"})], unsent=large)
+    assert html is not None
+    assert "the value was not sent: larger than 1 byte" in html
+
+
+def test_a_short_value_that_can_not_be_sent_is_shown_alone() -> None:
+    assert text_of([((0,), value("<lock>"))], unsent={0: ValueNotSent("it can't be pickled")}) == "[0] <lock>"
 
 
 def test_scripts_of_a_picture_do_not_run() -> None:

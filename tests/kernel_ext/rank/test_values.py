@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import pytest
 
+from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PullValue, PushPart, PushValue, Release, Value
 from hvdlab.kernel_ext.rank import lending
 from hvdlab.kernel_ext.rank.values import TooLarge, dump, dump_parts, short_repr
@@ -38,6 +39,10 @@ def test_a_large_value_stays_and_says_so(rank: Rank) -> None:
     done = rank.run("'x' * 100_000", value_limit=1000).done
     assert done.value is None
     assert "larger than 1,000 bytes" in done.value_note
+    assert done.too_large
+    shown = repr(CellResults([0], {0: done}))
+    assert shown.endswith("`%hvd_pull NAME` brings it"), shown[-200:]
+    assert "has all" not in shown
     assert rank.run("len(_)").done.value_repr == "100000"
 
 
@@ -45,6 +50,7 @@ def test_what_cannot_be_pickled_stays_and_says_so(rank: Rank) -> None:
     done = rank.run("import threading\nthreading.Lock()").done
     assert done.value is None
     assert "can't be pickled" in done.value_note
+    assert not done.too_large
     assert "lock" in done.value_repr
     assert done.error is None
 

@@ -54,7 +54,8 @@ class NotInitializedError(HvdlabError, ValueError):
         super().__init__(what)
 
     def _text(self) -> str:
-        return f"{self.what} was used before hvd.init(); call hvd.init() first, on every rank."
+        # Programs look for Horovod's words, which are the first four of its sentence.
+        return f"Horovod has not been initialized: {self.what} was used before hvd.init(); call hvd.init() first, on every rank."
 
 
 class ForkedProcessError(NotInitializedError):

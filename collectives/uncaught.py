@@ -50,9 +50,14 @@ def describe(error: BaseException, rank: int) -> Uncaught:
     # Python leaves `builtins.` out, but not the modules of other exceptions.
     head, colon, rest = line.partition(":")
     line = f"{head.rpartition('.')[2]}{colon}{rest}"
-    aborted = _in_chain(error)
-    culprits = tuple(r for r in aborted.cause.ranks if r != rank) if aborted is not None else ()
+    culprits = tuple(r for r in blamed_ranks(error) if r != rank)
     return Uncaught(line if len(line) <= LONGEST else line[: LONGEST - 1] + "…", culprits)
+
+
+def blamed_ranks(error: BaseException) -> tuple[int, ...]:
+    """Return the ranks whose failure ended the collective that raised an exception; none for any other exception."""
+    aborted = _in_chain(error)
+    return tuple(aborted.cause.ranks) if aborted is not None else ()
 
 
 E = TypeVar("E", bound=BaseException)

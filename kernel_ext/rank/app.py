@@ -138,7 +138,11 @@ def make_shell() -> ZMQInteractiveShell:
     config = Config()
     config.HistoryManager.hist_file = ":memory:"
     config.HistoryManager.enabled = True
-    return ZMQInteractiveShell.instance(config=config)
+    shell: ZMQInteractiveShell = ZMQInteractiveShell.instance(config=config)
+    # The shell sets it, and libraries such as Lightning take it for a sign that the user types at a terminal, where they refuse to
+    # train on several processes. A rank is one of several processes, and has no terminal.
+    del sys.ps1
+    return shell
 
 
 def _gpu_calls() -> GpuCalls | None:

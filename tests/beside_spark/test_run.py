@@ -91,6 +91,25 @@ def test_what_a_rank_raises_names_rank_and_traceback_while_the_other_waits_for_i
     assert "in fails_early" in error.remote_traceback
 
 
+@pytest.mark.parametrize("attempt", range(3))
+def test_the_error_is_that_of_the_rank_that_failed_first_whichever_end_comes_first(
+    spark: Any, attempt: int
+) -> None:
+    def fails_while_the_other_waits() -> None:
+        import hvdlab.torch as hvd
+
+        hvd.init()
+        hvd.barrier()
+        if hvd.rank() == 1:
+            raise KeyError("no such column")
+        hvd.barrier()
+
+    with pytest.raises(KeyError) as caught:
+        hvdlab.spark.run(fails_while_the_other_waits, num_proc=2)
+    assert isinstance(caught.value, RankFailedError)
+    assert caught.value.rank == 1
+
+
 def test_a_rank_that_is_killed_is_named(spark: Any) -> None:
     def killed() -> None:
         import hvdlab.torch as hvd

@@ -18,7 +18,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test
 SIZE = 2
 _SETTINGS = {
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-    "HVDLAB_PRELOAD": "beside_trainers.trainings,torch._dynamo,transformers,accelerate,lightning.pytorch",
+    "HVDLAB_PRELOAD": "beside_trainers.trainings,torch._dynamo,transformers,accelerate",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from effort import examples
 from hvdlab.launch.exits import Outcome
 from hvdlab.runner import events as e
+from hvdlab.runner.done import origin_of
 from hvdlab.runner.policy import Growth, Phase, Policy
 from hvdlab.runner.supervisor import Supervisor
 
@@ -93,6 +94,47 @@ def test_a_follower_that_ends_first_is_not_to_blame() -> None:
     assert script.of(e.Failure) == [e.Failure(1, Outcome(7), "ValueError: boom", (0, 2))]
     script.tell(e.Exited(2, BAD))
     assert script.of(e.Finish) == [e.Finish(7)]
+
+
+def test_an_elastic_job_whose_ranks_all_fail_alike_is_not_started_anew_again_and_again() -> None:
+    script = Script(3, min_ranks=1)
+    script.tell(*(e.Connected(rank) for rank in range(3)))
+    for rank in range(3):
+        script.tell(
+            e.Reported(rank, "TypeError: no such argument"), e.Disconnected(rank), e.Exited(rank, BAD)
+        )
+    assert len(script.of(e.Respawn)) == 2
+    assert script.of(e.Failure)[0].rank == 2
+    assert "all ranks failed with the same exception" in script.of(e.Say)[-1].text
+
+
+@pytest.mark.parametrize(
+    "last",
+    [e.Reported(1, "OSError: something of its own"), e.Reported(1, "AbortedError: rank 0 left", (0,))],
+)
+def test_elastic_starts_ranks_anew_that_fail_for_different_reasons(last: e.Reported) -> None:
+    script = Script(2, min_ranks=1)
+    script.tell(e.Connected(0), e.Connected(1))
+    script.tell(e.Reported(0, "TypeError: no such argument"), e.Disconnected(0), e.Exited(0, BAD))
+    script.tell(last, e.Disconnected(1), e.Exited(1, BAD))
+    assert len(script.of(e.Respawn)) == 2
+    assert not script.of(e.Failure)
+
+
+def test_elastic_forgets_a_failure_once_a_rank_has_joined_again() -> None:
+    script = Script(2, min_ranks=1)
+    script.tell(e.Connected(0), e.Connected(1))
+    script.tell(e.Reported(0, "OSError: now and then"), e.Disconnected(0), e.Exited(0, BAD))
+    script.tell(e.Spawned(0, 300), e.Connected(0))
+    script.tell(e.Reported(1, "OSError: now and then"), e.Disconnected(1), e.Exited(1, BAD))
+    assert len(script.of(e.Respawn)) == 2
+    assert not script.of(e.Failure)
+
+
+def test_a_failure_is_followed_to_the_rank_that_failed_for_a_reason_of_its_own() -> None:
+    assert origin_of(0, {0: (1,), 1: (2,), 2: ()}) == 2
+    assert origin_of(0, {0: (1,), 1: (0,)}) == 1, "ranks that blame each other end the search"
+    assert origin_of(0, {0: (3,), 1: ()}) == 0, "a rank that has not failed is no cause"
 
 
 def test_the_culprit_is_not_waited_for_for_ever() -> None:

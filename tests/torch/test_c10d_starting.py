@@ -100,6 +100,21 @@ def test_no_import_is_needed_under_a_launcher(
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("wanted", "backend"), [("1", "hvdlab"), ("0", "gloo")])
+def test_the_users_wish_makes_groups_hvdlabs_under_hvdlab_run(
+    tmp_path: Path, with_entry_point: dict[str, str], wanted: str, backend: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\nprint('backend', dist.get_backend())\n"
+    )
+    main = "from hvdlab.runner.command import main; main()"
+    command = [sys.executable, "-c", main, "run", "-np", "2", sys.executable, str(script)]
+    environment = {**with_entry_point, "HVDLAB_C10D": wanted}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.count(f"backend {backend}")) == (0, 2), done.stdout + done.stderr
+
+
 def test_ranks_of_other_hosts_need_a_launcher() -> None:
     store = dist.HashStore()
     store.set(f"hvdlab.world.{context.next_world() + 1}", Card(2, "elsewhere", "unix:/nowhere").encode())

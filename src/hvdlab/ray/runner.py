@@ -181,7 +181,7 @@ class RayExecutor:
         if max_workers is not None and not (min_workers and min_workers > 0):
             raise ValueError("max_workers is set, but min_workers is not a positive number.")
         if min_workers is not None and num_workers is not None:
-            raise ValueError("num_workers and min_workers are both set; give one of them.")
+            raise ValueError("Both `min_workers` and `num_workers` provided. Give one of them.")
         self.settings = settings
         self.params: StaticParams | ElasticParams
         if min_workers is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdlab.launch.exits import Outcome
@@ -28,3 +29,17 @@ class Done:
     results: dict[int, bytes] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     stopped: int = 0
+
+
+def origin_of(rank: int, culprits: Mapping[int, Sequence[int]]) -> int:
+    """Follow the failed ranks that a failed rank blames, up to one that failed for a reason of its own.
+
+    Args:
+        rank: A rank that failed.
+        culprits: For each rank that failed the ranks that it blames, which need not have failed.
+    """
+    seen = {rank}
+    while guilty := [r for r in culprits.get(rank, ()) if r in culprits and r not in seen]:
+        rank = guilty[0]
+        seen.add(rank)
+    return rank

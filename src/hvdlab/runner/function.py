@@ -32,11 +32,13 @@ class Raised:
         pickled: The exception itself, or empty if it can't be pickled.
         line: ``ValueError: boom``.
         traceback: Its traceback as text.
+        culprits: Ranks whose failure ended the collective that raised it, if any.
     """
 
     pickled: bytes
     line: str
     traceback: str
+    culprits: tuple[int, ...] = ()
 
 
 class UnpicklableResultError(RuntimeError):
@@ -104,7 +106,9 @@ def returned(value: Any) -> bytes:
 
 
 def raised(error: BaseException) -> Raised:
-    """The form in which the caller gets an exception."""
+    """Return the form in which the caller gets an exception."""
+    from hvdlab.collectives.uncaught import blamed_ranks
+
     text = "".join(traceback.format_exception(error))
     line = traceback.format_exception_only(error)[-1].strip()
     try:
@@ -112,7 +116,7 @@ def raised(error: BaseException) -> Raised:
         pickle.loads(pickled)  # noqa: S301  # our own: an exception may be picklable one way only
     except Exception:  # noqa: BLE001  # as in returned()
         pickled = b""
-    return Raised(pickled, line, text)
+    return Raised(pickled, line, text, blamed_ranks(error))
 
 
 def _cut(error: BaseException) -> None:

@@ -19,6 +19,7 @@ from hvdlab.collectives.errors import format_ranks
 from hvdlab.launch.exits import Outcome
 from hvdlab.launch.hosts import LOCALHOST
 from hvdlab.runner import events as e
+from hvdlab.runner.done import origin_of
 from hvdlab.runner.placement import changes
 from hvdlab.runner.policy import Growth, Phase, Policy, RankState
 
@@ -56,6 +57,8 @@ class Supervisor:
         self._resets = 0
         #: Ranks that ended before they had joined, each with its host, until one of that number joins there.
         self._unjoined: set[tuple[int, str]] = set()
+        #: Exceptions of their own that ended the programs of ranks since a rank joined last, by rank.
+        self._raised: dict[int, str] = {}
         #: Events so far: in this order ranks join and leave.
         self._events = 0
         self._effects: list[e.Effect] = []
@@ -147,6 +150,7 @@ class Supervisor:
 
     def _connected(self, rank: int, now: float) -> None:
         self.ranks[rank].connected = self.ranks[rank].joined = True
+        self._raised.clear()
         self.ranks[rank].come_by = None
         self.ranks[rank].joined_at, self.ranks[rank].left_at = self._events, None
         self.ranks[rank].lost, self.ranks[rank].returned = "", False
@@ -202,6 +206,12 @@ class Supervisor:
         if outcome.ok or self.phase is not Phase.RUNNING:
             self._end_late()
             return
+        if self._fails_alike(rank):
+            self._effects.append(
+                e.Say("all ranks failed with the same exception: starting them anew would not help")
+            )
+            self._fail(rank, now)
+            return
         if self.policy.growth is not None and self._go_on(rank, outcome, now):
             return
         if (
@@ -213,6 +223,18 @@ class Supervisor:
         self.phase = Phase.SETTLING
         self._first = rank
         self._settle_by = now + self.policy.settle
+
+    def _fails_alike(self, rank: int) -> bool:
+        """Return whether an elastic job has no rank left that did not fail by the same exception of its own program.
+
+        No rank is left then whose memory the others could go on with, and the same program would fail again.
+        """
+        report = self.ranks[rank].report
+        if self.policy.min_ranks is None or report is None or report.culprits:
+            return False
+        self._raised[rank] = report.error
+        ranks = [r for r, state in enumerate(self.ranks) if state.joined or state.anew or r in self._raised]
+        return len(ranks) > 1 and all(self._raised.get(r) == report.error for r in ranks)
 
     def _replace(self, rank: int, outcome: Outcome, now: float) -> bool:
         """Start a lost rank of an elastic job anew, or go on without it. Returns whether the job goes on."""
@@ -582,16 +604,11 @@ class Supervisor:
         self._end(outcome.exit_code if outcome is not None else 1, now)
 
     def _origin(self, rank: int) -> int:
-        """Follow the reports from each rank to one that it blames, up to a rank that failed for a reason of its own."""
-        seen = {rank}
-        while (report := self.ranks[rank].report) is not None:
-            blamed = [r for r in report.culprits if 0 <= r < len(self.ranks) and r not in seen]
-            guilty = [r for r in blamed if self._has_failed(r)]
-            if not guilty:
-                break
-            rank = guilty[0]
-            seen.add(rank)
-        return rank
+        """Return the rank that failed for a reason of its own and caused, over others perhaps, the failure of this one."""
+        failed = {r: state.report for r, state in enumerate(self.ranks) if self._has_failed(r) or r == rank}
+        return origin_of(
+            rank, {r: report.culprits if report is not None else () for r, report in failed.items()}
+        )
 
     def _has_failed(self, rank: int) -> bool:
         state = self.ranks[rank]

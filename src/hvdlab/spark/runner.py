@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 import sys
 import threading
 import time
@@ -18,7 +19,8 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.runner.calling import RankFailedError, pickled, results
-from hvdlab.runner.done import Done
+from hvdlab.runner.done import Done, origin_of
+from hvdlab.runner.function import Raised
 from hvdlab.runner.sinks import ConsoleSink, Writer
 from hvdlab.spark.demand import Demand, is_dynamic
 from hvdlab.spark.task import RankEnd, RankTask
@@ -246,8 +248,17 @@ class Job:
         done.outcomes = {end.rank: end.outcome for end in self.ends}
         done.results = {end.rank: end.result for end in self.ends}
         if first is not None:
+            # The coordinator hears of a rank's end before that of the rank which that one waited for.
+            first = origin_of(first, {end.rank: _blamed(end) for end in self.ends if not end.outcome.ok})
             done.failed, done.code = first, done.outcomes[first].exit_code
         return done
+
+
+def _blamed(end: RankEnd) -> tuple[int, ...]:
+    """Return the ranks that caused what a rank's function raised."""
+    # Safe to unpickle: our own ranks sent it through Spark, which runs the same user's code.
+    found = pickle.loads(end.result) if end.result else None  # noqa: S301
+    return found.culprits if isinstance(found, Raised) else ()
 
 
 def chosen_timeout(start_timeout: float | None) -> float:

@@ -42,6 +42,10 @@ def test_cells_run_on_all_ranks_with_values_and_output(start_pool: StartPool) ->
     assert pool.ranks == (0, 1, 2)
 
 
+def test_a_rank_does_not_look_like_a_terminal_to_libraries(start_pool: StartPool) -> None:
+    assert values(start_pool(2), "import sys; hasattr(sys, 'ps1')") == [False, False]
+
+
 def test_ranks_have_the_notebook_s_directory_path_and_environment(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -181,6 +181,14 @@ class KerasModel(_KerasSaved, HorovodModel):
         """The optimizer, with its state; ``None`` if the model has none."""
         return getattr(self.getModel(), "optimizer", None)
 
+    def _get_metadata(self) -> Any:
+        """Return the shapes by column, under the name that programs call on Horovod's model."""
+        return self.getMetadata()
+
+    def _get_floatx(self) -> str:
+        """Return the type of Keras' floats, such as ``"float32"``, under the name that programs call on Horovod's model."""
+        return str(keras.backend.floatx())
+
     def _network(self) -> Network:
         return KerasNetwork(pack(self.getModel(), self.getCustomObjects()))
 

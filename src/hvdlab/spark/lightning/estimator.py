@@ -12,7 +12,10 @@ from hvdlab.spark.lightning.installed import lightning, package_of
 from hvdlab.spark.lightning.training import LightningTrained, LightningTraining
 from hvdlab.spark.torch.estimator import ModuleEstimator, TorchModel
 
-__all__ = ["LightningEstimator", "TorchModel"]
+__all__ = ["MIN_PL_VERSION", "LightningEstimator", "TorchModel"]
+
+MIN_PL_VERSION = "1.3.8"
+"""The oldest Lightning that Horovod's estimator takes, for programs that compare their own with it. hvdlab's needs 2.0."""
 
 
 class LightningEstimator(ModuleEstimator):

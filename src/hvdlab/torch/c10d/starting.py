@@ -45,7 +45,8 @@ def init_process_group(original: Any, *args: Any, **kwargs: Any) -> None:
     """
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     in_pool = context.in_rank_of_pool()
-    if in_pool and _is_wanted_for_cpu() and given.get("backend") in (None, "gloo", "cpu:gloo"):
+    in_world = in_pool or has_coordinator(Settings.from_env())
+    if in_world and _is_wanted_for_cpu() and given.get("backend") in (None, "gloo", "cpu:gloo"):
         given["backend"] = NAME
         if context.init().rank == 0:
             print("torch.distributed: this group is hvdlab's in place of Gloo's (HVDLAB_C10D=1).")

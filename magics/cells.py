@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, output_can_be_silenced
 
 from hvdlab.kernel_ext.cells.elastic import Bounds
+from hvdlab.kernel_ext.spmd.routing import INSTALLER
 from hvdlab.magics.arguments import documented, parse_ranks, rank_parser, run_parser
 from hvdlab.magics.session import Session, as_usage_error, ranks_of
 from hvdlab.magics.syntax import check_syntax, magic_line_offset
@@ -43,7 +45,11 @@ class CellMagics(Magics):
                 "(`%hvd_pool start -np 8` starts ranks without running a cell)"
             )
         offset = 0 if cell is None else magic_line_offset(self.session.raw_cell, "hvd_run")
+        installs, source = split_installs(parser.prog, source)
         check_syntax(self.session.shell, source, offset)
+        self._install(installs)
+        if not source.strip():
+            return None
         pool = self.session.pool_for(
             options.np,
             launcher=options.launcher,
@@ -69,8 +75,56 @@ class CellMagics(Magics):
         if not cell.strip():
             raise UsageError("%%hvd_rank: there is no code to run; write some under the magic's line")
         offset = magic_line_offset(self.session.raw_cell, "hvd_rank")
+        installs, cell = split_installs(parser.prog, cell)
         check_syntax(self.session.shell, cell, offset)
+        self._install(installs)
+        if not cell.strip():
+            return None
         return _run(self.session, pool, cell, parse_ranks(options.ranks, ranks_of(pool)), options, offset)
+
+    def _install(self, lines: Sequence[str]) -> None:
+        """Run lines that install packages, once, in the notebook's own process."""
+        if lines:
+            print(
+                "installing once, in the notebook's process, whose packages the ranks of this machine share; "
+                "ranks that have imported a package keep what they imported"
+            )
+        for line in lines:
+            if line.startswith("%"):
+                name, _, rest = line[1:].partition(" ")
+                self.session.shell.run_line_magic(name, rest)
+            else:
+                self.session.shell.system(line[1:])  # type: ignore[no-untyped-call]  # IPython has no types for it
+
+
+def split_installs(prog: str, source: str) -> tuple[list[str], str]:
+    """Split the lines that install packages, such as ``%pip install six``, off the top of a cell.
+
+    Args:
+        prog: The magic, for the message.
+        source: The cell.
+
+    Returns:
+        These lines, and the cell with empty lines in their place.
+
+    Raises:
+        UsageError: Such a line stands below other code: it would run on all ranks at once, and break the packages that they share.
+    """
+    lines = source.split("\n")
+    installs: list[str] = []
+    for number, line in enumerate(lines):
+        if INSTALLER.match(line):
+            installs.append(line.strip())
+            lines[number] = ""
+        elif line.strip() and not line.lstrip().startswith("#"):
+            break
+    for line in lines:
+        if INSTALLER.match(line):
+            raise UsageError(
+                f"{prog}: `{line.strip()}` on all ranks at once would break the packages that they share; "
+                "put it at the top of the cell, where it runs once"
+            )
+    return installs, "\n".join(lines) if installs else source
 
 
 def _run(session: Session, *arguments: Any) -> Any:

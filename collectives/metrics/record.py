@@ -48,7 +48,7 @@ def _number(name: object, value: Any) -> float:
         what = type(value).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
         raise InvalidRequestError(
             f"hvd.metric({name!r}) takes one number, or a tensor with one element, not a {what}: {error}"
-        ) from error
+        ) from None
 
 
 def _whole(name: object, step: Any) -> int:

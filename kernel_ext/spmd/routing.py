@@ -12,11 +12,12 @@ from dataclasses import dataclass
 _OURS = re.compile(r"%(?:hvd_\w+|autohvd|(?:re|un)?load_ext\s+hvdlab)\b")
 """Lines that control hvdlab."""
 
+INSTALLER = re.compile(r"[!%](?:pip3?|conda|mamba|micromamba|uv)\b|!python3?\ -m\ pip\b")
+"""Lines that install packages: ranks of a host share the environment, and eight installers would break it."""
+
 _ONCE = re.compile(
     r"""
-      [!%](?:pip3?|conda|mamba|micromamba|uv)\b       # ranks share the environment: eight installers would fight over it
-    | !python3?\ -m\ pip\b
-    | %(?:load|loadpy|recall|rep|rerun|edit|history|hist|notebook|save|connect_info|qtconsole|quickref|lsmagic)\b
+      %(?:load|loadpy|recall|rep|rerun|edit|history|hist|notebook|save|connect_info|qtconsole|quickref|lsmagic)\b
     | (?:exit|quit)(?:\(\))?\s*$                      # ends the frontend's session
     """,
     re.VERBOSE,
@@ -106,4 +107,4 @@ def _split(cell: str, lines: list[str]) -> Route:
 
 
 def _done_here(line: str) -> bool:
-    return bool(_OURS.match(line) or _ONCE.match(line))
+    return bool(_OURS.match(line) or INSTALLER.match(line) or _ONCE.match(line))

@@ -85,4 +85,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    # Completion lists it: only names that a user wants, and those of every module.
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

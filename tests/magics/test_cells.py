@@ -326,3 +326,32 @@ def test_magics_that_are_loaded_in_a_rank_do_not_claim_that_no_ranks_run(
 ) -> None:
     monkeypatch.setattr(context, "in_rank_of_pool", lambda: True)
     assert "this is a rank" in notebook.run("%hvd_pool status").usage_error
+
+
+def test_packages_are_installed_once_in_the_notebooks_process(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[str] = []
+    monkeypatch.setattr(notebook.shell, "system", commands.append)
+    notebook.shell.register_magic_function(lambda line: commands.append(f"pip {line}"), "line", "pip")
+    ran = notebook.run(
+        "%%hvd_run -np 2\n# tools\n%pip install -q six\n!pip3 install seven\nprint('then', rank)"
+    )
+    assert commands == ["pip install -q six", "pip3 install seven"]
+    assert ran.lines[0].startswith("installing once")
+    assert ran.lines[-2:] == ["[0] then 0", "[1] then 1"]
+    assert notebook.run("%%hvd_rank 1\n%pip install eight").result is None
+    assert commands[-1] == "pip install eight"
+
+
+def test_packages_are_not_installed_on_all_ranks_at_once(notebook: Notebook) -> None:
+    ran = notebook.run("%%hvd_run -np 2\nx = 1\n%pip install six")
+    assert "put it at the top of the cell" in ran.usage_error
+
+
+def test_the_line_numbers_of_a_cell_count_lines_that_install(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notebook.shell, "system", lambda command: None)
+    ran = notebook.run("%%hvd_run -np 2\n!pip install six\n\n1/0")
+    assert "line 4" in ran.stdout + ran.stderr + str(ran.error)

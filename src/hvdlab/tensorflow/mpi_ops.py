@@ -146,7 +146,7 @@ def _grouped_allreduce(
     postscale_factor: float = 1.0,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> list[Any]:
+) -> Any:
     """Return :func:`grouped_allreduce` of dense tensors, by default their sums.
 
     Args:

@@ -116,7 +116,10 @@ def test_a_client_may_say_how_many_ranks_with_a_cell(kernel: LiveKernel) -> None
     kernel.client.shell_channel.send(message)
     kernel.finish(cell)
     assert value(cell) == "3"
-    assert kernel.run("%hvd_pool resize 2").lines() == ["ranks 0,1 are ready"]
+    assert kernel.run("%hvd_pool resize 2").lines() == [
+        "rank 2 has ended, with its variables",
+        "ranks 0,1 are ready",
+    ]
 
 
 def test_an_error_is_the_root_cause(kernel: LiveKernel) -> None:

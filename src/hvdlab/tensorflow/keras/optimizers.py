@@ -54,7 +54,7 @@ class Distributed:
         """Horovod's name of :attr:`hvdlab_helper`."""
         return self.hvdlab_helper
 
-    def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+    def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any] | None) -> list[Any]:
         """Return the gradients that a pass applies: reduced, or with several passes per step as the helper says.
 
         Packages replace this method of Horovod's optimizers, and :meth:`_allreduce_grads`, on an instance: every reduction goes
@@ -65,6 +65,7 @@ class Distributed:
             vars: Their variables.
         """
         if self.hvdlab_helper is not None:
+            assert vars is not None, "the sums of several passes are kept by variable"
             return self.hvdlab_helper.compute_gradients(grads, vars)
         return list(self._allreduce_grads(grads, vars))
 

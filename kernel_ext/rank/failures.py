@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ from hvdlab.kernel_ext.rank.compiler import label_of
 from hvdlab.kernel_ext.rank.wire_text import wire_text
 
 logger = logging.getLogger(__name__)
+
+_CELL_NAME = re.compile(r"<cell (\[\d+\])(?: #\w+)?>")
+"""Matches the name of a numbered cell as a file of code; one that ran before under the same number has a mark."""
+_CELL_FILE = re.compile(rf'File "{_CELL_NAME.pattern}", line')
+"""Matches a line of a cell as Python's tracebacks name it."""
 
 E = TypeVar("E", bound=BaseException)
 
@@ -201,13 +207,23 @@ def _render_as_ipython(shell: Any, error: BaseException, before_exec: bool) -> l
     if isinstance(error, UsageError):
         return [f"UsageError: {error}"]
     if isinstance(error, SystemExit):
-        return list(shell.InteractiveTB.get_exception_only(kind, error))
+        return [*map(str.rstrip, shell.InteractiveTB.get_exception_only(kind, error)), *_exit_line(trace)]
     custom = getattr(error, "_render_traceback_", None)
     if custom is not None:
         return list(custom())
     if any(isinstance(link, BaseExceptionGroup) for link in _chain(error)):
-        return traceback.format_exception(kind, error, trace)
+        # Python ends each entry with a line feed; IPython's entries, which are joined by line feeds, have none.
+        lines = (line.removesuffix("\n") for line in traceback.format_exception(kind, error, trace))
+        return [_CELL_FILE.sub(r"Cell In\1, line", line) for line in lines]
     return list(shell.InteractiveTB.structured_traceback(kind, error, trace, tb_offset=0))
+
+
+def _exit_line(trace: TracebackType | None) -> list[str]:
+    """Return the line of a cell that called ``sys.exit()``, as IPython would name it; none for an exit elsewhere."""
+    frames = traceback.extract_tb(trace)
+    if not frames or (cell := _CELL_NAME.fullmatch(frames[-1].filename)) is None:
+        return []
+    return [f"Cell In{cell[1]}, line {frames[-1].lineno}: {frames[-1].line}"]
 
 
 def remember(error: BaseException) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -250,6 +251,14 @@ def test_exception_groups_are_shown(rank: Rank) -> None:
     text = traceback_of(rank.run("raise ExceptionGroup('many', [ValueError('a'), KeyError('b')])"))
     assert "ValueError: a" in text
     assert "KeyError: 'b'" in text
+    assert "\n\n" not in text, "entries are joined by one line feed"
+    assert "<cell" not in text
+    assert re.search(r"Cell In\[\d+\], line 2", text)
+
+
+def test_an_exit_names_the_line_that_called_it(rank: Rank) -> None:
+    text = traceback_of(rank.run("import sys\nsys.exit(3)"))
+    assert re.search(r"SystemExit.*3\nCell In\[\d+\], line 3: sys\.exit\(3\)$", text)
 
 
 def test_a_broken_str_does_not_break_the_report(rank: Rank) -> None:

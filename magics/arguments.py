@@ -6,13 +6,47 @@ import argparse
 import difflib
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from typing import Any, NoReturn, TypeVar
 
 from IPython.core.error import UsageError
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.checks import check_plane
+
+
+class Values(Enum):
+    """Kinds of values that completion looks up when it is asked."""
+
+    RANKS = auto()
+    """Numbers of the pool's ranks."""
+    NAMES = auto()
+    """Variables of the ranks."""
+    OWN_NAMES = auto()
+    """Variables of the notebook."""
+    POOLS = auto()
+    """Names of kept pools."""
+
+
+VALUES: Mapping[str, Values | list[str]] = {
+    "--ranks": Values.RANKS,
+    "--from": Values.RANKS,
+    "--without": Values.NAMES,
+    "--plane": ["auto", "shm", "mpi", "gloo", "hierarchical"],
+    "hvd_rank": Values.RANKS,
+    "hvd_debug": Values.RANKS,
+    "hvd_replay": Values.RANKS,
+    "hvd_where": Values.RANKS,
+    "hvd_whos": Values.RANKS,
+    "hvd_pool restart": Values.RANKS,
+    "hvd_pool sync": Values.RANKS,
+    "hvd_pool attach": Values.POOLS,
+    "hvd_diff": Values.NAMES,
+    "hvd_pull": Values.NAMES,
+    "hvd_push": Values.OWN_NAMES,
+}
+"""Values that are no choices of argparse's: by option, by magic, or by magic and sub-command."""
 
 OUTPUTS = ("grouped", "stream", "tabs", "none")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,6 +61,8 @@ class MagicParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+?)(/\S+)?: ", r"\1: ", message)
+        if invalid := re.fullmatch(r"(\w+): invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            message = _not_a_choice(invalid[1], invalid[2], re.findall(r"[\w.-]+", invalid[3]))
         raise UsageError(f"{self.prog}: {message}")
 
     def parse(self, line: str) -> argparse.Namespace:
@@ -52,12 +88,55 @@ class MagicParser(argparse.ArgumentParser):
             self.error(self._unknown(line[begin:].split()[0]))
         return self.parse(line[:begin]), line[begin:].strip()
 
+    def candidates(self, words: Sequence[str]) -> list[str] | Values:
+        """Return the words that may follow on a line of this magic.
+
+        Args:
+            words: The words after the magic's name; the last is the one to complete, and may be empty.
+
+        Returns:
+            Options and choices; or the kind of value that is expected, which the caller has to look up.
+        """
+        *before, fragment = words
+        positional: list[str] = []
+        awaiting: argparse.Action | None = None
+        for word in before:
+            action = self._option_string_actions.get(word.split("=", 1)[0])
+            if action is not None:
+                awaiting = action if action.nargs != 0 and "=" not in word else None
+            elif awaiting is not None:
+                awaiting = None
+            else:
+                positional.append(word)
+        if awaiting is not None and not fragment.startswith("-"):
+            return self._values_of(awaiting, awaiting.option_strings[-1], positional)
+        if fragment.startswith("-"):
+            return sorted(self._option_string_actions)
+        places = [action for action in self._actions if not action.option_strings]
+        at = min(len(positional), len(places) - 1)
+        if not places or (at < len(positional) and places[at].nargs not in ("*", "+")):
+            return []
+        return self._values_of(places[at], self.prog.lstrip("%"), positional)
+
+    def _values_of(self, action: argparse.Action, name: str, positional: Sequence[str]) -> list[str] | Values:
+        if action.choices is not None:
+            return [str(choice) for choice in action.choices]
+        if action.dest == "argument" and positional:  # of a sub-command
+            name = f"{name} {positional[0]}"
+        return VALUES.get(name, [])
+
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"`{word}` was not expected here; `{self.prog} --help` lists what is"
         near = difflib.get_close_matches(word.split("=")[0], self._option_string_actions, 1, 0.7)
         hint = f"did you mean {near[0]}?" if near else f"`{self.prog} --help` lists the options"
         return f"unknown option {word}; {hint}"
+
+
+def _not_a_choice(what: str, word: str, choices: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, choices, 1, 0.6)
+    hint = f"did you mean `{near[0]}`? There are" if near else "there are"
+    return f"`{word}` is no {what}; {hint} {', '.join(choices)}"
 
 
 def _split(line: str) -> list[str]:
@@ -108,8 +187,13 @@ def identifier(text: str) -> str:
     return text
 
 
+PARSERS: dict[str, MagicParser] = {}
+"""The parser of each magic, by its name without ``%``: completion reads the options from it."""
+
+
 def documented(parser: MagicParser) -> Callable[[F], F]:
-    """Append the parser's help to the docstring of a magic, for ``%magic?``."""
+    """Append the parser's help to the docstring of a magic, for ``%magic?``, and register the parser for completion."""
+    PARSERS[parser.prog.lstrip("%")] = parser
 
     def decorate(function: F) -> F:
         function.__doc__ = f"{function.__doc__ or ''}\n\n{parser.format_help()}"

@@ -1,4 +1,4 @@
-"""Completion and inspection inside ``%%hvd_run`` cells, from the variables of the first rank."""
+"""Completion of magics' options and of code in ``%%hvd_run`` cells, and inspection there, from the variables of the first rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
 from hvdlab.collectives.errors import HvdlabError
+from hvdlab.magics.arguments import PARSERS, Values
 from hvdlab.magics.session import Session
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ PATIENCE = 2.0
 """Seconds that an idle rank has to answer; its first completion imports jedi."""
 
 _HEAD = re.compile(r"\s*%%hvd_(?:run|rank)\b[^\n]*\n")
+
+_OPTIONS = re.compile(r"\s*%%?(hvd_\w+)((?:\s+\S+)*\s+)(\S*)$")
+"""Matches a line of a magic of ours up to the cursor: its name, the words before, and the word to complete."""
 
 
 def rank_source(cell: str, offset: int, *, everywhere: bool = False) -> tuple[str, int] | None:
@@ -50,13 +54,17 @@ class RankCompleter:
         def match(context: CompletionContext) -> SimpleMatcherResult:
             return self._match(context)
 
-        self.matcher = match
+        @context_matcher(identifier="hvdlab.options", priority=1001)  # type: ignore[untyped-decorator]  # IPython's
+        def match_options(context: CompletionContext) -> SimpleMatcherResult:
+            return self._match_options(context)
+
+        self.matchers = (match_options, match)
         self._kernel_inspect: Callable[..., Any] | None = None
 
     def load(self) -> None:
         shell = self._session.shell
         if shell.Completer is not None:
-            shell.Completer.custom_matchers.append(self.matcher)
+            shell.Completer.custom_matchers.extend(self.matchers)
         kernel = getattr(shell, "kernel", None)
         if kernel is not None and not self._session.ranks_by_default:  # that kernel asks ranks by itself
             self._kernel_inspect = kernel.do_inspect
@@ -64,12 +72,50 @@ class RankCompleter:
 
     def unload(self) -> None:
         shell = self._session.shell
-        if shell.Completer is not None and self.matcher in shell.Completer.custom_matchers:
-            shell.Completer.custom_matchers.remove(self.matcher)
+        for matcher in self.matchers:
+            if shell.Completer is not None and matcher in shell.Completer.custom_matchers:
+                shell.Completer.custom_matchers.remove(matcher)
         kernel = getattr(shell, "kernel", None)
         if kernel is not None and self._kernel_inspect is not None:
             kernel.do_inspect = self._kernel_inspect
             self._kernel_inspect = None
+
+    def _match_options(self, context: CompletionContext) -> SimpleMatcherResult:
+        line = context.full_text.split("\n")[context.cursor_line][: context.cursor_position]
+        found = _OPTIONS.match(line)
+        parser = PARSERS.get(found[1]) if found is not None else None
+        if found is None or parser is None:
+            return SimpleMatcherResult(completions=[])
+        candidates = parser.candidates([*found[2].split(), found[3]])
+        words = self._values(candidates) if isinstance(candidates, Values) else candidates
+        # Several ranks are a list: `0,2` is completed behind its last comma.
+        fragment = found[3].rpartition(",")[2] if candidates is Values.RANKS else found[3]
+        matches = [word for word in words if word.startswith(fragment)]
+        return SimpleMatcherResult(
+            completions=[SimpleCompletion(word, type="magic") for word in matches],
+            matched_fragment=fragment,
+            # Elsewhere on such a line is code, as behind the options of %hvd_run, which IPython completes.
+            suppress=bool(matches) or found[3].startswith("-"),
+        )
+
+    def _values(self, kind: Values) -> list[str]:
+        """Return the values that there are now. Asks the ranks for names, within the pool's limit."""
+        if kind is Values.OWN_NAMES:
+            return sorted(name for name in self._session.shell.user_ns if not name.startswith("_"))
+        if kind is Values.POOLS:
+            from hvdlab.kernel_ext.registry import Registry
+
+            return sorted(kept.name for kept in Registry().all())
+        pool = self._session.pool
+        if pool is None or pool.state not in ("idle", "running"):
+            return []
+        if kind is Values.RANKS:
+            return [str(rank) for rank in pool.ranks]
+        try:
+            names = pool.names()
+        except HvdlabError:  # the pool broke down; completing is not the place to say so
+            return []
+        return sorted({name for found in names.values() for name in found.variables})
 
     def _match(self, context: CompletionContext) -> SimpleMatcherResult:
         lines = context.full_text.split("\n")

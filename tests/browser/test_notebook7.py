@@ -62,7 +62,7 @@ def test_timeline_ranks_and_strip(tmp_path: Path) -> None:
         assert page.locator(".hvd-strip").count() == 0
 
         # The still picture, which is hidden now, is made when nothing has come for a while.
-        page.wait_for_selector("[class^=hvdlab-timeline-] img", state="attached", timeout=WAIT_MS)
+        page.wait_for_selector("[class*=hvdlab-timeline-] img", state="attached", timeout=WAIT_MS)
         page.locator(".jp-Notebook-cell").nth(TRAIN).locator(".cm-content").click()
         page.keyboard.press("Control+s")
         path, deadline = tmp_path / "work" / "notebook.ipynb", time.monotonic() + WAIT_MS / 1000

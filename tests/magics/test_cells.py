@@ -231,7 +231,7 @@ BAD = [
     ("%%hvd_run --plane x\n1", "%%hvd_run: --plane: there is no data plane 'x'; choose one of auto, shm, "),
     ("%hvd_pool resize", "%hvd_pool resize: say how many ranks"),
     ("%hvd_pool resize x", "%hvd_pool resize: a number of ranks from 1 was expected, not 'x'"),
-    ("%hvd_pool go", "%hvd_pool: command: invalid choice: 'go'"),
+    ("%hvd_pool go", "%hvd_pool: `go` is no command; there are start, status, resize"),
     ("%hvd_push nothing", "%hvd_push: the notebook has no variable `nothing`"),
     ("%autohvd maybe", "%autohvd takes `on`, `off` or nothing, not `maybe`"),
 ]

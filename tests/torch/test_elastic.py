@@ -349,16 +349,27 @@ def test_one_after_the_other_may_be_lost(world: Ranks) -> None:
     assert outcomes[2]["sizes"] == [2, 1]
 
 
-def lost_while_beginning_again() -> dict[str, Any]:
-    """Rank 1 is lost in training, and rank 2 when it begins again without rank 1."""
+def lost_while_beginning_again(door: str) -> dict[str, Any]:
+    """Rank 1 is lost in training, and rank 2 when it begins again without rank 1, once rank 0 has begun again with it."""
     training = Training()
-    if hvd.rank() == 2:
-        training.state.register_reset_callbacks([lambda: die(training.state)])
+    opened: list[bool] = []
+
+    def pass_door() -> None:
+        if hvd.rank() == 2:
+            Path(door).read_bytes()
+            die(training.state)
+        elif not opened:
+            opened.append(True)
+            Path(door).write_bytes(b"")
+
+    training.state.register_reset_callbacks([pass_door])
     return training.run({4: "die"} if hvd.rank() == 1 else {})
 
 
-def test_a_rank_may_be_lost_while_the_others_begin_again(world: Ranks) -> None:
-    outcomes = world.outcomes(lost_while_beginning_again, timeout=60)
+def test_a_rank_may_be_lost_while_the_others_begin_again(world: Ranks, tmp_path: Path) -> None:
+    door = tmp_path / "door"
+    os.mkfifo(door)
+    outcomes = world.outcomes(lost_while_beginning_again, str(door), timeout=60)
     check_alike(outcomes[:1])
     assert outcomes[0]["sizes"] == [2, 1]
     assert [type(outcome) for outcome in outcomes[1:]] == [RankGone] * 2

@@ -313,7 +313,9 @@ class StoreMemory:
         while at < end:
             marked = int(self._header(at)[1])
             size = marked & ~_MARKS
-            if size <= 0:
+            if size <= 0 or at + size > min(
+                end, self.file.size
+            ):  # what is valid was written, so the file has it
                 raise ProtocolError("a record of a store is damaged")
             if marked & _FREE:
                 insort(self._free, (size, at))

@@ -977,6 +977,15 @@ def test_numbers_that_no_answer_can_carry_are_not_kept(steps: Steps) -> None:
     assert answer.epoch == (1 << 62) + 1
 
 
+@pytest.mark.parametrize("end", [4096, 1 << 51])
+def test_a_record_that_claims_more_than_there_is_is_refused(end: int) -> None:
+    file = SharedFile.create("test")
+    file.grow(4096)
+    file.array(0, np.dtype(np.uint64), (10,))[:] = (memory._MAGIC, end, 0, 0, 0, 0, 0, 0, 8, (1 << 50) + 1)
+    with pytest.raises(ProtocolError, match="damaged"):
+        StoreMemory(file)
+
+
 def test_memory_that_may_shrink_or_is_no_stores_is_refused() -> None:
     shrinking = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with pytest.raises(ProtocolError, match="may shrink"):

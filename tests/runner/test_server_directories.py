@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import loopback_hosts
+from hvdlab.kernel_ext.pool import Pool
 from runner.conftest import Launcher
 
 SCRIPT = """
@@ -32,6 +33,15 @@ if end == "killed":
     os.kill(os.getpid(), 9)
 """
 
+POOLED = """
+import numpy as np
+from hvdlab import kvstore
+kv = kvstore.create("dist_async")
+kv.init("w", np.zeros(4, np.float32))
+kv.set_optimizer(kvstore.optimizer.create("sgd"))
+kv.push("w", np.ones(4, np.float32))
+"""
+
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
@@ -51,3 +61,18 @@ def test_nothing_is_left_of_servers_of_two_hosts(
     assert ran.of(0) == ["1"], ran.err  # the hosts are one machine, whose workers share a server
     assert (ran.code == 0) == (end == "returned")
     assert [path.relative_to(temporary) for path in temporary.rglob("*")] == []
+
+
+def test_nothing_is_left_of_servers_of_a_pool(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    options = loopback_hosts.options(tmp_path)
+    pool = Pool.start(2, launcher="ssh", hosts=loopback_hosts.named(2, 1), launcher_options=options)
+    try:
+        assert pool.start_run(POOLED).wait(60).ok
+        assert len(list(temporary.rglob("launch.json"))) == 2
+    finally:
+        pool.stop()
+    assert list(temporary.rglob("kv*")) == []

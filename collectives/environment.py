@@ -46,6 +46,25 @@ def relay_from(environ: Mapping[str, str]) -> str | None:
     return relay if relay and coordinator == environ.get("HVDLAB_COORDINATOR") else None
 
 
+_HOST_DIRECTORY = "HVDLAB_HOST_DIRECTORY"
+
+
+def host_directory_variable(directory: str, coordinator: str) -> dict[str, str]:
+    """Return the variable by which ranks know their host's directory, bound to the job's coordinator as that of a relay is.
+
+    Args:
+        directory: A private directory, which the agent of the host removes after the ranks.
+        coordinator: Address of the job's coordinator.
+    """
+    return {_HOST_DIRECTORY: f"{coordinator} {directory}"}
+
+
+def host_directory_from(environ: Mapping[str, str]) -> str | None:
+    """Return the directory of this host that these variables name for their coordinator, or ``None``."""
+    coordinator, _, directory = environ.get(_HOST_DIRECTORY, "").partition(" ")
+    return directory if directory and coordinator == environ.get("HVDLAB_COORDINATOR") else None
+
+
 def sizes(rank: int, size: int, where: Place | None = None) -> dict[str, str]:
     """The variables that depend on the number of ranks; all are on one host unless ``where`` says otherwise."""
     here = where or Place(rank, size, 0, 1)

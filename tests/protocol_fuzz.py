@@ -306,7 +306,16 @@ def _brought(chance: random.Random) -> SharedFile | None:
     if chance.random() < 0.1:
         file.grow(4096)
         words = file.array(0, np.dtype(np.uint64), (64,))
-        words[:8] = 0x6876646B76310001, chance.choice((64, 4096)), 0, 0, 0, 0, 0, 0
+        words[:8] = (
+            0x6876646B76310002,
+            chance.choice((64, 4096)),
+            chance.choice((0, 0, 64, 65)),
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
         words[8:] = [chance.choice((0, 1, 8, chance.getrandbits(64))) for _ in range(56)]
     return file
 

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from hvdlab.collectives.environment import World, relay_from, relay_variable
+from hvdlab.collectives.environment import (
+    World,
+    host_directory_from,
+    host_directory_variable,
+    relay_from,
+    relay_variable,
+)
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.launch.exec_agent.wire import RelayOrder
 from hvdlab.launch.relays import ENOUGH, wanted
@@ -62,3 +68,10 @@ def test_what_a_rank_starts_does_not_take_its_relay() -> None:
     assert relay_from(inherited) is None
     assert relay_from({"HVDLAB_COORDINATOR": FAR.coordinator}) is None
     assert relay_from({}) is None
+
+
+def test_a_job_that_a_rank_starts_does_not_use_the_directory_of_its_host() -> None:
+    inherited = host_directory_variable("/tmp/hvdlab-3", FAR.coordinator)
+    assert host_directory_from({**inherited, "HVDLAB_COORDINATOR": FAR.coordinator}) == "/tmp/hvdlab-3"
+    assert host_directory_from({**inherited, "HVDLAB_COORDINATOR": "tls:127.0.0.1:1"}) is None
+    assert host_directory_from({"HVDLAB_COORDINATOR": FAR.coordinator}) is None

@@ -41,7 +41,7 @@ from hvdlab.collectives.kvstore.servers.state import PIECE, STALL_SECONDS
 from hvdlab.collectives.linux import process_state, require_own_peer
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
-from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.messages import Message
 from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
 
@@ -605,8 +605,7 @@ class ServerLink:
             data = np.frombuffer(message.data, np.uint8)
             self._outbox.file.array(message.offset, data.dtype, data.shape)[:] = data
         elif isinstance(message, m.Share):
-            file = SharedFile(endpoint.take_descriptor())
-            self._files.setdefault(message.store, file)
+            self._keep_memory(message.store, endpoint.take_descriptor())
         elif isinstance(message, m.Waits):
             self._waits = message
             self._changed.notify_all()
@@ -617,6 +616,18 @@ class ServerLink:
                     message.seconds,
                     format_ranks(message.ranks),
                 )
+
+    def _keep_memory(self, store: int, descriptor: int) -> None:
+        """Keep the memory of a store for a successor of the server."""
+        if descriptor == LOST:
+            # Not an error of the request: other workers of the host have the memory, too.
+            LOG.warning(
+                "this process has as many open files as it may have, and does not keep the values of a store in case %s ends; "
+                "raise `ulimit -n`",
+                self._name(),
+            )
+            return
+        self._files.setdefault(store, SharedFile(descriptor))
 
     # -- making it again ----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Memory that outlives a server: files in memory which the workers of its host hold as well.
 
-The memory of a store is one file. It begins with a word that says how far it is valid; up to there it is a list of records, some with
-a block behind them. A record of a key has a block with two slots, each with a version, the last sequence number applied for each
+The memory of a store is one file. It begins with words that say how far it is valid, and which record of the store counts; up to there
+it is a list of places, each with a record, and behind the record of a key with a block. The record of the store has two places: an update
+is written to the one that does not count. A block that another one of its key has replaced leaves its place to later blocks. A record of a key has a block with two slots, each with a version, the last sequence number applied for each
 worker, the value and the optimizer's states, and a word that says which slot counts. An update is written to the other slot, then
 that word is changed: a server that is killed between two instructions leaves the value before the update or the one after it, with
 the sequence numbers that belong to it.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,11 @@ from hvdlab.collectives.protocol.messages import Message
 
 ALIGNMENT = 64
 PAGE = 4096
-_MAGIC = 0x6876646B76310001
+_MAGIC = 0x6876646B76310002
+_HEADER = 16
+"""Bytes before a record: its length, and the bytes of its place."""
+# Places are multiples of ALIGNMENT, so that the lowest bits of their size can say what they hold.
+_OF_STORE, _FREE, _MARKS = 1, 2, ALIGNMENT - 1
 _TYPES = frozenset({"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"})
 
 Words = npt.NDArray[np.uint64]
@@ -121,7 +126,7 @@ class SharedFile:
 
 
 class StoreRecord(Message, frozen=True):
-    """How a store is used. The last one counts; ``generation`` counts the optimizers that it has had.
+    """How a store is used; ``generation`` counts the optimizers that it has had.
 
     ``gone`` are the workers that use the store no more, and why; ``returned`` counts workers that were gone and use it again.
     ``given_up`` counts how often rounds were given up; each of these events ends an epoch. ``cause`` is that of the last end: the ranks,
@@ -145,7 +150,7 @@ class StoreRecord(Message, frozen=True):
 
 
 class KeyRecord(Message, frozen=True):
-    """A key and where its block is. The last one of a key counts.
+    """A key and where its block is. The one with the highest ``serial`` number of a key counts.
 
     ``states`` are the element types and shapes of the arrays that the optimizer keeps for the key. ``copy_of`` is the key of which this
     one is a copy, if it is one.
@@ -157,6 +162,7 @@ class KeyRecord(Message, frozen=True):
     states: tuple[tuple[str, tuple[int, ...]], ...]
     block: int
     copy_of: Key | None = None
+    serial: int = 0
 
     @property
     def index(self) -> Key:
@@ -201,11 +207,12 @@ class Block:
 
     Attributes:
         record: Describes what the slots hold.
+        place: Where the record is in the file.
         current_word: A word in the file, whose lowest bit says which of the slots counts.
     """
 
-    def __init__(self, file: SharedFile, record: KeyRecord, workers: int) -> None:
-        self.record = record
+    def __init__(self, file: SharedFile, record: KeyRecord, workers: int, place: int) -> None:
+        self.record, self.place = record, place
         self.current_word: Words = file.array(record.block, np.dtype(np.uint64), (1,))
         at = record.block + ALIGNMENT
         self._slots = []
@@ -272,86 +279,143 @@ class StoreMemory:
         self.file = file
         self.store: StoreRecord | None = None
         self.blocks: dict[Key, Block] = {}
+        #: Where the record of the store may be written next, and the bytes there; 0 if there is no such place.
+        self._spare, self._spare_size = 0, 0
+        #: The places of blocks that count no more: the bytes of each, and where it begins; in order, to find the smallest that fits.
+        self._free: list[tuple[int, int]] = []
         if file.size == 0:
             file.grow(PAGE)
-            head = self._head()
+        head = self._head()
+        if head[0] == 0:  # the file is new, or the server that made it was killed while it did
             head[1] = ALIGNMENT
             head[0] = _MAGIC  # last: a file without it was never used
-            return
-        head = self._head()
-        if head[0] == 0:  # the server that made the file was killed while it did
-            head[1] = ALIGNMENT
-            head[0] = _MAGIC
         if head[0] != _MAGIC:
             raise ProtocolError("a file in memory is not that of a store")
-        for record in self._records():
-            self._use(record)
+        self._read()
 
     def _head(self) -> Words:
-        return self.file.array(0, np.dtype(np.uint64), (2,))
+        """The magic number, the end of what is valid, and where the record of the store is that counts, or 0."""
+        return self.file.array(0, np.dtype(np.uint64), (3,))
 
-    def _records(self) -> Iterator[StoreRecord | KeyRecord]:
-        at, end = ALIGNMENT, int(self._head()[1])
-        while at < end:
-            length, size = (int(word) for word in self.file.array(at, np.dtype(np.uint64), (2,)))
-            data = self.file.array(at + 16, np.dtype(np.uint8), (length,))
-            try:
-                yield _decoder.decode(data.tobytes())
-            except MALFORMED as error:
-                raise ProtocolError(f"a record of a store is damaged: {error}") from error
-            if size <= 0:
+    def _header(self, at: int) -> Words:
+        """The length of a record, and the bytes of its place, whose lowest bits say what it is."""
+        return self.file.array(at, np.dtype(np.uint64), (2,))
+
+    def _read(self) -> None:
+        """Take up what a server before this one has written."""
+        _, end, counting = (int(word) for word in self._head())
+        if counting:
+            record = self._record(counting)
+            if not isinstance(record, StoreRecord):
                 raise ProtocolError("a record of a store is damaged")
+            self.store = record
+        at = ALIGNMENT
+        while at < end:
+            marked = int(self._header(at)[1])
+            size = marked & ~_MARKS
+            if size <= 0 or at + size > min(
+                end, self.file.size
+            ):  # what is valid was written, so the file has it
+                raise ProtocolError("a record of a store is damaged")
+            if marked & _FREE:
+                insort(self._free, (size, at))
+            elif not marked & _OF_STORE:
+                self._use(at)
+            elif at != counting and size > self._spare_size:
+                self._spare, self._spare_size = at, size
             at += size
 
-    def _use(self, record: StoreRecord | KeyRecord) -> None:
-        if isinstance(record, StoreRecord):
-            self.store = record
-            return
-        assert self.store is not None
-        self.blocks[record.key] = Block(self.file, record, len(self.store.workers))
+    def _record(self, at: int) -> StoreRecord | KeyRecord:
+        data = self.file.array(at + _HEADER, np.dtype(np.uint8), (int(self._header(at)[0]),))
+        try:
+            return _decoder.decode(data.tobytes())
+        except MALFORMED as error:
+            raise ProtocolError(f"a record of a store is damaged: {error}") from error
+
+    def _use(self, at: int) -> None:
+        record = self._record(at)
+        if not isinstance(record, KeyRecord) or self.store is None:
+            raise ProtocolError("a record of a store is damaged")
+        other = self.blocks.get(record.key)
+        if other is not None:
+            # The server before was killed when the newer one counted and the older one was not marked yet.
+            older = at if record.serial < other.record.serial else other.place
+            self._release(older)
+            if older == at:
+                return
+        self.blocks[record.key] = Block(self.file, record, len(self.store.workers), at)
 
     def describe(self, record: StoreRecord) -> None:
         """Say how the store is used from now on."""
-        self._end_at(self._write(record))
-        self._use(record)
+        if record == self.store:
+            return
+        data = _encoder.encode(record)
+        place, room = self._spare, self._spare_size
+        if _HEADER + len(data) > room:
+            # Room for a longer one, so that a record that grows by and by leaves few places behind.
+            place, room = int(self._head()[1]), aligned(_HEADER + 2 * len(data))
+            self._write(place, data, room | _OF_STORE)
+            self._end_at(place + room)
+        else:
+            self._write(place, data, room | _OF_STORE)
+        before = int(self._head()[2])
+        # Last, and one store: a server that is killed before it leaves the record before.
+        self._head()[2] = place
+        self._spare, self._spare_size = before, int(self._header(before)[1]) & ~_MARKS if before else 0
+        self.store = record
 
     def add(self, record: KeyRecord) -> Block:
-        """Add a block for a key; the caller fills its current slot, then calls :meth:`keep`. ``record.block`` is set here."""
+        """Add a block for a key; the caller fills its current slot, then calls :meth:`keep`. ``block`` and ``serial`` are set here."""
         assert self.store is not None
         workers = len(self.store.workers)
+        older = self.blocks.get(record.key)
+        record = msgspec.structs.replace(record, serial=0 if older is None else older.record.serial + 1)
+        # The place of the block is a longer number than none.
+        room = aligned(_HEADER + len(_encoder.encode(record)) + 16)
+        size = room + aligned(_block_size(record, workers))
+        fitting = bisect_left(self._free, (size, 0))
         start = int(self._head()[1])
-        room = aligned(
-            16 + len(_encoder.encode(record)) + 16
-        )  # the place of the block is a longer number than none
-        placed = msgspec.structs.replace(record, block=start + room)
-        end = start + room + aligned(_block_size(placed, workers))
-        self.file.grow(end)
-        block = Block(self.file, placed, workers)
+        # A place of more than twice the size is left to larger blocks: these would need new memory.
+        if fitting < len(self._free) and self._free[fitting][0] <= 2 * size:
+            start = self._free[fitting][1]
+        self.file.grow(start + size)
+        block = Block(self.file, msgspec.structs.replace(record, block=start + room), workers, start)
+        # An earlier block or server may have written here: clear what the caller does not set.
         block.current_word[0] = 0
-        for slot in (
-            block.current,
-            block.other,
-        ):  # an earlier server may have written here, without keep(): clear that
+        for slot in (block.current, block.other):
             for words in (slot.head, slot.applied, slot.pushes):
                 words[:] = 0
         return block
 
     def keep(self, block: Block) -> None:
         """Let a block that :meth:`add` made count from now on, in place of an older one of its key."""
-        start = int(self._head()[1])
-        size = block.record.block - start + aligned(_block_size(block.record, len(block.current.applied)))
-        self._end_at(self._write(block.record, size))
+        data, start, end = _encoder.encode(block.record), block.place, int(self._head()[1])
+        if start == end:
+            size = aligned(_block_size(block.record, len(block.current.applied)))
+            self._write(end, data, block.record.block - end + size)
+            self._end_at(block.record.block + size)
+        else:
+            room = int(self._header(start)[1]) & ~_MARKS
+            self._write(start, data, room | _FREE)
+            # Last, and one store: from now on it counts, as its serial number is higher.
+            self._header(start)[1] = room
+            self._free.remove((room, start))
+        older = self.blocks.get(block.record.key)
         self.blocks[block.record.key] = block
+        if older is not None:
+            self._release(older.place)
 
-    def _write(self, record: StoreRecord | KeyRecord, size: int = 0) -> int:
-        """Write a record behind the end, and return where the end will be."""
-        data = _encoder.encode(record)
-        start = int(self._head()[1])
-        size = size or aligned(16 + len(data))
-        self.file.grow(start + size)
-        self.file.array(start, np.dtype(np.uint64), (2,))[:] = (len(data), size)
-        self.file.array(start + 16, np.dtype(np.uint8), (len(data),))[:] = np.frombuffer(data, np.uint8)
-        return start + size
+    def _release(self, at: int) -> None:
+        """Mark the place of a block that counts no more: another block may be written there."""
+        header = self._header(at)
+        header[1] |= np.uint64(_FREE)
+        insort(self._free, (int(header[1]) & ~_MARKS, at))
+
+    def _write(self, at: int, data: bytes, marked_size: int) -> None:
+        """Write a record that does not count yet."""
+        self.file.grow(at + max(marked_size & ~_MARKS, _HEADER + len(data)))
+        self._header(at)[:] = (len(data), marked_size)
+        self.file.array(at + _HEADER, np.dtype(np.uint8), (len(data),))[:] = np.frombuffer(data, np.uint8)
 
     def _end_at(self, end: int) -> None:
         self._head()[1] = end

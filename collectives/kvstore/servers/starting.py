@@ -56,10 +56,7 @@ class Starter:
             StartError: The server did not come up.
         """
         assert settings.coordinator is not None
-        where = parse_address(settings.coordinator)
-        # The coordinator's directory is removed with all in it, whatever happens; elsewhere the server removes its directory itself.
-        parent = Path(where.path).parent if isinstance(where, UnixAddress) else None
-        directory = tempfile.mkdtemp(prefix="kv", dir=parent)
+        directory = tempfile.mkdtemp(prefix="kv", dir=_parent(settings))
         certificate = key = tls_address = ""
         if remote:
             certificate, key = new_certificate(settings.address)
@@ -104,6 +101,17 @@ class Starter:
             except (OSError, msgspec.MsgspecError) as error:
                 raise StartError(f"The settings of the parameter server are gone: {error}") from error
             self._children.append(_spawn(launch, place, Deadline(timeout)))
+
+
+def _parent(settings: Settings) -> str | None:
+    """Return the directory that a server's directory is made in; ``None`` for the system's temporary directory.
+
+    A server may be killed before it can remove its directory. The coordinator's directory is removed with all in it on the
+    coordinator's host, that of an agent on each of several. Without either, the server alone removes its own.
+    """
+    assert settings.coordinator is not None
+    where = parse_address(settings.coordinator)
+    return str(Path(where.path).parent) if isinstance(where, UnixAddress) else settings.host_directory
 
 
 def _spawn(launch: Launch, place: Place, deadline: Deadline) -> subprocess.Popen[bytes]:

@@ -57,6 +57,7 @@ class Steps:
         (StoreMemory, "keep"),
         (StoreMemory, "_write"),
         (StoreMemory, "_end_at"),
+        (StoreMemory, "_release"),
     )
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -186,6 +187,10 @@ class World:
                 if isinstance(effect.message, m.Share) and effect.file is not None:
                     worker.files.setdefault(STORE, SharedFile(os.dup(effect.file.descriptor)))
                 worker.down.append(effect.message)
+
+    def memory_used(self) -> int:
+        """Bytes of the store's memory that a server has written to."""
+        return int(self.workers[0].files[STORE].array(8, np.dtype(np.uint64), (1,))[0])
 
     def tell(self, rank: int, message: Any) -> None:
         """A message that has no answer."""
@@ -362,6 +367,74 @@ def test_a_server_may_end_at_every_step_of_a_training(steps: Steps) -> None:
         assert world.value(0, expected).tobytes() == expected.tobytes(), f"killed at step {step}"
         step += 1
     assert step > 20
+
+
+def test_a_server_may_end_at_every_step_of_writing_where_an_earlier_block_was(steps: Steps) -> None:
+    step, ended = 0, True
+    while ended:
+        world = World(1, steps, synchronous=True)
+        expected = np.ones(3, "f4")
+        world.init(expected)
+        for number in range(5):
+            optimizer = SGD(learning_rate=0.5 / (1 + number), momentum=0.5)
+            steps.left = step if number == 3 else steps.left
+            world.set_optimizer(optimizer)
+            updater = Updater(optimizer)
+            for _ in range(2):
+                world.push(0, np.full(3, 1 + number, "f4"))
+                world.drain()
+                updater(KEY, np.full(3, 1 + number, "f4"), expected)
+        ended, steps.left = world.kills > 0, -1
+        world.restart()
+        assert world.value(0, expected).tobytes() == expected.tobytes(), f"killed at step {step}"
+        step += 1
+    assert step > 20
+
+
+def test_the_memory_of_a_store_does_not_grow_with_learning_rates(steps: Steps) -> None:
+    world = World(2, steps, synchronous=True)
+    world.init(np.zeros(2, "f4"))
+    sizes = []
+    for number in range(3000):
+        world.set_optimizer(SGD(learning_rate=1 / (1 + number), momentum=0.5), keeps_states=number > 0)
+        if number in (10, 2999):
+            sizes.append(world.memory_used())
+    assert sizes[1] == sizes[0]
+    world.restart()
+    assert world.memory_used() == sizes[0]
+    world.push(0, np.ones(2, "f4"))
+    world.push(1, np.ones(2, "f4"))
+    world.drain()
+    assert world.value(0, np.zeros(2, "f4")) == pytest.approx(np.full(2, -2 / 3000))
+
+
+def test_the_memory_of_a_store_does_not_grow_with_optimizers(steps: Steps) -> None:
+    """As when the cell of a notebook that makes the optimizer is run repeatedly, also with servers that end meanwhile."""
+    world = World(1, steps, synchronous=True)
+    world.init(np.zeros(1000, "f4"))
+    sizes = []
+    for number in range(20):
+        world.set_optimizer(SGD(learning_rate=1.0, momentum=0.5))
+        world.push(0, np.ones(1000, "f4"))
+        world.drain()
+        if number % 3 == 0:
+            world.restart()
+            world.drain()
+        sizes.append(world.memory_used())
+    assert sizes[-1] == sizes[3]
+    assert world.value(0, np.zeros(1000, "f4")).tolist() == [-20.0] * 1000
+
+
+def test_a_record_that_counts_already_is_not_written_again(steps: Steps) -> None:
+    world = World(1, steps, synchronous=True)
+    world.init(np.zeros(2, "f4"))
+    world.set_optimizer(SGD(learning_rate=1.0))
+    store = StoreMemory(SharedFile(os.dup(world.workers[0].files[STORE].descriptor)))
+    assert store.store is not None
+    before = store._head().tolist()
+    store.describe(store.store)
+    assert store._head().tolist() == before
+    store.close()
 
 
 def test_the_learning_rate_goes_on_with_a_server_that_ends_at_any_step(steps: Steps) -> None:
@@ -902,6 +975,15 @@ def test_numbers_that_no_answer_can_carry_are_not_kept(steps: Steps) -> None:
     answer = world.workers[0].answers[stock]
     m.encode(answer)
     assert answer.epoch == (1 << 62) + 1
+
+
+@pytest.mark.parametrize("end", [4096, 1 << 51])
+def test_a_record_that_claims_more_than_there_is_is_refused(end: int) -> None:
+    file = SharedFile.create("test")
+    file.grow(4096)
+    file.array(0, np.dtype(np.uint64), (10,))[:] = (memory._MAGIC, end, 0, 0, 0, 0, 0, 0, 8, (1 << 50) + 1)
+    with pytest.raises(ProtocolError, match="damaged"):
+        StoreMemory(file)
 
 
 def test_memory_that_may_shrink_or_is_no_stores_is_refused() -> None:

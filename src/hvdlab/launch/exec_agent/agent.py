@@ -15,9 +15,10 @@ import selectors
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.environment import thread_counts
+from hvdlab.collectives.environment import host_directory_variable, thread_counts
 from hvdlab.collectives.linux import adopt_orphans, living_children
 from hvdlab.collectives.protocol.frames import FrameDecoder
 from hvdlab.launch.exec_agent import wire
@@ -60,6 +61,8 @@ class Agent:
         self._zygote: Zygote | None = None
         #: This host's relay, if it has one that runs.
         self._relay: HostRelay | None = None
+        #: Where parameter servers of this host have their directories, if the job has other hosts.
+        self._directory: Path | None = None
 
     def run(self) -> None:
         """Serve until the launcher is gone, then end what is left."""
@@ -122,6 +125,8 @@ class Agent:
         os.environb.update(order.environment)
         if order.coordinator.startswith("tls:"):
             os.environ.setdefault("HVDLAB_ADDRESS", _address(order))
+            if order.whole_host:
+                self._make_directory(order.coordinator)
         with contextlib.suppress(OSError):
             os.chdir(order.directory)
         if order.threads:
@@ -144,6 +149,19 @@ class Agent:
             self._selector.register(
                 zygote.descriptor, selectors.EVENT_READ, lambda: self._hear_zygote(zygote)
             )
+
+    def _make_directory(self, coordinator: str) -> None:
+        from hvdlab.collectives.coordinator.process import private_directory
+        from hvdlab.collectives.errors import StartError
+
+        try:
+            self._directory = private_directory(None)
+        except StartError as error:
+            print(
+                f"hvdlab: {error}. Parameter servers make their own directories", file=sys.stderr, flush=True
+            )
+            return
+        os.environ.update(host_directory_variable(str(self._directory), coordinator))
 
     # -- the relay ----------------------------------------------------------------------------------------------------
 
@@ -352,6 +370,11 @@ class Agent:
                     os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, 0)
+        if self._directory is not None:
+            from hvdlab.collectives.coordinator.process import remove_directory
+
+            # After the last process that could write there.
+            remove_directory(self._directory)
 
 
 def _address(order: wire.Start) -> str:

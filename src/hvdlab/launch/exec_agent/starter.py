@@ -197,6 +197,7 @@ class ExecStarter:
                 forked="" if program else self._request.forked,
                 preload=program.preload if program else (),
                 relay=self._relay(host, most),
+                whole_host=True,
             )
         )
         self._links[host] = link

@@ -65,6 +65,8 @@ class Start(AgentMessage, frozen=True):
         preload: Modules that are imported on the host before ranks are forked to run the command, which starts Python then;
             if empty, each rank's command is executed.
         relay: The relay by which ranks get to the coordinator, or ``None``.
+        whole_host: Whether the agent has all ranks of the job on its host. The directories of the host's parameter servers
+            end with it then; where each rank has an agent, the ranks of other agents need them.
     """
 
     command: tuple[bytes, ...]
@@ -79,6 +81,7 @@ class Start(AgentMessage, frozen=True):
     forked: str = ""
     preload: tuple[str, ...] = ()
     relay: RelayOrder | None = None
+    whole_host: bool = False
 
 
 class Spawn(AgentMessage, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -16,10 +17,10 @@ import pytest
 
 from effort import examples
 from hvdlab.collectives.protocol.frames import FrameDecoder, encode_frame
-from hvdlab.launch.exec_agent import wire
+from hvdlab.launch.exec_agent import wire, zygote_process
 from hvdlab.launch.exec_agent.child import Child
 from hvdlab.launch.exec_agent.link import agent_command
-from hvdlab.launch.exec_agent.zygote import Zygote
+from hvdlab.launch.exec_agent.zygote import LARGEST, Zygote
 from patience import PATIENCE
 from protocol_fuzz import make, run, spoil
 
@@ -231,3 +232,18 @@ def test_whatever_a_zygote_answers_only_ordered_ranks_are_reported(
             made.close()
 
     run(one, examples(60))
+
+
+@pytest.mark.parametrize("call", ["fork", "pipe2"])
+def test_a_zygote_that_cannot_fork_answers_and_goes_on(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        assert not zygote_process._fork(theirs, 3)
+        answer = wire.decode_from_zygote(ours.recv(LARGEST))
+    assert isinstance(answer, wire.RankNotStarted)
+    assert answer.rank == 3
+    assert "it could not be forked: Too many open files" in answer.text

@@ -94,9 +94,18 @@ def _serve(sock: socket.socket) -> tuple[wire.RankSpec, Sequence[int]]:
 
 def _fork(sock: socket.socket, rank: int) -> bool:
     """Fork a rank and report it, or why there is none, to the agent. Returns whether this is the rank."""
-    told, tell = os.pipe2(os.O_CLOEXEC)
-    leave_to_live, announced = os.pipe2(os.O_CLOEXEC)
-    middle = os.fork()
+    pipes: list[int] = []
+    try:
+        pipes += os.pipe2(os.O_CLOEXEC)
+        pipes += os.pipe2(os.O_CLOEXEC)
+        middle = os.fork()
+    except OSError as error:  # the next rank may find room again
+        for descriptor in pipes:
+            os.close(descriptor)
+        text = f"it could not be forked: {why_not(error)}"
+        sock.send(wire.encode_payload(wire.RankNotStarted(rank, 1, text)))
+        return False
+    told, tell, leave_to_live, announced = pipes
     if middle == 0:
         try:
             child = os.fork()

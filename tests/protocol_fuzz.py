@@ -20,10 +20,12 @@ import types
 import typing
 from collections.abc import Callable
 from typing import Any, get_args, get_origin
+from unittest import mock
 
 import msgspec
 import numpy as np
 
+from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     PeerConnected,
@@ -33,6 +35,7 @@ from hvdlab.collectives.coordinator.events import (
     Tick,
 )
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.coordinator.relays import Relays
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.dtypes import OpKind
@@ -166,7 +169,45 @@ def one_conversation(chance: random.Random) -> None:
     options = CoordinatorOptions(
         size=chance.choice((None, 2, 3)), generation=chance.choice((0, 0, 1)), reattach=1.0
     )
-    state = CoordinatorState(options)
+    _converse(CoordinatorState(options), chance)
+
+
+def one_failing_conversation(chance: random.Random) -> None:
+    """Handlers fail, before or after they change the state: the sender's connection ends, and all others go on.
+
+    Only a state that says itself that it is unsound may be broken afterwards.
+    """
+    state = CoordinatorState(CoordinatorOptions(size=chance.choice((None, 2, 3)), reattach=1.0))
+    failing = chance.sample(_HANDLERS, 4)
+    with contextlib.ExitStack() as undo:
+        for table, kind in failing:
+            handler = _Failing(table[kind], chance, state)
+            undo.enter_context(mock.patch.dict(table, {kind: handler}))
+        _converse(state, chance)
+
+
+class _Failing:
+    """A handler that sometimes raises: instead of its work, after it, or with a broken state left behind."""
+
+    def __init__(self, works: Callable[..., None], chance: random.Random, state: CoordinatorState) -> None:
+        self._works, self._chance, self._state = works, chance, state
+
+    def __call__(self, *arguments: Any) -> None:
+        way = self._chance.random()
+        if way < 0.7:
+            self._works(*arguments)
+        if way > 0.97:
+            self._state.blocked.add(99)
+        if way > 0.4:
+            raise ZeroDivisionError("made to fail")
+
+
+_HANDLERS: list[tuple[dict[Any, Any], type]] = [
+    (table, kind) for table in (TO_RANKS, TO_CLIENTS) for kind in table
+]
+
+
+def _converse(state: CoordinatorState, chance: random.Random) -> None:
     now, connected, peers = 0.0, {}, 0
     for _ in range(chance.randint(1, 40)):
         now += chance.choice((0.0, 0.0, 0.1, 1.0, 11.0))
@@ -199,6 +240,8 @@ def one_conversation(chance: random.Random) -> None:
             elif hasattr(effect, "message"):
                 with contextlib.suppress(ProtocolError):  # the server leaves those out
                     codec.encode(effect.message)
+        if state.unsound:
+            return  # the server ends, and a successor begins
         state.validate_state()
 
 
@@ -411,6 +454,7 @@ def main() -> None:
     tries = (
         (one_input, given.count),
         (one_conversation, given.states),
+        (one_failing_conversation, given.states),
         (one_relay, given.relays),
         (one_server, given.servers),
     )

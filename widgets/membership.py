@@ -111,8 +111,12 @@ class MembershipWidget(anywidget.AnyWidget):
             request = content.get("request")
             if self._actions is None:
                 self._answer(request, {"error": "there are no ranks yet"})
-            else:
+                return
+            try:
                 self._actions.start(content, lambda reply: self._answer(request, reply))
+            except Exception as error:
+                self._answer(request, {"error": str(error) or type(error).__name__})
+                raise
 
     def _answer(self, request: object, reply: dict[str, Any]) -> None:
         if self.comm is not None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
+from hvdlab.collectives.errors import InvalidRequestError, format_ranks
 from hvdlab.widgets.membership_rows import MembershipState
 
 Content = Mapping[str, Any]
@@ -61,8 +61,8 @@ class MembershipActions:
                 return
             try:
                 label, act = self._prepared(content)
-            except (HvdlabError, OSError) as error:
-                answer({"error": str(error)})
+            except Exception as error:  # noqa: BLE001  (the page waits for an answer, whatever has failed)
+                answer({"error": str(error) or type(error).__name__})
                 return
             self.busy = label
             self._thread = threading.Thread(
@@ -77,8 +77,10 @@ class MembershipActions:
         except Exception as error:  # noqa: BLE001  (the page says it; there is no cell that could)
             reply = {"error": str(error) or type(error).__name__}
         self.busy = ""
-        self._changed()
-        answer(reply)
+        try:
+            self._changed()
+        finally:
+            answer(reply)
 
     def _prepared(self, content: Content) -> tuple[str, Callable[[], str]]:
         """The action that a view asks for, in words, and the function that carries it out.

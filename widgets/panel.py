@@ -105,12 +105,15 @@ class Panel:
                 self._change(content)
             elif isinstance(kind, str):
                 self._answer(request, self._desk.do(kind, content))
+            elif request is not None:
+                raise InvalidRequestError(f"the notebook knows no request of the type {kind!r}.")
         except Exception as error:  # noqa: BLE001  (the page says it; ipykernel would write it under a cell)
             self._failures.add("what the page asked for", error)
             if kind == "hello":
-                self._send({"type": "nothing", "pool": content.get("pool", OWN), "text": str(error)}, [])
+                text = str(error) or type(error).__name__
+                self._send({"type": "nothing", "pool": content.get("pool", OWN), "text": text}, [])
             else:
-                self._answer(request, {"error": str(error)})
+                self._answer(request, {"error": str(error) or type(error).__name__})
 
     def pool_changed(self) -> None:
         """The notebook has another pool now, or none. Any thread."""

@@ -76,12 +76,13 @@ class RanksWidget(anywidget.AnyWidget):
         return self._closing.is_set() or self._reopened
 
     def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
-        if isinstance(content, dict) and content.get("type") == "hello":
+        with self.failures.guard("what the page asked for"):
+            if not isinstance(content, dict) or content.get("type") != "hello":
+                return
             self._reopened = True
             self.recording.poke()
             if not self._thread.is_alive():
-                with self.failures.guard("the still picture"):
-                    self._output.refresh()
+                self._output.refresh()
 
     def _update(self) -> None:
         with self.failures.guard("the table of ranks"):

@@ -75,6 +75,10 @@ def log_to_file(path: str) -> Callable[[str], None]:
     return log
 
 
+class UnsoundStateError(Exception):
+    """The failure of a handler that left the coordinator's state broken; the process must end."""
+
+
 class Server:
     """Serves listeners until it is stopped.
 
@@ -155,7 +159,11 @@ class Server:
     # -- the loop -------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Serve until stopped; closes every socket before it returns."""
+        """Serve until stopped; closes every socket before it returns.
+
+        Raises:
+            UnsoundStateError: A handler failed and left a state that can't be used any more.
+        """
         try:
             while self._running and not (self.alone and self.connections.idle and not self._behind.peers):
                 self.serve_once(self.timeout())
@@ -204,6 +212,14 @@ class Server:
             return  # as if it had died: to answer now could refuse a rank that the successor will take back
         while events:
             self._perform(self.state.handle_all(events, now))
+            if self.state.unsound:
+                # To serve on could decide wrongly, or leave ranks waiting for ever. The ranks keep all they know, so a
+                # successor, whose number the starter bounds, begins from that. The sender's connection was ended
+                # by the effects above. Without a successor the ranks learn of the end by their connections.
+                self.yielding = self.options.succeeded
+                raise UnsoundStateError(
+                    f"the coordinator's state can't be used any more: {self.state.unsound}. Its log says which message failed"
+                )
             due = self.state.next_deadline()
             self._due = NEVER if due is None else due
             events, connections.lost = connections.lost, []

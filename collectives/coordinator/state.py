@@ -7,6 +7,7 @@ and ``now`` (monotonic seconds), and carries out the effects in order. Events th
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -104,6 +105,8 @@ class CoordinatorState:
         self.flush_delay = self.options.flush_delay
         self.tuning = Tuning(self.options)
         self._due: float | None = None  # what _find_due found last
+        #: Why this state must not be used any more, after a handler failed halfway; empty as long as it may be.
+        self.unsound = ""
 
     # -- the door -------------------------------------------------------------------------------------------------
 
@@ -117,35 +120,100 @@ class CoordinatorState:
         plain = True
         if self.restoring.active:
             self.restoring.begin(now)
+        failed: Exception | None = None
         for event in events:
-            if type(event) is Received:
-                rank = by_peer.get(event.peer)
-                if rank is not None and type(event.message) is m.Announce:
-                    if rank.bloc is not None:
-                        blocs.announces_alone(self, rank, event.message)
-                    self._announce(rank, event.message, now)
+            try:
+                if type(event) is Received:
+                    rank = by_peer.get(event.peer)
+                    if rank is not None and type(event.message) is m.Announce:
+                        if rank.bloc is not None:
+                            blocs.announces_alone(self, rank, event.message)
+                        self._announce(rank, event.message, now)
+                        continue
+                    plain = False
+                    if rank is None:
+                        self._from_client(event, now)
+                    else:
+                        self._from_rank(rank, event.message, now)
+                    continue
+                if type(event) is ReceivedTogether:
+                    self._announce_together(event, now)
                     continue
                 plain = False
-                if rank is None:
-                    self._from_client(event, now)
-                else:
-                    self._from_rank(rank, event.message, now)
-                continue
-            if type(event) is ReceivedTogether:
-                self._announce_together(event, now)
-                continue
-            plain = False
-            if type(event) is PeerConnected:
-                arrivals.connect(self, event.peer, event.hello, now, event.relay)
-            elif type(event) is PeerLost:
-                since = now - event.silence
-                arrivals.lose(self, event.peer, event.reason, now, explained=event.faulty, since=since)
-        if not (plain and self._release_plain(now)):
-            self._settle(now)
-            self._due = self._find_due()
-        if self.options.tuning is not None:
-            self.tuning.advance(self, now)
-        return self.outbox.take()
+                if type(event) is PeerConnected:
+                    arrivals.connect(self, event.peer, event.hello, now, event.relay)
+                elif type(event) is PeerLost:
+                    since = now - event.silence
+                    arrivals.lose(self, event.peer, event.reason, now, explained=event.faulty, since=since)
+            except Exception as error:  # noqa: BLE001  (a handler may raise anything)
+                # One peer's message must not end the job of all. The handler may have stopped halfway, though:
+                # the checks at the end of the round decide whether what it left can be used.
+                plain, failed = False, error
+                self._fail(event, error, now)
+        try:
+            if not (plain and self._release_plain(now)):
+                self._settle(now)
+                self._due = self._find_due()
+            if self.options.tuning is not None:
+                self.tuning.advance(self, now)
+        except Exception as error:
+            if failed is None:
+                raise  # no single peer's message is to blame, so that no connection can be ended instead of this process
+            self._mark_unsound(error)
+        effects = self.outbox.take()
+        if failed is not None and not self.unsound:
+            self._check_after(failed)
+        return effects
+
+    # -- failures of handlers -------------------------------------------------------------------------------------
+
+    def _fail(self, event: Event, error: Exception, now: float) -> None:
+        """Log an exception of a handler with its traceback, and end the connections that the event came from.
+
+        A rank is lost as after a violation of the protocol, and refused if it comes back: it would send the same again.
+
+        Raises:
+            Exception: ``error``, where the event is no peer's, such as a tick.
+        """
+        if isinstance(event, ReceivedTogether):
+            peers, text = event.peers, f"a {type(event.message).__name__}"
+        elif isinstance(event, Received):
+            peers, text = (event.peer,), f"a {type(event.message).__name__}"
+        elif isinstance(event, PeerConnected):
+            peers, text = (event.peer,), "a Hello"
+        else:
+            raise error
+        for line in traceback.format_exception(error):
+            self.outbox.log(line.rstrip())
+        for peer in peers:
+            try:
+                self._end_failed(peer, f"{text} that the coordinator failed to handle: {error!r}", event, now)
+            except Exception as later:  # noqa: BLE001  (the state is too broken to take leave of a peer)
+                self._mark_unsound(later)
+
+    def _end_failed(self, peer: int, text: str, event: Event, now: float) -> None:
+        rank = self.by_peer.get(peer)
+        if rank is not None:
+            self.violation(rank, text, now)
+            return
+        self.outbox.log(f"peer {peer} sent {text}")
+        if isinstance(event, PeerConnected):  # it waits for an answer, and would come again without one
+            self.outbox.send((peer,), m.Refused(f"it sent {text}"))
+        self.outbox.effects.append(CloseConnection(peer))
+        arrivals.lose(self, peer, "", now)
+
+    def _check_after(self, error: Exception) -> None:
+        """Find out whether the state can be used after a handler has failed in this round."""
+        try:
+            self.validate_state()
+        except Exception as found:  # noqa: BLE001  (a broken state may raise anything)
+            found.__cause__ = error
+            self._mark_unsound(found)
+
+    def _mark_unsound(self, error: Exception) -> None:
+        for line in traceback.format_exception(error):
+            self.outbox.log(line.rstrip())
+        self.unsound = repr(error)
 
     def next_deadline(self) -> float | None:
         """When a :class:`Tick` is due at the latest, or ``None`` for never."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 
+from effort import examples
 from forked_ranks import ForkedRanks, allow_files, loaded
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.forked import PROGRAM, PROGRAM_NAME
 from hvdlab.launch.forkserver import forking
 from hvdlab.launch.forkserver.client import ForkServer
-from hvdlab.launch.forkserver.messages import Exited, Fork, ForkFailed
+from hvdlab.launch.forkserver.messages import Engine, Exited, Fork, ForkFailed, Signal, ToServer
 from patience import PATIENCE
+from protocol_fuzz import make, run
 
 NO_RANK = Fork.of(5, os.environ, "/", ())
 """Ends at once, since it finds nothing to import."""
@@ -83,3 +86,46 @@ def test_a_fork_that_fails_leaves_no_descriptor_and_says_what_to_do(
         with pytest.raises(OSError, match=os.strerror(number)) as raised:
             forking.fork(Fork.of(child, {}, "/", ()), PROGRAM, -1, lambda: None)
         assert text in forking.why_not(raised.value)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [Signal(0, 999), Signal(0, 1 << 62), Signal(0, -3, group=True), Engine(1 << 62, joined=True)],
+    ids=str,
+)
+def test_a_request_that_makes_no_sense_leaves_the_ranks_alone(ranks: ForkedRanks, request_: ToServer) -> None:
+    ranks.fork([0])
+    ranks.run(0, "x = 5")
+    server = ranks.warm.pid
+    ranks.warm.send(request_)
+    ranks.warm.send(NO_RANK)
+    ranks.wait(lambda: any(isinstance(m, Exited) and m.number == 5 for m in ranks.news))
+    assert ranks.run(0, "x") == "5"
+    assert ranks.warm.pid == server
+    assert ranks.losses == []
+
+
+def test_a_fork_that_makes_no_sense_is_answered_and_the_next_one_done(ranks: ForkedRanks) -> None:
+    loaded(ranks.warm)
+    for environment in ({b"": b"x"}, {b"a=b": b"x"}, {b"a": b"\0"}):
+        before = len(ranks.news)
+        ranks.warm.send(Fork(5, environment, b"\0", (b"\xff",)))
+        ranks.wait(lambda before=before: any(isinstance(m, ForkFailed | Exited) for m in ranks.news[before:]))  # type: ignore[misc]  # a default argument
+    ranks.fork([0])
+    assert ranks.losses == []
+
+
+def test_whatever_is_asked_the_fork_server_goes_on(ranks: ForkedRanks) -> None:
+    loaded(ranks.warm)
+
+    def one(chance: random.Random) -> None:
+        ranks.warm.send(make(chance.choice((Signal, Engine)), chance, tame=chance.random() < 0.5))
+
+    ranks.fork([2])
+    ranks.run(2, "x = 5")
+    ranks.fork([4], expect=(2, 4))
+    run(one, examples(200))
+    ranks.warm.send(NO_RANK)
+    ranks.wait(lambda: any(isinstance(m, Exited) and m.number == 5 for m in ranks.news))
+    assert ranks.run(4, "6 * 7") == "42"
+    assert ranks.losses == []

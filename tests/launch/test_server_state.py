@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import signal
+from typing import get_args
 
+from effort import examples
 from hvdlab.launch.exits import TAIL_BYTES, TAIL_LINES, Tail
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
@@ -21,9 +24,11 @@ from hvdlab.launch.forkserver.messages import (
     Loaded,
     Shutdown,
     Signal,
+    ToServer,
 )
 from hvdlab.launch.forkserver.server_state import (
     GRACE_WITHOUT_POOL,
+    LONGEST_GRACE,
     Asked,
     ChildEnded,
     ChildWrote,
@@ -43,6 +48,7 @@ from hvdlab.launch.forkserver.server_state import (
     Tick,
     Watch,
 )
+from protocol_fuzz import make, run
 
 LOADED = Loaded((), {}, 0.5)
 
@@ -237,3 +243,29 @@ def test_tail_keeps_the_end_within_bounds() -> None:
     assert len(lines) == TAIL_LINES
     tail.add(b"x" * (3 * TAIL_BYTES))
     assert tail.text() == "x" * TAIL_BYTES
+
+
+def test_a_grace_that_no_clock_can_wait_for_is_bounded() -> None:
+    for grace, due in ((float("nan"), 5.0), (-1.0, 5.0), (float("inf"), 5.0 + LONGEST_GRACE)):
+        state = with_children(0)
+        state.handle(Asked(Shutdown(grace)), 5.0)
+        assert state.next_tick() == due
+
+
+def test_whatever_is_asked_the_table_of_children_goes_on() -> None:
+    def one(chance: random.Random) -> None:
+        state = loaded() if chance.random() < 0.8 else ServerState()
+        for now in range(chance.randint(1, 30)):
+            message = make(chance.choice(get_args(ToServer)), chance, tame=chance.random() < 0.9)
+            for effect in state.handle(Asked(message), float(now)):
+                if isinstance(effect, Do):
+                    number = effect.order.number
+                    failed = chance.random() < 0.2
+                    child = None if failed else Forked(number, 1000 + now)
+                    state.handle(ForkReturned(number, child, "no" if failed else ""), float(now))
+            if state.children() and chance.random() < 0.3:
+                state.handle(ChildEnded(chance.choice(list(state.children().values()))), float(now))
+            tick = state.next_tick()
+            assert tick is None or tick <= now + LONGEST_GRACE
+
+    run(one, examples(300))

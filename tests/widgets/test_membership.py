@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -336,3 +337,27 @@ def test_a_pool_that_is_only_watched_is_not_changed() -> None:
         assert "can only be changed where they were started" in refusals[0]["error"]
     finally:
         panel.close()
+
+
+def test_an_action_that_fails_in_any_way_is_answered() -> None:
+    pool, replies = FakePool(), list[dict[str, Any]]()
+    actions = MembershipActions(pool, lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakePool, "elastic", lambda self: 1 // 0)
+        actions.start({"what": "repair"}, replies.append)
+    assert replies == [{"error": "integer division or modulo by zero"}]
+    assert actions.busy == ""
+
+
+def test_an_action_is_answered_even_if_its_news_cannot_be_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    replies, raised = SimpleQueue[dict[str, Any]](), SimpleQueue[Any]()
+    monkeypatch.setattr(threading, "excepthook", raised.put)
+
+    def announce() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ZeroDivisionError("made to fail")
+
+    actions = MembershipActions(FakePool(), announce)
+    actions.start({"what": "repair"}, replies.put)
+    assert "text" in replies.get(timeout=PATIENCE)
+    assert raised.get(timeout=PATIENCE).exc_type is ZeroDivisionError

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
+from effort import examples
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.recording import Recording
@@ -15,6 +17,7 @@ from hvdlab.widgets import panel as panel_module
 from hvdlab.widgets import publisher, rank_rows
 from hvdlab.widgets.panel import Panel
 from patience import PATIENCE
+from protocol_fuzz import run
 from timeline_traces import steps
 
 
@@ -191,3 +194,48 @@ def test_questions_are_answered(panel: Panel, page: Page) -> None:
 def test_a_hidden_page_may_be_silent_for_a_minute() -> None:
     # Browsers let hidden pages act once a minute.
     assert panel_module.LEASE > 60
+
+
+def test_a_failure_without_a_text_is_answered_with_its_kind(
+    panel: Panel, desk: Desk, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(pool: str) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(desk, "recording", fail)
+    panel.receive(hello())
+    assert page.messages == [{"type": "nothing", "pool": "", "text": "MemoryError"}]
+
+
+def test_whatever_a_page_asks_for_it_is_answered(panel: Panel, desk: Desk, page: Page) -> None:
+    values: tuple[Any, ...] = (
+        None,
+        "",
+        "a",
+        -1,
+        1 << 70,
+        0.5,
+        float("nan"),
+        [],
+        [1, "x"],
+        {},
+        {"a": 1},
+        True,
+    )
+    kinds = ("hello", "pools", "change", "save", 7, None, [], {})
+    desk.recordings[""] = Recording()
+
+    def one(chance: random.Random) -> None:
+        content = {
+            name: chance.choice(values)
+            for name in ("pool", "recording", "since", "points", "rows", "what", "np", "ranks", "ends")
+            if chance.random() < 0.5
+        }
+        kind, request = chance.choice(kinds), chance.randrange(1 << 30)
+        before = len(page.messages)
+        panel.receive(content | {"type": kind, "request": request})
+        if kind != "hello":
+            answers = [m for m in page.messages[before:] if m.get("request") == request]
+            assert len(answers) == 1
+
+    run(one, examples(300))

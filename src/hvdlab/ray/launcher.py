@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE, Place, host_key, place
 from hvdlab.collectives.environment import World, own_environment
-from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
 from hvdlab.collectives.protocol.frames import FrameDecoder
 from hvdlab.launch.environment import FOREIGN, default_python, exported
 from hvdlab.launch.exec_agent import wire
@@ -467,12 +467,19 @@ class RayStarter:
             if greeted != wire.GREETING:
                 wanted = len(wire.GREETING) - len(greeted)
                 greeted, data = greeted + data[:wanted], data[wanted:]
-            for payload in decoder.feed(data):
-                message = wire.decode_from_agent(payload)
+            try:
+                messages = [wire.decode_from_agent(payload) for payload in decoder.feed(data)]
+            except ProtocolError as error:
+                reason = f"its agent sent something else than messages: {error}"
+                break
+            for message in messages:
                 if isinstance(message, wire.RankExited):
                     ended = message
                 elif isinstance(message, wire.RankNotStarted):
                     self._end(seat, message.text, message.code)
+                    return
+                elif isinstance(message, wire.OrderFailed) and message.unread and not seat.pid:
+                    self._end(seat, f"its agent could not read an order: {message.text}", 1)
                     return
                 else:
                     self._report(seat, message)

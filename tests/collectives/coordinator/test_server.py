@@ -17,7 +17,8 @@ import pytest
 from hvdlab.collectives.coordinator import connection, watchers
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
-from hvdlab.collectives.coordinator.server import Server
+from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
+from hvdlab.collectives.coordinator.server import Server, UnsoundStateError
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
@@ -650,3 +651,43 @@ def test_a_client_that_reads_no_events_keeps_its_connection(
     assert HEADER.unpack_from(client.wait_for(m.RankEvents).batch)[7] == 1000 * (sent - got)
     client.endpoint.close()
     rank.endpoint.close()
+
+
+def test_a_server_whose_state_is_broken_ends_after_it_has_told_the_sender(tmp_path: Path) -> None:
+    """So that the ranks go on with a successor, and no rank waits for ever."""
+    server = Server(ServerOptions(TOKEN, CLIENT_TOKEN, state=CoordinatorOptions(size=2), succeeded=True))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{tmp_path}/s")
+    listener.listen()
+    server.listen(listener)
+    raised: list[BaseException] = []
+
+    def break_state(*arguments: object) -> None:
+        server.state.awaiting.add(99)
+        raise ZeroDivisionError("made to fail")
+
+    def serve() -> None:
+        try:
+            server.serve()
+        except UnsoundStateError as error:
+            raised.append(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TO_RANKS, m.Ping, break_state)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        hello = m.Hello(m.PROTOCOL_VERSION, TOKEN, "rank", 0, "h", os.getpid(), planes=("gloo",))
+        endpoint, _ = connect(f"unix:{tmp_path}/s", hello, deadline=Deadline(PATIENCE))
+        endpoint.send(m.Ping(1))
+        thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert server.yielding
+    assert "the coordinator's state can't be used any more" in str(raised[0])
+    with pytest.raises(ConnectionLost):
+        _read_to_the_end(endpoint)
+    endpoint.close()
+
+
+def _read_to_the_end(endpoint: Endpoint) -> None:
+    while select.select([endpoint], [], [], PATIENCE)[0]:
+        list(endpoint.receive())

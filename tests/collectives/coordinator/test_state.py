@@ -7,8 +7,9 @@ from typing import TypeVar
 import pytest
 
 from coordinator_simulation import CLIENT, SimulatedRank, Simulation, signature
-from hvdlab.collectives.coordinator.events import PeerConnected, PeerLost, Received
+from hvdlab.collectives.coordinator.events import CloseConnection, PeerConnected, PeerLost, Received
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
 
@@ -811,3 +812,36 @@ def test_messages_of_another_epoch_have_no_effect(stale: int) -> None:
     sim.drain()
     sim.tick(1)
     assert count(rank, m.Configure) == before
+
+
+# -- handlers that fail -----------------------------------------------------------------------------------------------
+
+
+def fail(*arguments: object) -> None:
+    raise ZeroDivisionError("made to fail")
+
+
+def test_a_rank_whose_message_makes_a_handler_fail_is_lost_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sim = simulate()
+    monkeypatch.setitem(TO_RANKS, m.Ping, fail)
+    sim.ranks[2].say(m.Ping(1))
+    sim.drain()
+    abort = last(sim.ranks[0], m.Abort)
+    assert "the coordinator failed to handle: ZeroDivisionError('made to fail')" in abort.text
+    assert not sim.state.unsound
+    sim.state.validate_state()
+
+
+def test_a_handler_that_fails_and_leaves_a_broken_state_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim = simulate()
+
+    def spoil(*arguments: object) -> None:
+        sim.state.awaiting.add(99)
+        fail()
+
+    monkeypatch.setitem(TO_RANKS, m.Ping, spoil)
+    effects = sim.state.handle(Received(sim.ranks[2].peer, m.Ping(1)), sim.now)
+    assert CloseConnection(sim.ranks[2].peer) in effects
+    assert "AssertionError" in sim.state.unsound

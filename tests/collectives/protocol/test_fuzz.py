@@ -15,7 +15,17 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol import codec
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.launch.exec_agent import wire
-from protocol_fuzz import DECODERS, KINDS, make, one_conversation, one_input, one_relay, one_server, run
+from protocol_fuzz import (
+    DECODERS,
+    KINDS,
+    make,
+    one_conversation,
+    one_failing_conversation,
+    one_input,
+    one_relay,
+    one_server,
+    run,
+)
 
 
 @pytest.mark.timeout(3600)
@@ -32,6 +42,11 @@ def test_a_million_inputs() -> None:
 @pytest.mark.timeout(3600)
 def test_whatever_peers_say_the_coordinator_goes_on() -> None:
     run(one_conversation, examples(600))
+
+
+@pytest.mark.timeout(3600)
+def test_whatever_handlers_raise_the_coordinator_goes_on_or_says_that_it_cannot() -> None:
+    run(one_failing_conversation, examples(600))
 
 
 def test_whatever_a_relay_hears_and_says_is_refused_or_understood() -> None:

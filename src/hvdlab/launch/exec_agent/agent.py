@@ -15,10 +15,12 @@ import selectors
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.environment import host_directory_variable, thread_counts
+from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import adopt_orphans, living_children
 from hvdlab.collectives.protocol.frames import FrameDecoder
 from hvdlab.launch.exec_agent import wire
@@ -50,6 +52,8 @@ class Agent:
         self._decoder = FrameDecoder()
         self._out = bytearray(wire.GREETING)
         self._start: wire.Start | None = None
+        #: Why no rank can be started, while there is no ``_start``.
+        self._unprepared = "the launcher has not sent what ranks run"
         self._children: dict[int, Child] = {}
         self._by_pid: dict[int, Child] = {}
         self._open = True
@@ -109,16 +113,42 @@ class Agent:
             return
         if not data:
             self._open = False
-        for payload in self._decoder.feed(data):
+        try:
+            for payload in self._decoder.feed(data):
+                self._obey(payload)
+        except ProtocolError as error:  # where the next order begins can't be known any more
+            print(f"the launcher sent something else than orders: {error}", file=sys.stderr)
+            self._open = False
+
+    def _obey(self, payload: bytes | memoryview) -> None:
+        """Carry out an order, or report why it can't be; the ranks that run go on in any case."""
+        try:
             order = wire.decode_to_agent(payload)
-            if isinstance(order, wire.Start):
-                self._prepare(order)
-            elif isinstance(order, wire.Spawn):
+        except ProtocolError as error:
+            self._send(wire.OrderFailed(str(error), unread=True))
+            return
+        match order:
+            case wire.Start():
+                try:
+                    self._prepare(order)
+                except Exception as error:  # noqa: BLE001  (an order may have any values; each rank is reported with this)
+                    traceback.print_exc()
+                    self._start = None
+                    self._unprepared = f"its host could not be prepared: {error!r}"
+            case wire.Spawn():
                 self._spawn(order)
-            else:
-                self._signal(order.ranks, order.number)
+            case wire.SignalRanks(ranks, number) if number in signal.valid_signals():
+                self._signal(ranks, number)
+            case wire.SignalRanks(ranks, number):
+                self._send(
+                    wire.OrderFailed(
+                        f"ranks {ranks} can't be sent signal {number}: there is none", unread=False
+                    )
+                )
 
     def _prepare(self, order: wire.Start) -> None:
+        if not (order.command or order.forked):
+            raise ValueError("there is no command")
         self._start = order
         for name in order.removed:
             os.environ.pop(name, None)
@@ -197,30 +227,39 @@ class Agent:
             self._open = False
 
     def _spawn(self, order: wire.Spawn) -> None:
-        assert self._start is not None
-        if self._forked is not None:
+        if self._start is None:
             for spec in order.ranks:
-                self._forked.fork(spec)
+                self._send(wire.RankNotStarted(spec.rank, 1, self._unprepared))
             return
-        if self._lacks_relay():
+        if self._forked is None and self._lacks_relay():
             self._start_relay(self._start)
         for spec in order.ranks:
-            reads = spec.rank == self._start.stdin_rank
+            if spec.rank in self._children or (self._zygote is not None and self._zygote.owes(spec.rank)):
+                self._send(
+                    wire.OrderFailed(f"rank {spec.rank} was ordered again while it runs", unread=False)
+                )
+                continue
+            reads = self._forked is None and spec.rank == self._start.stdin_rank
             self._start_rank(spec, self._stdin if reads else -1)
             if reads and self._stdin >= 0:
                 os.close(self._stdin)
                 self._stdin = -1
 
     def _start_rank(self, spec: wire.RankSpec, stdin: int) -> None:
-        """Have a rank forked by the zygote, or execute the command. Does not close ``stdin``."""
+        """Have a rank forked by the fork server or the zygote, or execute the command. Does not close ``stdin``."""
         assert self._start is not None
         try:
-            if self._zygote is not None:
+            if self._forked is not None:
+                self._forked.fork(spec)
+            elif self._zygote is not None:
                 self._zygote.fork(spec, stdin)
             else:
                 self._watch(spawn(self._start, spec, stdin))
         except SpawnError as error:
             self._send(wire.RankNotStarted(spec.rank, error.code, str(error)))
+        except Exception as error:  # noqa: BLE001  (one rank's failure must not end the others, which this process watches)
+            traceback.print_exc()
+            self._send(wire.RankNotStarted(spec.rank, 1, f"it could not be started: {error!r}"))
 
     def _watch(self, child: Child) -> None:
         self._children[child.rank] = self._by_pid[child.pid] = child

@@ -148,9 +148,11 @@ def spawn(start: wire.Start, spec: wire.RankSpec, stdin: int) -> Child:
     """Start a rank. Its stdin is ``stdin``, or nothing if that is negative.
 
     Raises:
-        SpawnError: The program does not exist, or may not be run, or this process may open no more files.
+        SpawnError: The program does not exist, or may not be run, or this process may open no more files; or the
+            command or a variable can't be given to any process.
     """
     command = list(map(os.fsdecode, start.command))
+    shown = start.command[0].decode("utf-8", "backslashreplace")  # reports are UTF-8, and a path need not be
     descriptors = RankDescriptors.make(start.function, stdin)
     _, out, err, *kept = descriptors.for_rank
     agent = os.getpid()
@@ -168,7 +170,10 @@ def spawn(start: wire.Start, spec: wire.RankSpec, stdin: int) -> Child:
     except OSError as error:
         descriptors.close()
         code = 127 if isinstance(error, FileNotFoundError) else 126
-        hint = f"; `python {command[0]}`?" if command[0].endswith(".py") else ""
-        raise SpawnError(code, f"`{command[0]}` can't be run: {error.strerror or error}{hint}") from error
+        hint = f"; `python {shown}`?" if command[0].endswith(".py") else ""
+        raise SpawnError(code, f"`{shown}` can't be run: {error.strerror or error}{hint}") from error
+    except (ValueError, subprocess.SubprocessError) as error:  # such as a null character in a variable
+        descriptors.close()
+        raise SpawnError(126, f"`{shown}` can't be run: {error}") from error
     process.returncode = 0  # it is reaped by its number; Popen would wait for it, too
     return descriptors.child(spec.rank, process.pid)

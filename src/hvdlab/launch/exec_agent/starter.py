@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
+import sys
 import tempfile
 import threading
+import traceback
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -29,6 +32,8 @@ from hvdlab.launch.starter import Ended, LaunchRequest, RankObserver, Started
 
 AGENT_ENDS_WITHIN = 5.0
 """Seconds that an agent has to end its ranks and itself; it gives ranks two between SIGTERM and SIGKILL."""
+
+RankReport = wire.RankStarted | wire.RankNotStarted | wire.Output | wire.ResultPiece | wire.RankExited
 
 
 class ExecStarter:
@@ -270,9 +275,49 @@ class ExecStarter:
             self._lost(link, link.gone(), selector)
             return
         for message in messages:
-            self._report(message, link.host)
+            if isinstance(message, wire.OrderFailed):
+                self._order_failed(message, link.host)
+            elif self._knows(message.rank, link.host):
+                try:
+                    self._report(message, link.host)
+                except Exception:  # noqa: BLE001  (this thread serves all hosts, and must go on for their ranks)
+                    print(
+                        f"hvdlab: a report of the agent of {link.host} could not be handled:", file=sys.stderr
+                    )
+                    traceback.print_exc()
+            else:
+                self._disown(message, link)
 
-    def _report(self, message: wire.FromAgent, host: str) -> None:
+    def _knows(self, rank: int, host: str) -> bool:
+        with self._lock:
+            return self._host_of.get(rank) == host
+
+    def _disown(self, message: RankReport, link: AgentLink) -> None:
+        """Log a report of a rank that was not ordered from an agent, or was given up; end its process if it has just begun."""
+        report = type(message).__name__
+        print(
+            f"hvdlab: the agent of {link.host} sent {report} for rank {message.rank}, which does not run there",
+            file=sys.stderr,
+        )
+        if isinstance(message, wire.RankStarted):
+            with self._lock:
+                link.send(wire.SignalRanks((message.rank,), signal.SIGKILL))
+
+    def _order_failed(self, message: wire.OrderFailed, host: str) -> None:
+        """Log an order that an agent could not carry out, and give up the ranks that it may have been for.
+
+        Which ranks these are can't be known if the order was not read. Those that wait for their process are given up; one that
+        another order starts after all is killed at its report.
+        """
+        print(f"hvdlab: the agent of {host} could not carry out an order: {message.text}", file=sys.stderr)
+        if not message.unread:
+            return
+        with self._lock:
+            waiting = [rank for rank, its in self._host_of.items() if its == host and rank not in self._pids]
+        for rank in waiting:
+            self._end(rank, f"the agent of {host} could not read an order: {message.text}", 1)
+
+    def _report(self, message: RankReport, host: str) -> None:
         program = self._request.program
         match message:
             case wire.Output(rank, stream, data) if program is not None:

@@ -148,6 +148,18 @@ class RankExited(AgentMessage, frozen=True):
     left: bytes | None = None
 
 
+class OrderFailed(AgentMessage, frozen=True):
+    """The agent could not carry out an order as a whole, and goes on without it.
+
+    Attributes:
+        text: Why.
+        unread: Whether the order could not be read, so that nothing more is reported of ranks that it may have been for.
+    """
+
+    text: str
+    unread: bool
+
+
 # -- between the agent and a zygote, which also gets Spawn, and answers with RankStarted and RankNotStarted -----------
 
 
@@ -162,7 +174,7 @@ class Preloaded(AgentMessage, frozen=True):
 
 
 ToAgent = Start | Spawn | SignalRanks
-FromAgent = RankStarted | RankNotStarted | Output | ResultPiece | RankExited
+FromAgent = RankStarted | RankNotStarted | Output | ResultPiece | RankExited | OrderFailed
 FromZygote = Preloaded | RankStarted | RankNotStarted
 
 _encoder = msgspec.msgpack.Encoder()

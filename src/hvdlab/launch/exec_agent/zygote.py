@@ -23,6 +23,8 @@ from hvdlab.launch.python_command import PythonCommand
 
 LARGEST = 1 << 17
 """Bytes of a message to or from a zygote, at most."""
+LARGEST_PID = 1 << 22
+"""The highest number that Linux gives a process."""
 ENDS_WITHIN = 2.0
 """Seconds that a zygote may take to end after its connection did."""
 
@@ -51,6 +53,7 @@ class Zygote:
         if command is None:
             raise ZygoteError(f"{os.fsdecode(start.command[0])} is not started as a Python program")
         self._start = start
+        self._fault = ""  # what it sent instead of an answer
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         self.ready = False
@@ -70,9 +73,10 @@ class Zygote:
                 process_group=0,
                 preexec_fn=lambda: die_with_parent(agent),  # noqa: PLW1509  # the agent has one thread
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._sock.close()
-            raise ZygoteError(f"`{command.interpreter}` can't be run: {error.strerror or error}") from error
+            why = error.strerror if isinstance(error, OSError) else None
+            raise ZygoteError(f"`{command.interpreter}` can't be run: {why or error}") from error
         finally:
             theirs.close()
         self.pid = self._process.pid
@@ -91,21 +95,35 @@ class Zygote:
         if self.ready:
             self._order()
 
+    def owes(self, rank: int) -> bool:
+        """Return whether a rank was ordered that has no process yet."""
+        return rank in self._ordered or any(spec.rank == rank for spec, _ in self._waiting)
+
     def signal(self, rank: int, number: int) -> None:
         """Keep a signal for a rank that has no process yet, if there is one."""
-        if rank in self._ordered or any(spec.rank == rank for spec, _ in self._waiting):
+        if self.owes(rank):
             self._signals.setdefault(rank, []).append(number)
 
     def receive(self) -> list[Child | wire.RankNotStarted | wire.Preloaded] | None:
-        """What the zygote has answered; ``None`` once it has ended. Never blocks."""
+        """What the zygote has answered; ``None`` once it has ended. Never blocks.
+
+        One that sends something else than answers, or answers for a rank that was not ordered, is killed.
+        """
         found: list[Child | wire.RankNotStarted | wire.Preloaded] = []
         while True:
             try:
                 data = self._sock.recv(LARGEST)
-                message = wire.decode_from_zygote(data) if data else None
+                message = self._checked(wire.decode_from_zygote(data)) if data else None
             except BlockingIOError:
                 return found
-            except (OSError, ProtocolError):
+            except ProtocolError as error:
+                self._fault = str(error)
+                self._process.kill()
+                # The next call finds the end, even if the process has passed its side of the connection on.
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+                message = None
+            except OSError:
                 message = None
             match message:
                 case None:
@@ -119,6 +137,18 @@ class Zygote:
                 case wire.RankNotStarted(rank):
                     self._ordered.pop(rank)[1].close()
                     found.append(message)
+
+    def _checked(self, message: wire.FromZygote) -> wire.FromZygote:
+        """Return an answer that is about a rank that was ordered, with a process that can be one.
+
+        Raises:
+            ProtocolError: It is not; a signal to such a process could hit any other.
+        """
+        if not isinstance(message, wire.Preloaded) and message.rank not in self._ordered:
+            raise ProtocolError(f"not an answer to any order: {message}")
+        if isinstance(message, wire.RankStarted) and not 1 < message.pid <= LARGEST_PID:
+            raise ProtocolError(f"not the number of a process: {message}")
+        return message
 
     def unborn(self) -> list[tuple[wire.RankSpec, int]]:
         """After the zygote's end: the ranks that it has not forked, each with its standard input, which the caller closes."""
@@ -137,6 +167,8 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
+        if self._fault:
+            return f"killed because it sent {self._fault}"
         return describe_signal(-code) if code < 0 else f"exit code {code}"
 
     def close(self) -> None:

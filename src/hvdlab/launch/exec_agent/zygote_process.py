@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 
 from hvdlab.bindings.framework_preloads import FrameworkPreloads
+from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import die_with_parent, name_process
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.zygote import LARGEST
@@ -69,7 +70,16 @@ def _serve(sock: socket.socket) -> tuple[wire.RankSpec, Sequence[int]]:
         data, descriptors, _, _ = socket.recv_fds(sock, LARGEST, DESCRIPTORS)
         if not data:
             os._exit(0)  # taking down a framework's modules one by one would take a while
-        (spec,) = wire.decode_to_zygote(data).ranks
+        try:
+            (spec,) = wire.decode_to_zygote(data).ranks
+        except (ProtocolError, ValueError) as error:
+            # It can't be said which rank this was for. At the end of this process, the agent starts all anew that wait.
+            print(
+                f"hvdlab: the zygote ends: it was sent no order for one rank: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
         if _fork(sock, spec.rank):
             sock.close()
             for descriptor, number in zip(descriptors, (0, 1, 2), strict=False):
@@ -84,9 +94,18 @@ def _serve(sock: socket.socket) -> tuple[wire.RankSpec, Sequence[int]]:
 
 def _fork(sock: socket.socket, rank: int) -> bool:
     """Fork a rank and report it, or why there is none, to the agent. Returns whether this is the rank."""
-    told, tell = os.pipe2(os.O_CLOEXEC)
-    leave_to_live, announced = os.pipe2(os.O_CLOEXEC)
-    middle = os.fork()
+    pipes: list[int] = []
+    try:
+        pipes += os.pipe2(os.O_CLOEXEC)
+        pipes += os.pipe2(os.O_CLOEXEC)
+        middle = os.fork()
+    except OSError as error:  # the next rank may find room again
+        for descriptor in pipes:
+            os.close(descriptor)
+        text = f"it could not be forked: {why_not(error)}"
+        sock.send(wire.encode_payload(wire.RankNotStarted(rank, 1, text)))
+        return False
+    told, tell, leave_to_live, announced = pipes
     if middle == 0:
         try:
             child = os.fork()

@@ -7,6 +7,7 @@ import functools
 import os
 import selectors
 import signal
+import sys
 import time
 
 from hvdlab.launch.exits import OutOfMemoryCounter
@@ -67,11 +68,15 @@ class ChildTable:
     def kill(self, pid: int, number: int, group: bool) -> None:
         """Send a signal to one of them, or to its process group."""
         adopted = next((p for p in self._pipes.values() if p.pid == pid and p.pidfd >= 0), None)
-        with contextlib.suppress(ProcessLookupError):
+        try:
             if adopted is not None:
                 adopted.send_signal(number, group)
             else:
                 (os.killpg if group else os.kill)(pid, number)
+        except ProcessLookupError:
+            return
+        except (OSError, OverflowError, ValueError) as error:  # the others that are to get one must get it
+            print(f"hvdlab: process {pid} can't be sent signal {number}: {error}", file=sys.stderr)
 
     def tell_controller(self, line: bytes) -> None:
         """Write to the controller, if there is one."""

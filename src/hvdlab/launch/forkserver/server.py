@@ -10,6 +10,7 @@ import contextlib
 import os
 import selectors
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -78,6 +79,7 @@ class ServerShell:
         self._listener: Listener | None = None
         self._detached: DetachedSupervisor | None = None
         self._state = ServerState()
+        self._pid = os.getpid()
         self._importing = True
         self._program = program
         self._later = deque(program.later)
@@ -126,7 +128,7 @@ class ServerShell:
         events, importing = deque[Event](first), self._importing
         while True:
             while events:
-                outcome = self._perform(self._state.handle(events.popleft(), time.monotonic()))
+                outcome = self._handle(events.popleft())
                 if outcome is not None:
                     return outcome
                 # Answers, such as to a fork, are handled before events that happened meanwhile.
@@ -135,6 +137,24 @@ class ServerShell:
             if importing and not self._importing:
                 return None
             events.extend(self._wait())
+
+    def _handle(self, event: Event) -> Role | Exit | None:
+        """Handle an event. A request that fails is answered if it can be, and logged; the children go on in any case.
+
+        Only this process may go on: an exception in a forked child must end that.
+        """
+        try:
+            return self._perform(self._state.handle(event, time.monotonic()))
+        except Exception as error:
+            if not isinstance(event, Asked) or os.getpid() != self._pid:
+                raise  # a successor adopts the ranks, which is safer than a table that has missed an end
+            print(f"hvdlab: the fork server failed at {type(event.message).__name__}:", file=sys.stderr)
+            traceback.print_exc()
+            if isinstance(event.message, Fork):
+                self._answers.append(
+                    ForkReturned(event.message.number, error=f"the fork server failed: {error!r}")
+                )
+            return None
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
@@ -188,7 +208,13 @@ class ServerShell:
             if endpoint.backlog:
                 endpoint.flush()
             return [Asked(decode_to_server(payload)) for payload in endpoint.receive()]
-        except (ConnectionLost, ProtocolError):
+        except ConnectionLost:
+            return self._pool_lost()
+        except ProtocolError as error:
+            print(
+                f"hvdlab: the fork server closes its connection to the pool, which sent {error}",
+                file=sys.stderr,
+            )
             return self._pool_lost()
 
     def _pool_lost(self) -> list[Event]:

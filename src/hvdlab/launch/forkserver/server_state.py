@@ -199,6 +199,10 @@ class _Child:
         return self.record.pid
 
 
+LONGEST_GRACE = 86400.0
+"""Seconds that children may have at most to end by themselves, whatever the pool asks for."""
+
+
 class ServerState:
     """The fork server's table of children.
 
@@ -349,7 +353,8 @@ class ServerState:
         return [] if ranks or not self._alone or self._stopping else self._stop(GRACE_WITHOUT_POOL, now)
 
     def _stop(self, grace: float, now: float) -> list[Effect]:
-        kill_at = now + grace
+        # A wait for longer than that, or for NaN seconds, can't be asked of the selector.
+        kill_at = now + (min(grace, LONGEST_GRACE) if grace > 0 else 0.0)
         if self._stopping:
             # A second, shorter wish counts; a longer one does not prolong the first.
             if self._kill_at is not None:

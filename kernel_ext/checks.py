@@ -31,6 +31,21 @@ def check_size(np: Any) -> int:
     return np
 
 
+def open_standard_streams() -> None:
+    """Open `/dev/null` for each of stdin, stdout and stderr that is closed.
+
+    Else the next sockets and pipes would get the numbers 0 to 2, and all children would take them for their standard streams.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(
+                os.devnull, os.O_RDWR
+            )  # the lowest number that is free, which is this one; children inherit it below
+            os.set_inheritable(descriptor, True)
+
+
 def check_not_in_rank() -> None:
     """Whether this process may start a pool. Raises ``InvalidRequestError`` in a rank: each rank would start one."""
     if context.in_rank_of_pool():

@@ -93,6 +93,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
             InvalidRequestError: The arguments don't fit each other or this host; nothing was started.
             StartError: Something did not start, or not in time; nothing is left behind.
         """
+        checks.open_standard_streams()
         try:
             checks.check_not_in_rank()
             size = checks.check_size(checks.default_size() if np is None else np)

@@ -155,7 +155,14 @@ class Registry:
 
     def release(self, kept: Kept) -> None:
         """Note that the pool has no owner any more."""
-        self.write(msgspec.structs.replace(kept, owner=Process(0, 0), place=""))
+        free = msgspec.structs.replace(kept, owner=Process(0, 0), place="")
+        try:
+            self.write(free)
+        except StartError:
+            # On a full disk there is no room for a draft, but the pool must not stay in use by a process that has left it. The new
+            # text is shorter than the one in the file.
+            if not self._overwrite(free):
+                raise
 
     def remove(self, name: str) -> None:
         """Forget a pool. Nothing happens if it is not known."""
@@ -200,12 +207,26 @@ class Registry:
     def _write(self, kept: Kept) -> None:
         path = self._file(kept.name)
         draft = path.with_suffix(f".{os.getpid()}")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.write(descriptor, msgspec.json.encode(kept))
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(kept))
+            draft.rename(path)
         finally:
-            os.close(descriptor)
-        draft.rename(path)
+            draft.unlink(missing_ok=True)  # it is there only if something above has failed
+
+    def _overwrite(self, kept: Kept) -> bool:
+        """Write a pool over its own file, which takes no more room. Returns whether that was possible."""
+        data = msgspec.json.encode(kept)
+        try:
+            with self._locked() as there, open(self._file(kept.name), "r+b") as file:
+                size = os.fstat(file.fileno()).st_size
+                if not there or len(data) > size:
+                    return False
+                file.write(data.ljust(size))  # blanks behind a JSON text are part of it
+        except OSError:
+            return False
+        return True
 
     def _file(self, name: str) -> Path:
         return self._directory / f"{name}.json"

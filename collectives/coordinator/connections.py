@@ -18,6 +18,8 @@ from hvdlab.collectives.protocol.frames import FRAME_LIMIT
 from hvdlab.collectives.protocol.messages import Hello, Ping
 
 NEVER = float("inf")
+STRANGERS = 256
+"""Connections over the network that may owe their Hello at a time, beyond the ranks that are expected. Each costs some 80 KiB."""
 _HELLO_SECONDS = 0.5
 """Seconds that a stranger has for its Hello even if others need its place."""
 
@@ -73,6 +75,13 @@ class Connections:
 
     def add(self, sock: socket.socket) -> None:
         """Watch a new socket; it has to introduce itself in time."""
+        # Any process that reaches the port costs memory until it shows the token; a Unix socket lets in only this user.
+        bound = STRANGERS + (self._options.state.size or 0)
+        full = sock.family != socket.AF_UNIX and len(self._unsettled) >= bound
+        if full and not self.drop_oldest_stranger():
+            self.turned_away.tell("a connection is closed: too many have not said Hello yet")
+            sock.close()
+            return
         deadline = time.monotonic() + self._options.hello_timeout
         connection = Connection(sock, self.next_peer(), deadline)
         self._settle_by(connection, deadline)

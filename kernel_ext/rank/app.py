@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 from traitlets.config import Config
 
 from hvdlab.bindings.framework_hooks import devices_in_use, set_environment
-from hvdlab.collectives import context
+from hvdlab.collectives import context, private
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.knobs import read
 from hvdlab.collectives.metrics.gpus import ask_frameworks
@@ -138,11 +139,23 @@ def make_shell() -> ZMQInteractiveShell:
     config = Config()
     config.HistoryManager.hist_file = ":memory:"
     config.HistoryManager.enabled = True
+    if not _is_writable(Path(os.environ.get("IPYTHONDIR") or Path.home() / ".ipython")):
+        # IPython would make a temporary directory for each rank, and never remove it. All ranks of the user share this one.
+        own = private.choose([parent / private.name() for parent in private.parents(os.environ)]) / "ipython"
+        for directory in (own.parent, own):  # a parent that mkdir() makes beside would be open to others
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ["IPYTHONDIR"] = str(own)
     shell: ZMQInteractiveShell = ZMQInteractiveShell.instance(config=config)
     # The shell sets it, and libraries such as Lightning take it for a sign that the user types at a terminal, where they refuse to
     # train on several processes. A rank is one of several processes, and has no terminal.
     del sys.ps1
     return shell
+
+
+def _is_writable(directory: Path) -> bool:
+    """Return whether files can be made in a directory, or it can be made in the one above, as IPython wants it."""
+    there = directory if directory.exists() else directory.parent
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def _gpu_calls() -> GpuCalls | None:

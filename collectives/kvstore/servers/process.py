@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ from hvdlab.collectives.protocol.messages import Message
 from hvdlab.collectives.protocol.tls import server_context
 from hvdlab.collectives.visible import visible
 
+STRANGERS = 256
+"""Connections over the network without a token at a time, beyond those of workers. Each costs some 50 KiB."""
+HELLO_SECONDS = 0.5
+"""Seconds that a connection has to show its token even if others need its place."""
 INTRODUCE_WITHIN = 10.0
 """Seconds that a connection has for the TLS handshake and its first message."""
 _TRY_AGAIN_SECONDS = 0.1
@@ -315,10 +320,30 @@ class Server:
             self._turned_away.tell(f"a connection is closed: {error}")
             sock.close()
             return
+        if listener.family != socket.AF_UNIX and not self._has_place_for_stranger():
+            self._turned_away.tell("a connection is closed: too many have not shown a token yet")
+            sock.close()
+            return
         self._numbers += 1
         connection = _Connection(sock, self._numbers)
         self._connections[connection.number] = connection
         self._poller.register(connection, READ, connection)
+
+    def _has_place_for_stranger(self) -> bool:
+        """Return whether one more connection without a token may stay; the oldest that has had its time ends for it."""
+        strangers = [one for one in self._connections.values() if not one.open]
+        if len(strangers) < STRANGERS:
+            return True
+        return self._end_oldest(strangers, "others need its place")
+
+    def _end_oldest(self, strangers: Sequence[_Connection], reason: str) -> bool:
+        """Close the connection that has owed its token for longest. Returns whether one has had enough time to show it."""
+        until = time.monotonic() + INTRODUCE_WITHIN - HELLO_SECONDS
+        oldest = next((one for one in strangers if one.deadline <= until), None)
+        if oldest is None:
+            return False
+        self._turn_away(oldest, reason)
+        return True
 
     def _make_room(self, listener: socket.socket, error: OSError) -> None:
         """No descriptor is left: the oldest connection without a token gives its place up; else newcomers have to wait."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hvdlab.collectives.bootstrap.launchers import LAUNCHERS
@@ -36,12 +37,24 @@ _AT_HOME = frozenset(
 _AT_HOME_PREFIXES = ("BASH_FUNC", "SSH_", "XDG_")
 
 
+EXCLUDED = "HVDLAB_ENV_EXCLUDE"
+"""Names the variables that ranks on other hosts do not get, by patterns between commas."""
+
+
 def exported(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that another host gets: all but those that belong to this host or its terminal."""
+    """Return the variables that ranks on other hosts and in engines get.
+
+    Args:
+        environ: The variables of this process. Those that belong to this host or its terminal stay here, and so do those that
+            :data:`EXCLUDED` names.
+    """
+    patterns = [pattern for part in environ.get(EXCLUDED, "").split(",") if (pattern := part.strip())]
     return {
         name: value
         for name, value in environ.items()
-        if name not in _AT_HOME and not name.startswith(_AT_HOME_PREFIXES)
+        if name not in _AT_HOME
+        and not name.startswith(_AT_HOME_PREFIXES)
+        and not any(fnmatchcase(name, pattern) for pattern in patterns)
     }
 
 

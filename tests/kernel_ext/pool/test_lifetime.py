@@ -150,3 +150,48 @@ def test_ranks_of_mpi_that_are_stuck_in_c_code_do_not_outlive_the_owner() -> Non
         process.kill()
         process.wait()
         assert living({member.pid for member in family}) == []
+
+
+def test_a_pool_starts_where_all_standard_streams_are_closed(tmp_path: Path) -> None:
+    source = (
+        "import sys\n"
+        "from hvdlab.kernel_ext.pool import Pool\n"
+        "pool = Pool.start(2)\n"
+        "found = pool.run('1 + 1')\n"
+        "pool.stop()\n"
+        "open(sys.argv[1], 'w').write(repr([found[rank] for rank in found.ranks]))\n"
+    )
+    answer = tmp_path / "answer"
+    command = [sys.executable, "-c", source, str(answer)]
+    subprocess.run(["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], timeout=PATIENCE, check=False)
+    assert answer.read_text() == "[2, 2]"
+
+
+def test_ranks_leave_no_directories_where_there_is_no_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "t").mkdir()
+    source = (
+        "from hvdlab.kernel_ext.pool import Pool\n"
+        "pool = Pool.start(2)\n"
+        "found = pool.run('get_ipython().ipython_dir')\n"
+        "print(found[0] == found[1])\n"
+        "pool.stop()\n"
+    )
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "IPYTHONDIR"},
+        "HOME": "/dev/null/home",
+        "XDG_RUNTIME_DIR": str(tmp_path / "run"),
+        "TMPDIR": str(tmp_path / "t"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.stdout == "True\n", done.stderr
+    assert list((tmp_path / "t").iterdir()) == []

@@ -353,5 +353,10 @@ def _start(store: Any, key: str, size: int, settings: Settings) -> tuple[Coordin
         if coordinator is not None:
             coordinator.close()
         raise
-    store.set(key, Card(size, host_key(), file=board.key).encode(given))
+    try:
+        store.set(key, Card(size, host_key(), file=board.key).encode(given))
+    except BaseException:  # torch's store is gone, or the user interrupts: no rank will come for the card
+        board.withdraw()
+        coordinator.close()
+        raise
     return coordinator, board

@@ -1,0 +1,56 @@
+"""Strangers who come in crowds: connections over the network that do not say Hello are bounded in number."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from hvdlab.collectives.coordinator import connections
+from hvdlab.collectives.coordinator.connections import Connections
+from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
+
+
+@pytest.fixture
+def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
+    monkeypatch.setattr(connections, "STRANGERS", 2)
+    server = Connections(ServerOptions("token", state=CoordinatorOptions(size=1)), lambda text: None)
+    yield server
+    for connection in list(server._unsettled):
+        server.drop(connection)
+    server.poller.close()
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def arrive(server: Connections, listener: socket.socket) -> socket.socket:
+    theirs = socket.create_connection(listener.getsockname())
+    ours, _ = listener.accept()
+    server.add(ours)
+    return theirs
+
+
+def test_the_oldest_stranger_ends_for_a_newcomer_once_it_has_had_its_time(
+    bounded: Connections, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_HELLO_SECONDS", 0.0)
+    peers = [arrive(bounded, listener) for _ in range(4)]
+    assert len(bounded._unsettled) == 3, "two strangers and the rank that is expected"
+    assert peers[0].recv(1) == b"", "the oldest was closed"
+    for peer in peers:
+        peer.close()
+
+
+def test_a_newcomer_is_closed_while_all_others_may_still_say_hello(
+    bounded: Connections, listener: socket.socket
+) -> None:
+    peers = [arrive(bounded, listener) for _ in range(4)]
+    assert len(bounded._unsettled) == 3
+    assert peers[-1].recv(1) == b""
+    for peer in peers:
+        peer.close()

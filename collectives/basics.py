@@ -65,7 +65,13 @@ def _sets(process_sets: Sequence[ProcessSet | Sequence[int]] | str | None) -> li
                 f"process_sets= takes a list of process sets, or 'dynamic', not {process_sets!r}."
             )
         return []
-    return [given if isinstance(given, ProcessSet) else ProcessSet(given) for given in process_sets or ()]
+    sets = [given if isinstance(given, ProcessSet) else ProcessSet(given) for given in process_sets or ()]
+    for number, each in enumerate(sets):
+        if any(each.ranks == other.ranks for other in sets[:number]):
+            raise InvalidRequestError(
+                f"process_sets= has two process sets of the ranks {each.ranks}; give one of them, and use it for both."
+            )
+    return sets
 
 
 def _check_world(comm: Sequence[int] | Any | None) -> None:

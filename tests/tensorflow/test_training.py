@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -819,6 +820,11 @@ def compiled() -> None:
                 model.compile(optimizer=given, loss="mse", jit_compile=True)
         model.compile(optimizer=optimizer, loss="mse")
         assert not model.jit_compile
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            model.compile(optimizer=optimizer, loss="mse", experimental_run_tf_function=False)
+        said = [str(one.message) for one in warned if "experimental_run_tf_function" in str(one.message)]
+        assert len(said) == (version == 3)
         model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
         model.compile(optimizer="sgd", loss="mse", jit_compile=True)  # not distributed
         assert model.jit_compile

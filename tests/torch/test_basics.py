@@ -123,6 +123,8 @@ def test_init_takes_the_ranks_there_are(world_of_one: None) -> None:
         with pytest.raises((InvalidRequestError, TypeError)):
             hvd.init(process_sets=wrong)  # type: ignore[arg-type]  # on purpose
         assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match=r"two process sets of the ranks \[0\]"):
+        hvd.init(process_sets=[hvd.ProcessSet([0]), [0]])
     hvd.init(process_sets="dynamic")
 
 

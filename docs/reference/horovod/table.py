@@ -395,7 +395,7 @@ What becomes of each public name of Horovod (0.28.1 and what came after it) when
 same meaning. *Extended*: also takes or does more. *Different*: how is said. *Absent*: why is said. The table is
 made by `make tables` from the code; a test compares the two.
 
-The names of `horovod.tensorflow` and `horovod.keras` are not in it: each of them is there, with the same arguments in the same
+The names of `horovod.tensorflow` and `horovod.keras` are not in it: each of them but the package `horovod.tensorflow.data` is there, with the same arguments in the same
 order, which `tests/tensorflow/test_names.py` checks. Those of [`horovod.ray`](../how-to/ray.md) and [`horovod.spark`](../how-to/spark.md) are on these pages.
 """
 

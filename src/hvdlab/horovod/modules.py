@@ -31,11 +31,19 @@ ABSENT = {
     "horovod.runner.elastic.rendezvous": _DRIVER,
     "horovod.runner.elastic.settings": _DRIVER,
     "horovod.runner.common": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
+    "horovod.tensorflow.data": "is not part of hvdlab: it serves tf.data pipelines from ranks to ranks. Shard the data set instead: "
+    "dataset.shard(hvd.size(), hvd.rank()).",
     "horovod.runner.driver": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
     "horovod.runner.http": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
     "horovod.runner.util": "is not part of hvdlab: it is the inside of Horovod's launcher. Use `hvdlab run`.",
 }
 """What an import of these modules says after their name."""
+
+
+_PRESENT = frozenset(
+    {"horovod.runner.common", "horovod.runner.common.util", "horovod.runner.common.util.env"}
+)
+"""Modules that are there although others of their package are not."""
 
 
 def horovod_name(fullname: str) -> str | None:
@@ -60,7 +68,7 @@ def target(name: str) -> str:
 
 def why_absent(name: str) -> str | None:
     """What to say when a program imports a module that is not there; ``None`` if nothing is known of that module."""
-    head = name
+    head = "" if name in _PRESENT else name
     while head:
         if head in ABSENT:
             return f"{head} {ABSENT[head]}"

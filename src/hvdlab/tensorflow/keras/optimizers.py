@@ -6,7 +6,9 @@ The subclass has the name and module of its base, so that a model that was saved
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -27,6 +29,8 @@ from hvdlab.tensorflow.keras.fits import record_fits
 from hvdlab.tensorflow.reduction import GradientReducer, Groups
 
 _PACKAGES = ("keras", "tf_keras")
+_OF_TF1 = "experimental_run_tf_function"
+"""An argument of compile() that programs of TensorFlow 2.0 give, and Keras 3 has no more."""
 
 
 class Distributed:
@@ -516,6 +520,9 @@ def _compile_without_xla(package: Any) -> None:
     if hasattr(original, "hvdlab"):
         return
 
+    taken = inspect.signature(original).parameters.values()
+    accepts_of_tf1 = any(one.name == _OF_TF1 or one.kind is one.VAR_KEYWORD for one in taken)
+
     @functools.wraps(original)
     def compile(self: Any, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> Any:
         if isinstance(optimizer, Distributed) or isinstance(_inner(optimizer), Distributed):
@@ -523,6 +530,13 @@ def _compile_without_xla(package: Any) -> None:
                 raise UnsupportedError(JIT)
             if kwargs.get("jit_compile", "auto") == "auto":
                 kwargs["jit_compile"] = False
+            if _OF_TF1 in kwargs and not accepts_of_tf1:
+                warnings.warn(
+                    f"hvdlab: Keras 3 has no {_OF_TF1}, which model.compile() was given, and needs none; it is left out. "
+                    "TF_USE_LEGACY_KERAS=1 brings back Keras 2.",
+                    stacklevel=2,
+                )
+                del kwargs[_OF_TF1]
         return original(self, optimizer, *args, **kwargs)
 
     compile.hvdlab = True  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""``horovod.runner.common``: of it only ``util.env`` is here."""

@@ -1,0 +1,1 @@
+"""``horovod.runner.common.util``: of it only ``env`` is here."""

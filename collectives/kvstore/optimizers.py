@@ -251,19 +251,23 @@ def restored(spec: state_format.OptimizerSpec) -> Optimizer:
     if spec.schedule is not None:
         schedule = lr_schedulers.restored(spec.schedule.name, spec.schedule.settings)
     klass, attributes = _registered[spec.name], spec.attributes()
-    _check_attributes(klass, spec.name, attributes)
+    _check_attributes(klass, spec.name, attributes, scheduled=schedule is not None)
     optimizer = klass.__new__(klass)
     optimizer.lr_scheduler, optimizer.param_dict = schedule, {}
     vars(optimizer).update(attributes)
     return optimizer
 
 
-def _check_attributes(klass: type[Optimizer], name: str, attributes: Mapping[str, Any]) -> None:
+def _check_attributes(
+    klass: type[Optimizer], name: str, attributes: Mapping[str, Any], *, scheduled: bool
+) -> None:
     what = f"an optimizer {name!r} with these settings"
     objects = sorted(attributes.keys() & set(_OBJECTS))
     if objects:
         raise KVStoreError(f"{what} has {', '.join(objects)}, which are objects")
     attributes = {**attributes, "lr_scheduler": None, "param_dict": {}}
+    if scheduled and "lr" in attributes and attributes["lr"] is None:
+        attributes["lr"] = 0.0  # MXNet's optimizers have no rate of their own beside a schedule
     state_format.require_like(attributes, Optimizer(), what)
     kinds = {
         "lr_mult": bool | int | float,

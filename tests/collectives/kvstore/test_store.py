@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hvdlab import kvstore
 from hvdlab.collectives.kvstore import creating, state_format
 from hvdlab.collectives.kvstore.compression import GradientCompression
-from hvdlab.collectives.kvstore.optimizers import portable
+from hvdlab.collectives.kvstore.optimizers import portable, restored
 from hvdlab.collectives.kvstore.servers.link import ServerLostError
 from hvdlab.collectives.kvstore.state_format import OptimizerSpec, ScheduleSpec
 from hvdlab.kvstore import KVStoreError, RowSparse
@@ -523,6 +523,12 @@ def test_settings_that_make_no_optimizer_change_nothing(tmp_path: Path, settings
     assert kv._updater.optimizer is optimizer
     assert kv._updater.states[1].tolist() == before
     kv.push(1, ones(2))
+
+
+def test_an_optimizer_whose_rate_a_schedule_gives_needs_none_of_its_own() -> None:
+    optimizer = restored(OptimizerSpec("sgd", {**SGDS, "lr": None}, ScheduleSpec("FactorScheduler", FACTORS)))
+    assert optimizer.lr is None
+    assert optimizer.lr_scheduler is not None
 
 
 def test_a_scheduler_whose_rate_stays_skips_updates_that_count_as_done() -> None:

@@ -16,6 +16,7 @@ from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.recording import RankSummary, Recording, summarize
 from hvdlab.collectives.recording.arrivals import arrivals
 from hvdlab.collectives.recording.rows import NOT_READY, NOT_STARTED, Rows, distance
+from hvdlab.widgets.rank_rows import slowest_of
 
 ROWS_DRAWN = 200_000
 RANKS_DRAWN = 16
@@ -137,12 +138,12 @@ def headline(recording: Recording, summaries: list[RankSummary]) -> str:
     text = f"{ranks}, {recording.count:,} spans"
     if recording.dropped:
         text += f" ({recording.dropped:,} older ones dropped)"
-    worst = max(summaries, key=lambda one: one.held_up_ns)
-    times = sum(one.times_last for one in summaries)
-    if worst.held_up_ns and times:
-        share = worst.times_last / times
-        text += f"; others waited {seconds(worst.held_up_ns)} for rank {worst.rank}, last in {share:.0%}"
-    return text
+    rank = slowest_of(summaries)
+    if rank is None:
+        return text
+    slowest = next(one for one in summaries if one.rank == rank)
+    share = slowest.times_last / sum(one.times_last for one in summaries)
+    return text + f"; others waited {seconds(slowest.held_up_ns)} for rank {rank}, last in {share:.0%}"
 
 
 def seconds(ns: float) -> str:

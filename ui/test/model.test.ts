@@ -92,10 +92,10 @@ test('a track forgets what ended before a time and keeps the sums', () => {
 test('who came last is known once all ranks are there', () => {
   const store = new Store();
   store.append(rows({ rank: 0, op: 5, size: 3, arrival: 100, ready: 350, finished: 400 }, { rank: 1, op: 5, size: 3, arrival: 120, ready: 350, finished: 400 }));
-  assert.deepEqual(store.lanes.map(lane => lane.timesLast), [0, 0]);
+  assert.deepEqual(store.lanes.map(lane => lane.late.n), [0, 0]);
   store.append(rows({ rank: 2, op: 5, size: 3, arrival: 350, ready: 351, finished: 402 }));
   const [, , late] = store.lanes;
-  assert.deepEqual([late.timesLast, late.heldUp, store.lateness(late, 0)], [1, 250, 250]);
+  assert.deepEqual([late.late.n, late.late.covered(0, 1000), store.lateness(late, 0)], [1, 250, 250]);
   assert.deepEqual(intervals(late.late), [[100, 350]]);
   assert.deepEqual(intervals(store.lanes[0].wait), [[100, 350]]);
 });
@@ -104,9 +104,9 @@ test('a lead within the error of the clocks makes nobody the last', () => {
   const store = new Store();
   store.clockError.set(1, 500);
   store.append(rows({ rank: 0, op: 1, size: 2, arrival: 0, finished: 2000 }, { rank: 1, op: 1, size: 2, arrival: 900, finished: 2000 }));
-  assert.equal(store.lanes[1].timesLast, 0);
+  assert.equal(store.lanes[1].late.n, 0);
   store.append(rows({ rank: 0, op: 2, size: 2, arrival: 3000, finished: 9000 }, { rank: 1, op: 2, size: 2, arrival: 4200, finished: 9000 }));
-  assert.equal(store.lanes[1].timesLast, 1);
+  assert.equal(store.lanes[1].late.n, 1);
 });
 
 test('operations are found by number until newer ones need their place', () => {

@@ -50,6 +50,11 @@ export function apart(names: readonly string[]): string[] {
   return names.map(name => (cut > 3 ? `…${name.slice(cut)}` : name));
 }
 
+/** A share, 0 to 1: `48 %`. */
+export function percent(share: number): string {
+  return `${Math.round(share * 100)} %`;
+}
+
 const grouped = new Intl.NumberFormat('en-US'); // making one takes a hundred times as long as using it
 
 export function count(n: number): string {

@@ -21,7 +21,7 @@ export interface NameStatistics {
 export interface RankStatistics {
   rank: number;
   timesLast: number;
-  /** How long others waited for it; what overlaps counts once. */
+  /** How long others waited for it, for any name where none are chosen; what overlaps counts once. */
   heldUp: number;
   worst: number;
   wait: number;
@@ -90,11 +90,12 @@ export function statistics(store: Store, from: number, to: number, matches?: Set
         of.timesLast++;
         const held = came.last - came.first;
         // It may have come before the stretch and finished in it.
-        if (came.last > from) holding.unite(Math.max(from, came.first), came.last);
+        if (matches && came.last > from) holding.unite(Math.max(from, came.first), came.last);
         if (held > of.worst) of.worst = held;
       }
     }
-    of.heldUp = holding.sum[holding.n];
+    // Without a choice of names the lanes have it already, and both show the same figure.
+    of.heldUp = matches ? holding.sum[holding.n] : lane.late.covered(from, to);
     result.ranks.push(of);
   }
   result.operations = seen.size;

@@ -1,5 +1,6 @@
-import { apart, bytes, count, duration, rate, ranks as ranksText } from '../draw/format.ts';
+import { apart, bytes, count, duration, rate } from '../draw/format.ts';
 import { css, type Palette } from '../draw/palette.ts';
+import { slowestOf } from '../model/ranks.ts';
 import { type Statistics } from '../model/statistics.ts';
 import type { Arrivals } from '../model/operations.ts';
 import { FAILED, KINDS, NOT_READY, NOT_STARTED, type Store } from '../model/store.ts';
@@ -173,15 +174,14 @@ export function statisticsPanel(found: Statistics, palette: Palette, what: strin
     more > 0 && h('div', { class: 'hvd-faint' }, t('and %1 more names', count(more))),
   );
   const most = Math.max(1, ...found.ranks.map(one => one.heldUp));
-  const all = found.ranks.reduce((sum, one) => sum + one.timesLast, 0);
+  const slowest = slowestOf(found.ranks, found.to - found.from);
   const rows = found.ranks.map(one => ({
     name: t('rank %1', one.rank),
     share: one.heldUp / most,
     text: one.timesLast ? `${duration(one.heldUp)} · ${t('last %1×', count(one.timesLast))}` : t('never last'),
-    strong: all > 0 && one.heldUp === most && one.heldUp > 0,
+    strong: one === slowest,
   }));
-  const last = found.ranks.filter(one => one.heldUp > 0 && one.heldUp === most).map(one => one.rank);
-  const heading = last.length ? t('Others waited for %1 most', ranksText(last)) : t('Nobody was waited for');
+  const heading = slowest ? t('Others waited for rank %1 most', slowest.rank) : found.ranks.some(one => one.heldUp > 0) ? t('No rank stands out') : t('No rank was waited for');
   return rows.length < 2 ? [left] : [left, h('section', {}, h('h4', {}, heading), ...longest(rows))];
 }
 

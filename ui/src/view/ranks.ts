@@ -34,8 +34,7 @@ export class RanksView {
     this.failures.update(failures);
     this.told = heading === STOPPED ? t('ended') : heading;
     this.head();
-    const most = Math.max(0, ...rows.map(row => row.heldUp));
-    this.body.replaceChildren(...rows.map(row => this.row(row, most > 0 && row.heldUp === most)));
+    this.body.replaceChildren(...rows.map(row => this.row(row)));
   }
 
   /** The kernel speaks, or does not any more: then the table is of the past. */
@@ -49,7 +48,7 @@ export class RanksView {
     this.root.dataset.past = String(!!this.past);
   }
 
-  private row(row: RankRow, slowest: boolean): HTMLElement {
+  private row(row: RankRow): HTMLElement {
     const running = row.cell && row.state === 'running' ? t('running %1', row.cell) : t(row.state);
     const state = h('span', { class: 'hvd-state', 'data-state': row.paused ? 'paused' : row.state }, running);
     if (row.reason) state.title = row.reason;
@@ -57,7 +56,7 @@ export class RanksView {
     shares.append(h('span', { class: 'hvd-work', style: `width:${percent(row.work)}` }), h('span', { class: 'hvd-wait', style: `width:${percent(row.wait)}` }));
     return h(
       'tr',
-      slowest ? { class: 'hvd-strong' } : {},
+      row.slowest ? { class: 'hvd-strong' } : {},
       h('th', { scope: 'row' }, String(row.rank)),
       h('td', {}, state, row.paused && h('strong', { class: 'hvd-paused' }, t(row.paused)), row.reason && h('div', { class: 'hvd-faint' }, row.reason)),
       h('td', {}, row.host ? `${row.host} · ${row.pid}` : ''),

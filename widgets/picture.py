@@ -164,7 +164,7 @@ def as_html(recording: Recording, mark: str = "hvd-still") -> str:
     for lane in sorted(shown, key=lambda lane: lane.rank):
         one = summaries[lane.rank]
         data = base64.b64encode(png(draw(lane))).decode()
-        note = f"last {one.times_last:,} times, {seconds(one.held_up_ns)}" if one.times_last else "never last"
+        note = f"{_last_in(one)}, {seconds(one.held_up_ns)}" if one.times_last else "never last"
         rows.append(
             f'<tr><th style="text-align:left">rank {lane.rank}</th>'
             f'<td><img alt="" width="{WIDTH}" height="{HEIGHT}" src="data:image/png;base64,{data}"></td>'
@@ -174,6 +174,11 @@ def as_html(recording: Recording, mark: str = "hvd-still") -> str:
     legend = f"{length:.3g} s · " + " · ".join(_legend(drawn)) + (f" · {more} more ranks" if more else "")
     foot = f"<div>{legend}</div>" if drawn else ""
     return f'<div class="hvd-still {mark}"><div><b>Timeline</b>: {text}</div><table>{"".join(rows)}</table>{foot}</div>'
+
+
+def _last_in(one: RankSummary) -> str:
+    """Return to how many collectives a rank came last. Each tensor counts, also of those that were fused."""
+    return f"last in {one.times_last:,} collective{'s' * (one.times_last != 1)}"
 
 
 def _legend(drawn: list[Lane]) -> list[str]:
@@ -192,7 +197,7 @@ def as_text(recording: Recording) -> str:
     lines = [f"Timeline: {headline(recording, list(summaries.values()))}"]
     for lane in drawn:
         one = summaries[lane.rank]
-        note = f"last {one.times_last:,}x, held others up {seconds(one.held_up_ns)}" if one.times_last else ""
+        note = f"{_last_in(one)}, held others up {seconds(one.held_up_ns)}" if one.times_last else ""
         lines.append(f"rank {lane.rank:>3} |{_characters(lane)}| {note}".rstrip())
     if drawn:
         lines.append(

@@ -4,7 +4,7 @@ import type { Comparison, ComparedName } from '../model/comparison.ts';
 import { slowestOf } from '../model/ranks.ts';
 import { KINDS } from '../model/store.ts';
 import type { NameStatistics, Statistics } from '../model/statistics.ts';
-import { siteNode, swatch } from './details.ts';
+import { columnTitles, heldUpText, siteNode, swatch } from './details.ts';
 import { h } from './dom.ts';
 import type { Actions } from './options.ts';
 import { t } from './texts.ts';
@@ -32,7 +32,11 @@ const COLUMNS: Column[] = [
 /** Two stretches of time side by side. */
 export function comparisonPanel(found: Comparison, palette: Palette, actions: Actions, end: HTMLElement): Node[] {
   const head = h('tr');
-  for (const title of ['', t('tensor'), '', ...COLUMNS.map(column => column.title())]) head.append(h('th', { scope: 'col' }, title));
+  const explained = new Map(columnTitles());
+  for (const name of ['', t('tensor'), '', ...COLUMNS.map(column => column.title())]) {
+    const title = explained.get(name);
+    head.append(h('th', { scope: 'col', ...(title && { title }) }, name));
+  }
   const table = h('table', { class: 'hvd-compare' }, h('thead', {}, head));
   const shown = found.names.slice(0, SHOWN);
   const names = apart(shown.map(one => one.name));
@@ -96,7 +100,7 @@ function rankTable({ a, b, ranks }: Comparison): HTMLElement {
       if (side === 'a') row.append(h('th', { scope: 'rowgroup', rowspan: '2' }, t('rank %1', one.rank)));
       const bar = h('span', { style: `width:${((held / most) * 100).toFixed(1)}%`, 'data-side': side });
       row.append(h('td', { class: 'hvd-faint' }, side.toUpperCase()), h('td', { class: 'hvd-track' }, bar));
-      row.append(h('td', {}, of?.timesLast ? `${duration(held)} · ${t('last %1×', count(of.timesLast))}` : t('never last'), side === 'b' && one.a && of ? changeNode(one.a.heldUp, held, 1) : null));
+      row.append(h('td', {}, of ? heldUpText(of, (side === 'a' ? a : b).operations) : t('never last'), side === 'b' && one.a && of ? changeNode(one.a.heldUp, held, 1) : null));
       body.append(row);
     }
     table.append(body);

@@ -1,7 +1,7 @@
 import { apart, bytes, count, duration, rate } from '../draw/format.ts';
 import { css, type Palette } from '../draw/palette.ts';
 import { slowestOf } from '../model/ranks.ts';
-import { type Statistics } from '../model/statistics.ts';
+import type { RankStatistics, Statistics } from '../model/statistics.ts';
 import type { Arrivals } from '../model/operations.ts';
 import { FAILED, KINDS, NOT_READY, NOT_STARTED, type Store } from '../model/store.ts';
 import { button, h } from './dom.ts';
@@ -148,12 +148,30 @@ function bars(rows: readonly Bar[]): HTMLElement {
   return table;
 }
 
+/** The figures of a name, in the order of the table's columns, each with an explanation. */
+export function columnTitles(): [name: string, title: string][] {
+  return [
+    [t('count'), t('Collectives of this name; one that all ranks take part in counts once')],
+    [t('total'), t('Time in these collectives, mean of the ranks')],
+    ['p50', t('Half of these collectives took no longer than this')],
+    ['p99', t('99 of 100 of these collectives took no longer than this')],
+    [t('size'), t('Bytes of the tensors, mean of the ranks')],
+    [t('bandwidth'), t('Bytes of the tensors for each second in these collectives')],
+    [t('waited'), t('Time in which a rank waited for others, mean of the ranks; of collectives that waited at the same time each counts')],
+  ];
+}
+
+/** How long others waited for a rank, and to how many of all collectives it came last. */
+export function heldUpText(one: RankStatistics, operations: number): string {
+  return one.timesLast ? `${duration(one.heldUp)} · ${t('last in %1 of %2', count(one.timesLast), count(operations))}` : t('never last');
+}
+
 /** Statistics of a stretch of time. */
 export function statisticsPanel(found: Statistics, palette: Palette, what: string, actions: Actions, todo: readonly HTMLElement[] = []): Node[] {
   const sites = found.names.some(one => one.site);
   const head = h('tr', {});
   head.append(h('th'), h('th', { scope: 'col' }, t('tensor')), ...(sites ? [h('th', { scope: 'col', class: 'hvd-at' }, t('called at'))] : []));
-  for (const name of [t('count'), t('total'), 'p50', 'p99', t('size'), t('bandwidth'), t('waited')]) head.append(h('th', { scope: 'col' }, name));
+  for (const [name, title] of columnTitles()) head.append(h('th', { scope: 'col', title }, name));
   const body = h('tbody');
   const shown = found.names.slice(0, SHOWN);
   const names = apart(shown.map(one => one.name));
@@ -178,7 +196,7 @@ export function statisticsPanel(found: Statistics, palette: Palette, what: strin
   const rows = found.ranks.map(one => ({
     name: t('rank %1', one.rank),
     share: one.heldUp / most,
-    text: one.timesLast ? `${duration(one.heldUp)} · ${t('last %1×', count(one.timesLast))}` : t('never last'),
+    text: heldUpText(one, found.operations),
     strong: one === slowest,
   }));
   const heading = slowest ? t('Others waited for rank %1 most', slowest.rank) : found.ranks.some(one => one.heldUp > 0) ? t('No rank stands out') : t('No rank was waited for');

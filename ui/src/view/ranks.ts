@@ -23,7 +23,18 @@ export class RanksView {
 
   constructor(parent: HTMLElement) {
     const head = h('tr');
-    for (const name of [t('rank'), t('state'), t('where'), t('plane'), t('last 10 s of work'), t('bandwidth'), t('came last'), t('held others up'), t('worst')]) head.append(h('th', { scope: 'col' }, name));
+    const titles: [name: string, title: string][] = [
+      [t('rank'), ''],
+      [t('state'), ''],
+      [t('where'), t('Host and process')],
+      [t('plane'), t('The way on which its data goes to other ranks')],
+      [t('last 10 s of work'), t('The 10 s before its last collective ended, as all figures to the right')],
+      [t('bandwidth'), t('Bytes of its tensors for each second in collectives')],
+      [t('came last'), t('Collectives to which it came last')],
+      [t('held others up'), t('Time in which others waited for it; waits that overlap count once')],
+      [t('worst'), t('The longest time for which others waited for it')],
+    ];
+    for (const [name, title] of titles) head.append(h('th', { scope: 'col', ...(title && { title }) }, name));
     const bar = h('div', { class: 'hvd-bar' }, h('strong', {}, t('Ranks')), this.heading);
     this.root = h('div', { class: 'hvd-view hvd-ranks' }, bar, this.failures.root, h('div', { class: 'hvd-scroll' }, h('table', {}, h('thead', {}, head), this.body)));
     parent.append(this.root);

@@ -5,7 +5,7 @@ import { css, mixed, type Palette, type Rgb } from '../draw/palette.ts';
 import { fillBetween, fillLine, Layer } from '../draw/polyline.ts';
 import { rankColour, rankDash } from '../draw/ranks.ts';
 import { levels, logLevels, quantity } from '../draw/units.ts';
-import { bandOf, gapOf, gridOf, partsOf, SHARES, stackOf, type Chart, type Grid } from '../model/charts.ts';
+import { bandOf, gapOf, gridOf, isolated, partsOf, SHARES, stackOf, type Borders, type Chart, type Gaps, type Grid } from '../model/charts.ts';
 import type { Series, SeriesStore } from '../model/series.ts';
 import type { Viewport } from '../model/viewport.ts';
 import { button, h } from './dom.ts';
@@ -21,6 +21,8 @@ const WIDEST = 32;
 const DENSE = 0.5;
 const SPARSE = 24; // pixels for each point from which on it is marked
 const DOT = 2.25; // its radius in pixels
+// Lines of a band: its upper edge, its middle and its lower edge; those of chosen ranks follow.
+const [MIDDLE, LAST_OF_BAND] = [1, 2];
 
 /** What all charts show alike. */
 export interface Look {
@@ -33,6 +35,7 @@ export interface Look {
   ranks: number[];
   /** Ranks that are pointed at or chosen; nobody if it is empty. */
   chosen: ReadonlySet<number>;
+  borders: Borders;
 }
 
 interface Ink {
@@ -145,15 +148,16 @@ export class ChartView {
   private collect(band: boolean, shown: Series[]): void {
     const { view, chart } = this;
     const width = Math.max(1, Math.round(this.look.width));
-    const gap = gapOf(chart, this.series());
+    const { borders } = this.look;
+    const gaps: Gaps = { longest: gapOf(chart, this.series()), borders: rank => borders.of(rank, chart.sampled) };
     if (chart.kind === 'shares') {
       const only = (series: Series[]) => (this.look.chosen.size ? series.filter(one => this.look.chosen.has(one.rank)) : series);
       this.grid = stackOf(this.stacked.map(name => only(this.series(name))), view.from, view.to, width);
     } else if (band) {
-      const all = bandOf(this.series(), view.from, view.to, width, gap);
-      const few = gridOf(shown, view.from, view.to, width, gap);
+      const all = bandOf(this.series(), view.from, view.to, width, gaps);
+      const few = gridOf(shown, view.from, view.to, width, gaps);
       this.grid = merged(all, few);
-    } else this.grid = gridOf(shown, view.from, view.to, width, gap);
+    } else this.grid = gridOf(shown, view.from, view.to, width, gaps);
     this.bounds = this.range();
   }
 
@@ -298,14 +302,16 @@ export class ChartView {
     layer.draw(plot.ctx);
   }
 
-  /** The points themselves, where there are few. */
+  /** The points themselves where there are few, and otherwise those that no line leads to. */
   private dots(plot: uPlot, band: boolean): void {
     const { view, grid, look } = this;
-    if (band || this.chart.kind === 'shares' || grid.points >= look.width / SPARSE) return;
+    if (this.chart.kind === 'shares') return;
+    const all = !band && grid.points < look.width / SPARSE;
     const ratio = uPlot.pxRatio;
     const x = grid.x.map(time => ((time - view.from) / view.length) * look.width * ratio);
     this.inks.forEach(({ colour, alpha }, line) => {
-      const y = grid.lines[line].map(value => (value == null ? value : plot.valToPos(value, 'y', true)));
+      if (band && line !== MIDDLE && line <= LAST_OF_BAND) return;
+      const y = (all ? grid.lines[line] : isolated(grid.lines[line])).map(value => (value == null ? value : plot.valToPos(value, 'y', true)));
       drawDots(plot.ctx, x, y, DOT * ratio, colour, alpha);
     });
   }

@@ -20,8 +20,8 @@ WIDEST = 300
 
 Rows = list[tuple[str, ...]]
 
-STATES = {"in the world": "here", "waits to be let in": "waiting", LEAVES: "leaving"}
-"""The one word that browsers get for a state of several words."""
+STATES = {"ready": "here", "waits to be let in": "waiting", LEAVES: "leaving"}
+"""The word by which browsers know a state."""
 
 
 class Change(Protocol):
@@ -70,10 +70,10 @@ class MembershipState(Protocol):
 
 
 def headline(state: MembershipState) -> str:
-    """One sentence: the world, the ranks that are missing, and the elastic cells that run."""
+    """Return one sentence: how many ranks are there, the ranks that are missing, and the elastic cells that run."""
     leaving = [rank for rank, text in state.members.items() if text == LEAVES]
     wanted = len(state.members) - len(leaving)
-    text = f"generation {state.generation}: {wanted - len(state.awaited)} of {wanted} ranks are there"
+    text = f"{wanted - len(state.awaited)} of {wanted} ranks are there"
     if leaving:
         text += f", {format_ranks(leaving)} {'leaves' if len(leaving) == 1 else 'leave'} at the next commit"
     if state.awaited:
@@ -102,7 +102,7 @@ def history_rows(state: MembershipState, last: int) -> Rows:
         _visible(
             clock(one.when),
             str(one.rank) if one.rank >= 0 else "all",
-            one.what,
+            "regrouped" if one.what == "formed" else one.what,
             one.why,
             plain_host(one.host),
             str(one.pid or ""),

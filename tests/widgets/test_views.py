@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Members, Metric
+from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets import picture, publisher, rank_rows, source
 from hvdlab.widgets.messages import ROW_BYTES
@@ -236,6 +237,21 @@ def test_what_was_dropped_before_it_could_be_sent_is_told(browser: Browser) -> N
     browser.wait(lambda: len(browser.rows) == recording.end)
     assert browser.lost == recording.dropped == [row[0] for row in browser.rows].count(-1)
     with_all.close()
+
+
+def test_a_tensor_that_was_given_no_name_has_none_in_views(
+    recording: Recording, browser: Browser, sender: Publisher
+) -> None:
+    names = ["barrier.noname", "grouped_allreduce.noname.3", "loss", "my.noname.net"]
+    spans: list[Event] = [
+        Span(name, OpKind.ALLREDUCE, DType.F32, 0, number, 0, 8, *(START_NS + number,) * 4, 0, 0, 0, 0)
+        for number, name in enumerate(names)
+    ]
+    browser.listening = True
+    sender.hello(0)
+    recording.feed(0, encode(0, spans))
+    browser.wait(lambda: len(browser.rows) == len(names))
+    assert browser.names == ["", "", "tensor 3", "loss", "my.noname.net"]
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ test('a death that the others survive does not fail a cell, and ranks that wait 
     { kind: 'left', rank: 1, begin: 1500, end: 1500, text: 'rank 1 died', ok: false },
     { kind: 'left', rank: 0, begin: 2500, end: 2500, text: 'rank 0 died', ok: false },
     { kind: 'waiting', rank: 1, begin: 950, end: 980, text: 'rank 1 waits to be let in', ok: true },
-    { kind: 'formed', rank: 0, begin: 980, end: 980, text: 'generation 3: ranks 0,1', ok: true },
+    { kind: 'formed', rank: 0, begin: 980, end: 980, text: 'ranks 0,1 from now on', ok: true },
   ];
   marks.forEach((mark, i) => store.marks.set(i, mark));
   store.version++;

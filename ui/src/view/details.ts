@@ -13,11 +13,11 @@ const SHOWN = 8;
 /** With more ranks than this, only those are listed that others waited for most. */
 const RANKS_SHOWN = 12;
 
-/** Names of the tensors of a hit, the first few. */
+/** Names of the tensors of a hit, the first few; empty for one without a name. */
 export function title(store: Store, hit: Hit): string {
   const k = indexOf(hit);
   const name = store.names[hit.lane.name[k]] ?? '';
-  return hit.rows > 1 ? t('%1 + %2 fused', name, hit.rows - 1) : name;
+  return hit.rows > 1 ? t('%1 + %2 fused', name, hit.rows - 1).trim() : name;
 }
 
 /** What happened, in one sentence; what a screen reader says. */
@@ -25,7 +25,7 @@ export function sentence(store: Store, hit: Hit): string {
   const { lane } = hit;
   const k = indexOf(hit);
   const came = store.operations.get(lane.op[k]);
-  const parts = [t('rank %1: %2 %3', lane.rank, t(KINDS[lane.kind[k]]), title(store, hit))];
+  const parts = [t('rank %1: %2 %3', lane.rank, t(KINDS[lane.kind[k]]), title(store, hit)).trim()];
   if (lane.flags[k] & FAILED) parts.push(t('failed'));
   if (!(lane.flags[k] & NOT_STARTED)) parts.push(t('transfer %1', duration(lane.finished[k] - lane.started[k])));
   parts.push(t('waited %1', duration(lane.flags[k] & NOT_READY ? lane.finished[k] : lane.ready[k])));
@@ -41,9 +41,9 @@ function lastText(store: Store, came: Arrivals): string {
   return t('rank %1 came last, %2 after the first', came.lastRank, duration(came.last - came.first));
 }
 
-/** A line of code; a button if there is a way to go there. */
+/** A line of code; a button if there is a way to go there. Collectives of hvdlab's own have words in place of a line. */
 export function siteNode(site: string, { open }: Actions): HTMLElement {
-  if (!open) return h('span', { class: 'hvd-site' }, site);
+  if (!open || !/(:| line )\d+$/.test(site)) return h('span', { class: 'hvd-site' }, site);
   const link = button(site, t('Go to %1 (O)', site), () => open(site));
   link.className = 'hvd-site hvd-link';
   return link;
@@ -90,7 +90,7 @@ export function tooltip(store: Store, hit: Hit): Node[] {
   const table = h('dl');
   for (const [name, value] of facts(store, hit)) table.append(h('dt', {}, name), h('dd', {}, value));
   const site = siteOf(store, hit);
-  return [h('div', { class: 'hvd-tip-name' }, title(store, hit)), h('div', { class: 'hvd-faint' }, [t('rank %1', lane.rank), what, site].filter(Boolean).join(' · ')), table];
+  return [h('div', { class: 'hvd-tip-name' }, title(store, hit) || t(KINDS[lane.kind[k]])), h('div', { class: 'hvd-faint' }, [t('rank %1', lane.rank), what, site].filter(Boolean).join(' · ')), table];
 }
 
 /** The chosen operation, with the arrivals of all ranks. */
@@ -103,7 +103,7 @@ export function operationPanel(store: Store, hit: Hit, palette: Palette, actions
   const site = siteOf(store, hit);
   if (site) table.append(h('dt', {}, t('called at')), h('dd', {}, siteNode(site, actions)));
   for (const [name, value] of facts(store, hit)) table.append(h('dt', {}, name), h('dd', {}, value));
-  const heading = h('h4', {}, swatch(palette, lane.kind[k]), ` ${t(KINDS[lane.kind[k]])} `, h('code', {}, title(store, hit)), ` ${t('on rank %1', lane.rank)}`);
+  const heading = h('h4', {}, swatch(palette, lane.kind[k]), ` ${t(KINDS[lane.kind[k]])} `, title(store, hit) && h('code', {}, title(store, hit)), ` ${t('on rank %1', lane.rank)}`);
   const left = h('section', {}, heading, table);
   if (!came || came.count < 2) return [left];
   const certain = store.certain(came);

@@ -147,10 +147,10 @@ def headline(recording: Recording, summaries: list[RankSummary]) -> str:
 
 
 def seconds(ns: float) -> str:
-    """A length of time with three digits."""
+    """Return a length of time with three digits, in whole seconds if it is longer."""
     for unit, name in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
-        if ns >= unit:
-            return f"{ns / unit:.3g} {name}"
+        if ns >= 0.9995 * unit:
+            return f"{ns / unit:.3g} {name}" if ns < 999.5 * unit else f"{ns / unit:,.0f} {name}"
     return f"{ns:.0f} ns"
 
 

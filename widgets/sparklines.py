@@ -290,7 +290,7 @@ def quantity(value: float, unit: str) -> str:
     if unit == "B":
         return _scaled(value, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
     if unit == "B/s":
-        return f"{value / 1e9:.3g} GB/s"
+        return _scaled(value, ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")))
     if unit == "1":
         return f"{value:.0%}"
     if unit == "%":
@@ -299,5 +299,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    size, unit = next((one for one in units if abs(value) >= one[0]), units[-1])
-    return f"{value / size:.3g} {unit}"
+    # What rounds up to the next unit is said in that one: 1 MB/s, not 1e+03 kB/s.
+    size, unit = next((one for one in units if abs(value) >= 0.9995 * one[0]), units[-1])
+    scaled = value / size
+    return f"{scaled:.3g} {unit}" if abs(scaled) < 999.5 else f"{scaled:,.0f} {unit}"

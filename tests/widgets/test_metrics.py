@@ -13,7 +13,7 @@ from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Metric
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets.metrics_picture import as_html, as_text
-from hvdlab.widgets.picture import png
+from hvdlab.widgets.picture import png, seconds
 from hvdlab.widgets.sparklines import RANKS, _apart, characters, draw, quantity, sparks, title
 from timeline_traces import steps
 
@@ -153,7 +153,7 @@ def test_derived_series_are_there_too() -> None:
         recording.feed(rank, batch)
     text = as_text(recording)
     assert re.search(r"^compute +\|", text, re.MULTILINE)
-    assert re.search(r"^allreduce bus +\|.*\| [\d.]+ GB/s", text, re.MULTILINE)
+    assert re.search(r"^allreduce bus +\|.*\| [\d.]+ [kMG]B/s", text, re.MULTILINE)
 
 
 def test_names_and_values_read_well() -> None:
@@ -162,6 +162,10 @@ def test_names_and_values_read_well() -> None:
     values = [(0.0241, "s"), (3 * 2**30, "B"), (1.2e9, "B/s"), (0.374, "1"), (37.0, "%"), (12.5, "1/s")]
     assert [quantity(*one) for one in values] == ["24.1 ms", "3 GiB", "1.2 GB/s", "37%", "37%", "12.5/s"]
     assert quantity(-math.inf, "s") == "-∞"
+    rates = (0, 600, 10_000, 999_800, 1.2e9)
+    assert [quantity(one, "B/s") for one in rates] == ["0 B/s", "600 B/s", "10 kB/s", "1 MB/s", "1.2 GB/s"]
+    assert [quantity(1020, "B"), quantity(12345, "s")] == ["1,020 B", "12,345 s"]
+    assert [seconds(999.9e6), seconds(12345e9), seconds(0.5e3)] == ["1 s", "12,345 s", "500 ns"]
 
 
 def test_the_widget_ends_and_knows_its_table() -> None:

@@ -1,5 +1,6 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
+import { rate } from '../src/draw/format.ts';
 import { levels, logLevels, number, quantity } from '../src/draw/units.ts';
 import { bandOf, Borders, chartsOf, gapOf, gridOf, partsOf, select, stackOf, isolated, newestEvent, type Gaps, type Grid } from '../src/model/charts.ts';
 import type { RankRow } from '../src/model/ranks.ts';
@@ -185,6 +186,11 @@ test('what users report comes first, shares are one chart, and some are only sho
   const cpu = series(0, ...Array.from({ length: 20 }, (_, k) => [k * SECOND, 1] as [number, number]));
   assert.equal(gapOf(charts[4], [cpu]), 12 * SECOND);
   assert.equal(gapOf(charts[0], [cpu]), Infinity);
+});
+
+test('rates are in the unit that fits them', () => {
+  assert.deepEqual([0, 600, 999, 10_000, 999_800, 2.5e7, 1.2e9, 3e12].map(rate), ['0 B/s', '600 B/s', '999 B/s', '10.0 kB/s', '1.00 MB/s', '25.0 MB/s', '1.20 GB/s', '3.00 TB/s']);
+  assert.deepEqual([quantity(600, 'B/s'), rate(NaN)], ['600 B/s', '–']);
 });
 
 test('values have units, and levels are round', () => {

@@ -28,8 +28,18 @@ export function bytes(count: number): string {
   return `${i ? digits(count) : Math.round(count)} ${BYTES[i]}`;
 }
 
+const RATES: [number, string][] = [
+  [1e12, 'TB/s'],
+  [1e9, 'GB/s'],
+  [1e6, 'MB/s'],
+  [1e3, 'kB/s'],
+];
+
+/** Bytes per second with three digits, in powers of ten as links and memories have them: `600 B/s`, `1.20 GB/s`. */
 export function rate(bytesPerSecond: number): string {
-  return Number.isFinite(bytesPerSecond) ? `${digits(bytesPerSecond / 1e9)} GB/s` : '–';
+  if (!Number.isFinite(bytesPerSecond)) return '–';
+  const found = RATES.find(([size]) => Math.abs(bytesPerSecond) >= size * 0.9995);
+  return found ? `${digits(bytesPerSecond / found[0])} ${found[1]}` : `${Math.round(bytesPerSecond)} B/s`;
 }
 
 export function digits(value: number): string {

@@ -17,6 +17,8 @@ export interface Surface {
   readonly width: number;
   readonly height: number;
   readonly plotWidth: number;
+  /** The last time of what there is: where cells that run end. */
+  readonly now: number;
   /** The stretch of time that the figures in the labels are of: the chosen one, or else that in view. */
   readonly told: readonly [from: number, to: number];
   /** The rank that slows the others down in that stretch, if one does. */

@@ -39,8 +39,8 @@ export class Choice {
     }
     const cell = scene.cellAt(x, y);
     if (cell) {
-      this.between(cell.begin, cell.end ?? this.store.end + 1); // what ends just now counts, too
-      this.say(t('cell %1 on %2, %3', cell.text, ranksText(cell.ranks), duration((cell.end ?? this.store.end) - cell.begin)));
+      this.between(cell.begin, cell.end ?? this.scene.now + 1); // what ends just now counts, too
+      this.say(t('cell %1 on %2, %3', cell.text, ranksText(cell.ranks), duration((cell.end ?? this.scene.now) - cell.begin)));
       return;
     }
     overlay.range = null;

@@ -96,6 +96,10 @@ export class Scene implements Surface {
     return this.view.from + ((x - this.gutter) / this.plotWidth) * this.view.length;
   }
 
+  get now(): number {
+    return Math.max(this.store.end, this.view.extent[1]);
+  }
+
   /** How long a pixel is. */
   get pixel(): number {
     return this.view.length / this.plotWidth;
@@ -111,7 +115,7 @@ export class Scene implements Surface {
 
   cellAt(x: number, y: number): Cell | null {
     if (x < this.gutter || y >= this.top || y < this.top - 20) return null;
-    return this.happenings.cellAt(this.time(x), this.pixel * 2, this.store.end);
+    return this.happenings.cellAt(this.time(x), this.pixel * 2, this.now);
   }
 
   /** Where a lane lies; `null` before it was drawn. */

@@ -1,8 +1,8 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { rate } from '../src/draw/format.ts';
-import { levels, logLevels, number, quantity } from '../src/draw/units.ts';
-import { bandOf, Borders, chartsOf, gapOf, gridOf, partsOf, select, stackOf, isolated, newestEvent, type Gaps, type Grid } from '../src/model/charts.ts';
+import { levels, levelTexts, logLevels, number, quantity } from '../src/draw/units.ts';
+import { bandOf, Borders, chartsOf, gapOf, gridOf, partsOf, select, stackOf, isolated, newestEvent, widened, type Gaps, type Grid } from '../src/model/charts.ts';
 import type { RankRow } from '../src/model/ranks.ts';
 import { POINT_BYTES, readPoints, Series, SeriesStore } from '../src/model/series.ts';
 import { Store, type Mark } from '../src/model/store.ts';
@@ -81,6 +81,12 @@ test('no line goes on from one cell to the next, nor from a death to the next pr
   const band = bandOf([one, series(1, [10, 1], [20, 2])], 0, 100, 100, within(Infinity, 25, 60));
   const shown = (time: number) => band.lines[1][band.x.findLastIndex(x => x <= time + 0.5)];
   assert.deepEqual([shown(22), shown(27), shown(32), shown(61), shown(91)], [2, null, 3, null, 5]);
+});
+
+test('a gap reaches from one value to the next, also where other lines have points', () => {
+  assert.deepEqual(widened([1, undefined, null, undefined, 2, undefined, 3, null, undefined]), [1, null, null, null, 2, undefined, 3, null, null]);
+  const grid = gridOf([series(0, [10, 1], [90, 2]), series(1, [50, 3])], 0, 100, 100, within(Infinity, 30));
+  assert.deepEqual(grid.lines[0].filter(value => value !== null), [1, 2]);
 });
 
 test('a point that no line leads to is found', () => {
@@ -186,6 +192,22 @@ test('what users report comes first, shares are one chart, and some are only sho
   const cpu = series(0, ...Array.from({ length: 20 }, (_, k) => [k * SECOND, 1] as [number, number]));
   assert.equal(gapOf(charts[4], [cpu]), 12 * SECOND);
   assert.equal(gapOf(charts[0], [cpu]), Infinity);
+});
+
+test('an axis has at least two levels, which can be told apart', () => {
+  const next = random(11);
+  for (let round = 0; round < 2000; round++) {
+    const unit = ['', 'B', 's', 'B/s'][round % 4];
+    const low = 10 ** (12 * next() - 6) * (unit.startsWith('B') ? 1e9 : 1);
+    const high = low * (1 + 10 ** (4 * next() - 3));
+    const found = levels(low, high, unit, round % 8 < 4 ? 2.5 : 4);
+    assert.ok(found.length >= 2 && found.length <= 11, `${low} ${high}: ${found}`);
+    for (const level of found) assert.ok(level >= low * (1 - 1e-6) && level <= high * (1 + 1e-6));
+    const logarithmic = logLevels(low, high);
+    assert.ok(logarithmic.length >= 2, `${low} ${high}: ${logarithmic}`);
+    assert.equal(new Set(levelTexts(found, unit)).size, found.length, `${levelTexts(found, unit)}`);
+  }
+  assert.deepEqual(levelTexts([200.1 * 2 ** 20, 200.2 * 2 ** 20], 'B'), ['200 MiB', '+102 KiB']);
 });
 
 test('rates are in the unit that fits them', () => {

@@ -37,18 +37,17 @@ export function drawLabel(surface: Surface, lane: Lane, { y, height }: Place, pi
   if (pitch < 9 && !named(pitch, place, indent > 0)) return;
   const slow = surface.slowest === lane;
   const wide = gutter > 80;
-  const two = height >= 27 && wide;
   const middle = y + height / 2;
   const left = 10 + (wide ? indent : 0);
   const name = wide || pitch < 9 ? t('rank %1', lane.rank) : `${lane.rank}`;
-  write(surface, name, left, two ? middle - 7 : middle, css(slow ? palette.late : palette.text), `${slow ? 700 : 600} ${pitch >= 16 ? 12 : 9.5}px`);
   const told = surface.store.ranks.find(one => one.rank === lane.rank);
   const paused = told?.paused;
   const lost = told?.state === 'lost';
-  if (two && lost) write(surface, `✕ ${t('lost')}`, left, middle + 8, css(palette.late), '600 11px');
-  else if (two) {
-    const text = paused ? `❚❚ ${t(paused)}` : waitsFor(surface, [lane]);
-    write(surface, text, left, middle + 8, css(paused ? palette.text : palette.faint), paused ? '600 11px' : '11px', 'left', gutter - left - 5);
+  const second = height < 27 || !wide ? '' : lost ? `✕ ${t('lost')}` : paused ? `❚❚ ${t(paused)}` : waitsFor(surface, [lane]);
+  write(surface, name, left, second ? middle - 7 : middle, css(slow ? palette.late : palette.text), `${slow ? 700 : 600} ${pitch >= 16 ? 12 : 9.5}px`);
+  if (second) {
+    const colour = lost ? palette.late : paused ? palette.text : palette.faint;
+    write(surface, second, left, middle + 8, css(colour), lost || paused ? '600 11px' : '11px', 'left', gutter - left - 5);
   } else if (lost && pitch >= 14) write(surface, '✕', gutter - 8, middle, css(palette.late), '600 11px', 'right');
   else if (paused && pitch >= 14) write(surface, '❚❚', gutter - 8, middle, css(palette.text), '9px', 'right');
   else if (pitch >= 14 && wide && slow) write(surface, percent(lane.late.covered(...surface.told) / (surface.told[1] - surface.told[0])), gutter - 8, middle, css(palette.late), '600 11px', 'right');

@@ -286,7 +286,25 @@ function joined(columns: Columns, beside: { time: number; line: number; value: n
     });
   }
   for (; k < sorted.length; k++) extra(sorted[k]);
-  return { x, lines };
+  return { x, lines: lines.map(widened) };
+}
+
+/**
+ * A line whose gaps reach from one value to the next. Where another line has a point in a gap, this one has nothing there, and uPlot
+ * takes that for the end of the gap.
+ */
+export function widened(values: Grid['lines'][number]): Grid['lines'][number] {
+  const found = [...values];
+  let begin = 0;
+  let gap = false;
+  found.forEach((value, i) => {
+    gap ||= value === null;
+    if (value == null) return;
+    if (gap) found.fill(null, begin, i);
+    [begin, gap] = [i + 1, false];
+  });
+  if (gap) found.fill(null, begin);
+  return found;
 }
 
 /** The values of a line that have a gap, or nothing, on both sides; `undefined` for all others. */

@@ -237,7 +237,12 @@ export class Charts implements ChartsView {
   }
 
   private scrolled(entries: IntersectionObserverEntry[]): void {
-    for (const entry of entries) for (const one of this.all.values()) if (one.root === entry.target) one.visible = entry.isIntersecting;
+    for (const entry of entries)
+      for (const one of this.all.values()) {
+        if (one.root !== entry.target) continue;
+        if (entry.isIntersecting && !one.visible) one.appear();
+        one.visible = entry.isIntersecting;
+      }
     this.some();
   }
 

@@ -120,8 +120,13 @@ def membership_text(state: MembershipState, last: int) -> str:
 
 
 def membership_html(state: MembershipState, last: int) -> str:
-    """Headline and tables, for a notebook; ``last`` is the number of changes."""
-    members, history = _html(MEMBERS, member_rows(state)), _html(HISTORY, history_rows(state, last))
+    """Return headline and tables for a notebook, the newest change first, as in the widget.
+
+    Args:
+        state: The ranks of a pool and their history.
+        last: The number of changes.
+    """
+    members, history = _html(MEMBERS, member_rows(state)), _html(HISTORY, history_rows(state, last)[::-1])
     return f"<p>{html.escape(headline(state))}</p>{members}{history}"
 
 

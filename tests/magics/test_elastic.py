@@ -36,6 +36,12 @@ def test_older_changes_are_counted() -> None:
     assert "died" in lines[-2]
 
 
+def test_html_has_the_newest_change_first_as_the_widget_has() -> None:
+    page = ElasticView(state())._repr_html_()
+    assert page.index(">died<") < page.rindex(">joined<")
+    assert page.count(">died<") == 1
+
+
 def test_html_escapes_what_ranks_say() -> None:
     page = ElasticView(state())._repr_html_()
     assert "killed by &lt;SIGKILL&gt;" in page

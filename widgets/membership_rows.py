@@ -127,7 +127,7 @@ def membership_html(state: MembershipState, last: int) -> str:
         last: The number of changes.
     """
     members, history = _html(MEMBERS, member_rows(state)), _html(HISTORY, history_rows(state, last)[::-1])
-    return f"<p>{html.escape(headline(state))}</p>{members}{history}"
+    return f'<div class="hvd-output"><p>{html.escape(headline(state))}</p>{members}{history}</div>'
 
 
 def membership_message(state: MembershipState) -> dict[str, Any]:

@@ -346,7 +346,7 @@ def cell_begin(
 
 def summary_html(text: str) -> str:
     """A summary as it stands under a cell that has ended."""
-    return f'<div style="opacity:.7;font-size:90%">{html.escape(text)}</div>'
+    return f'<div class="hvd-output" style="opacity:.7;font-size:90%">{html.escape(text)}</div>'
 
 
 def _count(number: int, name: str) -> str:

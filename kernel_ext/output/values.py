@@ -12,7 +12,7 @@ from hvdlab.collectives.errors import compact_ranks, format_ranks
 Groups = Sequence[tuple[tuple[int, ...], Mapping[str, Any]]]
 
 _RICH = ("text/html", "image/svg+xml", "image/png", "image/jpeg", "text/markdown", "text/latex")
-_LABEL = '<div style="opacity: 0.65; font-size: 0.85em; margin: 0.3em 0 0.1em">{}</div>'
+_LABEL = '<div class="hvd-output" style="opacity: 0.65; font-size: 0.85em; margin: 0.3em 0 0.1em">{}</div>'
 
 
 MOST_LINES = 12
@@ -56,7 +56,13 @@ def html_of(groups: Groups) -> str | None:
     """The groups as HTML, with tables and pictures; None if no value has any."""
     if not any(kind in data for _, data in groups for kind in _RICH):
         return None
-    return "\n".join(_LABEL.format(format_ranks(ranks)) + _block(data) for ranks, data in groups)
+    blocks = [_LABEL.format(format_ranks(ranks)) + _block(data) for ranks, data in groups]
+    return in_output("\n".join(blocks))
+
+
+def in_output(content: str) -> str:
+    """Return HTML that JupyterLab aligns with the text output of cells: labextension/style/base.css knows the class."""
+    return f'<div class="hvd-output">{content}</div>'
 
 
 def label_html(ranks: Sequence[int]) -> str:

@@ -21,6 +21,12 @@ export interface RankRow {
   bandwidth: number;
 }
 
+/** The row of a rank whose kernel has ended: no rank is there any more, as widgets/rank_rows.py says where the kernel could. */
+export function endedRow(row: RankRow): RankRow {
+  const there = ['starting', 'running', 'idle'].includes(row.state);
+  return there ? { ...row, state: 'ended', cell: '', paused: '' } : row;
+}
+
 // The same as in collectives/recording/pace.py, so that no view names a rank that another one does not.
 const NOTABLE = 0.05;
 const TIMES_THE_NEXT = 2;

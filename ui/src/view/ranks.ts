@@ -1,7 +1,7 @@
 import { count, duration, rate } from '../draw/format.ts';
 import type { Failure } from '../model/failures.ts';
 import type { Liveness } from '../model/liveness.ts';
-import type { RankRow } from '../model/ranks.ts';
+import { endedRow, type RankRow } from '../model/ranks.ts';
 import { STOPPED } from '../model/store.ts';
 import { h } from './dom.ts';
 import { FailuresBox } from './failures.ts';
@@ -20,6 +20,8 @@ export class RanksView {
   private readonly end: () => void;
   private told = '';
   private past = '';
+  private ended = false;
+  private rows: RankRow[] = [];
 
   constructor(parent: HTMLElement) {
     const head = h('tr');
@@ -45,13 +47,22 @@ export class RanksView {
     this.failures.update(failures);
     this.told = heading === STOPPED ? t('ended') : heading;
     this.head();
-    this.body.replaceChildren(...rows.map(row => this.row(row)));
+    this.rows = rows;
+    this.show();
+  }
+
+  private show(): void {
+    this.body.replaceChildren(...this.rows.map(row => this.row(this.ended ? endedRow(row) : row)));
   }
 
   /** The kernel speaks, or does not any more: then the table is of the past. */
   stand(liveness: Liveness): void {
     this.past = standingText(liveness);
     this.head();
+    const ended = liveness.standing === 'ended';
+    if (ended === this.ended) return;
+    this.ended = ended;
+    this.show();
   }
 
   private head(): void {

@@ -3,7 +3,7 @@ import { test } from 'node:test';
 import { drawLabel } from '../src/draw/lanes.ts';
 import { paletteFor } from '../src/draw/palette.ts';
 import type { Surface } from '../src/draw/surface.ts';
-import { slowestOf } from '../src/model/ranks.ts';
+import { endedRow, slowestOf, type RankRow } from '../src/model/ranks.ts';
 import { statistics } from '../src/model/statistics.ts';
 import { ROW_BYTES, Store, readRows } from '../src/model/store.ts';
 
@@ -32,6 +32,12 @@ test('a rank stands out if others waited for it for a twentieth of the time and 
   assert.equal(slowestOf(held(0, 0), 1000), null);
   assert.equal(slowestOf(held(0, 0), 0), null);
   assert.equal(slowestOf([], 1000), null);
+});
+
+test('no rank runs when its kernel has ended', () => {
+  const row = (state: string): RankRow => ({ rank: 0, host: 'a', pid: 1, plane: 'shm', state, reason: '', cell: '[5]', paused: 'at a prompt', spans: 0, timesLast: 0, heldUp: 0, worst: 0, wait: 0, work: 0, bandwidth: 0 });
+  assert.deepEqual(['running', 'idle', 'lost', 'left'].map(state => endedRow(row(state)).state), ['ended', 'ended', 'lost', 'left']);
+  assert.deepEqual([endedRow(row('running')).cell, endedRow(row('running')).paused], ['', '']);
 });
 
 test('labels and statistics tell of the same time, so that they agree', () => {

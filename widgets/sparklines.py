@@ -179,7 +179,10 @@ def _apart(
 
 
 def _places(points: Points, begin: int, end: int, columns: int) -> NDArray[np.intp]:
-    return np.minimum((points["time"] - begin) * columns // (end - begin), columns - 1).astype(np.intp)
+    """Return the column of each point."""
+    at = (points["time"] - begin) * columns // (end - begin)
+    found: NDArray[np.intp] = np.minimum(at, columns - 1).astype(np.intp)
+    return found
 
 
 def _columns(points: Points, begin: int, end: int, columns: int) -> tuple[Values, Values]:
@@ -210,7 +213,8 @@ def draw(spark: Spark, height: int) -> Picture:
     if len(spark.low) > LINES:
         _fill(picture, *_range(spark, rows), (*BAND, 90))
         middle = rows(_median((spark.low + spark.high) / 2))
-        _line(picture, middle, middle, spark.apart.any(0), (*BAND, 255))
+        apart: NDArray[np.bool_] = np.logical_or.reduce(spark.apart, axis=0)
+        _line(picture, middle, middle, apart, (*BAND, 255))
         return picture
     for low, high, apart, colour in reversed(
         list(zip(spark.low, spark.high, spark.apart, RANKS, strict=False))

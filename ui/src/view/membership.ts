@@ -111,8 +111,11 @@ export class MembershipView {
 
   /** The kernel speaks, or does not any more: then the clock stops, and nothing can be asked for. */
   stand(liveness: Liveness): void {
-    this.past = standingText(liveness);
+    const past = standingText(liveness);
     this.stopped = liveness.at / 1000 + this.ahead;
+    // The panel says it with each span that comes; buttons that are made anew meanwhile could not be clicked.
+    if (past === this.past) return;
+    this.past = past;
     if (this.state) this.show(this.state);
   }
 

@@ -24,6 +24,7 @@ inputs that are not also outputs are untouched.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -347,9 +348,21 @@ class AbortedError(CollectiveError):
         return f"{head}: {waited}{visible(self.cause.text)}{tail}{advice}"
 
 
+_UNNAMED = re.compile(r"\w+\.noname(?:\.(\d+))?")
+"""The name that a tensor without one has on the wire, with its number in a group."""
+
+
 def call_name(kind: str, name: str) -> str:
     """``allreduce `loss```; only the kind for a tensor that was given no name."""
     return kind if name == f"{kind}.noname" else f"{kind} `{visible(name)}`"
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a tensor as views show it: empty for one that was given none, ``tensor 3`` in a group of such."""
+    unnamed = _UNNAMED.fullmatch(name)
+    if unnamed is None:
+        return name
+    return f"tensor {unnamed[1]}" if unnamed[1] else ""
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

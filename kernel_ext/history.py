@@ -28,7 +28,7 @@ class Change:
         rank: The rank's number; ``ALL`` for a new generation of the world.
         what: ``joined``, ``waits`` (until the others let it in), ``admitted``, ``died``, ``left``, or ``formed``.
         why: What started it (``start``, ``attach``, ``resize``, ``repair``, ``restart``), the reason of its end, how long it
-            waited, or the generation and its ranks.
+            waited, or the ranks of the new generation.
         host: Where it ran; empty if that is not known.
         pid: Its process, or 0.
         when: Seconds since the epoch.
@@ -101,7 +101,7 @@ class History:
                     changes.append(Change(rank, "admitted", f"after {at - since:.1f} s", when=at))
             if now.formed and now.epoch > self._generation:
                 self._generation = now.epoch
-                why = f"generation {now.epoch}: {format_ranks(now.formed)}"
+                why = f"{format_ranks(now.formed)} from now on"
                 changes.append(Change(ALL, "formed", why, when=at))
         if changes:
             self.add(*changes)
@@ -125,7 +125,7 @@ class ElasticState:
     Attributes:
         generation: How often the world was made anew, by a rank that came or went, or after a failure.
         cells: The elastic cells that run: their labels, how many ranks each may have, and the ranks that are in it.
-        members: Rank to its state: ``in the world``, ``waits to be let in``, ``starting``, ``leaves at the next commit``, or ``lost:`` and the reason.
+        members: Rank to its state: ``ready``, ``waits to be let in``, ``starting``, ``leaves at the next commit``, or ``lost:`` and the reason.
         awaited: Ranks that the pool wants and that are not ready.
         arrivals: Rank to how and when it came.
         history: All that is remembered, oldest first.

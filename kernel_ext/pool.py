@@ -23,7 +23,6 @@ from hvdlab.kernel_ext.inspect.views import Ranks
 from hvdlab.kernel_ext.kept_pools import launcher_of
 from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.measuring import Measuring
-from hvdlab.kernel_ext.members import MemberState
 from hvdlab.kernel_ext.output.record import Transcripts
 from hvdlab.kernel_ext.payloads import AskStatus, Status
 from hvdlab.kernel_ext.recording import Recording
@@ -255,7 +254,7 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
             elif rank in world.waiting:
                 states[rank] = "waits to be let in"
             else:
-                states[rank] = "in the world" if member.state is MemberState.READY else member.state.value
+                states[rank] = member.state.value
         states |= dict.fromkeys((rank for rank in members.let_go if rank not in states), LEAVES)
         return ElasticState(
             generation=world.epoch,

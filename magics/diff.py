@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
-from IPython.display import display
 
 from hvdlab.magics.arguments import MagicParser, documented, parse_ranks
 from hvdlab.magics.patience import patience
 from hvdlab.magics.session import Session, as_usage_error, ranks_of
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.inspect.result import Diff
+    from hvdlab.kernel_ext.inspect.result import Diff, Diffs
 
 
 def diff_parser() -> MagicParser:
@@ -47,7 +46,7 @@ class DiffMagics(Magics):
 
     @line_magic
     @documented(diff_parser())
-    def hvd_diff(self, line: str) -> Diff | None:
+    def hvd_diff(self, line: str) -> Diff | Diffs | None:
         """Show on which ranks a variable differs, in what, where first and by how much."""
         parser = diff_parser()
         options = parser.parse(shlex.join(words_of(line)))
@@ -63,6 +62,10 @@ class DiffMagics(Magics):
         for what, how in [*((name, "") for name in options.names), *(("", name) for name in special)]:
             with as_usage_error(), patience(pool, ranks, f"%hvd_diff {what or how}"):
                 found.append(pool.diff(what, ranks, special=how))
-        for one in found[:-1]:
-            display(one)  # type: ignore[no-untyped-call]  # IPython's has no types
-        return found[-1]
+        if len(found) == 1:
+            return found[0]
+        from hvdlab.kernel_ext.inspect.result import (
+            Diffs,  # here, since loading the extension must not import it
+        )
+
+        return Diffs(found)

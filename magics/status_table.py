@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdlab.collectives.planes.links import planes_text
 from hvdlab.collectives.visible import visible
+from hvdlab.kernel_ext.output.values import in_output
 
 WIDEST = 300
 """Characters of a cell that are shown."""
@@ -63,7 +64,7 @@ class StatusTable:
 
     def _repr_html_(self) -> str:
         servers = self.server_cells()
-        return _html(COLUMNS, self.cells()) + (_html(SERVER_COLUMNS, servers) if servers else "")
+        return in_output(_html(COLUMNS, self.cells()) + (_html(SERVER_COLUMNS, servers) if servers else ""))
 
 
 def _text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,11 +13,19 @@ START_NS = 5_000_000_000
 
 
 def steps(
-    ranks: int, count: int, *, layers: int = 40, fused: int = 8, seed: int = 0, known_size: bool = True
+    ranks: int,
+    count: int,
+    *,
+    layers: int = 40,
+    fused: int = 8,
+    seed: int = 0,
+    known_size: bool = True,
+    slow_rank: int | None = None,
 ) -> Iterator[tuple[int, bytes]]:
     """Batches of a training of ``count`` steps in which ``layers`` gradients are reduced, ``fused`` at a time.
 
-    Gradients become ready while earlier ones are still under way, and one rank of each step is slow: as in reality.
+    Gradients become ready while earlier ones are still under way, and one rank of each step is slow, by default any:
+    as in reality.
     """
     random_source = random.Random(seed)
     clock = START_NS
@@ -28,7 +36,8 @@ def steps(
             first.append(Members(0, 0, ranks, clock - 2000))
         yield rank, encode(rank, first)
     for step in range(count):
-        slow = random_source.randrange(ranks)
+        any_rank = random_source.randrange(ranks)
+        slow = any_rank if slow_rank is None else slow_rank
         events: list[list[Event]] = [[] for _ in range(ranks)]
         executor = [clock] * ranks
         arrivals = [_arrivals(random_source, clock, layers, rank == slow) for rank in range(ranks)]

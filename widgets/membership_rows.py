@@ -20,8 +20,8 @@ WIDEST = 300
 
 Rows = list[tuple[str, ...]]
 
-STATES = {"in the world": "here", "waits to be let in": "waiting", LEAVES: "leaving"}
-"""The one word that browsers get for a state of several words."""
+STATES = {"ready": "here", "waits to be let in": "waiting", LEAVES: "leaving"}
+"""The word by which browsers know a state."""
 
 
 class Change(Protocol):
@@ -70,10 +70,10 @@ class MembershipState(Protocol):
 
 
 def headline(state: MembershipState) -> str:
-    """One sentence: the world, the ranks that are missing, and the elastic cells that run."""
+    """Return one sentence: how many ranks are there, the ranks that are missing, and the elastic cells that run."""
     leaving = [rank for rank, text in state.members.items() if text == LEAVES]
     wanted = len(state.members) - len(leaving)
-    text = f"generation {state.generation}: {wanted - len(state.awaited)} of {wanted} ranks are there"
+    text = f"{wanted - len(state.awaited)} of {wanted} ranks are there"
     if leaving:
         text += f", {format_ranks(leaving)} {'leaves' if len(leaving) == 1 else 'leave'} at the next commit"
     if state.awaited:
@@ -102,7 +102,7 @@ def history_rows(state: MembershipState, last: int) -> Rows:
         _visible(
             clock(one.when),
             str(one.rank) if one.rank >= 0 else "all",
-            one.what,
+            "regrouped" if one.what == "formed" else one.what,
             one.why,
             plain_host(one.host),
             str(one.pid or ""),
@@ -120,9 +120,14 @@ def membership_text(state: MembershipState, last: int) -> str:
 
 
 def membership_html(state: MembershipState, last: int) -> str:
-    """Headline and tables, for a notebook; ``last`` is the number of changes."""
-    members, history = _html(MEMBERS, member_rows(state)), _html(HISTORY, history_rows(state, last))
-    return f"<p>{html.escape(headline(state))}</p>{members}{history}"
+    """Return headline and tables for a notebook, the newest change first, as in the widget.
+
+    Args:
+        state: The ranks of a pool and their history.
+        last: The number of changes.
+    """
+    members, history = _html(MEMBERS, member_rows(state)), _html(HISTORY, history_rows(state, last)[::-1])
+    return f'<div class="hvd-output"><p>{html.escape(headline(state))}</p>{members}{history}</div>'
 
 
 def membership_message(state: MembershipState) -> dict[str, Any]:

@@ -21,9 +21,7 @@ def headline(recording: Recording, found: list[Spark], seconds: float) -> str:
     if not found:
         return "nothing was measured yet"
     ranks = len({one.rank for one in recording.series()})
-    text = (
-        f"{'1 rank' if ranks == 1 else f'{ranks} ranks'}, {recording.points_end:,} points in {seconds:.3g} s"
-    )
+    text = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'}, {recording.points_end:,} points, {seconds:.3g} s"
     return text + (f" ({recording.points_lost:,} older ones dropped)" if recording.points_lost else "")
 
 

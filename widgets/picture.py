@@ -16,6 +16,7 @@ from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.recording import RankSummary, Recording, summarize
 from hvdlab.collectives.recording.arrivals import arrivals
 from hvdlab.collectives.recording.rows import NOT_READY, NOT_STARTED, Rows, distance
+from hvdlab.widgets.rank_rows import slowest_of
 
 ROWS_DRAWN = 200_000
 RANKS_DRAWN = 16
@@ -137,19 +138,19 @@ def headline(recording: Recording, summaries: list[RankSummary]) -> str:
     text = f"{ranks}, {recording.count:,} spans"
     if recording.dropped:
         text += f" ({recording.dropped:,} older ones dropped)"
-    worst = max(summaries, key=lambda one: one.held_up_ns)
-    times = sum(one.times_last for one in summaries)
-    if worst.held_up_ns and times:
-        share = worst.times_last / times
-        text += f"; others waited {seconds(worst.held_up_ns)} for rank {worst.rank}, last in {share:.0%}"
-    return text
+    rank = slowest_of(summaries)
+    if rank is None:
+        return text
+    slowest = next(one for one in summaries if one.rank == rank)
+    share = slowest.times_last / sum(one.times_last for one in summaries)
+    return text + f"; others waited {seconds(slowest.held_up_ns)} for rank {rank}, last in {share:.0%}"
 
 
 def seconds(ns: float) -> str:
-    """A length of time with three digits."""
+    """Return a length of time with three digits, in whole seconds if it is longer."""
     for unit, name in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
-        if ns >= unit:
-            return f"{ns / unit:.3g} {name}"
+        if ns >= 0.9995 * unit:
+            return f"{ns / unit:.3g} {name}" if ns < 999.5 * unit else f"{ns / unit:,.0f} {name}"
     return f"{ns:.0f} ns"
 
 
@@ -163,7 +164,7 @@ def as_html(recording: Recording, mark: str = "hvd-still") -> str:
     for lane in sorted(shown, key=lambda lane: lane.rank):
         one = summaries[lane.rank]
         data = base64.b64encode(png(draw(lane))).decode()
-        note = f"last {one.times_last:,} times, {seconds(one.held_up_ns)}" if one.times_last else "never last"
+        note = f"{_last_in(one)}, {seconds(one.held_up_ns)}" if one.times_last else "never last"
         rows.append(
             f'<tr><th style="text-align:left">rank {lane.rank}</th>'
             f'<td><img alt="" width="{WIDTH}" height="{HEIGHT}" src="data:image/png;base64,{data}"></td>'
@@ -173,6 +174,11 @@ def as_html(recording: Recording, mark: str = "hvd-still") -> str:
     legend = f"{length:.3g} s · " + " · ".join(_legend(drawn)) + (f" · {more} more ranks" if more else "")
     foot = f"<div>{legend}</div>" if drawn else ""
     return f'<div class="hvd-still {mark}"><div><b>Timeline</b>: {text}</div><table>{"".join(rows)}</table>{foot}</div>'
+
+
+def _last_in(one: RankSummary) -> str:
+    """Return to how many collectives a rank came last. Each tensor counts, also of those that were fused."""
+    return f"last in {one.times_last:,} collective{'s' * (one.times_last != 1)}"
 
 
 def _legend(drawn: list[Lane]) -> list[str]:
@@ -191,7 +197,7 @@ def as_text(recording: Recording) -> str:
     lines = [f"Timeline: {headline(recording, list(summaries.values()))}"]
     for lane in drawn:
         one = summaries[lane.rank]
-        note = f"last {one.times_last:,}x, held others up {seconds(one.held_up_ns)}" if one.times_last else ""
+        note = f"{_last_in(one)}, held others up {seconds(one.held_up_ns)}" if one.times_last else ""
         lines.append(f"rank {lane.rank:>3} |{_characters(lane)}| {note}".rstrip())
     if drawn:
         lines.append(

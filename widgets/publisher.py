@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from hvdlab.collectives.errors import shown_name
 from hvdlab.collectives.failures import Failures, as_messages
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording.rows import Rows
@@ -296,7 +297,7 @@ class Publisher:
             "from": first,
             "count": len(rows),
             "namesFrom": self._name,
-            "names": names,
+            "names": [shown_name(name) for name in names],
             "sites": sites,
             "marks": pack_marks(marks, origin),
             "cleared": cleared,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.recording import RankSummary, Recording, summarize
-from hvdlab.collectives.recording.pace import shown_rate
+from hvdlab.collectives.recording.pace import shown_rate, slowest_rank
 
 INTERVAL = 1.0
 LOOKED_AT = 50_000
@@ -31,6 +31,7 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
     """One row for each rank that is there, is lost or has recorded something."""
     membership = recording.membership
     summaries = {one.rank: one for one in summarize(recording, SECONDS, LOOKED_AT)}
+    slowest = slowest_of(summaries.values())
     members = {member.rank: member for member in membership.members}
     deaths = {death.rank: death for death in membership.deaths if death.rank not in members}
     rows = []
@@ -55,6 +56,7 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
                 "spans": row["spans"],
                 "timesLast": row["times_last"],
                 "heldUp": row["held_up_ns"],
+                "slowest": rank == slowest,
                 "worst": row["worst_ns"],
                 "wait": row["wait"],
                 "work": row["work"],
@@ -62,6 +64,17 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def slowest_of(summaries: Iterable[RankSummary]) -> int | None:
+    """Return the rank that slows the others down; ``None`` if no rank stands out.
+
+    Args:
+        summaries: All ranks in the same stretch of time.
+    """
+    all_ranks = list(summaries)
+    length_ns = max((one.length_ns for one in all_ranks), default=0)
+    return slowest_rank({one.rank: one.held_up_ns for one in all_ranks}, length_ns)
 
 
 def heading(rows: list[dict[str, Any]]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.recording.derived import DERIVED
 from hvdlab.collectives.recording.series import Points
 
 Picture = NDArray[np.uint8]
@@ -29,6 +30,9 @@ RANKS = (
 BAND = (30, 130, 196)
 LINES = len(RANKS)
 _BARS = "▁▂▃▄▅▆▇█"
+DERIVED_GAP_NS = 1_500_000_000
+"""Between points of series that are computed for each second, nothing is drawn if they are further apart."""
+_SAMPLED = ("hvdlab/cpu", "hvdlab/rss", "hvdlab/threads", "hvdlab/gpu")
 
 # Our own series in the order in which they are shown. Those of users come before all of them; ours that are not here are not
 # shown.
@@ -54,6 +58,7 @@ class Spark:
     Attributes:
         last: Each rank's newest value.
         low, high: Each rank's least and greatest value in each column; NaN where there was none.
+        apart: Whether nothing leads to a rank's column from its column before: a cell or the rank's process ended in between.
     """
 
     name: str
@@ -61,6 +66,7 @@ class Spark:
     last: dict[int, float]
     low: NDArray[np.float64]
     high: NDArray[np.float64]
+    apart: NDArray[np.bool_]
 
     @property
     def middle(self) -> float:
@@ -86,10 +92,17 @@ class Spark:
 
 
 def sparks(recording: Recording, columns: int, most: int = 14) -> tuple[list[Spark], float]:
-    """The first ``most`` names, and the seconds that all columns show together."""
+    """Return the first ``most`` names, and the seconds that all columns show together.
+
+    While no cell runs, they end with the last thing that happened: the ranks' memory is measured when they are idle, too,
+    and would push aside what was trained.
+    """
     recording.points_since(recording.points_end)  # brings the series up to date that are computed from spans
     series = [one for one in recording.series() if _place(one.name) < len(_ORDER)]
     points = {(one.rank, one.name): recording.points(one.rank, one.name) for one in series}
+    newest = newest_event(recording, points)
+    if newest is not None:
+        points = {key: found[found["time"] <= newest] for key, found in points.items()}
     points = {key: found for key, found in points.items() if len(found)}
     if not points:
         return [], 0.0
@@ -103,7 +116,11 @@ def sparks(recording: Recording, columns: int, most: int = 14) -> tuple[list[Spa
         spans = [_columns(one, begin, end, columns) for one in mine.values()]
         last = {rank: float(one["value"][-1]) for rank, one in mine.items()}
         low, high = np.stack([one[0] for one in spans]), np.stack([one[1] for one in spans])
-        found.append(Spark(name, units[name], last, low, high))
+        breaks = _breaks(recording, name)
+        apart = np.stack(
+            [_apart(one, breaks.get(rank, []), name, begin, end, columns) for rank, one in mine.items()]
+        )
+        found.append(Spark(name, units[name], last, low, high, apart))
     return found, (end - begin) / 1e9
 
 
@@ -113,10 +130,65 @@ def _place(name: str) -> int:
     return next((i for i, start in enumerate(_ORDER) if name.startswith(start)), len(_ORDER))
 
 
+def is_sampled(name: str) -> bool:
+    """Return whether a name is of a series that ranks measure all the time, also while they are idle."""
+    return name.startswith(_SAMPLED)
+
+
+def newest_event(recording: Recording, points: Mapping[tuple[int, str], Points]) -> int | None:
+    """Return the time of the last thing that happened, on the recording's axis; ``None`` where pictures end with the last point.
+
+    Args:
+        recording: The recording with the ranks' marks.
+        points: Points of each rank and name.
+    """
+    marks = recording.marks()
+    running = not recording.closed and any(mark.kind == "cell" and mark.end_ns is None for mark in marks)
+    ends = [
+        int(found["time"][-1]) for (_, name), found in points.items() if len(found) and not is_sampled(name)
+    ]
+    ends += [mark.end_ns or mark.begin_ns for mark in marks if mark.kind not in ("joined", "formed")]
+    return None if running else max(ends, default=None)
+
+
+def _breaks(recording: Recording, name: str) -> dict[int, list[int]]:
+    """Return the times at which lines of each rank are interrupted, in order."""
+    found: dict[int, list[int]] = {}
+    for mark in recording.marks():
+        if mark.kind in ("left", "joined"):
+            found.setdefault(mark.rank, []).append(mark.begin_ns)
+        elif mark.kind == "cell" and not is_sampled(name):
+            found.setdefault(mark.rank, []).extend(filter(None, (mark.begin_ns, mark.end_ns)))
+    return {rank: sorted(times) for rank, times in found.items()}
+
+
+def _apart(
+    points: Points, breaks: Sequence[int], name: str, begin: int, end: int, columns: int
+) -> NDArray[np.bool_]:
+    """Return the columns to which nothing leads from the column before that has a point."""
+    found = np.zeros(columns, np.bool_)
+    points = points[np.isfinite(points["value"])]
+    if len(points) < 2:
+        return found
+    at, times = _places(points, begin, end, columns), points["time"].astype(np.int64)
+    border = np.diff(np.searchsorted(np.array(breaks, np.int64), times, "right")) > 0
+    if name.startswith(DERIVED):
+        border |= np.diff(times) > DERIVED_GAP_NS
+    found[at[1:][border & (np.diff(at) > 0)]] = True
+    return found
+
+
+def _places(points: Points, begin: int, end: int, columns: int) -> NDArray[np.intp]:
+    """Return the column of each point."""
+    at = (points["time"] - begin) * columns // (end - begin)
+    found: NDArray[np.intp] = np.minimum(at, columns - 1).astype(np.intp)
+    return found
+
+
 def _columns(points: Points, begin: int, end: int, columns: int) -> tuple[Values, Values]:
     low, high = np.full(columns, np.inf), np.full(columns, -np.inf)
     points = points[np.isfinite(points["value"])]
-    at = np.minimum((points["time"] - begin) * columns // (end - begin), columns - 1).astype(np.intp)
+    at = _places(points, begin, end, columns)
     np.minimum.at(low, at, points["value"])
     np.maximum.at(high, at, points["value"])
     none = low > high
@@ -141,10 +213,13 @@ def draw(spark: Spark, height: int) -> Picture:
     if len(spark.low) > LINES:
         _fill(picture, *_range(spark, rows), (*BAND, 90))
         middle = rows(_median((spark.low + spark.high) / 2))
-        _line(picture, middle, middle, (*BAND, 255))
+        apart: NDArray[np.bool_] = np.logical_or.reduce(spark.apart, axis=0)
+        _line(picture, middle, middle, apart, (*BAND, 255))
         return picture
-    for low, high, colour in reversed(list(zip(spark.low, spark.high, RANKS, strict=False))):
-        _line(picture, rows(high), rows(low), (*colour, 255))
+    for low, high, apart, colour in reversed(
+        list(zip(spark.low, spark.high, spark.apart, RANKS, strict=False))
+    ):
+        _line(picture, rows(high), rows(low), apart, (*colour, 255))
     return picture
 
 
@@ -167,13 +242,15 @@ def _fill(picture: Picture, top: Values, bottom: Values, colour: tuple[int, ...]
         picture[max(0, int(top[x])) : int(bottom[x]) + 1, x] = colour
 
 
-def _line(picture: Picture, top: Values, bottom: Values, colour: tuple[int, ...]) -> None:
-    """Joins the columns that have a value, two pixels thick."""
+def _line(
+    picture: Picture, top: Values, bottom: Values, apart: NDArray[np.bool_], colour: tuple[int, ...]
+) -> None:
+    """Join the columns that have a value, two pixels thick, but for those that are apart."""
     some = np.flatnonzero(~np.isnan(top)).tolist()
     for i, x in enumerate(some):
         begin, end = int(top[x]), int(bottom[x])
         picture[max(0, begin) : end + 2, x] = colour
-        if i == 0:
+        if i == 0 or apart[x]:
             continue
         before = some[i - 1]
         last = float(top[before] + bottom[before]) / 2
@@ -217,7 +294,7 @@ def quantity(value: float, unit: str) -> str:
     if unit == "B":
         return _scaled(value, ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
     if unit == "B/s":
-        return f"{value / 1e9:.3g} GB/s"
+        return _scaled(value, ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")))
     if unit == "1":
         return f"{value:.0%}"
     if unit == "%":
@@ -226,5 +303,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    size, unit = next((one for one in units if abs(value) >= one[0]), units[-1])
-    return f"{value / size:.3g} {unit}"
+    # What rounds up to the next unit is said in that one: 1 MB/s, not 1e+03 kB/s.
+    size, unit = next((one for one in units if abs(value) >= 0.9995 * one[0]), units[-1])
+    scaled = value / size
+    return f"{scaled:.3g} {unit}" if abs(scaled) < 999.5 else f"{scaled:,.0f} {unit}"

@@ -23,8 +23,6 @@ from hvdlab.widgets.unparented import unparented
 
 STATIC = Path(__file__).parent / "static"
 
-NOTEWORTHY = 0.05
-"""Share of the time that others waited for a rank, from which on the strip names the rank."""
 SUMMARY_ROWS = 100_000
 """How many of the newest rows the summary looks at."""
 Show = Callable[[dict[str, Any], dict[str, Any], str, bool], None]
@@ -203,8 +201,6 @@ class StripWidget(anywidget.AnyWidget):
             self._pace = Pace() if since_ns is None else pace(self._recording, since_ns=since_ns)
         known = {one.rank: one for one in self._pace.ranks}
         slowest = self._pace.slowest
-        if slowest is not None and slowest.held_up < NOTEWORTHY:
-            slowest = None
         ranks = []
         for rank in self._present():
             one = known.get(rank)
@@ -282,7 +278,7 @@ class StripWidget(anywidget.AnyWidget):
             f"computing {compute:.0%}, waiting for others {wait:.0%}, in collectives {work:.0%}{where}"
         )
         slowest = found.slowest
-        if slowest is not None and slowest.held_up >= NOTEWORTHY:
+        if slowest is not None:
             parts.append(
                 f"others waited {seconds(slowest.held_up * found.seconds * 1e9)} for rank {slowest.rank}"
             )
@@ -350,7 +346,7 @@ def cell_begin(
 
 def summary_html(text: str) -> str:
     """A summary as it stands under a cell that has ended."""
-    return f'<div style="opacity:.7;font-size:90%">{html.escape(text)}</div>'
+    return f'<div class="hvd-output" style="opacity:.7;font-size:90%">{html.escape(text)}</div>'
 
 
 def _count(number: int, name: str) -> str:

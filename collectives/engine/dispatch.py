@@ -128,7 +128,10 @@ class Dispatcher:
             self.world.regrouped(message.ticket)
         elif isinstance(message, m.Abort):
             logs.aborted(self._guarded.state.rank, message)
-            self._spans.recorder.abort(message.process_set, message.epoch, message.text)
+            # The orderly removal of a set ends its epoch by an abort as well. Where nothing was pending nothing has failed.
+            removed = message.kind == CauseKind.MEMBERSHIP.value and not message.ranks
+            if message.pending or not removed:
+                self._spans.recorder.abort(message.process_set, message.epoch, message.text)
             self.schedule_events()
 
     def perform(self, effects: list[Effect]) -> bool:

@@ -107,7 +107,7 @@ class Marks:
             self._put(Mark("left", rank, at_ns, at_ns, f"rank {rank} left"))
         self._let_in(now, at_ns)
         if now.formed and formed and now.formed != formed:
-            text = f"generation {now.epoch}: {format_ranks(now.formed)}"
+            text = f"{format_ranks(now.formed)} from now on"
             self._put(Mark("formed", now.formed[0], at_ns, at_ns, text))
 
     def _let_in(self, now: Membership, at_ns: int) -> None:

@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 SECONDS = 5.0
 ROWS_LOOKED_AT = 16_000
 STEPS_LOOKED_AT = 512
+# The same as in ui/src/model/ranks.ts, so that no view names a rank that another one does not.
+NOTABLE = 0.05
+TIMES_THE_NEXT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +71,27 @@ class Pace:
 
     @property
     def slowest(self) -> RankPace | None:
-        """The rank for which others waited longest, if they did for any."""
-        found = max(self.ranks, key=lambda one: one.held_up, default=None)
-        return found if found is not None and found.held_up > 0 else None
+        """The rank that slows the others down, as :func:`slowest_rank` tells; ``None`` if no rank stands out."""
+        rank = slowest_rank({one.rank: one.held_up for one in self.ranks}, 1.0)
+        return next((one for one in self.ranks if one.rank == rank), None)
+
+
+def slowest_rank(held_up: Mapping[int, float], length: float) -> int | None:
+    """Return the rank that slows the others down; ``None`` if no rank stands out.
+
+    Between equal ranks it is chance which one is waited for longest. So a rank is only named if others waited for it
+    for ``NOTABLE`` of the time at least, and ``TIMES_THE_NEXT`` times as long as for any other.
+
+    Args:
+        held_up: How long others waited for each rank.
+        length: Length of the stretch of time, in the same unit.
+    """
+    first, next_one = [*sorted(held_up, key=lambda rank: -held_up[rank]), None, None][:2]
+    if first is None or held_up[first] <= 0 or held_up[first] < NOTABLE * length:
+        return None
+    if next_one is not None and held_up[first] < TIMES_THE_NEXT * held_up[next_one]:
+        return None
+    return first
 
 
 def pace(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import shown_name
 from hvdlab.collectives.recording.arrivals import arrivals
 from hvdlab.collectives.recording.recording import Recording
 from hvdlab.collectives.recording.rows import NOT_STARTED, distance
@@ -82,7 +83,7 @@ def collectives(recording: Recording, most: int = 20) -> str:
         took = (distance(rows[own], "finished") - distance(rows[own], "started")).astype(np.float64)
         p50, p99 = np.percentile(took, (50, 99)).tolist() if len(took) else (0.0, 0.0)
         number, kind = divmod(key, len(_LABELS))
-        where = (recording.names[number], _LABELS[kind], recording.sites[number])
+        where = (shown_name(recording.names[number]), _LABELS[kind], recording.sites[number])
         figures = (time(int(waits.sum())), time(int(waits.max(initial=0))), time(p50), time(p99))
         nbytes = int(rows["nbytes"][own].sum())
         found.append(

@@ -30,6 +30,7 @@ class RankSummary:
         work: Share of the time in which its executor was in a collective.
         nbytes: Bytes of its tensors.
         bandwidth: ``nbytes`` divided by the time in collectives, in bytes per second; 0 without any.
+        length_ns: Length of the stretch.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankSummary:
     work: float = 0.0
     nbytes: int = 0
     bandwidth: float = 0.0
+    length_ns: int = 0
 
 
 def summarize(recording: Recording, seconds: float | None = None, most: int = 200_000) -> list[RankSummary]:
@@ -119,6 +121,7 @@ def _one(
         busy / length,
         nbytes,
         nbytes / busy * 1e9 if busy else 0.0,
+        length,
     )
 
 

@@ -211,6 +211,18 @@ class Diff:
         return self.table().html(self.headline(), self.notes())
 
 
+class Diffs(tuple[Diff, ...]):
+    """Comparisons of several values, in the order in which they were asked for."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(repr, self))
+
+    def _repr_html_(self) -> str:
+        return "\n".join(one._repr_html_() for one in self)
+
+
 def _missed(found: Iterable[Examined]) -> str:
     """``1 part not compared``: how much was not looked at; empty if all was."""
     count = max(one.unknown + one.left_out for one in found)

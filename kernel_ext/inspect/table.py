@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hvdlab.collectives.visible import visible
+from hvdlab.kernel_ext.output.values import in_output
 
 WIDEST = 60
 """Characters of a cell that are shown."""
@@ -67,7 +68,7 @@ class Table:
             )
             parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
         parts += [f'<div style="opacity: 0.75">{html.escape(note)}</div>' for note in notes]
-        return "\n".join(parts)
+        return in_output("\n".join(parts))
 
     def _cell(self, cell: Cell, column: int) -> str:
         marked = f"; {_MARK}" if cell.marked and cell.text else ""

@@ -13,7 +13,7 @@ from hvdlab.collectives.errors import compact_ranks, format_ranks
 Groups = Sequence[tuple[tuple[int, ...], Mapping[str, Any]]]
 
 _RICH = ("text/html", "image/svg+xml", "image/png", "image/jpeg", "text/markdown", "text/latex")
-_LABEL = '<div style="opacity: 0.65; font-size: 0.85em; margin: 0.3em 0 0.1em">{}</div>'
+_LABEL = '<div class="hvd-output" style="opacity: 0.65; font-size: 0.85em; margin: 0.3em 0 0.1em">{}</div>'
 
 
 MOST_LINES = 12
@@ -103,7 +103,12 @@ def html_of(groups: Groups, *, unsent: Mapping[int, ValueNotSent] | None = None)
         hint, missing = _whereabouts(ranks, "_", unsent or {})
         below = _LABEL.format(html.escape(hint)) if missing is not None and missing.large else ""
         blocks.append(_LABEL.format(format_ranks(ranks)) + _block(data) + below)
-    return "\n".join(blocks)
+    return in_output("\n".join(blocks))
+
+
+def in_output(content: str) -> str:
+    """Return HTML that JupyterLab aligns with the text output of cells: labextension/style/base.css knows the class."""
+    return f'<div class="hvd-output">{content}</div>'
 
 
 def label_html(ranks: Sequence[int]) -> str:

@@ -38,6 +38,9 @@ _NAMESPACE, _SHELL = "namespace", "shell"
 ATTEMPTS = 5
 """How often :func:`known` tries to pickle variables that a running cell changes meanwhile."""
 
+SITE = "sync of variables"
+"""What views and errors say in place of the user's line: there is none, since hvdlab itself runs the cell."""
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -86,10 +89,17 @@ class _Channel:
             self._run(data, DType.U8, name)
 
     def _run(self, array: npt.NDArray[Any], dtype: DType, name: str) -> None:
-        label = f"hvdlab.sync.{name}"
-        self._engine.run(
-            Request(OpKind.BROADCAST, label, array, array, dtype, root=self._source, process_set=self._group)
+        request = Request(
+            OpKind.BROADCAST,
+            f"variables.{name}",
+            array,
+            array,
+            dtype,
+            root=self._source,
+            process_set=self._group,
+            site=SITE,
         )
+        self._engine.run(request)
 
 
 # -- the rank that knows ----------------------------------------------------------------------------------------------

@@ -104,7 +104,10 @@ class Strip:
         if text == self._said or self._publisher.in_line:
             return
         self._said = text
-        data = {"text/plain": text, "text/html": f'<div style="opacity:.7">{html.escape(text)}</div>'}
+        data = {
+            "text/plain": text,
+            "text/html": f'<div class="hvd-output" style="opacity:.7">{html.escape(text)}</div>',
+        }
         with self._failures.guard("the strip under the cell"):
             self._publisher.display(data, {}, f"{self._name}-failures", update=self._displayed)
             self._displayed = True

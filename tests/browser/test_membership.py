@@ -122,7 +122,7 @@ class View:
         return int(self.root.locator(f"tr[data-rank='{rank}'] td").nth(1).inner_text().split("·")[1])
 
     def history(self) -> list[str]:
-        """What happened to ranks and to the world, oldest first: ``1 died``, ``formed``."""
+        """What happened to ranks and to the world, oldest first: ``1 died``, ``regrouped``."""
         found: list[str] = self.root.locator(".hvd-history tbody tr").evaluate_all(
             "rows => rows.map(row => row.cells[1].innerText + ' ' + row.cells[2].innerText)"
         )
@@ -144,7 +144,7 @@ def grow(view: View) -> None:
     view.wait_for_ranks(4)
     assert not view.root.locator(".hvd-question").is_visible()
     view.root.locator(".hvd-status", has_text="trains on ranks 0-3").wait_for(timeout=WAIT_MS)
-    view.wait_until_happened("2 joined", "3 joined", "2 admitted", "formed")
+    view.wait_until_happened("2 joined", "3 joined", "2 admitted", "regrouped")
 
 
 def survive(view: View) -> None:
@@ -221,7 +221,7 @@ def keeps_its_tables(lab: LabPage) -> None:
             """() => [...document.querySelectorAll(".jp-Notebook-cell")[1].querySelectorAll(".jp-RenderedHTMLCommon")]
                 .map(node => node.textContent)"""
         )
-        if "generation" in text
+        if "ranks are there" in text
     )
     assert "the pool was resized" in still
 

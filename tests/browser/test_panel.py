@@ -154,10 +154,12 @@ def check_save(lab: LabPage, work: Path) -> None:
 
 
 def check_theme(lab: LabPage) -> None:
-    lab.command("Theme: JupyterLab Dark")
-    lab.page.wait_for_selector(f"{VIEW}[data-theme=dark]", timeout=WAIT_MS)
-    lab.command("Theme: JupyterLab Light")
-    lab.page.wait_for_selector(f"{VIEW}[data-theme=light]", timeout=WAIT_MS)
+    for name in ("Dark", "Light"):
+        # JupyterLab shows its splash while it changes the theme, and removes it 200 ms later. If the theme changes again
+        # before that, it removes it twice, which is an error of its own.
+        lab.page.wait_for_selector("#jupyterlab-splash", state="detached", timeout=WAIT_MS)
+        lab.command(f"Theme: JupyterLab {name}")
+        lab.page.wait_for_selector(f"{VIEW}[data-theme={name.lower()}]", timeout=WAIT_MS)
 
 
 def check_other_pool(lab: LabPage) -> None:

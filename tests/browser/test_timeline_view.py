@@ -154,7 +154,10 @@ def test_the_minimap_moves_and_sizes_what_is_in_view(page: Page) -> None:
     page.locator(".hvd-plot canvas").focus()
     page.keyboard.press("w")
     page.keyboard.press("End")
-    assert page.evaluate("view.view.to") == page.evaluate("view.store.end")
+    # Behind the end of what stands still there is room for the marks of the end.
+    assert page.evaluate("view.view.from + 0.97 * view.view.length") == pytest.approx(
+        page.evaluate("view.store.end")
+    )
     page.keyboard.press("Home")
     assert page.evaluate("view.view.from") == 0
 
@@ -172,13 +175,11 @@ def test_two_cells_are_compared(page: Page) -> None:
     text = details(page)
     assert text.startswith("A 50 collectives in 499 ms · B 50 collectives in")
     rows = page.locator(".hvd-compare tbody").first.locator("tr")
-    assert rows.nth(0).inner_text().split("\t")[2:4] == ["A", "180"]
+    assert rows.nth(0).inner_text().split("\t")[2:4] == ["A", "45"]
     assert "6.00 ms" not in rows.nth(0).inner_text()
     ranks = page.locator(".hvd-bars tbody").nth(1).inner_text()
-    assert "100 ms · last 50\N{MULTIPLICATION SIGN}" in ranks
-    assert (
-        "299 ms · last 50\N{MULTIPLICATION SIGN}+199 %" in ranks
-    )  # the cell began 1 ms after the first arrival
+    assert "100 ms · last in 50 of 50" in ranks
+    assert "299 ms · last in 50 of 50+199 %" in ranks  # the cell began 1 ms after the first arrival
     page.get_by_role("button", name="Compare no more").click()
     assert details(page).startswith("In view: 100 collectives")
 

@@ -64,7 +64,7 @@ def test_each_cell_is_small(saved: nbformat.NotebookNode) -> None:
         outputs = saved.cells[cell].outputs
         assert outputs
         assert len(json.dumps(outputs)) < MOST_BYTES
-    assert "others waited" in saved.cells[TIMELINE].outputs[0]["data"]["text/plain"]
+    assert "held others up" in saved.cells[TIMELINE].outputs[0]["data"]["text/plain"]
 
 
 def test_pictures_are_there(saved: nbformat.NotebookNode, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ def test_a_generation_is_told_once_it_has_begun() -> None:
     history.world(world(2, 0, 1))
     history.world(world(2, 0, 1, formed=(0,)))
     assert told(history) == [
-        (ALL, "formed", "generation 1: ranks 0,1"),
-        (ALL, "formed", "generation 2: rank 0"),
+        (ALL, "formed", "ranks 0,1 from now on"),
+        (ALL, "formed", "rank 0 from now on"),
     ]
 
 
@@ -47,9 +47,9 @@ def test_waiting_ranks_are_told_until_they_are_let_in_or_gone(monkeypatch: pytes
     assert told(history) == [
         (1, "waits", "until the others commit"),
         (2, "waits", "until the others commit"),
-        (ALL, "formed", "generation 1: rank 0"),
+        (ALL, "formed", "rank 0 from now on"),
         (1, "admitted", "after 3.2 s"),
-        (ALL, "formed", "generation 2: ranks 0,1"),
+        (ALL, "formed", "ranks 0,1 from now on"),
     ]
     assert [one.when for one in history.all()] == [100.0] * 3 + [103.25] * 2
 

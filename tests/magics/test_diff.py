@@ -40,8 +40,12 @@ def asked(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any
 def test_variables_are_compared(notebook: Notebook, asked: list[tuple[Any, ...]]) -> None:
     ran = notebook.run("%hvd_diff model opt.state --ranks 1 --rng")
     assert asked == [("model", [1], ""), ("opt.state", [1], ""), ("", [1], "rng")]
-    assert ran.result.name == "rng"
-    assert [output.data["text/plain"].split(":")[0] for output in ran.displays[:2]] == ["model", "opt.state"]
+    assert [one.name for one in ran.result] == ["model", "opt.state", "rng"]
+    # One output, so that its prompt stands beside the first.
+    shown = [output.data["text/plain"] for output in ran.displays]
+    assert shown in ([], [repr(ran.result)])
+    assert [text.split(":")[0] for text in repr(ran.result).split("\n\n")] == ["model", "opt.state", "rng"]
+    assert ran.result._repr_html_().count("<table>") == 3
 
 
 def test_the_table_is_not_longer_than_a_screen(notebook: Notebook, asked: list[tuple[Any, ...]]) -> None:

@@ -68,9 +68,9 @@ def test_ranks_come_and_go_under_a_cell_of_the_notebook(kernel: LiveKernel, tmp_
     text = done("print(repr(get_ipython().find_magic('hvd_elastic')('')))").text()
     assert "3 of 3 ranks are there; cell [3] trains on ranks 0-2, at least 2, at most 3" in text
     changes = [line.split()[1:4] for line in text.split("change", 1)[1].splitlines()[1:]]
-    generations = [one for one in changes if one[1] == "formed"]
+    generations = [one for one in changes if one[1] == "regrouped"]
     assert len(generations) >= 3
-    assert set(map(tuple, generations)) == {("all", "formed", "generation")}
+    assert set(map(tuple, generations)) == {("all", "regrouped", "ranks")}
     # A rank waits for no time if the others commit just then; the last one may not have been let in yet.
     changes = [one for one in changes if one not in generations and one[1] != "waits"]
     assert changes[:6] == [

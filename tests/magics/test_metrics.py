@@ -42,7 +42,7 @@ def test_without_widgets_it_is_text(pool: Notebook, monkeypatch: pytest.MonkeyPa
     done = pool.run("%hvd_metrics")
     assert done.result is None
     head, line = done.lines
-    assert head == "Metrics: 1 rank, 2 points in 1 s"
+    assert head == "Metrics: 1 rank, 2 points, 1 s"
     assert line.startswith("loss |█")
     assert line.endswith("▁| 0.25")
 

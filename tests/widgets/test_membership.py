@@ -38,7 +38,7 @@ class FakePool:
     replaceable = True
 
     def __init__(self, size: int = 4) -> None:
-        self.states = dict.fromkeys(range(size), "in the world")
+        self.states = dict.fromkeys(range(size), "ready")
         self.state = "idle"
         self.history: list[Change] = []
         self.called: list[str] = []
@@ -279,7 +279,7 @@ def test_a_rank_that_was_let_go_is_there_until_it_has_left(pool: FakePool) -> No
     pool.states[3] = LEAVES
     state = pool.elastic()
     assert headline(state).startswith(
-        "generation 3: 3 of 3 ranks are there, rank 3 leaves at the next commit; cell [7] trains on"
+        "3 of 3 ranks are there, rank 3 leaves at the next commit; cell [7] trains on"
     )
     members = membership_message(state)["members"]
     assert [member["state"] for member in members] == ["here", "here", "here", "leaving"]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import Event, Metric
+from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Metric
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets.metrics_picture import as_html, as_text
-from hvdlab.widgets.picture import png
-from hvdlab.widgets.sparklines import RANKS, characters, draw, quantity, sparks, title
+from hvdlab.widgets.picture import png, seconds
+from hvdlab.widgets.sparklines import RANKS, _apart, characters, draw, quantity, sparks, title
 from timeline_traces import steps
 
 START = 5_000_000_000
@@ -36,7 +36,7 @@ def recorded(ranks: int, *names: str, count: int = 60, late: int = -1) -> Record
 
 def test_a_terminal_gets_a_line_for_each_name() -> None:
     lines = as_text(recorded(2, "loss", "hvdlab/cpu", "hvdlab/threads", late=1)).split("\n")
-    assert lines[0] == "Metrics: 2 ranks, 360 points in 59 s"
+    assert lines[0] == "Metrics: 2 ranks, 360 points, 59 s"
     # What users report comes first, and threads are not for everybody. The two ranks are equally far from the median.
     assert [line.split("|")[0].strip() for line in lines[1:]] == ["loss", "CPU"]
     assert lines[1].startswith("loss |▁")
@@ -101,6 +101,42 @@ def test_many_ranks_are_a_band_with_a_line() -> None:
     assert set(np.unique(picture[..., 3])) == {0, 90, 255}
 
 
+def cells(kind: str) -> Recording:
+    """A rank with two cells, ten seconds apart, of which each has three points; then it is idle for long."""
+    recording = Recording(label="[{}]".format)
+    events: list[Event] = []
+    for cell, begin in ((1, 0), (2, 13)):
+        events.append(CellBegin(str(cell), START + begin * SECOND - 1))
+        events += [Metric(kind, float(k), None, START + (begin + k) * SECOND) for k in range(3)]
+        events.append(CellEnd(str(cell), START + (begin + 2) * SECOND + 1, True))
+    events += [Metric("hvdlab/rss", 1.0, None, START + k * SECOND) for k in range(60)]
+    recording.feed(0, encode(0, events))
+    return recording
+
+
+def test_no_line_goes_on_from_one_cell_to_the_next_and_pictures_end_with_the_last_event() -> None:
+    found, seconds = sparks(cells("loss"), 160)
+    assert 15 <= seconds < 16, "not the idle minute after it"
+    column = 160 / seconds
+    drawn = {one.name: (draw(one, 30)[..., 3] > 0).any(0) for one in found}
+    assert drawn["loss"][: int(2 * column)].all()
+    assert not drawn["loss"][int(2 * column) + 2 : int(13 * column) - 1].any()
+    assert drawn["loss"][int(13 * column) + 1 : int(15 * column)].all()
+    # Memory is measured at all times.
+    assert drawn["hvdlab/rss"][: int(15 * column)].all()
+
+
+def test_a_line_ends_where_a_process_does() -> None:
+    recording = Recording()
+    events: list[Event] = [Metric("hvdlab/rss", 1.0, None, START + k * SECOND) for k in range(20)]
+    recording.feed(0, encode(0, events))
+    (one,), _ = sparks(recording, 200)
+    assert not one.apart.any()
+    breaks = [START + 5 * SECOND + SECOND // 2]
+    found = _apart(recording.points(0, "hvdlab/rss"), breaks, one.name, START, START + 19 * SECOND, 200)
+    assert np.flatnonzero(found).tolist() == [6 * 200 // 19]
+
+
 def test_constant_values_are_a_line_in_the_middle() -> None:
     recording = Recording()
     events: list[Event] = [Metric("lr", 0.1, k, START + k * SECOND) for k in range(10)]
@@ -117,7 +153,7 @@ def test_derived_series_are_there_too() -> None:
         recording.feed(rank, batch)
     text = as_text(recording)
     assert re.search(r"^compute +\|", text, re.MULTILINE)
-    assert re.search(r"^allreduce bus +\|.*\| [\d.]+ GB/s", text, re.MULTILINE)
+    assert re.search(r"^allreduce bus +\|.*\| [\d.]+ [kMG]B/s", text, re.MULTILINE)
 
 
 def test_names_and_values_read_well() -> None:
@@ -126,6 +162,10 @@ def test_names_and_values_read_well() -> None:
     values = [(0.0241, "s"), (3 * 2**30, "B"), (1.2e9, "B/s"), (0.374, "1"), (37.0, "%"), (12.5, "1/s")]
     assert [quantity(*one) for one in values] == ["24.1 ms", "3 GiB", "1.2 GB/s", "37%", "37%", "12.5/s"]
     assert quantity(-math.inf, "s") == "-∞"
+    rates = (0, 600, 10_000, 999_800, 1.2e9)
+    assert [quantity(one, "B/s") for one in rates] == ["0 B/s", "600 B/s", "10 kB/s", "1 MB/s", "1.2 GB/s"]
+    assert [quantity(1020, "B"), quantity(12345, "s")] == ["1,020 B", "12,345 s"]
+    assert [seconds(999.9e6), seconds(12345e9), seconds(0.5e3)] == ["1 s", "12,345 s", "500 ns"]
 
 
 def test_the_widget_ends_and_knows_its_table() -> None:

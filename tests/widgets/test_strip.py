@@ -50,8 +50,8 @@ def test_who_is_at_a_prompt_is_said_also_while_the_cell_s_thread_waits(strip: St
     assert recording.when_paused == []
 
 
-def feed(strip: StripWidget, count: int = 20) -> None:
-    for rank, batch in steps(4, count, seed=1):
+def feed(strip: StripWidget, count: int = 20, slow_rank: int | None = None) -> None:
+    for rank, batch in steps(4, count, seed=1, slow_rank=slow_rank):
         strip._recording.feed(rank, batch)
 
 
@@ -63,18 +63,27 @@ def test_before_the_first_collective_no_share_is_claimed(strip: StripWidget) -> 
 
 
 def test_it_follows_the_recording(strip: StripWidget) -> None:
-    feed(strip)
+    feed(strip, slow_rank=2)
     strip.refresh(strip._begun + 3, "rank 2 is late\nand more")
     now = strip.pace
     assert all(one["known"] for one in now["ranks"])
     assert all(
         one["compute"] + one["wait"] + one["work"] == pytest.approx(1, abs=0.02) for one in now["ranks"]
     )
-    assert [one["slowest"] for one in now["ranks"]].count(True) == 1
+    assert [one["slowest"] for one in now["ranks"]] == [False, False, True, False]
+    assert now["note"].startswith("others wait for rank 2 (")
     assert now["rate"].endswith("collectives/s")
     assert now["stalled"] == "rank 2 is late"
     assert now["elapsed"] == 3
     assert now["silent"] == 0
+
+
+def test_no_rank_is_named_where_any_is_slow_at_times(strip: StripWidget) -> None:
+    feed(strip)
+    strip.refresh(strip._begun + 3, "")
+    assert not any(one["slowest"] for one in strip.pace["ranks"])
+    assert strip.pace["note"] == ""
+    assert "others waited" not in strip.summary(strip._begun + 3)
 
 
 def test_nothing_is_sent_while_nothing_changes(strip: StripWidget) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Members, Metric
+from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.widgets import picture, publisher, rank_rows, source
 from hvdlab.widgets.messages import ROW_BYTES
@@ -238,17 +239,40 @@ def test_what_was_dropped_before_it_could_be_sent_is_told(browser: Browser) -> N
     with_all.close()
 
 
+def test_a_tensor_that_was_given_no_name_has_none_in_views(
+    recording: Recording, browser: Browser, sender: Publisher
+) -> None:
+    names = ["barrier.noname", "grouped_allreduce.noname.3", "loss", "my.noname.net"]
+    spans: list[Event] = [
+        Span(name, OpKind.ALLREDUCE, DType.F32, 0, number, 0, 8, *(START_NS + number,) * 4, 0, 0, 0, 0)
+        for number, name in enumerate(names)
+    ]
+    browser.listening = True
+    sender.hello(0)
+    recording.feed(0, encode(0, spans))
+    browser.wait(lambda: len(browser.rows) == len(names))
+    assert browser.names == ["", "", "tensor 3", "loss", "my.noname.net"]
+
+
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_still_picture_is_small_and_names_the_slow_rank() -> None:
     recording = Recording()
-    feed(recording, ranks=64, count=8)
+    feed(recording, ranks=64, count=8, slow_rank=5)
     text = picture.as_html(recording)
     assert len(text) < 100_000
     assert text.count("<img") == picture.RANKS_DRAWN
     assert "48 more ranks" in text
-    assert re.search(r"others waited .* for rank \d+, last in", text)
+    assert re.search(r"others waited .* for rank 5, last in", text)
+    assert [row["rank"] for row in rank_rows.rank_rows(recording) if row["slowest"]] == [5]
+
+
+def test_no_rank_is_named_where_any_is_slow_at_times() -> None:
+    recording = Recording()
+    feed(recording)
+    assert picture.as_text(recording).split("\n")[0] == "Timeline: 4 ranks, 3,200 spans"
+    assert not any(row["slowest"] for row in rank_rows.rank_rows(recording))
 
 
 def test_pictures_are_valid_png_files() -> None:
@@ -276,7 +300,7 @@ def test_shares_of_columns_are_those_of_the_intervals() -> None:
 def test_a_terminal_gets_text() -> None:
     recording = Recording()
     assert picture.as_text(recording) == "Timeline: no collectives were recorded yet"
-    feed(recording)
+    feed(recording, slow_rank=1)
     lines = picture.as_text(recording).split("\n")
     assert lines[0].startswith("Timeline: 4 ranks, 3,200 spans; others waited ")
     assert [line[:10] for line in lines[1:5]] == [f"rank   {rank} |" for rank in range(4)]

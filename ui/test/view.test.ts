@@ -3,12 +3,13 @@ import { test } from 'node:test';
 import { change } from '../src/draw/format.ts';
 import { compare } from '../src/model/comparison.ts';
 import { Groups } from '../src/model/groups.ts';
-import { Happenings } from '../src/model/happenings.ts';
+import { extentOf, Happenings } from '../src/model/happenings.ts';
 import { Overview, addCoverage } from '../src/model/overview.ts';
 import type { RankRow } from '../src/model/ranks.ts';
 import { statistics } from '../src/model/statistics.ts';
 import { ROW_BYTES, Store, readRows, type Mark } from '../src/model/store.ts';
 import { Track } from '../src/model/track.ts';
+import { Viewport } from '../src/model/viewport.ts';
 import { Arrangement } from '../src/view/arrangement.ts';
 
 /** Rounds in which `ranks` ranks come one `step` after the other, wait for the last and are busy for `busy`. */
@@ -113,7 +114,7 @@ test('a death that the others survive does not fail a cell, and ranks that wait 
     { kind: 'left', rank: 1, begin: 1500, end: 1500, text: 'rank 1 died', ok: false },
     { kind: 'left', rank: 0, begin: 2500, end: 2500, text: 'rank 0 died', ok: false },
     { kind: 'waiting', rank: 1, begin: 950, end: 980, text: 'rank 1 waits to be let in', ok: true },
-    { kind: 'formed', rank: 0, begin: 980, end: 980, text: 'generation 3: ranks 0,1', ok: true },
+    { kind: 'formed', rank: 0, begin: 980, end: 980, text: 'ranks 0,1 from now on', ok: true },
   ];
   marks.forEach((mark, i) => store.marks.set(i, mark));
   store.version++;
@@ -122,6 +123,44 @@ test('a death that the others survive does not fail a cell, and ranks that wait 
   assert.deepEqual(happenings.cells.map(one => [one.text, one.ok]), [['[3]', true], ['[4]', true], ['[5]', false]]);
   assert.deepEqual(happenings.paused.get(1)?.map(mark => mark.kind), ['waiting']);
   assert.deepEqual(happenings.moments.map(mark => mark.kind), ['left', 'formed', 'left', 'left']);
+});
+
+test('a timeline shows rows, cells, and what happened right after them', () => {
+  const mark = (kind: Mark['kind'], begin: number, end: number | null): Mark => ({ kind, rank: 0, begin, end, text: `${begin}`, ok: true });
+  const extent = (store: Store, ...marks: Mark[]) => {
+    marks.forEach((one, i) => store.marks.set(i, one));
+    store.version++;
+    const happenings = new Happenings();
+    happenings.update(store);
+    return extentOf(store, happenings, 5000);
+  };
+  assert.equal(extent(new Store(), mark('joined', 5, 5)), null, 'nothing has happened yet');
+  const starts = new Store();
+  assert.deepEqual(extent(starts, mark('cell', 1e9, null)), [1e9, 1.1e9], 'a cell that runs, before its first collective');
+  starts.series.end = 4e9;
+  assert.deepEqual(extent(starts, mark('cell', 1e9, null)), [1e9, 4e9]);
+  const store = new Store();
+  rounds(store, 0, 2, 2, 10, 100);
+  assert.deepEqual(extent(store), [0, 1110]);
+  assert.deepEqual(extent(store, mark('cell', 0, null)), [0, 1110], 'of this cell there are rows');
+  assert.deepEqual(extent(store, mark('cell', 0, 1500), mark('left', 4000, 4000), mark('joined', 90_000, 90_000)), [0, 4000], 'a repair of idle ranks pushes nothing away');
+});
+
+test('behind the end of what stands still there is room for the marks of the end', () => {
+  const view = new Viewport();
+  view.span = 970;
+  view.data(0, 5000);
+  assert.deepEqual([view.from, view.to], [4030, 5000]);
+  view.room = 0.03;
+  for (let i = 0; i < 3; i++) view.data(0, view.extent[1]);
+  assert.deepEqual([view.from, Math.round(view.to)], [4030, 5030], 'and it does not grow');
+  view.zoom(0.5);
+  assert.equal(Math.round(view.to - view.from), 500);
+  assert.equal(Math.round((view.to - 5000) / 5), 3);
+  view.fit();
+  assert.ok(view.from < 0 && Math.abs((view.to - 5000) / 5000 - 0.031) < 0.001);
+  view.toEnd();
+  assert.ok(view.to > 5000);
 });
 
 test('the overview says how all time was spent, made in parts', () => {

@@ -70,6 +70,21 @@ def join(set_id: int) -> int:
     return api.join(set_id)
 
 
+def aborts_recorded_while_removing(set_id: int, pending: bool) -> list[str]:
+    """What the timeline gets as aborts when the set is removed, also while one of its members waits in it."""
+    engine = context.engine()
+    recorded: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.recorder, "abort", lambda set_id, epoch, text: recorded.append(text))
+        if pending and engine.rank == 0:
+            operation = api.allreduce_async(np.ones(4), "pending", op=api.Sum, process_set=set_id)
+        engine.remove_process_set(set_id)
+        if pending and engine.rank == 0:
+            with pytest.raises(AbortedError, match="was removed"):
+                api.synchronize(operation)
+    return recorded
+
+
 def add_impossible() -> str:
     with pytest.raises(InvalidRequestError, match="rank 9 not in the world") as error:
         context.engine().add_process_set([0, 9])
@@ -121,6 +136,14 @@ def _within(before: tuple[int, int, int], after: tuple[int, int, int]) -> bool:
 def test_a_set_of_ranks_that_are_not_there_is_refused_on_all_ranks(four: Ranks) -> None:
     assert len({*four.run(add_impossible)}) == 1
     assert four.run(reduce, 0) == [4.0] * 4
+
+
+def test_a_set_that_is_removed_in_order_is_no_abort_in_the_timeline(four: Ranks) -> None:
+    (added, *_) = four.run(add, [0, 1])
+    assert four.run(aborts_recorded_while_removing, added, False) == [[], [], [], []]
+    (added, *_) = four.run(add, [0, 1])
+    texts = {text for recorded in four.run(aborts_recorded_while_removing, added, True) for text in recorded}
+    assert texts == {f"process set {added} was removed"}, "what waited in it has failed"
 
 
 def test_a_mismatch_in_one_set_does_not_disturb_another(four: Ranks) -> None:

@@ -8,7 +8,14 @@ import pytest
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.recording.pace import Pace, pace, shown_rate, step_count, steps_per_second
+from hvdlab.collectives.recording.pace import (
+    Pace,
+    pace,
+    shown_rate,
+    slowest_rank,
+    step_count,
+    steps_per_second,
+)
 from hvdlab.collectives.timeline.events import Event, Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
 from timeline_traces import steps
@@ -52,6 +59,22 @@ def test_who_computes_waits_and_reduces() -> None:
     assert found.per_second == pytest.approx(10)
     assert found.slowest is not None
     assert (found.slowest.rank, found.slowest.held_up) == (1, pytest.approx(0.6))
+
+
+@pytest.mark.parametrize(
+    ("held_up", "rank"),
+    [
+        ({0: 0.01, 1: 0.06, 2: 0.02}, 1),
+        ({0: 0.01, 1: 0.049, 2: 0.02}, None),  # too short
+        ({0: 0.094, 1: 0.122}, None),  # too near to the next
+        ({0: 0.0, 1: 0.0}, None),
+        ({3: 0.5}, 3),
+        ({}, None),
+    ],
+)
+def test_a_rank_is_named_only_if_it_stands_out(held_up: dict[int, float], rank: int | None) -> None:
+    assert slowest_rank(held_up, 1.0) == rank
+    assert slowest_rank({one: 7e9 * share for one, share in held_up.items()}, 7e9) == rank
 
 
 def test_only_the_last_seconds_count() -> None:

@@ -304,10 +304,10 @@ def test_ranks_that_come_are_told_with_host_and_waiting_and_new_generations() ->
     marks = [mark for mark in recording.marks() if mark.kind != "cell"]
     assert [(mark.kind, mark.rank, mark.text) for mark in marks] == [
         ("left", 1, "rank 1 died: killed"),
-        ("formed", 0, "generation 2: rank 0"),
+        ("formed", 0, "rank 0 from now on"),
         ("joined", 1, "rank 1 joined on b, in place of the one that died"),
         ("waiting", 1, "rank 1 waits to be let in"),
-        ("formed", 0, "generation 3: ranks 0,1"),
+        ("formed", 0, "ranks 0,1 from now on"),
     ]
     assert marks[3].end_ns is not None
     assert marks[3].begin_ns <= marks[3].end_ns <= marks[4].begin_ns

@@ -28,8 +28,18 @@ export function bytes(count: number): string {
   return `${i ? digits(count) : Math.round(count)} ${BYTES[i]}`;
 }
 
+const RATES: [number, string][] = [
+  [1e12, 'TB/s'],
+  [1e9, 'GB/s'],
+  [1e6, 'MB/s'],
+  [1e3, 'kB/s'],
+];
+
+/** Bytes per second with three digits, in powers of ten as links and memories have them: `600 B/s`, `1.20 GB/s`. */
 export function rate(bytesPerSecond: number): string {
-  return Number.isFinite(bytesPerSecond) ? `${digits(bytesPerSecond / 1e9)} GB/s` : '–';
+  if (!Number.isFinite(bytesPerSecond)) return '–';
+  const found = RATES.find(([size]) => Math.abs(bytesPerSecond) >= size * 0.9995);
+  return found ? `${digits(bytesPerSecond / found[0])} ${found[1]}` : `${Math.round(bytesPerSecond)} B/s`;
 }
 
 export function digits(value: number): string {
@@ -48,6 +58,11 @@ export function apart(names: readonly string[]): string[] {
   while (same < first.length && names.every(name => name[same] === first[same])) same++;
   const cut = Math.max(first.lastIndexOf('.', same - 1), first.lastIndexOf('/', same - 1)) + 1;
   return names.map(name => (cut > 3 ? `…${name.slice(cut)}` : name));
+}
+
+/** A share, 0 to 1: `48 %`. */
+export function percent(share: number): string {
+  return `${Math.round(share * 100)} %`;
 }
 
 const grouped = new Intl.NumberFormat('en-US'); // making one takes a hundred times as long as using it

@@ -8,6 +8,8 @@ import { t } from '../view/texts.ts';
 
 export const TRACK = 20;
 const DRAWN = 400;
+const CHARACTER = 6.2; // pixels, at 11 px
+const SIGN = 10; // pixels
 const SIGNS: Record<Mark['kind'], string> = { cell: '', paused: '', waiting: '', joined: '▲', left: '✕', formed: '◇', abort: '◆' };
 
 /** Height of the tracks of cells and, if anything happened to them, of ranks. */
@@ -23,7 +25,7 @@ export function drawCells(surface: Surface, happenings: Happenings): void {
   inPlot(surface, () => {
     for (const cell of happenings.cells.slice(-DRAWN)) {
       const from = Math.max(surface.gutter - 2, surface.x(cell.begin));
-      const to = Math.min(surface.width + 2, surface.x(cell.end ?? surface.store.end));
+      const to = Math.min(surface.width + 2, surface.x(cell.end ?? surface.now));
       if (to < surface.gutter || from > surface.width) continue;
       g.fillStyle = css(cell.ok ? palette.text : palette.late, cell.ok ? 0.1 : 0.3);
       g.beginPath();
@@ -46,7 +48,7 @@ export function drawMoments(surface: Surface, happenings: Happenings): void {
     const times = Float64Array.from(moments, mark => mark.begin);
     const first = firstAbove(times, surface.view.from, 0, times.length);
     const last = Math.min(firstAbove(times, surface.view.to, first, times.length), first + DRAWN);
-    let free = -Infinity;
+    let [free, sign] = [-Infinity, -Infinity];
     for (let i = first; i < last; i++) {
       const mark = moments[i];
       const x = surface.x(mark.begin);
@@ -60,12 +62,19 @@ export function drawMoments(surface: Surface, happenings: Happenings): void {
       g.lineTo(x, surface.height - 4);
       g.stroke();
       g.setLineDash([]);
-      write(surface, SIGNS[mark.kind], x, middle, css(colour), '10px', 'center');
+      // Signs of what happened at the same time stand beside each other.
+      sign = Math.max(x, sign + SIGN);
+      write(surface, SIGNS[mark.kind], sign, middle, css(colour), '10px', 'center');
       const room = (i + 1 < last ? surface.x(moments[i + 1].begin) : surface.width) - x - 18;
-      const text = shortened(mark.text, Math.floor(room / 6.2));
-      if (x < free || !text) continue;
-      write(surface, text, x + 8, middle, css(colour), '11px');
-      free = x + 12 + text.length * 6.2;
+      const text = shortened(mark.text, Math.floor(room / CHARACTER));
+      if (x >= free && text) {
+        write(surface, text, sign + 8, middle, css(colour), '11px');
+        free = x + 12 + text.length * CHARACTER;
+      } else if (i + 1 === last) {
+        // The newest is at the right end, and says the most.
+        const before = shortened(mark.text, Math.floor((x - Math.max(free, surface.gutter) - 18) / CHARACTER));
+        if (before) write(surface, before, x - 8, middle, css(colour), '11px', 'right');
+      }
     }
   });
 }

@@ -2,7 +2,7 @@ import type { Group } from '../model/groups.ts';
 import type { Lane } from '../model/lane.ts';
 import { KINDS, type Mark } from '../model/store.ts';
 import { firstAbove } from '../model/track.ts';
-import { count, duration, ranks } from './format.ts';
+import { duration, percent, ranks } from './format.ts';
 import { css, type Rgb } from './palette.ts';
 import { inPlot, write, type Surface } from './surface.ts';
 import { t } from '../view/texts.ts';
@@ -17,13 +17,10 @@ export interface Place {
   height: number;
 }
 
-/** What share of all waiting was for this lane's rank, if that is more than its part. */
-function slowShare(surface: Surface, lane: Lane): number {
-  const { lanes } = surface.store;
-  const all = lanes.reduce((sum, one) => sum + one.heldUp, 0);
-  const share = all ? lane.heldUp / all : 0;
-  // With equal ranks, each would be waited for as long as any other.
-  return lane.timesLast > 1 && share > Math.min(0.5, 3 / lanes.length) ? share : 0;
+/** How long others waited for this lane's rank in the stretch that labels tell of, as text; empty if they did not. */
+function waitsFor(surface: Surface, lanes: readonly Lane[]): string {
+  const held = lanes.reduce((sum, lane) => sum + lane.late.covered(...surface.told), 0);
+  return held ? t('others waited %1', duration(held)) : '';
 }
 
 /** Whether a lane so low that only some can have names is one of them: not so near to its host's line that they'd overlap. */
@@ -34,27 +31,26 @@ function named(pitch: number, [index, all]: readonly [number, number], hosts: bo
   return index % every === every >> 1 && middle >= 5 && middle <= all * pitch - 4;
 }
 
-/** The name of a rank, and how often it came last. `place` says which of how many lanes of its host it is. */
+/** The name of a rank, and how long others waited for it. `place` says which of how many lanes of its host it is. */
 export function drawLabel(surface: Surface, lane: Lane, { y, height }: Place, pitch: number, indent: number, place: readonly [number, number]): void {
   const { palette, gutter } = surface;
   if (pitch < 9 && !named(pitch, place, indent > 0)) return;
-  const share = slowShare(surface, lane);
+  const slow = surface.slowest === lane;
   const wide = gutter > 80;
-  const two = height >= 27 && wide;
   const middle = y + height / 2;
   const left = 10 + (wide ? indent : 0);
   const name = wide || pitch < 9 ? t('rank %1', lane.rank) : `${lane.rank}`;
-  write(surface, name, left, two ? middle - 7 : middle, css(share ? palette.late : palette.text), `${share ? 700 : 600} ${pitch >= 16 ? 12 : 9.5}px`);
   const told = surface.store.ranks.find(one => one.rank === lane.rank);
   const paused = told?.paused;
   const lost = told?.state === 'lost';
-  if (two && lost) write(surface, `✕ ${t('lost')}`, left, middle + 8, css(palette.late), '600 11px');
-  else if (two) {
-    const text = paused ? `❚❚ ${t(paused)}` : lane.timesLast ? `${t('last %1×', count(lane.timesLast))} · ${duration(lane.heldUp)}` : t('%1 spans', count(lane.n));
-    write(surface, text, left, middle + 8, css(paused ? palette.text : palette.faint), paused ? '600 11px' : '11px', 'left', gutter - left - 5);
+  const second = height < 27 || !wide ? '' : lost ? `✕ ${t('lost')}` : paused ? `❚❚ ${t(paused)}` : waitsFor(surface, [lane]);
+  write(surface, name, left, second ? middle - 7 : middle, css(slow ? palette.late : palette.text), `${slow ? 700 : 600} ${pitch >= 16 ? 12 : 9.5}px`);
+  if (second) {
+    const colour = lost ? palette.late : paused ? palette.text : palette.faint;
+    write(surface, second, left, middle + 8, css(colour), lost || paused ? '600 11px' : '11px', 'left', gutter - left - 5);
   } else if (lost && pitch >= 14) write(surface, '✕', gutter - 8, middle, css(palette.late), '600 11px', 'right');
   else if (paused && pitch >= 14) write(surface, '❚❚', gutter - 8, middle, css(palette.text), '9px', 'right');
-  else if (pitch >= 14 && wide && share) write(surface, `${Math.round(share * 100)} %`, gutter - 8, middle, css(palette.late), '600 11px', 'right');
+  else if (pitch >= 14 && wide && slow) write(surface, percent(lane.late.covered(...surface.told) / (surface.told[1] - surface.told[0])), gutter - 8, middle, css(palette.late), '600 11px', 'right');
 }
 
 /** The line above the lanes of a host. */
@@ -64,12 +60,10 @@ export function drawHeading(surface: Surface, group: Group, { y, height }: Place
   g.fillStyle = css(palette.text, 0.16);
   g.fillRect(0, y + height - 2, width, 1);
   const name = group.host || t('host not known');
-  const worst = group.lanes.reduce((most, lane) => Math.max(most, slowShare(surface, lane)), 0);
+  const slow = surface.slowest !== null && group.lanes.includes(surface.slowest);
   write(surface, group.collapsed ? '▸' : '▾', 9, middle, css(palette.faint), '10px');
-  write(surface, name, 21, middle, css(worst && group.collapsed ? palette.late : palette.text), '600 11.5px');
-  const held = group.lanes.reduce((sum, lane) => sum + lane.heldUp, 0);
-  const last = group.lanes.reduce((sum, lane) => sum + lane.timesLast, 0);
-  const text = [ranks(group.lanes.map(lane => lane.rank)), last && t('last %1×, held the others up for %2', count(last), duration(held))].filter(Boolean).join(' · ');
+  write(surface, name, 21, middle, css(slow && group.collapsed ? palette.late : palette.text), '600 11.5px');
+  const text = [ranks(group.lanes.map(lane => lane.rank)), waitsFor(surface, group.lanes)].filter(Boolean).join(' · ');
   write(surface, text, Math.max(gutter + 6, name.length * 7 + 34), middle, css(palette.faint), '11px');
 }
 

@@ -1,4 +1,5 @@
 import type { Palette } from './palette.ts';
+import type { Lane } from '../model/lane.ts';
 import type { Store } from '../model/store.ts';
 
 export const FONT = 'system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif';
@@ -16,6 +17,12 @@ export interface Surface {
   readonly width: number;
   readonly height: number;
   readonly plotWidth: number;
+  /** The last time of what there is: where cells that run end. */
+  readonly now: number;
+  /** The stretch of time that the figures in the labels are of: the chosen one, or else that in view. */
+  readonly told: readonly [from: number, to: number];
+  /** The rank that slows the others down in that stretch, if one does. */
+  readonly slowest: Lane | null;
   x(time: number): number;
 }
 

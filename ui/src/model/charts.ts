@@ -1,4 +1,6 @@
 import type { Series, SeriesStore } from './series.ts';
+import { runs, type Store } from './store.ts';
+import { firstAbove } from './track.ts';
 
 /** One chart: a name that all ranks report, or several names that make up a whole. */
 export interface Chart {
@@ -13,6 +15,8 @@ export interface Chart {
   most: number;
   /** Between points that are further apart than this there is nothing: in ns, or in usual distances of points. */
   gap: { ns: number } | { usual: number };
+  /** Whether it was measured at all times, also between cells: then lines go on from one cell to the next. */
+  sampled: boolean;
   /** Shown without being asked for. */
   shown: boolean;
 }
@@ -36,6 +40,11 @@ const ORDER: [start: string, zero: boolean, most: number, shown: boolean][] = [
   ['hvdlab/', true, 0, false],
 ];
 
+/** Whether a name is of a series that ranks measure all the time, whatever they do. */
+export function isSampled(name: string): boolean {
+  return /^hvdlab\/(cpu|rss|threads|gpu)/.test(name);
+}
+
 /** All charts that there is something for. */
 export function chartsOf(store: SeriesStore): Chart[] {
   const found = new Map<string, Chart>();
@@ -57,6 +66,7 @@ export function chartsOf(store: SeriesStore): Chart[] {
       zero: place?.[1] ?? false,
       most: series[0].unit === '%' ? 100 : (place?.[2] ?? 0),
       gap: derived ? { ns: 1.5 * SECOND } : place ? { usual: 12 } : { ns: Infinity },
+      sampled: isSampled(name),
       shown: place?.[3] ?? true,
     });
   }
@@ -73,6 +83,64 @@ export function gapOf({ gap }: Chart, series: readonly Series[]): number {
     least = Math.min(least, apart[apart.length >> 1] ?? Infinity);
   }
   return Math.max(3 * SECOND, least * gap.usual);
+}
+
+const NO_TIMES = new Float64Array(0);
+
+/** Times at which a rank's lines are interrupted: it died or joined, and where cells begin and end. Made again when marks have changed. */
+export class Borders {
+  /** Grows with each change. */
+  version = 0;
+  private seen = -1;
+  private key = '';
+  private presence = new Map<number, Float64Array>();
+  private cells = new Map<number, Float64Array>();
+
+  update(store: Store): void {
+    if (this.seen === store.version) return;
+    this.seen = store.version;
+    const presence = new Map<number, number[]>();
+    const cells = new Map<number, number[]>();
+    const add = (to: Map<number, number[]>, rank: number, time: number) => to.set(rank, [...(to.get(rank) ?? []), time]);
+    for (const { kind, rank, begin, end } of store.marks.values()) {
+      if (kind === 'left' || kind === 'joined') {
+        add(presence, rank, begin);
+        add(cells, rank, begin);
+      } else if (kind === 'cell') {
+        add(cells, rank, begin);
+        if (end !== null) add(cells, rank, end);
+      }
+    }
+    const sorted = (of: Map<number, number[]>) => new Map([...of].map(([rank, times]) => [rank, Float64Array.from(times).sort()]));
+    [this.presence, this.cells] = [sorted(presence), sorted(cells)];
+    const key = [...this.cells].map(([rank, times]) => `${rank} ${times.length} ${times.at(-1)}`).join();
+    if (key === this.key) return;
+    this.key = key;
+    this.version++;
+  }
+
+  /** Of one rank, in order. */
+  of(rank: number, sampled: boolean): Float64Array {
+    return (sampled ? this.presence : this.cells).get(rank) ?? NO_TIMES;
+  }
+}
+
+/**
+ * The time up to which charts follow: while no cell runs, the last one at which anything happened. Processor and memory
+ * are measured when all ranks are idle, too, and would push what was trained out of view.
+ */
+export function newestEvent(store: Store): number {
+  const { series } = store;
+  if (runs(store)) return series.end;
+  let found = -Infinity;
+  for (const one of series.all) if (one.n && !isSampled(one.name)) found = Math.max(found, one.time[one.n - 1]);
+  let joined = -Infinity;
+  for (const { kind, begin, end } of store.marks.values()) {
+    if (kind === 'joined' || kind === 'formed') joined = Math.max(joined, begin);
+    else found = Math.max(found, end ?? begin);
+  }
+  // Ranks that have done nothing yet: there is nothing else to see.
+  return Number.isFinite(found) ? Math.max(found, joined) : series.end;
 }
 
 /** What uPlot draws: a column of times, and one of values for each line; `undefined` is nothing, `null` a gap. */
@@ -145,14 +213,24 @@ class Columns {
   }
 }
 
+/** What lines are interrupted by: times of each line's own, and distances that are too long. */
+export interface Gaps {
+  /** Beyond which distance, in ns, points have nothing between them. */
+  longest: number;
+  /** Of each line, in order. */
+  borders: (rank: number) => Float64Array;
+}
+
 /** The points between two times, and the ones next to them, for `width` pixels. */
-export function gridOf(series: readonly Series[], from: number, to: number, width: number, gap: number): Grid {
+export function gridOf(series: readonly Series[], from: number, to: number, width: number, gaps: Gaps): Grid {
   const columns = new Columns(series.length, from, to, width);
   const beside: { time: number; line: number; value: number }[] = [];
   const broken: number[] = [];
   let points = 0;
   series.forEach((one, line) => {
     const begin = one.before(from);
+    const borders = gaps.borders(one.rank);
+    let border = firstAbove(borders, one.time[Math.max(0, begin)] ?? from, 0, borders.length);
     let last = NaN;
     let seen = 0;
     for (let i = Math.max(0, begin); i < one.n; i++) {
@@ -166,14 +244,16 @@ export function gridOf(series: readonly Series[], from: number, to: number, widt
         }
         last = NaN;
       } else {
-        if (time - last > gap) {
+        while (borders[border] <= last) border++;
+        const apart = time - last > gaps.longest || (last < borders[border] && borders[border] <= time);
+        if (apart) {
           if (last >= from) columns.gap(line, last);
           else if (beside.at(-1)?.line === line) beside.pop();
         }
         if (inside) {
           columns.put(line, time, value);
           seen++;
-        } else if (time < from || !(time - last > gap)) beside.push({ time, line, value });
+        } else if (time < from || !apart) beside.push({ time, line, value });
         last = time;
       }
       if (time > to) break;
@@ -206,7 +286,44 @@ function joined(columns: Columns, beside: { time: number; line: number; value: n
     });
   }
   for (; k < sorted.length; k++) extra(sorted[k]);
-  return { x, lines };
+  return { x, lines: lines.map(widened) };
+}
+
+/**
+ * A line whose gaps reach from one value to the next. Where another line has a point in a gap, this one has nothing there, and uPlot
+ * takes that for the end of the gap.
+ */
+export function widened(values: Grid['lines'][number]): Grid['lines'][number] {
+  const found = [...values];
+  let begin = 0;
+  let gap = false;
+  found.forEach((value, i) => {
+    gap ||= value === null;
+    if (value == null) return;
+    if (gap) found.fill(null, begin, i);
+    [begin, gap] = [i + 1, false];
+  });
+  if (gap) found.fill(null, begin);
+  return found;
+}
+
+/** The values of a line that have a gap, or nothing, on both sides; `undefined` for all others. */
+export function isolated(values: Grid['lines'][number]): Grid['lines'][number] {
+  const found: Grid['lines'][number] = values.map(() => undefined);
+  let before: number | null = null;
+  let last = -1;
+  values.forEach((value, i) => {
+    if (value === undefined) return;
+    if (last >= 0 && before === null && value === null) found[last] = values[last];
+    if (value === null) {
+      [before, last] = [null, -1];
+    } else {
+      before = last >= 0 ? values[last]! : null;
+      last = i;
+    }
+  });
+  if (last >= 0 && before === null) found[last] = values[last];
+  return found;
 }
 
 /** The value at place `k` if the first `n` were in order; they are in another order afterwards. */
@@ -234,15 +351,17 @@ export function select(values: Float64Array, n: number, k: number): number {
 /**
  * Least, middle and greatest value over many ranks as three lines, one point for each pixel in which a rank has one.
  *
- * Each rank's value counts until its next one, but no longer than `gap`; of several in a pixel the last one is in the middle.
+ * Each rank's value counts until its next one, but no longer than to the next gap; of several in a pixel the last one is in the middle.
  */
-export function bandOf(series: readonly Series[], from: number, to: number, width: number, gap: number): Grid {
+export function bandOf(series: readonly Series[], from: number, to: number, width: number, gaps: Gaps): Grid {
   const pixel = (to - from) / width;
   const grid: Grid = { x: [], lines: [[], [], []], low: Infinity, high: -Infinity, broken: [], points: 0 };
   const next = Int32Array.from(series, one => Math.max(0, one.before(from)));
   const held = new Float64Array(series.length).fill(NaN);
   const until = new Float64Array(series.length).fill(-Infinity);
   const some = new Float64Array(series.length);
+  const borders = series.map(one => gaps.borders(one.rank));
+  const border = Int32Array.from(series, (one, s) => firstAbove(borders[s], one.time[next[s]] ?? from, 0, borders[s].length));
   let shown = false;
   const first = Math.floor(from / pixel);
   for (let p = 0; p <= width + 1; p++) {
@@ -253,7 +372,8 @@ export function bandOf(series: readonly Series[], from: number, to: number, widt
       let i = next[s];
       for (; i < count && time[i] < end; i++) {
         held[s] = value[i];
-        until[s] = time[i] + gap;
+        while (borders[s][border[s]] <= time[i]) border[s]++;
+        until[s] = Math.min(time[i] + gaps.longest, borders[s][border[s]] ?? Infinity);
         if (time[i] >= from) fresh = true;
         if (!Number.isFinite(value[i])) {
           if (time[i] >= from && time[i] <= to) grid.broken.push(time[i]);

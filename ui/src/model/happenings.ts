@@ -46,6 +46,28 @@ export class Happenings {
   }
 }
 
+/** What a timeline without rows shows at least of a cell, in ns. */
+const LEAST_OF_CELL = 1e8;
+
+/**
+ * The first and the last time of what a timeline shows; `null` before anything has happened.
+ *
+ * Rows and cells belong to it, and so do deaths and aborts up to `reach` (ns) after them: what happens to idle ranks later does not
+ * push away what they did. A cell that runs and has no rows yet reaches to the last time at which anything was measured.
+ */
+export function extentOf(store: Store, { cells, moments }: Happenings, reach: number): [begin: number, end: number] | null {
+  if (!store.count && !cells.length) return null;
+  const begin = store.count ? store.begin : cells[0].begin;
+  let end = store.count ? store.end : begin + LEAST_OF_CELL;
+  for (const cell of cells) {
+    if (cell.end !== null) end = Math.max(end, cell.end);
+    else if (cell.begin > store.end) end = Math.max(end, cell.begin + LEAST_OF_CELL, store.series.end);
+  }
+  const last = end;
+  for (const { begin: at } of moments) if (at > end && at <= last + reach) end = at;
+  return [begin, end];
+}
+
 function cells(marks: readonly Mark[]): Cell[] {
   const newest = new Map<string, Cell>();
   const all: Cell[] = [];

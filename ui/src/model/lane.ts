@@ -20,7 +20,6 @@ export class Lane {
   readonly work: Track;
   readonly wait: Track;
   readonly late: Track;
-  timesLast = 0;
 
   constructor(rank: number) {
     this.rank = rank;
@@ -30,11 +29,6 @@ export class Lane {
     [this.name, this.op] = [new Uint32Array(room), new Uint32Array(room)];
     [this.kind, this.flags] = [new Uint8Array(room), new Uint8Array(room)];
     [this.work, this.wait, this.late] = [new Track(room), new Track(room, false), new Track(room, false)];
-  }
-
-  /** How long others were waiting for this rank, in ns, as far as it is remembered. */
-  get heldUp(): number {
-    return this.late.sum[this.late.n] - this.late.sum[0];
   }
 
   private columns() {
@@ -59,7 +53,6 @@ export class Lane {
   clear(): void {
     this.dropped += this.n;
     this.n = 0;
-    this.timesLast = 0;
     for (const track of [this.work, this.wait, this.late]) track.clear();
   }
 

@@ -1,18 +1,21 @@
 import { Track } from './track.ts';
 import { FAILED, KINDS, NOT_STARTED, type Store } from './store.ts';
 
-/** Statistics of the rows of one name and kind. Times in ns. */
+/** Statistics of one name and kind. Times in ns. Sizes and sums of times are means of the ranks that have the name. */
 export interface NameStatistics {
   name: string;
   /** The line of code, where it is known. */
   site: string;
   kind: string;
+  /** Collectives, each once for all of its ranks; of rows without a number each counts. */
   count: number;
   failed: number;
   nbytes: number;
+  /** Time in the operations. */
   total: number;
   p50: number;
   p99: number;
+  /** Time of waiting for others; of collectives that waited at the same time each counts. */
   wait: number;
   /** Bytes per second of the time in the operations. */
   bandwidth: number;
@@ -20,8 +23,9 @@ export interface NameStatistics {
 
 export interface RankStatistics {
   rank: number;
+  /** Collectives to which it came last. */
   timesLast: number;
-  /** How long others waited for it; what overlaps counts once. */
+  /** How long others waited for it, for any name where none are chosen; what overlaps counts once. */
   heldUp: number;
   worst: number;
   wait: number;
@@ -35,6 +39,18 @@ export interface Statistics {
   operations: number;
   names: NameStatistics[];
   ranks: RankStatistics[];
+}
+
+/** What the rows of one name and kind add up to, over all ranks. */
+interface Sums {
+  operations: Set<number>;
+  unnumbered: number;
+  ranks: Set<number>;
+  failed: number;
+  nbytes: number;
+  wait: number;
+  total: number;
+  values: number[];
 }
 
 /** The value below which a share of sorted values lies: the nearest one that was measured. */
@@ -60,7 +76,7 @@ export function rowsBetween(lane: Store['lanes'][number], from: number, to: numb
 
 /** Statistics of all rows that finish in `[from, to)` on the given ranks (by default all) and whose name fits. */
 export function statistics(store: Store, from: number, to: number, matches?: Set<number> | null, ranks?: Set<number>): Statistics {
-  const found = new Map<number, { count: number; failed: number; nbytes: number; wait: number; total: number; values: number[] }>();
+  const found = new Map<number, Sums>();
   const seen = new Set<number>();
   const result: Statistics = { from, to, rows: 0, operations: 0, names: [], ranks: [] };
   for (const lane of store.lanes) {
@@ -72,8 +88,8 @@ export function statistics(store: Store, from: number, to: number, matches?: Set
       if (matches && !matches.has(lane.name[k])) continue;
       const key = lane.name[k] * 16 + lane.kind[k];
       let one = found.get(key);
-      if (!one) found.set(key, (one = { count: 0, failed: 0, nbytes: 0, wait: 0, total: 0, values: [] }));
-      one.count++;
+      if (!one) found.set(key, (one = { operations: new Set(), unnumbered: 0, ranks: new Set(), failed: 0, nbytes: 0, wait: 0, total: 0, values: [] }));
+      one.ranks.add(lane.rank);
       result.rows++;
       if (lane.flags[k] & FAILED) one.failed++;
       one.wait += lane.ready[k];
@@ -83,21 +99,28 @@ export function statistics(store: Store, from: number, to: number, matches?: Set
         one.total += took;
         one.values.push(took);
       }
-      if (lane.op[k]) seen.add(lane.op[k]);
+      if (lane.op[k]) {
+        seen.add(lane.op[k]);
+        one.operations.add(lane.op[k]);
+      } else {
+        result.operations++;
+        one.unnumbered++;
+      }
       const came = store.operations.get(lane.op[k]);
       if (!came || came.count < 2) continue;
       if (came.lastRank === lane.rank && store.certain(came)) {
         of.timesLast++;
         const held = came.last - came.first;
         // It may have come before the stretch and finished in it.
-        if (came.last > from) holding.unite(Math.max(from, came.first), came.last);
+        if (matches && came.last > from) holding.unite(Math.max(from, came.first), came.last);
         if (held > of.worst) of.worst = held;
       }
     }
-    of.heldUp = holding.sum[holding.n];
+    // Without a choice of names the lanes have it already, and both show the same figure.
+    of.heldUp = matches ? holding.sum[holding.n] : lane.late.covered(from, to);
     result.ranks.push(of);
   }
-  result.operations = seen.size;
+  result.operations += seen.size;
   for (const [key, one] of found) {
     const sorted = Float64Array.from(one.values).sort();
     const name = store.names[Math.floor(key / 16)] ?? '';
@@ -105,13 +128,13 @@ export function statistics(store: Store, from: number, to: number, matches?: Set
       name,
       site: store.sites[Math.floor(key / 16)] ?? '',
       kind: KINDS[key & 15] ?? '',
-      count: one.count,
+      count: one.operations.size + one.unnumbered,
       failed: one.failed,
-      nbytes: one.nbytes,
-      total: one.total,
+      nbytes: one.nbytes / one.ranks.size,
+      total: one.total / one.ranks.size,
       p50: quantile(sorted, 0.5),
       p99: quantile(sorted, 0.99),
-      wait: one.wait,
+      wait: one.wait / one.ranks.size,
       bandwidth: one.total ? (one.nbytes / one.total) * 1e9 : NaN,
     });
   }

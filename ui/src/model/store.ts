@@ -213,7 +213,6 @@ export class Store {
     const came = this.operations.get(op)!;
     const lane = this.lane(came.lastRank);
     if (!this.certain(came)) return;
-    lane.timesLast++;
     lane.late.unite(came.first, came.last);
     this.changed(came.first);
   }

@@ -7,6 +7,8 @@ export class Viewport {
   following = true;
   /** How much is seen while following. */
   span = 5e9;
+  /** Share of the view that is left free behind the end of what there is. */
+  room = 0;
   private begin = 0;
   private end = 0;
 
@@ -24,7 +26,7 @@ export class Viewport {
     this.begin = begin;
     this.end = end;
     if (!this.following) return false;
-    return this.set(Math.min(Math.max(begin, end - this.span), end - SHORTEST), end);
+    return this.toNewest(end - begin < this.span ? end - begin : this.span);
   }
 
   set(from: number, to: number): boolean {
@@ -44,8 +46,8 @@ export class Viewport {
     const everything = Math.max(SHORTEST, (this.end - this.begin) * 1.1);
     const length = Math.min(Math.max(this.length * factor, SHORTEST), everything);
     if (this.following) {
-      this.span = length;
-      this.set(this.end - length, this.end);
+      this.span = length * (1 - this.room);
+      this.toNewest(this.span);
       return;
     }
     const share = (at - this.from) / this.length;
@@ -60,7 +62,7 @@ export class Viewport {
   fit(): void {
     this.following = false;
     const margin = (this.end - this.begin) * 0.01;
-    this.set(this.begin - margin, this.end + margin);
+    this.set(this.begin - margin, this.end + Math.max(margin, this.behind(this.end - this.begin)));
   }
 
   toBegin(): void {
@@ -68,7 +70,8 @@ export class Viewport {
   }
 
   toEnd(): void {
-    this.show(this.end - this.length, this.end);
+    const end = this.end + this.length * this.room;
+    this.show(end - this.length, end);
   }
 
   /** The beginning and the end of what there is. */
@@ -84,9 +87,20 @@ export class Viewport {
   follow(on: boolean): void {
     this.following = on;
     if (on) {
-      this.span = Math.min(Math.max(this.length, 1e6), 60e9);
+      this.span = Math.min(Math.max(this.length * (1 - this.room), 1e6), 60e9);
       this.data(this.begin, this.end);
     }
+  }
+
+  /** What came last, for a length of time, and the room behind it. */
+  private toNewest(length: number): boolean {
+    const shown = Math.max(length, SHORTEST);
+    return this.set(this.end - shown, this.end + this.behind(shown));
+  }
+
+  /** How long the room behind a length of time is. */
+  private behind(length: number): number {
+    return (length * this.room) / (1 - this.room);
   }
 
   /** At least a quarter of the view stays over what there is. */

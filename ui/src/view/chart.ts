@@ -4,8 +4,8 @@ import { ticks } from '../draw/format.ts';
 import { css, mixed, type Palette, type Rgb } from '../draw/palette.ts';
 import { fillBetween, fillLine, Layer } from '../draw/polyline.ts';
 import { rankColour, rankDash } from '../draw/ranks.ts';
-import { levels, logLevels, quantity } from '../draw/units.ts';
-import { bandOf, gapOf, gridOf, partsOf, SHARES, stackOf, type Chart, type Grid } from '../model/charts.ts';
+import { levels, levelTexts, logLevels, quantity } from '../draw/units.ts';
+import { bandOf, gapOf, gridOf, isolated, partsOf, SHARES, stackOf, widened, type Borders, type Chart, type Gaps, type Grid } from '../model/charts.ts';
 import type { Series, SeriesStore } from '../model/series.ts';
 import type { Viewport } from '../model/viewport.ts';
 import { button, h } from './dom.ts';
@@ -21,6 +21,8 @@ const WIDEST = 32;
 const DENSE = 0.5;
 const SPARSE = 24; // pixels for each point from which on it is marked
 const DOT = 2.25; // its radius in pixels
+// Lines of a band: its upper edge, its middle and its lower edge; those of chosen ranks follow.
+const [MIDDLE, LAST_OF_BAND] = [1, 2];
 
 /** What all charts show alike. */
 export interface Look {
@@ -33,6 +35,7 @@ export interface Look {
   ranks: number[];
   /** Ranks that are pointed at or chosen; nobody if it is empty. */
   chosen: ReadonlySet<number>;
+  borders: Borders;
 }
 
 interface Ink {
@@ -53,6 +56,8 @@ export class ChartView {
   stale = true;
   visible = true;
   private log = false;
+  /** Whether nothing is shown until it is drawn. */
+  private blank = false;
   private readonly toggle: HTMLButtonElement;
   private readonly store: SeriesStore;
   private readonly view: Viewport;
@@ -106,6 +111,13 @@ export class ChartView {
     return ['compute', 'transfer', 'wait'].map(part => SHARES + part);
   }
 
+  /** It was out of sight and comes into it: a picture of other times would be drawn out, so nothing is shown until it is drawn. */
+  appear(): void {
+    if (!this.stale || !this.plot) return;
+    this.blank = true;
+    this.plot.ctx.canvas.style.visibility = 'hidden';
+  }
+
   /** Something has changed: until it is drawn, what there is goes where its times are now. */
   move(): void {
     this.stale = true;
@@ -114,12 +126,12 @@ export class ChartView {
     const scale = (this.to - this.from) / view.length;
     const x = ((this.from - view.from) / view.length) * plot.width;
     const { style } = plot.ctx.canvas;
-    style.visibility = scale > WIDEST || scale < 1 / WIDEST ? 'hidden' : '';
+    style.visibility = this.blank || scale > WIDEST || scale < 1 / WIDEST ? 'hidden' : '';
     style.transform = scale === 1 && !x ? '' : `translateX(${x}px) scaleX(${scale})`;
   }
 
   draw(look: Look): void {
-    this.stale = false;
+    this.stale = this.blank = false;
     [this.from, this.to] = [this.view.from, this.view.to];
     this.look = look;
     (this.root.firstChild as HTMLElement).style.width = `${look.gutter}px`;
@@ -145,15 +157,16 @@ export class ChartView {
   private collect(band: boolean, shown: Series[]): void {
     const { view, chart } = this;
     const width = Math.max(1, Math.round(this.look.width));
-    const gap = gapOf(chart, this.series());
+    const { borders } = this.look;
+    const gaps: Gaps = { longest: gapOf(chart, this.series()), borders: rank => borders.of(rank, chart.sampled) };
     if (chart.kind === 'shares') {
       const only = (series: Series[]) => (this.look.chosen.size ? series.filter(one => this.look.chosen.has(one.rank)) : series);
       this.grid = stackOf(this.stacked.map(name => only(this.series(name))), view.from, view.to, width);
     } else if (band) {
-      const all = bandOf(this.series(), view.from, view.to, width, gap);
-      const few = gridOf(shown, view.from, view.to, width, gap);
+      const all = bandOf(this.series(), view.from, view.to, width, gaps);
+      const few = gridOf(shown, view.from, view.to, width, gaps);
       this.grid = merged(all, few);
-    } else this.grid = gridOf(shown, view.from, view.to, width, gap);
+    } else this.grid = gridOf(shown, view.from, view.to, width, gaps);
     this.bounds = this.range();
   }
 
@@ -244,7 +257,7 @@ export class ChartView {
   }
 
   private levels(): number[] {
-    if (this.chart.kind === 'shares') return [0.5];
+    if (this.chart.kind === 'shares') return [0, 0.5, 1];
     if (this.log) return logLevels(...this.bounds);
     return levels(...this.bounds, this.chart.unit, this.look.height > 110 ? 4 : 2.5);
   }
@@ -258,18 +271,20 @@ export class ChartView {
     g.scale(ratio, ratio);
     g.font = FONT;
     g.textBaseline = 'middle';
-    g.lineJoin = 'round';
-    g.lineWidth = 3;
-    g.strokeStyle = css(palette.background, 0.85);
     const text = (label: string, x: number, y: number, colour: Rgb) => {
-      g.strokeText(label, x, y);
+      // On a plate: lines that go through would make it hard to read.
+      g.fillStyle = css(palette.background, 0.86);
+      g.beginPath();
+      g.roundRect(x - 2, y - 6.5, g.measureText(label).width + 4, 13, 3);
+      g.fill();
       g.fillStyle = css(colour);
       g.fillText(label, x, y);
     };
-    for (const level of this.chart.kind === 'shares' ? [] : this.levels()) {
-      const y = plot.valToPos(level, 'y', false);
-      if (y > 8 && y < height - 7) text(quantity(level, this.chart.unit), 5, y - 7 > 6 ? y - 7 : y + 7, palette.faint);
-    }
+    const shown = this.levels();
+    levelTexts(shown, this.chart.unit).forEach((label, i) => {
+      const y = plot.valToPos(shown[i], 'y', false);
+      if (y >= 0 && y <= height) text(label, 5, y - 7 > 6 ? y - 7 : y + 7, palette.faint);
+    });
     let last = -Infinity;
     for (const time of this.grid.broken) {
       const x = plot.valToPos(time, 'x', false);
@@ -298,14 +313,16 @@ export class ChartView {
     layer.draw(plot.ctx);
   }
 
-  /** The points themselves, where there are few. */
+  /** The points themselves where there are few, and otherwise those that no line leads to. */
   private dots(plot: uPlot, band: boolean): void {
     const { view, grid, look } = this;
-    if (band || this.chart.kind === 'shares' || grid.points >= look.width / SPARSE) return;
+    if (this.chart.kind === 'shares') return;
+    const all = !band && grid.points < look.width / SPARSE;
     const ratio = uPlot.pxRatio;
     const x = grid.x.map(time => ((time - view.from) / view.length) * look.width * ratio);
     this.inks.forEach(({ colour, alpha }, line) => {
-      const y = grid.lines[line].map(value => (value == null ? value : plot.valToPos(value, 'y', true)));
+      if (band && line !== MIDDLE && line <= LAST_OF_BAND) return;
+      const y = (all ? grid.lines[line] : isolated(grid.lines[line])).map(value => (value == null ? value : plot.valToPos(value, 'y', true)));
       drawDots(plot.ctx, x, y, DOT * ratio, colour, alpha);
     });
   }
@@ -369,5 +386,5 @@ export function shareName(name: string): string {
 function merged(a: Grid, b: Grid): Grid {
   if (!b.lines.length) return a;
   const [x, ...lines] = uPlot.join([[a.x, ...a.lines] as uPlot.AlignedData, [b.x, ...b.lines] as uPlot.AlignedData]) as unknown as [number[], ...Grid['lines']];
-  return { ...a, x, lines };
+  return { ...a, x, lines: lines.map(widened) };
 }

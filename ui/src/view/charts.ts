@@ -1,7 +1,7 @@
 import { ticks } from '../draw/format.ts';
 import { css, type Palette } from '../draw/palette.ts';
 import { rankColour, rankDash } from '../draw/ranks.ts';
-import { chartsOf, type Chart } from '../model/charts.ts';
+import { Borders, chartsOf, type Chart } from '../model/charts.ts';
 import type { Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
 import { ChartView, LINES, type Look } from './chart.ts';
@@ -66,6 +66,7 @@ export class Charts implements ChartsView {
   /** When a chart was drawn last. */
   private last = 0;
   private readonly pace = new Pace();
+  private readonly borders = new Borders();
   private pointer: { x: number; y: number } | null = null;
   private readonly seen: IntersectionObserver;
   private readonly ends: (() => void)[] = [];
@@ -142,7 +143,8 @@ export class Charts implements ChartsView {
     if (this.across < 80) return;
     const { store, view } = this;
     if (this.known !== store.series.all.length) this.arrange();
-    const key = `${store.series.version} ${view.from} ${view.to} ${this.across} ${this.gutter} ${devicePixelRatio}`;
+    this.borders.update(store);
+    const key = `${store.series.version} ${this.borders.version} ${view.from} ${view.to} ${this.across} ${this.gutter} ${devicePixelRatio}`;
     if (key !== this.drawn) {
       this.drawn = key;
       this.changed = performance.now();
@@ -197,7 +199,7 @@ export class Charts implements ChartsView {
 
   private look(): Look {
     const chosen = this.pointed === null ? this.chosen : new Set([...this.chosen, this.pointed]);
-    return { palette: this.palette, gutter: this.gutter, width: this.width, height: this.height, ranks: this.ranks, chosen };
+    return { palette: this.palette, gutter: this.gutter, width: this.width, height: this.height, ranks: this.ranks, chosen, borders: this.borders };
   }
 
   private again(): void {
@@ -235,7 +237,12 @@ export class Charts implements ChartsView {
   }
 
   private scrolled(entries: IntersectionObserverEntry[]): void {
-    for (const entry of entries) for (const one of this.all.values()) if (one.root === entry.target) one.visible = entry.isIntersecting;
+    for (const entry of entries)
+      for (const one of this.all.values()) {
+        if (one.root !== entry.target) continue;
+        if (entry.isIntersecting && !one.visible) one.appear();
+        one.visible = entry.isIntersecting;
+      }
     this.some();
   }
 

@@ -1,4 +1,4 @@
-import { count, duration, ranks as ranksText } from '../draw/format.ts';
+import { duration, ranks as ranksText } from '../draw/format.ts';
 import { search } from '../model/found.ts';
 import type { Group } from '../model/groups.ts';
 import { findNext } from '../model/statistics.ts';
@@ -39,8 +39,8 @@ export class Choice {
     }
     const cell = scene.cellAt(x, y);
     if (cell) {
-      this.between(cell.begin, cell.end ?? this.store.end + 1); // what ends just now counts, too
-      this.say(t('cell %1 on %2, %3', cell.text, ranksText(cell.ranks), duration((cell.end ?? this.store.end) - cell.begin)));
+      this.between(cell.begin, cell.end ?? this.scene.now + 1); // what ends just now counts, too
+      this.say(t('cell %1 on %2, %3', cell.text, ranksText(cell.ranks), duration((cell.end ?? this.scene.now) - cell.begin)));
       return;
     }
     overlay.range = null;
@@ -142,7 +142,7 @@ export class Choice {
     const row = rows[Math.max(0, Math.min(rows.length - 1, at + by))];
     this.overlay.focus = row;
     if ('host' in row) this.say(hostText(row));
-    else this.say(t('rank %1: last %2 times, held the others up for %3', row.rank, count(row.timesLast), duration(row.heldUp)));
+    else this.say(t('rank %1: others waited %2 for it', row.rank, duration(row.late.covered(...(this.overlay.range ?? this.scene.view.seen)))));
   }
 
   /** Collapses or opens the host where the keys are, or all. */

@@ -1,9 +1,10 @@
 import { apart, change, count, duration, rate } from '../draw/format.ts';
 import type { Palette } from '../draw/palette.ts';
-import type { Comparison, ComparedName, ComparedRank } from '../model/comparison.ts';
+import type { Comparison, ComparedName } from '../model/comparison.ts';
+import { slowestOf } from '../model/ranks.ts';
 import { KINDS } from '../model/store.ts';
 import type { NameStatistics, Statistics } from '../model/statistics.ts';
-import { siteNode, swatch } from './details.ts';
+import { columnTitles, heldUpText, siteNode, swatch } from './details.ts';
 import { h } from './dom.ts';
 import type { Actions } from './options.ts';
 import { t } from './texts.ts';
@@ -31,7 +32,11 @@ const COLUMNS: Column[] = [
 /** Two stretches of time side by side. */
 export function comparisonPanel(found: Comparison, palette: Palette, actions: Actions, end: HTMLElement): Node[] {
   const head = h('tr');
-  for (const title of ['', t('tensor'), '', ...COLUMNS.map(column => column.title())]) head.append(h('th', { scope: 'col' }, title));
+  const explained = new Map(columnTitles());
+  for (const name of ['', t('tensor'), '', ...COLUMNS.map(column => column.title())]) {
+    const title = explained.get(name);
+    head.append(h('th', { scope: 'col', ...(title && { title }) }, name));
+  }
   const table = h('table', { class: 'hvd-compare' }, h('thead', {}, head));
   const shown = found.names.slice(0, SHOWN);
   const names = apart(shown.map(one => one.name));
@@ -40,7 +45,7 @@ export function comparisonPanel(found: Comparison, palette: Palette, actions: Ac
   const heading = h('h4', {}, 'A ', summary(found.a), ' · B ', summary(found.b), ' ', end);
   return [
     h('section', { class: 'hvd-names hvd-both' }, heading, table, more > 0 && h('div', { class: 'hvd-faint' }, t('and %1 more names, which differ less', count(more)))),
-    h('section', {}, h('h4', {}, whoWasLast(found)), rankTable(found.ranks)),
+    h('section', {}, h('h4', {}, whoWasLast(found)), rankTable(found)),
   ];
 }
 
@@ -76,26 +81,26 @@ function changeNode(a: number, b: number, worse: number): Node | null {
 /** Who the others waited for most in each. */
 function whoWasLast(found: Comparison): string {
   const parts = [found.a, found.b].map((of, i) => {
-    const worst = of.ranks.reduce((most, one) => (one.heldUp > (most?.heldUp ?? 0) ? one : most), null as Statistics['ranks'][number] | null);
-    return `${'AB'[i]} ${worst ? t('rank %1', worst.rank) : t('nobody')}`;
+    const slowest = slowestOf(of.ranks, of.to - of.from);
+    return `${'AB'[i]} ${slowest ? t('rank %1', slowest.rank) : t('no rank stands out')}`;
   });
   return t('Waited for most: %1', parts.join(', '));
 }
 
-function rankTable(ranks: readonly ComparedRank[]): HTMLElement {
-  const worst = { a: Math.max(0, ...ranks.map(one => one.a?.heldUp ?? 0)), b: Math.max(0, ...ranks.map(one => one.b?.heldUp ?? 0)) };
-  const most = Math.max(1, worst.a, worst.b);
+function rankTable({ a, b, ranks }: Comparison): HTMLElement {
+  const slowest = { a: slowestOf(a.ranks, a.to - a.from), b: slowestOf(b.ranks, b.to - b.from) };
+  const most = Math.max(1, ...[...a.ranks, ...b.ranks].map(one => one.heldUp));
   const table = h('table', { class: 'hvd-bars' });
   for (const one of ranks) {
     const body = h('tbody');
     for (const side of ['a', 'b'] as const) {
       const of = one[side];
       const held = of?.heldUp ?? 0;
-      const row = h('tr', held && held === worst[side] ? { class: 'hvd-strong' } : {});
+      const row = h('tr', of && of === slowest[side] ? { class: 'hvd-strong' } : {});
       if (side === 'a') row.append(h('th', { scope: 'rowgroup', rowspan: '2' }, t('rank %1', one.rank)));
       const bar = h('span', { style: `width:${((held / most) * 100).toFixed(1)}%`, 'data-side': side });
       row.append(h('td', { class: 'hvd-faint' }, side.toUpperCase()), h('td', { class: 'hvd-track' }, bar));
-      row.append(h('td', {}, of?.timesLast ? `${duration(held)} · ${t('last %1×', count(of.timesLast))}` : t('never last'), side === 'b' && one.a && of ? changeNode(one.a.heldUp, held, 1) : null));
+      row.append(h('td', {}, of ? heldUpText(of, (side === 'a' ? a : b).operations) : t('never last'), side === 'b' && one.a && of ? changeNode(one.a.heldUp, held, 1) : null));
       body.append(row);
     }
     table.append(body);

@@ -1,6 +1,7 @@
-import { apart, bytes, count, duration, rate, ranks as ranksText } from '../draw/format.ts';
+import { apart, bytes, count, duration, rate } from '../draw/format.ts';
 import { css, type Palette } from '../draw/palette.ts';
-import { type Statistics } from '../model/statistics.ts';
+import { slowestOf } from '../model/ranks.ts';
+import type { RankStatistics, Statistics } from '../model/statistics.ts';
 import type { Arrivals } from '../model/operations.ts';
 import { FAILED, KINDS, NOT_READY, NOT_STARTED, type Store } from '../model/store.ts';
 import { button, h } from './dom.ts';
@@ -12,11 +13,11 @@ const SHOWN = 8;
 /** With more ranks than this, only those are listed that others waited for most. */
 const RANKS_SHOWN = 12;
 
-/** Names of the tensors of a hit, the first few. */
+/** Names of the tensors of a hit, the first few; empty for one without a name. */
 export function title(store: Store, hit: Hit): string {
   const k = indexOf(hit);
   const name = store.names[hit.lane.name[k]] ?? '';
-  return hit.rows > 1 ? t('%1 + %2 fused', name, hit.rows - 1) : name;
+  return hit.rows > 1 ? t('%1 + %2 fused', name, hit.rows - 1).trim() : name;
 }
 
 /** What happened, in one sentence; what a screen reader says. */
@@ -24,7 +25,7 @@ export function sentence(store: Store, hit: Hit): string {
   const { lane } = hit;
   const k = indexOf(hit);
   const came = store.operations.get(lane.op[k]);
-  const parts = [t('rank %1: %2 %3', lane.rank, t(KINDS[lane.kind[k]]), title(store, hit))];
+  const parts = [t('rank %1: %2 %3', lane.rank, t(KINDS[lane.kind[k]]), title(store, hit)).trim()];
   if (lane.flags[k] & FAILED) parts.push(t('failed'));
   if (!(lane.flags[k] & NOT_STARTED)) parts.push(t('transfer %1', duration(lane.finished[k] - lane.started[k])));
   parts.push(t('waited %1', duration(lane.flags[k] & NOT_READY ? lane.finished[k] : lane.ready[k])));
@@ -40,9 +41,9 @@ function lastText(store: Store, came: Arrivals): string {
   return t('rank %1 came last, %2 after the first', came.lastRank, duration(came.last - came.first));
 }
 
-/** A line of code; a button if there is a way to go there. */
+/** A line of code; a button if there is a way to go there. Collectives of hvdlab's own have words in place of a line. */
 export function siteNode(site: string, { open }: Actions): HTMLElement {
-  if (!open) return h('span', { class: 'hvd-site' }, site);
+  if (!open || !/(:| line )\d+$/.test(site)) return h('span', { class: 'hvd-site' }, site);
   const link = button(site, t('Go to %1 (O)', site), () => open(site));
   link.className = 'hvd-site hvd-link';
   return link;
@@ -89,7 +90,7 @@ export function tooltip(store: Store, hit: Hit): Node[] {
   const table = h('dl');
   for (const [name, value] of facts(store, hit)) table.append(h('dt', {}, name), h('dd', {}, value));
   const site = siteOf(store, hit);
-  return [h('div', { class: 'hvd-tip-name' }, title(store, hit)), h('div', { class: 'hvd-faint' }, [t('rank %1', lane.rank), what, site].filter(Boolean).join(' · ')), table];
+  return [h('div', { class: 'hvd-tip-name' }, title(store, hit) || t(KINDS[lane.kind[k]])), h('div', { class: 'hvd-faint' }, [t('rank %1', lane.rank), what, site].filter(Boolean).join(' · ')), table];
 }
 
 /** The chosen operation, with the arrivals of all ranks. */
@@ -102,7 +103,7 @@ export function operationPanel(store: Store, hit: Hit, palette: Palette, actions
   const site = siteOf(store, hit);
   if (site) table.append(h('dt', {}, t('called at')), h('dd', {}, siteNode(site, actions)));
   for (const [name, value] of facts(store, hit)) table.append(h('dt', {}, name), h('dd', {}, value));
-  const heading = h('h4', {}, swatch(palette, lane.kind[k]), ` ${t(KINDS[lane.kind[k]])} `, h('code', {}, title(store, hit)), ` ${t('on rank %1', lane.rank)}`);
+  const heading = h('h4', {}, swatch(palette, lane.kind[k]), ` ${t(KINDS[lane.kind[k]])} `, title(store, hit) && h('code', {}, title(store, hit)), ` ${t('on rank %1', lane.rank)}`);
   const left = h('section', {}, heading, table);
   if (!came || came.count < 2) return [left];
   const certain = store.certain(came);
@@ -147,12 +148,30 @@ function bars(rows: readonly Bar[]): HTMLElement {
   return table;
 }
 
+/** The figures of a name, in the order of the table's columns, each with an explanation. */
+export function columnTitles(): [name: string, title: string][] {
+  return [
+    [t('count'), t('Collectives of this name; one that all ranks take part in counts once')],
+    [t('total'), t('Time in these collectives, mean of the ranks')],
+    ['p50', t('Half of these collectives took no longer than this')],
+    ['p99', t('99 of 100 of these collectives took no longer than this')],
+    [t('size'), t('Bytes of the tensors, mean of the ranks')],
+    [t('bandwidth'), t('Bytes of the tensors for each second in these collectives')],
+    [t('waited'), t('Time in which a rank waited for others, mean of the ranks; of collectives that waited at the same time each counts')],
+  ];
+}
+
+/** How long others waited for a rank, and to how many of all collectives it came last. */
+export function heldUpText(one: RankStatistics, operations: number): string {
+  return one.timesLast ? `${duration(one.heldUp)} · ${t('last in %1 of %2', count(one.timesLast), count(operations))}` : t('never last');
+}
+
 /** Statistics of a stretch of time. */
 export function statisticsPanel(found: Statistics, palette: Palette, what: string, actions: Actions, todo: readonly HTMLElement[] = []): Node[] {
   const sites = found.names.some(one => one.site);
   const head = h('tr', {});
   head.append(h('th'), h('th', { scope: 'col' }, t('tensor')), ...(sites ? [h('th', { scope: 'col', class: 'hvd-at' }, t('called at'))] : []));
-  for (const name of [t('count'), t('total'), 'p50', 'p99', t('size'), t('bandwidth'), t('waited')]) head.append(h('th', { scope: 'col' }, name));
+  for (const [name, title] of columnTitles()) head.append(h('th', { scope: 'col', title }, name));
   const body = h('tbody');
   const shown = found.names.slice(0, SHOWN);
   const names = apart(shown.map(one => one.name));
@@ -173,15 +192,14 @@ export function statisticsPanel(found: Statistics, palette: Palette, what: strin
     more > 0 && h('div', { class: 'hvd-faint' }, t('and %1 more names', count(more))),
   );
   const most = Math.max(1, ...found.ranks.map(one => one.heldUp));
-  const all = found.ranks.reduce((sum, one) => sum + one.timesLast, 0);
+  const slowest = slowestOf(found.ranks, found.to - found.from);
   const rows = found.ranks.map(one => ({
     name: t('rank %1', one.rank),
     share: one.heldUp / most,
-    text: one.timesLast ? `${duration(one.heldUp)} · ${t('last %1×', count(one.timesLast))}` : t('never last'),
-    strong: all > 0 && one.heldUp === most && one.heldUp > 0,
+    text: heldUpText(one, found.operations),
+    strong: one === slowest,
   }));
-  const last = found.ranks.filter(one => one.heldUp > 0 && one.heldUp === most).map(one => one.rank);
-  const heading = last.length ? t('Others waited for %1 most', ranksText(last)) : t('Nobody was waited for');
+  const heading = slowest ? t('Others waited for rank %1 most', slowest.rank) : found.ranks.some(one => one.heldUp > 0) ? t('No rank stands out') : t('No rank was waited for');
   return rows.length < 2 ? [left] : [left, h('section', {}, h('h4', {}, heading), ...longest(rows))];
 }
 

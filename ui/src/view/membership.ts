@@ -111,8 +111,11 @@ export class MembershipView {
 
   /** The kernel speaks, or does not any more: then the clock stops, and nothing can be asked for. */
   stand(liveness: Liveness): void {
-    this.past = standingText(liveness);
+    const past = standingText(liveness);
     this.stopped = liveness.at / 1000 + this.ahead;
+    // The panel says it with each span that comes; buttons that are made anew meanwhile could not be clicked.
+    if (past === this.past) return;
+    this.past = past;
     if (this.state) this.show(this.state);
   }
 
@@ -147,11 +150,11 @@ export class MembershipView {
   }
 
   private change(change: Change): HTMLElement {
-    const what = h('td', { class: 'hvd-what', 'data-what': change.what }, h('span', { 'aria-hidden': 'true' }, `${SIGNS[change.what] ?? ''} `), t(change.what));
+    const what = h('td', { class: 'hvd-what', 'data-what': change.what }, h('span', { 'aria-hidden': 'true' }, `${SIGNS[change.what] ?? ''} `), t(change.what === 'formed' ? 'regrouped' : change.what));
     return h('tr', {}, h('td', {}, clock(change.when)), h('td', {}, change.rank < 0 ? '' : String(change.rank)), what, h('td', {}, change.why), h('td', {}, place(change)));
   }
 
-  /** A lane for each rank: when it was there, when it waited to be let in, when it was missing; and the generations above. */
+  /** A lane for each rank: when it was there, when it waited to be let in, when it was missing; and above them from when on other ranks worked together. */
   private draw(): void {
     const state = this.state!;
     const begin = state.history[0]?.when ?? state.now;
@@ -159,10 +162,10 @@ export class MembershipView {
     const at = (when: number) => `${((100 * (when - begin)) / length).toFixed(3)}%`;
     const lane = (label: string, nodes: HTMLElement[]) => h('div', { class: 'hvd-life' }, h('span', { class: 'hvd-life-name' }, label), h('span', { class: 'hvd-life-track' }, ...nodes));
     const formed = state.history.filter(change => change.what === 'formed');
-    const generations = formed.map(change => h('span', { class: 'hvd-formed', style: `left:${at(change.when)}`, title: `${clock(change.when)} ${change.why}` }));
+    const generations = formed.map(change => h('span', { class: 'hvd-formed', style: `left:${at(change.when)}`, role: 'img', title: `${clock(change.when)} ${change.why}`, 'aria-label': `${clock(change.when)} ${change.why}` }));
     const rows = [...lives(state)].map(([rank, life]) => lane(String(rank), life.map(one => stretch(rank, one, at, begin + length))));
     const ends = h('div', { class: 'hvd-life hvd-faint' }, h('span', { class: 'hvd-life-name' }), h('span', { class: 'hvd-life-ends' }, h('span', {}, clock(begin)), h('span', {}, clock(begin + length))));
-    this.lanes.replaceChildren(lane(t('world'), generations), ...rows, ends);
+    this.lanes.replaceChildren(...(formed.length ? [lane(t('regrouped'), generations)] : []), ...rows, ends);
   }
 
   private tick(): void {
@@ -268,7 +271,7 @@ function stretch(rank: number, one: Stretch, at: (when: number) => string, now: 
 }
 
 function stateText({ state }: Member): string {
-  if (state === 'here') return t('in the world');
+  if (state === 'here') return t('ready');
   return state === 'waiting' ? t('waits to be let in') : t(state);
 }
 

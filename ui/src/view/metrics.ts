@@ -1,4 +1,5 @@
 import { count, ranks as ranksText } from '../draw/format.ts';
+import { newestEvent } from '../model/charts.ts';
 import type { Liveness } from '../model/liveness.ts';
 import { STOPPED, type Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
@@ -76,7 +77,8 @@ export class MetricsView {
   /** The store has changed. */
   data(): void {
     this.failures.update(this.store.failures);
-    const { begin, end } = this.store.series;
+    const { begin } = this.store.series;
+    const end = newestEvent(this.store);
     const first = !Number.isFinite(this.shownEnd) && Number.isFinite(end);
     if (Number.isFinite(end)) this.view.data(begin, this.view.following && !first ? Math.max(this.shownEnd, this.view.to) : end);
     if (first) this.shownEnd = end;
@@ -94,7 +96,7 @@ export class MetricsView {
 
   private act(change: () => void): void {
     change();
-    if (this.view.following) this.shownEnd = Math.min(this.view.to, this.store.series.end);
+    if (this.view.following) this.shownEnd = Math.min(this.view.to, newestEvent(this.store));
     this.schedule();
   }
 
@@ -106,7 +108,8 @@ export class MetricsView {
     this.frame = 0;
     if (!this.visible || !this.root.isConnected) return;
     const { view, store, charts } = this;
-    const { begin, end } = store.series;
+    const { begin } = store.series;
+    const end = newestEvent(store);
     if (view.following && Number.isFinite(end)) {
       const gap = end - this.shownEnd;
       const near = !(gap > view.length / 4000) || gap > view.length || this.still.matches;

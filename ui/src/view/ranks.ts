@@ -1,7 +1,7 @@
 import { count, duration, rate } from '../draw/format.ts';
 import type { Failure } from '../model/failures.ts';
 import type { Liveness } from '../model/liveness.ts';
-import type { RankRow } from '../model/ranks.ts';
+import { endedRow, type RankRow } from '../model/ranks.ts';
 import { STOPPED } from '../model/store.ts';
 import { h } from './dom.ts';
 import { FailuresBox } from './failures.ts';
@@ -20,10 +20,23 @@ export class RanksView {
   private readonly end: () => void;
   private told = '';
   private past = '';
+  private ended = false;
+  private rows: RankRow[] = [];
 
   constructor(parent: HTMLElement) {
     const head = h('tr');
-    for (const name of [t('rank'), t('state'), t('where'), t('plane'), t('last 10 s of work'), t('bandwidth'), t('came last'), t('held others up'), t('worst')]) head.append(h('th', { scope: 'col' }, name));
+    const titles: [name: string, title: string][] = [
+      [t('rank'), ''],
+      [t('state'), ''],
+      [t('where'), t('Host and process')],
+      [t('plane'), t('The way on which its data goes to other ranks')],
+      [t('last 10 s of work'), t('The 10 s before its last collective ended, as all figures to the right')],
+      [t('bandwidth'), t('Bytes of its tensors for each second in collectives')],
+      [t('came last'), t('Collectives to which it came last')],
+      [t('held others up'), t('Time in which others waited for it; waits that overlap count once')],
+      [t('worst'), t('The longest time for which others waited for it')],
+    ];
+    for (const [name, title] of titles) head.append(h('th', { scope: 'col', ...(title && { title }) }, name));
     const bar = h('div', { class: 'hvd-bar' }, h('strong', {}, t('Ranks')), this.heading);
     this.root = h('div', { class: 'hvd-view hvd-ranks' }, bar, this.failures.root, h('div', { class: 'hvd-scroll' }, h('table', {}, h('thead', {}, head), this.body)));
     parent.append(this.root);
@@ -34,14 +47,22 @@ export class RanksView {
     this.failures.update(failures);
     this.told = heading === STOPPED ? t('ended') : heading;
     this.head();
-    const most = Math.max(0, ...rows.map(row => row.heldUp));
-    this.body.replaceChildren(...rows.map(row => this.row(row, most > 0 && row.heldUp === most)));
+    this.rows = rows;
+    this.show();
+  }
+
+  private show(): void {
+    this.body.replaceChildren(...this.rows.map(row => this.row(this.ended ? endedRow(row) : row)));
   }
 
   /** The kernel speaks, or does not any more: then the table is of the past. */
   stand(liveness: Liveness): void {
     this.past = standingText(liveness);
     this.head();
+    const ended = liveness.standing === 'ended';
+    if (ended === this.ended) return;
+    this.ended = ended;
+    this.show();
   }
 
   private head(): void {
@@ -49,7 +70,7 @@ export class RanksView {
     this.root.dataset.past = String(!!this.past);
   }
 
-  private row(row: RankRow, slowest: boolean): HTMLElement {
+  private row(row: RankRow): HTMLElement {
     const running = row.cell && row.state === 'running' ? t('running %1', row.cell) : t(row.state);
     const state = h('span', { class: 'hvd-state', 'data-state': row.paused ? 'paused' : row.state }, running);
     if (row.reason) state.title = row.reason;
@@ -57,7 +78,7 @@ export class RanksView {
     shares.append(h('span', { class: 'hvd-work', style: `width:${percent(row.work)}` }), h('span', { class: 'hvd-wait', style: `width:${percent(row.wait)}` }));
     return h(
       'tr',
-      slowest ? { class: 'hvd-strong' } : {},
+      row.slowest ? { class: 'hvd-strong' } : {},
       h('th', { scope: 'row' }, String(row.rank)),
       h('td', {}, state, row.paused && h('strong', { class: 'hvd-paused' }, t(row.paused)), row.reason && h('div', { class: 'hvd-faint' }, row.reason)),
       h('td', {}, row.host ? `${row.host} · ${row.pid}` : ''),

@@ -9,6 +9,7 @@ import type { FoundTracks } from '../model/found.ts';
 import { Groups } from '../model/groups.ts';
 import { Happenings, type Cell } from '../model/happenings.ts';
 import type { Lane } from '../model/lane.ts';
+import { slowestOf } from '../model/ranks.ts';
 import type { Changed, Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
 import { Arrangement, type Box, type Heading } from './arrangement.ts';
@@ -42,6 +43,8 @@ export class Scene implements Surface {
   readonly view: Viewport;
   private readonly raster = new Raster();
   private readonly changed: Changed;
+  told: readonly [number, number] = [0, 1];
+  slowest: Lane | null = null;
   private ratio = 1;
   private arranged = '';
 
@@ -93,6 +96,10 @@ export class Scene implements Surface {
     return this.view.from + ((x - this.gutter) / this.plotWidth) * this.view.length;
   }
 
+  get now(): number {
+    return Math.max(this.store.end, this.view.extent[1]);
+  }
+
   /** How long a pixel is. */
   get pixel(): number {
     return this.view.length / this.plotWidth;
@@ -108,7 +115,7 @@ export class Scene implements Surface {
 
   cellAt(x: number, y: number): Cell | null {
     if (x < this.gutter || y >= this.top || y < this.top - 20) return null;
-    return this.happenings.cellAt(this.time(x), this.pixel * 2, this.store.end);
+    return this.happenings.cellAt(this.time(x), this.pixel * 2, this.now);
   }
 
   /** Where a lane lies; `null` before it was drawn. */
@@ -124,6 +131,9 @@ export class Scene implements Surface {
 
   draw(palette: Palette, overlay: Overlay): void {
     this.palette = palette;
+    this.told = overlay.range ?? this.view.seen;
+    const waits = this.store.lanes.map(lane => ({ lane, heldUp: lane.late.covered(...this.told) }));
+    this.slowest = slowestOf(waits, this.told[1] - this.told[0])?.lane ?? null;
     this.lanes(palette, overlay);
     this.context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     drawAxis(this);

@@ -1,3 +1,4 @@
+import { percent } from '../draw/format.ts';
 import type { Standing } from '../model/liveness.ts';
 import { h } from './dom.ts';
 import { t } from './texts.ts';
@@ -181,10 +182,6 @@ export class StripView {
     this.endTheme();
     this.root.remove();
   }
-}
-
-function percent(share: number): string {
-  return `${Math.round(share * 100)} %`;
 }
 
 /** `0:52`, `1:02:03`. */

@@ -1,7 +1,8 @@
 import { count } from '../draw/format.ts';
 import type { Palette } from '../draw/palette.ts';
 import type { Liveness } from '../model/liveness.ts';
-import { STOPPED, type Store } from '../model/store.ts';
+import { extentOf } from '../model/happenings.ts';
+import { runs, STOPPED, type Store } from '../model/store.ts';
 import { Viewport } from '../model/viewport.ts';
 import { viewApi } from './api.ts';
 import { Choice } from './choice.ts';
@@ -34,6 +35,8 @@ const MOST_FOR_READABLE = 0.45;
 /** Charts are shown by themselves where there is this much. */
 const ENOUGH_FOR_CHARTS = 560;
 const HIGHEST_LANE = 56;
+/** Share of the view that is free at the right when nothing runs, so that marks of the end are whole. */
+const ROOM = 0.03;
 /** In less width than this, tables leave out what can be read elsewhere. */
 const LITTLE = 480;
 
@@ -112,8 +115,11 @@ export class Timeline {
       this.choice.forget();
       this.hover(-1, -1);
     }
-    const glides = view.following && Number.isFinite(this.shownEnd);
-    view.data(Math.min(store.begin, store.end), glides ? Math.max(this.shownEnd, view.to) : store.end);
+    const extent = this.extent();
+    if (extent) {
+      const glides = view.following && Number.isFinite(this.shownEnd);
+      view.data(extent[0], glides ? Math.max(this.shownEnd, view.extent[1]) : extent[1]);
+    }
     this.schedule();
   }
 
@@ -129,6 +135,14 @@ export class Timeline {
     if (text === this.past) return;
     this.past = text;
     this.toolbar.following(this.view.following, this.gone);
+  }
+
+  /** What there is to see, and whether the view leaves room behind it: nothing moves then that would need it. */
+  private extent(): [number, number] | null {
+    const { store, view, scene } = this;
+    scene.happenings.update(store);
+    view.room = this.gone || !runs(store) ? ROOM : 0;
+    return extentOf(store, scene.happenings, view.span / 2);
   }
 
   /** Why nothing more comes, now or ever: the ranks are gone, or the kernel can't be heard. */
@@ -241,7 +255,7 @@ export class Timeline {
     const followed = this.view.following;
     const chosen = this.chosen;
     change();
-    if (followed && this.view.following) this.shownEnd = this.view.to;
+    if (followed && this.view.following) this.shownEnd = this.view.extent[1];
     if (this.chosen.some((one, i) => one !== chosen[i])) this.panel.update(this.palette);
     this.schedule();
   }
@@ -258,7 +272,7 @@ export class Timeline {
     const before = overlay.hover;
     overlay.hover = hit;
     if (hit) this.tip.hit(this.store, hit);
-    else if (cell) this.tip.cell(cell, this.store.end);
+    else if (cell) this.tip.cell(cell, this.scene.now);
     else this.tip.hide();
     // In the whole view, of which the lanes may be a low part.
     if (hit || cell) this.tip.place(x, y + this.plot.offsetTop - this.plot.scrollTop, this.scene.width, this.root.clientHeight);
@@ -320,13 +334,14 @@ export class Timeline {
 
   /** While following, glides to what came last. */
   private advance(): void {
-    const { view, store } = this;
-    if (!view.following || !store.count) return;
-    const target = store.end;
+    const { view } = this;
+    const extent = this.extent();
+    if (!view.following || !extent) return;
+    const [begin, target] = extent;
     const gap = target - this.shownEnd;
     const near = !(gap > this.scene.pixel * 0.5) || gap > view.span || this.still.matches;
     this.shownEnd = near ? target : this.shownEnd + gap * SMOOTH;
-    view.data(store.begin, this.shownEnd);
+    view.data(begin, this.shownEnd);
     if (!near) this.schedule();
   }
 

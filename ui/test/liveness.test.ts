@@ -75,7 +75,7 @@ test('the kernel of a widget is the one that its page had when it was shown', ()
   const [statusChanged, connectionStatusChanged, kernelChanged] = [new Signal(), new Signal(), new Signal()];
   const sessionContext = { session: { kernel } as { kernel: typeof kernel | null }, statusChanged, connectionStatusChanged, kernelChanged };
   const seen: Link[] = [];
-  const end = watchKernel({ context: { sessionContext } }, link => seen.push(link));
+  const end = watchKernel({ context: { sessionContext } }, 'timeline', link => seen.push(link));
   kernel.connectionStatus = 'connecting';
   connectionStatusChanged.emit();
   kernel.connectionStatus = 'connected';
@@ -89,10 +89,27 @@ test('the kernel of a widget is the one that its page had when it was shown', ()
   kernelChanged.emit();
   assert.deepEqual(seen, ['here', 'away', 'here', 'ended', 'ended', 'ended']);
   end();
-  assert.equal(statusChanged.acts.size + connectionStatusChanged.acts.size + kernelChanged.acts.size, 0);
+  assert.equal(connectionStatusChanged.acts.size, 0);
+  assert.equal(statusChanged.acts.size + kernelChanged.acts.size, 2, 'the page goes on counting the ends of the session');
+});
+
+test('a widget that is shown once more after a restart has ended, and one of the new kernel has not', () => {
+  const kernel = { status: 'idle', connectionStatus: 'connected' };
+  const [statusChanged, connectionStatusChanged, kernelChanged] = [new Signal(), new Signal(), new Signal()];
+  const manager = { context: { sessionContext: { session: { kernel }, statusChanged, connectionStatusChanged, kernelChanged } } };
+  const seen: Link[] = [];
+  const show = (widget: string) => watchKernel(manager, widget, link => seen.push(link));
+  show('ranks')();
+  kernel.status = 'restarting';
+  statusChanged.emit();
+  kernel.status = 'idle';
+  statusChanged.emit();
+  show('ranks')();
+  show('ranks of the new kernel')();
+  assert.deepEqual(seen, ['here', 'ended', 'here']);
 });
 
 test('where the page does not tell how the kernel is, silence does', () => {
-  watchKernel(undefined, () => assert.fail())();
-  watchKernel({ context: {} }, () => assert.fail())();
+  watchKernel(undefined, 'any', () => assert.fail())();
+  watchKernel({ context: {} }, 'any', () => assert.fail())();
 });

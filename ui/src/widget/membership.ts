@@ -62,7 +62,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   model.on('change:failed', news);
   model.on('msg:custom', alive);
   update();
-  const forget = watchKernel(model.widget_manager, link => liveness.connected(link));
+  const forget = watchKernel(model.widget_manager, String(model.get('still')), link => liveness.connected(link));
   // The kernel then sends a new still: a page that was loaded again has an old one.
   model.send({ type: 'hello' });
   const showStill = hideStill(el, String(model.get('still')));

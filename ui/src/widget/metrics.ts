@@ -51,7 +51,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   };
   views.add(update);
   update();
-  const forget = watchKernel(model.widget_manager, link => liveness.connected(link));
+  const forget = watchKernel(model.widget_manager, String(model.get('still')), link => liveness.connected(link));
   return () => {
     forget();
     showStill?.();

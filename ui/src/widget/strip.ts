@@ -42,7 +42,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   model.on('change:opened', opened);
   view.update(state(), false);
   liveness.wait(!state().ended);
-  const forget = watchKernel(model.widget_manager, link => liveness.connected(link));
+  const forget = watchKernel(model.widget_manager, state().still, link => liveness.connected(link));
   const letGo = keepLast(el);
   const showStill = hideStill(el, state().still);
   return () => {

@@ -64,7 +64,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   (timeline.root as HTMLElement & { hvdlab?: unknown }).hvdlab = timeline.api;
   views.add(timeline);
   timeline.stand(all.liveness);
-  const forget = watchKernel(model.widget_manager, link => all.liveness.connected(link));
+  const forget = watchKernel(model.widget_manager, String(model.get('still')), link => all.liveness.connected(link));
   // A notebook that was only opened has a picture and no kernel: the picture stays.
   let showStill = () => {};
   const begin = () => {

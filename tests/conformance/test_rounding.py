@@ -58,6 +58,7 @@ def together(plane: str, case: Callable[[PlaneActor], int]) -> list[int]:
     """Run a case on all members, each in a thread of its own."""
     target, hosts = THREADED[plane]
     store = Store()
+    finished = threading.Barrier(MEMBERS)
     fd = os.memfd_create("rounding") if plane == "shm" else -1
     if fd >= 0:
         os.ftruncate(fd, shm_memory(MEMBERS, {}))
@@ -73,7 +74,14 @@ def together(plane: str, case: Callable[[PlaneActor], int]) -> list[int]:
         assert isinstance(actor, PlaneActor)
         try:
             actor.connect(20)
-            return case(actor)
+            result = case(actor)
+            # Gloo's plane finds the sockets that it disconnects in its process, and this one has those of all members.
+            finished.wait()
+            return result
+        except BaseException:
+            actor.abort()
+            finished.abort()
+            raise
         finally:
             actor.close()
 

@@ -429,9 +429,9 @@ class Engine(Groups):
     def on_leave(self, callback: Callable[[str], None]) -> None:
         """Call ``callback(reason)`` on the control thread when this rank is to leave.
 
-        That is also when the coordinator is lost and has no successor.
+        That is also when the coordinator is lost and has no successor. If it has happened already, this calls the callback.
         """
-        self._dispatcher.mailbox.leaves.append(callback)
+        self._dispatcher.mailbox.on_leave(callback)
 
     def on_reconnected(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when this rank has found the coordinator's successor.

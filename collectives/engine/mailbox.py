@@ -24,7 +24,9 @@ class Mailbox:
         self.interrupts: list[Callable[[], None]] = []
         self.native_waits: list[Callable[[], None]] = []
         self.reconnections: list[Callable[[], None]] = []
-        self.leaves: list[Callable[[str], None]] = []
+        self._leaves: list[Callable[[str], None]] = []
+        self._leaving: str | None = None  # why this rank is to leave, once it is
+        self._leave_guard = threading.Lock()  # of the two above
         self.event_sinks: list[Callable[[int, bytes], None]] = []
         self.own_event_sinks: list[Callable[[int, bytes], None]] = []
         self.stalls: list[Callable[[m.Stalled], None]] = []
@@ -49,9 +51,20 @@ class Mailbox:
         for callback in tuple(self.reconnections):
             _call(callback)
 
+    def on_leave(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback(reason)`` when this rank is to leave; at once, on this thread, if it is already."""
+        with self._leave_guard:
+            self._leaves.append(callback)
+            reason = self._leaving
+        if reason is not None:
+            _call(callback, reason)
+
     def leave(self, message: m.Message) -> None:
         assert isinstance(message, m.Leave)
-        for callback in tuple(self.leaves):
+        with self._leave_guard:
+            self._leaving = message.reason
+            callbacks = tuple(self._leaves)
+        for callback in callbacks:
             _call(callback, message.reason)
 
     def events(self, message: m.Message) -> None:

@@ -10,6 +10,7 @@ import socket
 import ssl
 import stat
 import struct
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -547,6 +548,14 @@ def serve() -> str:
     return "over"
 
 
+def serve_once_it_is_over() -> str:
+    left = threading.Event()
+    context.engine().on_leave(lambda reason: left.set())
+    assert left.wait(20)
+    kvstore.KVStoreServer(_kv).run()
+    return "over"
+
+
 _kv: Any = None
 
 
@@ -642,3 +651,9 @@ def test_a_process_that_is_to_be_a_server_waits_for_the_end(own_ranks: Ranks) ->
     own_ranks.run(goes_on_alone, ranks=[0, 1])
     own_ranks.coordinator.close()
     assert serving.results() == ["over"]
+
+
+def test_a_process_that_becomes_a_server_after_the_end_does_not_wait(own_ranks: Ranks) -> None:
+    own_ranks.run(begins_asynchronously)
+    own_ranks.coordinator.close()
+    assert own_ranks.start(serve_once_it_is_over, ranks=[2]).results() == ["over"]

@@ -29,7 +29,6 @@ from hvdlab.collectives.coordinator.events import (
     PeerConnected,
     PeerLost,
     Received,
-    ReceivedTogether,
     Tick,
 )
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
@@ -209,7 +208,7 @@ def _converse(state: CoordinatorState, chance: random.Random) -> None:
             peers += 1
             hello = _hello(peers, chance)
             connected[peers] = hello.role == "client"
-            event: Any = PeerConnected(peers, hello, chance.choice((0, 1, 1)))
+            event: Any = PeerConnected(peers, hello)
         elif action < 0.2:
             event = PeerLost(connected.popitem()[0], "end of file")
         elif action < 0.25:
@@ -224,9 +223,6 @@ def _converse(state: CoordinatorState, chance: random.Random) -> None:
                 kind = chance.choice([kind for kind in kinds if kind in allowed])
                 message = make(kind, chance, tame=chance.random() < 0.95)
             event = Received(peer, message)
-            ranks = tuple(each for each, is_client in connected.items() if not is_client)
-            if isinstance(message, m.Announce) and ranks and chance.random() < 0.5:
-                event = ReceivedTogether(ranks, message)
         for effect in state.handle(event, now):
             if isinstance(effect, CloseConnection):
                 connected.pop(effect.peer, None)

@@ -5,12 +5,10 @@
     python benchmarks/chaos.py --seed 4 --plane gloo --first 17 --count 1 -v      # one trial again, with its story
     python benchmarks/chaos.py --shared-memory 64                               # with 64 MiB of it, as in a container
     python benchmarks/chaos.py --fault DDP                                      # only what befalls wrapped models
-    python benchmarks/chaos.py --relays                                         # pools whose ranks are behind relays
     python benchmarks/chaos.py --partitions 30                                  # hosts that are cut off, instead of pools
     python benchmarks/chaos.py --elastic 1000                                   # ranks that come and go while they train
     python benchmarks/chaos.py --elastic 100 --hosts                            # whole hosts that do (needs root)
     python benchmarks/chaos.py --gpu 200                                        # ranks that share a GPU
-    python benchmarks/chaos.py --elastic 100 --hosts --relays                   # hosts whose ranks are behind relays
 
 Half of the faults befall a pool whose ranks share memory, half one that uses Gloo. What the faults are, where they
 strike and what is looked at afterwards is in ``tests/chaos``. The exit code is 1 if anything hung, was lost, leaked or
@@ -36,14 +34,12 @@ from pages import write
 
 from chaos.campaign import Campaign
 from chaos.elastic import LEAST, MOST, ElasticCampaign
-from chaos.elastic_hosts import CHANGES, HOSTS, SLOTS, ElasticHosts
-from chaos.elastic_hosts import OF_RELAYS as CHANGES_OF_RELAYS
+from chaos.elastic_hosts import HOSTS, SLOTS, ElasticHosts
 from chaos.faults import (
     DEATHS_OF_PARTS,
     FAULTS,
     GPU,
     KERNELS,
-    OF_RELAYS,
     ON_DEVICES,
     RESIZES,
     STALL,
@@ -57,11 +53,6 @@ from hosts import missing
 from real_gpu import why_no_gpu
 
 EVERYTHING = (*FAULTS, *DEATHS_OF_PARTS, *KERNELS, *RESIZES, *WRAPPED)
-BEHIND_RELAYS = (
-    *(fault for fault in (*FAULTS, *DEATHS_OF_PARTS, *RESIZES) if "fork" not in fault.name),
-    *OF_RELAYS,
-)
-"""Without those of fork servers, of which each host has one, and of kernels, whose pools are on one host."""
 
 
 def chosen(words: list[str], among: Sequence[Fault]) -> list[Fault]:
@@ -159,12 +150,10 @@ class PoolFaults(Kind[Campaign]):
     Attributes:
         among: The faults that are drawn from.
         device: Where the ranks' tensors are; see :class:`Campaign`.
-        relays: Whether the ranks are behind relays.
     """
 
     among: Sequence[Fault] = EVERYTHING
     device = ""
-    relays = False
 
     def __init__(self, given: argparse.Namespace) -> None:
         super().__init__(given)
@@ -181,7 +170,6 @@ class PoolFaults(Kind[Campaign]):
             faults=self.faults,
             views=not given.without_views,
             device=self.device,
-            relays=self.relays,
         )
 
     def stop(self, played: Campaign) -> list[str]:
@@ -200,18 +188,6 @@ class GpuFaults(PoolFaults):
         if reason := why_no_gpu():
             sys.exit(reason)
         self.planes, self.count = ["shm"], given.gpu
-
-
-class RelayedFaults(PoolFaults):
-    """Faults on pools whose ranks are on two hosts behind relays."""
-
-    name = "relays"
-    among = BEHIND_RELAYS
-    relays = True
-
-    def __init__(self, given: argparse.Namespace) -> None:
-        super().__init__(given)
-        self.planes = ["gloo"]  # the plane of several hosts
 
 
 class PoolChanges(Kind[ElasticCampaign]):
@@ -250,14 +226,10 @@ class HostChanges(OnHosts[ElasticHosts]):
 
     def __init__(self, given: argparse.Namespace) -> None:
         super().__init__(given)
-        if given.relays:
-            self.name = "elastic-hosts-relays"
         self.count, self.ranks = given.elastic, f"1 to {1 + SLOTS * (HOSTS - 1)}"
 
     def start(self, plane: str) -> ElasticHosts:
-        if not self.given.relays:
-            return ElasticHosts(self.given.seed)
-        return ElasticHosts(self.given.seed, changes=(*CHANGES, *CHANGES_OF_RELAYS), relays=True)
+        return ElasticHosts(self.given.seed)
 
     def break_off(self, played: ElasticHosts) -> list[str]:
         return played.end_training()
@@ -282,8 +254,6 @@ def kind_of(given: argparse.Namespace) -> Kind[Any]:
         return HostCuts(given)
     if given.gpu:
         return GpuFaults(given)
-    if given.relays and not given.elastic:
-        return RelayedFaults(given)
     return PoolChanges(given) if given.elastic else PoolFaults(given)
 
 
@@ -341,11 +311,6 @@ def main() -> None:
     parser.add_argument(
         "--gpu", type=int, metavar="N", help="N faults on ranks that share the first GPU, and nothing else"
     )
-    parser.add_argument(
-        "--relays",
-        action="store_true",
-        help="ranks are behind relays, which are lost as well: those of pools on two hosts, or with --elastic and --hosts of a job",
-    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path, help="page whose table is written anew")
     parser.add_argument(
@@ -360,8 +325,6 @@ def main() -> None:
         with_shared_memory(given.shared_memory)
     if given.hosts and not given.elastic:
         parser.error("--hosts belongs to --elastic")
-    if given.relays and (given.partitions or (given.elastic and not given.hosts)):
-        parser.error("--relays belongs to faults on pools, or to --elastic with --hosts")
     kind = kind_of(given)
     outcomes: list[Outcome] = []
     pools: list[dict[str, Any]] = []

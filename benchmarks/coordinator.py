@@ -3,8 +3,7 @@
     python benchmarks/coordinator.py            # some seconds
     python benchmarks/coordinator.py --profile  # and where the time goes
 
-``core`` decodes announcements, runs the state machine and encodes what it says. ``blocs`` is the same with 16 ranks behind each relay, whose
-announcements come as one. ``server`` adds the selector and the
+``core`` decodes announcements, runs the state machine and encodes what it says. ``server`` adds the selector and the
 sockets; the ranks are socket pairs in this process, whose own sends and receives are not counted. Each round, every
 rank announces one 4-byte allreduce, and one ``Execute`` goes to all. A figure is the median over rounds.
 """
@@ -21,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from hvdlab.collectives.coordinator.events import PeerConnected, Received, ReceivedTogether, Send
+from hvdlab.collectives.coordinator.events import PeerConnected, Received, Send
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
 from hvdlab.collectives.coordinator.server import Server
 from hvdlab.collectives.coordinator.state import CoordinatorState
@@ -31,8 +30,6 @@ from hvdlab.collectives.protocol.codec import decode_from_rank, encode
 DEFINITION = m.Definition(0, m.Signature(0, "loss", 8, 1, (1,)), "cell [1] line 1")
 FIRST = encode(m.Announce(0, 1, (0,), (DEFINITION,)))
 NEXT = encode(m.Announce(0, 1, (0,)))
-BEHIND = 16
-"""Ranks behind one relay."""
 
 
 def hello(rank: int) -> m.Hello:
@@ -48,30 +45,6 @@ def core(ranks: int) -> Callable[[], float]:
     def say(frame: bytes) -> None:
         for rank in range(ranks):
             for effect in state.handle_all([Received(rank, decode_from_rank(frame[4:]))], 1.0):
-                if type(effect) is Send:
-                    encode(effect.message)
-            state.next_deadline()
-
-    def one_round() -> float:
-        begun = time.perf_counter()
-        say(NEXT)
-        return time.perf_counter() - begun
-
-    say(FIRST)
-    return one_round
-
-
-def blocs(ranks: int) -> Callable[[], float]:
-    """The same where the ranks are behind relays."""
-    state = CoordinatorState(CoordinatorOptions(size=ranks))
-    state.handle_all([PeerConnected(rank, hello(rank), 1 + rank // BEHIND) for rank in range(ranks)], 0.0)
-    groups = [tuple(range(begin, min(begin + BEHIND, ranks))) for begin in range(0, ranks, BEHIND)]
-
-    def say(frame: bytes) -> None:
-        for group in groups:
-            message = decode_from_rank(frame[4:])
-            assert isinstance(message, m.Announce)
-            for effect in state.handle_all([ReceivedTogether(group, message)], 1.0):
                 if type(effect) is Send:
                     encode(effect.message)
             state.next_deadline()
@@ -136,7 +109,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     figures: dict[str, object] = {"python": platform.python_version(), "machine": platform.machine()}
-    for build in (core, blocs, server):
+    for build in (core, server):
         for ranks in arguments.ranks:
             figures[f"{build.__name__}, {ranks} ranks"] = measure(build, ranks, arguments.rounds)
     print(json.dumps(figures, indent=1))

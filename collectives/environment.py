@@ -19,7 +19,6 @@ class World:
         token: The coordinator's secret for ranks.
         certificate: PEM text (``tls`` only).
         plane: Data plane to use, or ``auto``.
-        relay_token: The coordinator's secret for relays, which no rank gets; empty if there will be none.
         master_address, master_port: Where ``torch.distributed`` of a rank's code may rendezvous.
     """
 
@@ -29,28 +28,15 @@ class World:
     plane: str = "auto"
     master_address: str = "127.0.0.1"
     master_port: int = 0
-    relay_token: str = ""
-
-
-_RELAY = "HVDLAB_RELAY"
-
-
-def relay_variable(relay: str, coordinator: str) -> dict[str, str]:
-    """The variable by which ranks of a host know its relay. What a rank starts inherits it, and may belong to another job."""
-    return {_RELAY: f"{relay} {coordinator}"}
-
-
-def relay_from(environ: Mapping[str, str]) -> str | None:
-    """The address of the relay to the coordinator that these variables name, if there is one."""
-    relay, _, coordinator = environ.get(_RELAY, "").partition(" ")
-    return relay if relay and coordinator == environ.get("HVDLAB_COORDINATOR") else None
 
 
 _HOST_DIRECTORY = "HVDLAB_HOST_DIRECTORY"
 
 
 def host_directory_variable(directory: str, coordinator: str) -> dict[str, str]:
-    """Return the variable by which ranks know their host's directory, bound to the job's coordinator as that of a relay is.
+    """Return the variable by which ranks know their host's directory, bound to the job's coordinator.
+
+    A process that a rank starts inherits the variable, and may belong to another job.
 
     Args:
         directory: A private directory, which the agent of the host removes after the ranks.

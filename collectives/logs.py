@@ -53,11 +53,6 @@ def set_up(level: int, *, hide_time: bool) -> None:
         LOG.addHandler(handler)
 
 
-def no_relay(rank: int, text: str) -> None:
-    """A rank could not connect through its host's relay, and does without."""
-    LOG.info("rank %d connects to the coordinator itself: %s", rank, text)
-
-
 def configured(rank: int, message: Configure) -> None:
     """A process set has a new epoch."""
     if not LOG.isEnabledFor(logging.INFO):

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdlab.collectives import addresses
 from hvdlab.collectives.bootstrap.launchers import detect
-from hvdlab.collectives.environment import host_directory_from, relay_from
+from hvdlab.collectives.environment import host_directory_from
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.knobs import Reader, for_reader
 
@@ -64,7 +64,6 @@ class Settings:
         kv_bigarray_bound: Elements from which on a key is spread over all servers.
         kv_partition_bytes: Bytes of the parts in which a ``byteps`` store sums a large array that the caller does not wait for.
         thread_affinity: Cores for the engine's threads, by local rank; empty leaves them alone.
-        relay: Address of this host's relay to the coordinator, ``unix:/path``; ``None`` without one.
         host_directory: Private directory that this host's agent removes after the ranks; ``None`` without an agent.
     """
 
@@ -105,7 +104,6 @@ class Settings:
     kv_bigarray_bound: int = 1_000_000
     kv_partition_bytes: int = 4_096_000
     thread_affinity: tuple[int, ...] = ()
-    relay: str | None = None
     host_directory: str | None = None
 
     @classmethod
@@ -132,7 +130,6 @@ class Settings:
         return cls(
             coordinator=env.get("HVDLAB_COORDINATOR") or None,
             token=_token(env),
-            relay=relay_from(env),
             host_directory=host_directory_from(env),
             rank=-1 if rank is None else rank,
             size=_integer(env, "HVDLAB_SIZE"),

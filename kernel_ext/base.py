@@ -347,7 +347,6 @@ class PoolBase:
             if far and coordinator.tls_address
             else self._ports[0],
             master_port=self._ports[1],
-            relay_token=coordinator.relay_token,
         )
         return PoolRequest(
             world,

@@ -36,8 +36,6 @@ class HeldCoordinator:
 
     pid = 0
     """No process of this host."""
-    relay_token = ""
-    """Ranks on Ray have no relays."""
 
     def __init__(self, job: HeldJob, near: CoordinatorProcess) -> None:
         self._job, self._near = job, near

@@ -43,7 +43,6 @@ class AttachedCoordinator:
 
     tls_address = None
     certificate = None
-    relay_token = ""
 
     def __init__(self, kept: Kept) -> None:
         self.address, self.directory = kept.address, Path(kept.directory)

@@ -7,12 +7,10 @@ rank keeps the rules of the protocol and checks that the coordinator does: each 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
-    Effect,
     Event,
     PeerConnected,
     PeerLost,
@@ -89,12 +87,8 @@ class SetView:
 class SimulatedRank:
     """Keeps a rank's side of the protocol."""
 
-    def __init__(
-        self, rank: int, peer: int, *, tracked: bool, by_seniority: bool = False, alike: int | None = None
-    ) -> None:
+    def __init__(self, rank: int, peer: int, *, tracked: bool, by_seniority: bool = False) -> None:
         self.rank, self.peer, self.tracked, self.by_seniority = rank, peer, tracked, by_seniority
-        #: Equal for ranks that run one program: they give the same local ids, and submit in the same lines.
-        self.alike = rank if alike is None else alike
         self.outgoing: deque[m.Message] = deque()
         self.incoming: deque[m.Message] = deque()
         self.sets: dict[int, SetView] = {}
@@ -116,16 +110,13 @@ class SimulatedRank:
         extra: tuple[int, ...] = (),
         priority: int | None = None,
     ) -> Submission:
-        return self.submit_all([Submission(sig, extra, priority=priority)], process_set)[0]
-
-    def submit_all(self, submissions: list[Submission], process_set: int = 0) -> list[Submission]:
-        """Submit these with one announcement."""
-        self.submissions += submissions
+        submission = Submission(sig, extra, priority=priority)
+        self.submissions.append(submission)
         view = self.sets[process_set]
-        view.pending += submissions
+        view.pending.append(submission)
         if view.open:
-            self._announce(process_set, submissions)
-        return submissions
+            self._announce(process_set, [submission])
+        return submission
 
     def in_flight(self, name: str, process_set: int = 0) -> bool:
         return any(s.signature.name == name for s in self.sets[process_set].pending)
@@ -138,8 +129,8 @@ class SimulatedRank:
         for s in submissions:
             known = s.signature, s.priority
             if known not in self._locals:
-                self._locals[known] = len(self._locals) * 3 + self.alike % 2  # ids differ between some ranks
-                site = f"line {self.alike}"
+                self._locals[known] = len(self._locals) * 3 + self.rank % 2  # ids differ between some ranks
+                site = f"line {self.rank}"
                 definitions.append(m.Definition(self._locals[known], s.signature, site, s.priority))
             s.local = self._locals[known]
             s.epoch = self.sets[process_set].epoch
@@ -237,8 +228,6 @@ class Simulation:
         self.to_client: list[m.Message] = []
         self.logged: list[str] = []
         self.frames = 0
-        #: The relays of ranks that are behind one. They run one program.
-        self.relays: dict[int, int] = {}
         self._by_peer: dict[int, SimulatedRank] = {}
         self._next_peer = 1
 
@@ -246,7 +235,7 @@ class Simulation:
 
     def handle(self, *events: Event) -> None:
         """One round."""
-        effects = self.react(events)
+        effects = self.state.handle_all(events, self.now)
         if self.validate:
             self.state.validate_state()
         for effect in effects:
@@ -258,10 +247,6 @@ class Simulation:
                 self._closed(effect.peer)
             else:
                 self.logged.append(effect.text)
-
-    def react(self, events: Sequence[Event]) -> list[Effect]:
-        """What the coordinator wants done about the events of a round."""
-        return self.state.handle_all(events, self.now)
 
     def _deliver(self, peer: int, message: m.Message) -> None:
         if peer == CLIENT:
@@ -281,16 +266,12 @@ class Simulation:
 
     def connect(self, rank: int, *, tracked: bool = False, **fields: object) -> SimulatedRank:
         by_seniority = self.state.options.by_seniority
-        relay = self.relays.get(rank, 0)
-        alike = 1000 + relay if relay else None
-        newcomer = SimulatedRank(
-            rank, self._next_peer, tracked=tracked, by_seniority=by_seniority, alike=alike
-        )
+        newcomer = SimulatedRank(rank, self._next_peer, tracked=tracked, by_seniority=by_seniority)
         self._next_peer += 1
         self._by_peer[newcomer.peer] = newcomer
         self.ranks[rank] = newcomer
         given = {"pid": 1000 * newcomer.peer + rank} | fields
-        self.handle(PeerConnected(newcomer.peer, hello(rank, tracked=tracked, **given), relay))  # type: ignore[arg-type]  # as above
+        self.handle(PeerConnected(newcomer.peer, hello(rank, tracked=tracked, **given)))  # type: ignore[arg-type]  # as above
         return newcomer
 
     def client_says(self, message: m.FromClient) -> None:

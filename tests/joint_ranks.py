@@ -44,7 +44,6 @@ class SimRank:
     Attributes:
         pid: Which process it is; no other has it.
         peer: Its connection.
-        relay: The relay that it is behind, or 0.
         generation: Of the coordinator that it is, or was, connected to.
         alive: Whether it is part of the job, as far as it knows.
         open: Whether the coordinator listens to its connection.
@@ -97,7 +96,6 @@ class SimRank:
     order: dict[Scope, list[tuple[str, ...]]] = field(default_factory=dict)
     operations: Counter[Scope] = field(default_factory=Counter)
     hears: Callable[[m.Message], None] | None = None
-    relay: int = 0
 
     @classmethod
     def nobody(cls, rank: int) -> SimRank:

@@ -76,7 +76,6 @@ class Schedule:
             options=options,
             validate=0.05,
             lacking=chance.choice([0.0, 0.0, 0.1]),
-            relays=random.Random(f"relays of {seed}").choice([0, 0, 1, 2]),
             returns=chance.random() < 0.8,
         )
         #: Priorities that allreduces have in this schedule.
@@ -86,8 +85,6 @@ class Schedule:
         self.resized = False
         calm = chance.random() < 0.2
         self.actions = [a for a in ACTIONS if not (calm and a in _CALM)]
-        if self.sim.relays:
-            self.actions += ["alike"] * 16
 
     def run(self) -> None:
         """All of it: random actions, then an end in order, after which nothing may be left."""
@@ -155,18 +152,6 @@ class Schedule:
                     self.submit(me, self.allreduce(name, shape, process_set=where))
             for _ in range(self.chance.randint(0, 3)):
                 self.sim.step()
-
-    def do_alike(self) -> None:
-        """The same on all ranks at once, too large to travel with its announcement: relays can send on as one what ranks announce."""
-        where, number = self.chance.choice([0, 0, 0, 1, 2]), self.chance.randint(1, 2)
-        requests = [partial(self.allreduce, self.chance.choice(_NAMES), (2000,)) for _ in range(number)]
-        requests.append(self.chance.choice([partial(Request, OpKind.BARRIER, None), requests[0]]))
-        for request in requests:
-            for me in self.free():
-                if where in me.state.sets or where == 0:
-                    self.submit(me, request(process_set=where))
-            for me in self.free() if self.chance.random() < 0.8 else ():
-                self.sim.flush(me.rank)
 
     def do_directly(self) -> None:
         """Programs that wait for each collective, most of them for the same."""

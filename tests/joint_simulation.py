@@ -21,7 +21,6 @@ from hvdlab.collectives.coordinator.events import (
     PeerConnected,
     PeerLost,
     Received,
-    ReceivedTogether,
     Send,
     SendConfigure,
     Tick,
@@ -58,11 +57,7 @@ class Simulation:
         options: The coordinator's settings.
         validate: How often (a probability) states are validated after a step.
         lacking: How often a rank does not get the memory of an epoch.
-        relays: How many relays the ranks are behind, which send equal announcements on as one; 0 for ranks with connections of their own.
         returns: Whether ranks of a pool come back when the others have gone on without them; those that train elastically do.
-
-    Attributes:
-        merged: How many announcements of several ranks came as one.
     """
 
     def __init__(
@@ -75,14 +70,11 @@ class Simulation:
         options: CoordinatorOptions | None = None,
         validate: float = 1.0,
         lacking: float = 0.0,
-        relays: int = 0,
         returns: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
         self.tracked, self._local_limit, self._validate = tracked, local_limit, validate
-        self.relays, self._lost_relays = relays, set[int]()
-        self.merged = 0
         self._lacking, self._returns = lacking, returns
         #: The answer to the last Hello, if that was refused.
         self._refused: m.Refused | None = None
@@ -132,7 +124,7 @@ class Simulation:
             hears: Called with each message of the coordinator's, once the rank's state has it.
         """
         pid = pid or _FIRST_PEER + len(self.by_pid)
-        me = SimRank(rank, pid, RankState(rank, self._local_limit), hears=hears, relay=self._relay_of(rank))
+        me = SimRank(rank, pid, RankState(rank, self._local_limit), hears=hears)
         self.by_pid[me.pid] = me
         self._moving.append(me)
         while len(self.ranks) <= rank:  # numbers that no process has had yet
@@ -144,17 +136,13 @@ class Simulation:
         me.alive, me.ending = me.open, not me.open
         return me if me.open else None
 
-    def _relay_of(self, rank: int) -> int:
-        relay = 1 + rank % self.relays if self.relays else 0
-        return 0 if relay in self._lost_relays else relay
-
     def _introduce(self, me: SimRank) -> None:
         self._peers += 1
         me.peer, me.open = self._peers, True
         me.members_told, me.members_known = 0, KnownMembers()
         self._by_peer[me.peer] = me
         self._refused = None
-        self._carry_out(PeerConnected(me.peer, self._hello(me), me.relay))
+        self._carry_out(PeerConnected(me.peer, self._hello(me)))
 
     def _hello(self, me: SimRank) -> m.Hello:
         return m.Hello(
@@ -247,13 +235,8 @@ class Simulation:
     def restart(self, *, client: bool = True) -> None:
         """The coordinator is killed and has a successor. With a client the latter is told what that one knows.
 
-        What was on its way is lost: all that was sent to the coordinator, and some of what it had sent. Where ranks are behind relays, it may
-        be a relay that is killed, since the coordinator then ends, too; the relay's ranks come back with connections of their own.
+        What was on its way is lost: all that was sent to the coordinator, and some of what it had sent.
         """
-        if self.relays and self.random.random() < 0.5:
-            self._lost_relays.add(self.random.randint(1, self.relays))
-            for me in self._moving:
-                me.relay = self._relay_of(me.rank)
         self.options = dataclasses.replace(self.options, generation=self.options.generation + 1)
         self.coordinator = CoordinatorState(self.options)
         self._members = SentMembers()
@@ -324,8 +307,7 @@ class Simulation:
         self._numbers += 1
         if request.input is not None:
             request.input[...] = self._numbers % 65_521  # names its submission where it turns up
-        site = site or (f"behind.py:{me.relay}" if me.relay else f"rank.py:{rank}")
-        entry = SimEntry(request, site, self._numbers)
+        entry = SimEntry(request, site or f"rank.py:{rank}", self._numbers)
         try:
             directly = directly and fits(request)
             queued = not directly or self.random.random() < 0.3
@@ -355,10 +337,6 @@ class Simulation:
             return None
         scope = entry.request.process_set, group.epoch
         return me.state.post_directly(entry, (group.epoch, me.operations[scope]), queued=queued)
-
-    def flush(self, rank: int) -> None:
-        """A rank sends what it has to say now."""
-        self._flush(self.ranks[rank])
 
     def withdraw(self, rank: int, process_set: int = 0) -> None:
         """A user is interrupted in the middle of a wait, at the board perhaps, and does not come back there."""
@@ -485,30 +463,14 @@ class Simulation:
     def _to_coordinator(self, me: SimRank) -> None:
         events: list[Event] = []
         for _ in range(self.random.randint(1, 3)):
-            if together := self._merge(me):
-                events.append(together)
-            elif me.to_coordinator:
+            if me.to_coordinator:
                 events.append(Received(me.peer, me.to_coordinator.popleft()))  # type: ignore[arg-type]  # ranks say FromRank
         if me.ending and not me.to_coordinator:
-            said_bye = events and isinstance(events[-1].message, m.Bye)  # type: ignore[union-attr]  # all were received
+            said_bye = events and isinstance(events[-1].message, m.Bye)  # type: ignore[union-attr]  # all are Received
             if not said_bye:
                 events.append(PeerLost(me.peer, "connection closed"))
                 me.open, self._gone = False, True
         self._carry_out(*events)
-
-    def _merge(self, me: SimRank) -> ReceivedTogether | None:
-        """What a relay sends on as one: the next announcement of a rank, if others behind the relay have sent an equal one."""
-        said = me.to_coordinator[0] if me.to_coordinator else None
-        if not me.relay or not isinstance(said, m.Announce):
-            return None
-        behind = [other for other in self._moving if other.open and other.relay == me.relay]
-        alike = [other for other in behind if other.to_coordinator and other.to_coordinator[0] == said]
-        if len(alike) == 1 or self.random.random() < 0.1:
-            return None
-        for other in alike:
-            other.to_coordinator.popleft()
-        self.merged += 1
-        return ReceivedTogether(tuple([other.peer for other in alike]), said)
 
     def _from_client(self, _: SimRank) -> None:
         message = self.client.popleft()

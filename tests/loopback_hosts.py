@@ -1,7 +1,6 @@
 """Hosts that are this machine, for pools and jobs over ssh: no namespaces, no root, no sshd.
 
-Each loopback address counts as a host of its own, with an agent and, where relays are asked for, a relay. In place of ssh a script
-runs commands here. Memory is shared by the ranks of a host alone.
+Each loopback address counts as a host of its own, with an agent. In place of ssh a script runs commands here. Memory is shared by the ranks of a host alone.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from pathlib import Path
 _SHELL = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
 
 
-def named(count: int, slots: int, spare: int = 0) -> str:
-    """So many hosts with so many ranks each, and ``spare`` more on the last one, as ``-H`` and ``hosts`` take them."""
-    each = [slots] * (count - 1) + [slots + spare]
-    return ",".join(f"127.0.0.{number}:{room}" for number, room in enumerate(each, 2))
+def named(count: int, slots: int) -> str:
+    """So many hosts with so many ranks each, as ``-H`` and ``hosts`` take them."""
+    return ",".join(f"127.0.0.{number}:{slots}" for number in range(2, 2 + count))
 
 
 def options(directory: Path) -> Mapping[str, str]:

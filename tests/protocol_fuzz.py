@@ -4,7 +4,6 @@
 
     python tests/protocol_fuzz.py --count 1000000          # inputs for the decoder and the codec
     python tests/protocol_fuzz.py --states 10000           # conversations with the coordinator's state
-    python tests/protocol_fuzz.py --relays 10000           # and with a relay's
     python tests/protocol_fuzz.py --servers 10000          # and with a parameter server's
 """
 
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import random
 import struct
 import time
@@ -31,12 +29,10 @@ from hvdlab.collectives.coordinator.events import (
     PeerConnected,
     PeerLost,
     Received,
-    ReceivedTogether,
     Tick,
 )
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
-from hvdlab.collectives.coordinator.relays import Relays
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import ProtocolError
@@ -47,8 +43,6 @@ from hvdlab.collectives.kvstore.servers.memory import SharedFile
 from hvdlab.collectives.protocol import codec
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.frames import FrameDecoder
-from hvdlab.collectives.relay import events as relay
-from hvdlab.collectives.relay.state import RelayState
 
 LIMIT = 4096
 """Largest frame that is accepted here."""
@@ -57,12 +51,10 @@ DECODERS: tuple[Callable[[bytes], m.Message], ...] = (
     codec.decode_from_rank,
     codec.decode_from_client,
     codec.decode_to_peer,
-    codec.decode_from_relay,
-    codec.decode_to_relay,
 )
 FROM_RANK: tuple[type[m.Message], ...] = get_args(m.FromRank)
 FROM_CLIENT: tuple[type[m.Message], ...] = get_args(m.FromClient)
-KINDS = tuple({*FROM_RANK, *FROM_CLIENT, *get_args(m.ToPeer), *get_args(m.FromRelay), *get_args(m.ToRelay)})
+KINDS = tuple({*FROM_RANK, *FROM_CLIENT, *get_args(m.ToPeer)})
 _INTEGERS = (-1, 0, 0, 1, 1, 2, 3, 7, 255, 1 << 20, (1 << 31) - 1, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1)
 _TEXTS = ("", "a", "b", "allreduce.noname", "\x00", "é" * 9, "x" * 300, "interrupted")
 _COMMON = tuple(kind for kind in (*FROM_RANK, *FROM_CLIENT) if kind not in (m.Hello, m.Bye))
@@ -216,7 +208,7 @@ def _converse(state: CoordinatorState, chance: random.Random) -> None:
             peers += 1
             hello = _hello(peers, chance)
             connected[peers] = hello.role == "client"
-            event: Any = PeerConnected(peers, hello, chance.choice((0, 1, 1)))
+            event: Any = PeerConnected(peers, hello)
         elif action < 0.2:
             event = PeerLost(connected.popitem()[0], "end of file")
         elif action < 0.25:
@@ -231,9 +223,6 @@ def _converse(state: CoordinatorState, chance: random.Random) -> None:
                 kind = chance.choice([kind for kind in kinds if kind in allowed])
                 message = make(kind, chance, tame=chance.random() < 0.95)
             event = Received(peer, message)
-            ranks = tuple(each for each, is_client in connected.items() if not is_client)
-            if isinstance(message, m.Announce) and ranks and chance.random() < 0.5:
-                event = ReceivedTogether(ranks, message)
         for effect in state.handle(event, now):
             if isinstance(effect, CloseConnection):
                 connected.pop(effect.peer, None)
@@ -243,39 +232,6 @@ def _converse(state: CoordinatorState, chance: random.Random) -> None:
         if state.unsound:
             return  # the server ends, and a successor begins
         state.validate_state()
-
-
-def one_relay(chance: random.Random) -> None:
-    """A relay with anything above and below it, and the coordinator with anything that a relay says: ``ProtocolError`` at worst."""
-    state, root = RelayState(), Relays(itertools.count(1).__next__)
-    root.open(1)
-    now = 0.0
-    for connection in range(chance.randint(1, 40)):
-        now += chance.choice((0.0, 0.0, 1e-4, 1.0))
-        below = chance.randint(0, connection)
-        tame = chance.random() < 0.95
-        payload = codec.encode_payload(make(chance.choice(KINDS), chance, tame=tame))
-        if chance.random() < 0.3:
-            inner = codec.encode_payload(_hello(1, chance)) if chance.random() < 0.5 else payload
-            kind = m.From if chance.random() < 0.7 else m.To
-            payload = codec.encode_payload(kind(some(tuple[int, ...], chance, tame=tame), inner))
-        event: Any = chance.choice(
-            (
-                relay.Opened(connection, chance.random() < 0.5),
-                relay.Heard(below, payload),
-                relay.Heard(below, spoil(payload, chance)),
-                relay.Told(payload),
-                relay.Ended(below, "end of file"),
-                relay.Tick(),
-            )
-        )
-        with contextlib.suppress(ProtocolError):
-            for effect in state.handle(event, now):
-                if isinstance(effect, relay.SendUp) and isinstance(effect.message, m.From | m.Lost):
-                    root.received(1, effect.message)
-                elif isinstance(effect, relay.CloseConnection):
-                    assert effect.connection <= connection
-    root.lose(1, "the end")
 
 
 class _Outbox:
@@ -447,7 +403,6 @@ def main() -> None:
     )
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--states", type=int, default=0)
-    parser.add_argument("--relays", type=int, default=0)
     parser.add_argument("--servers", type=int, default=0)
     parser.add_argument("--start", type=int, default=0)
     given = parser.parse_args()
@@ -455,7 +410,6 @@ def main() -> None:
         (one_input, given.count),
         (one_conversation, given.states),
         (one_failing_conversation, given.states),
-        (one_relay, given.relays),
         (one_server, given.servers),
     )
     for one, count in tries:

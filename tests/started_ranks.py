@@ -60,7 +60,6 @@ class StartedRanks:
             self.coordinator.token,
             certificate=self.coordinator.certificate if far else None,
             plane="auto" if far else "shm",
-            relay_token=self.coordinator.relay_token,
         )
         self.starter = self.launcher.starter(
             PoolRequest(

@@ -36,8 +36,6 @@ def main() -> int:
         options = ServerOptions(
             launch.token,
             launch.client_token,
-            relay_token=launch.relay_token,
-            succeeded=launch.keeps,
             ping_after=launch.ping_after,
             dead_after=launch.dead_after,
             tuning_log=launch.autotune_log,
@@ -65,10 +63,9 @@ def main() -> int:
         server.serve()
     finally:
         # A successor that has lost its starter before any peer found it leaves the directory, too: the process that looks
-        # after the ranks now starts another successor there.
+        # after the ranks now starts another successor there. A coordinator whose state is unsound leaves it to that successor as well.
         found = launch.generation == 0 or (server is not None and server.connections.met)
-        yields = server is not None and server.yielding
-        if not yields and (not launch.keeps or server is None or (server.alone and found)):
+        if not launch.keeps or server is None or (server.alone and found and not server.state.unsound):
             shutil.rmtree(directory, ignore_errors=True)  # else the successor uses the directory, too
     return 0
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives import encryption, versions
-from hvdlab.collectives.coordinator import blocs, elastic, pauses
+from hvdlab.collectives.coordinator import elastic, pauses
 from hvdlab.collectives.coordinator.elastic import Change
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.state import CoordinatorState
 
 
-def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float, relay: int = 0) -> None:
+def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> None:
     """A peer has introduced itself: welcome or refuse it."""
     membership, outbox = state.membership, state.outbox
     if hello.role == "client":
@@ -49,7 +49,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float, rela
         outbox.effects.append(CloseConnection(peer))
         return
     since = membership.cut_off_since(rank, hello.pid) if hello.generation >= 0 else None
-    newcomer = membership.join(peer, rank, hello, now, relay)
+    newcomer = membership.join(peer, rank, hello, now)
     state.by_peer[peer] = newcomer
     if hello.generation < 0 and state.restoring.active:
         state.restoring.renewed.add(rank)
@@ -224,7 +224,6 @@ def refuse_left_out(state: CoordinatorState, rank: RankPeer, message: m.Announce
 def depart(state: CoordinatorState, rank: RankPeer, now: float) -> None:
     """Forget all that the state keeps of a rank's connection."""
     del state.by_peer[rank.peer]
-    blocs.take_apart(state, rank)
     pauses.end(state, rank.rank, now)
     state.signatures.forget(rank.definitions)
     state.cells.drop(rank.rank)

@@ -29,8 +29,7 @@ class Connection:
             left).
         name: For log lines.
         client: Whether the peer is a client.
-        observer: Whether the peer is an observer, which only learns which ranks there are.
-        relay: Whether a relay is at the other end, which is no peer. A connection that is none of these is a rank's.
+        observer: Whether the peer is an observer, which only learns which ranks there are. A peer that is neither is a rank.
         tracked: Whether it is a rank of a pool.
         deadline: When (``time.monotonic()``) it has to have left its present phase, unless that is ``OPEN``.
         heard: When the last bytes came.
@@ -42,7 +41,7 @@ class Connection:
     """
 
     __slots__ = (
-        "broken", "client", "deadline", "endpoint", "heard", "members_sent", "name", "observer", "peer", "phase", "pid", "relay", "sock",
+        "broken", "client", "deadline", "endpoint", "heard", "members_sent", "name", "observer", "peer", "phase", "pid", "sock",
         "tls", "tracked", "watcher", "writing",
     )  # fmt: skip
 
@@ -52,7 +51,7 @@ class Connection:
         self.tls = isinstance(sock, ssl.SSLSocket)
         self.phase = SHAKING if self.tls else STRANGER
         self.name = f"connection {peer}"
-        self.client = self.observer = self.relay = self.tracked = False
+        self.client = self.observer = self.tracked = False
         self.deadline = deadline
         self.heard = 0.0
         self.writing = False

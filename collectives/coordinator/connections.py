@@ -36,7 +36,6 @@ class Connections:
         turned_away: Logs, for the operator, the connections that were not let in.
         excused: Whether a peer may be silent: its user looks around there, perhaps with all its threads stopped.
         met: Whether any peer was ever introduced.
-        relay_lost: ``relay_lost(connection, reason, events)`` is called when a relay's connection has ended, which is no peer's.
     """
 
     def __init__(self, options: ServerOptions, log: Callable[[str], None]) -> None:
@@ -47,7 +46,6 @@ class Connections:
         self.next_sweep = NEVER
         self.excused: Callable[[int], bool] = lambda peer: False
         self.met = False
-        self.relay_lost: Callable[[Connection, str, list[Event]], None] = lambda relay, reason, events: None
         self._options = options
         self._log = log
         self.turned_away = TurnedAway(log, self.call_at)
@@ -58,20 +56,10 @@ class Connections:
 
     @property
     def idle(self) -> bool:
-        """Whether no rank or client has a connection, or is about to have one.
-
-        Observers don't count, since the coordinator does not stay for them, nor do relays themselves.
-        """
-        return not self._unsettled and all(
-            connection.observer or connection.relay for connection in self.open.values()
-        )
+        """Whether no rank or client is connected, or about to be. Observers don't count: the coordinator does not stay for them."""
+        return not self._unsettled and all(connection.observer for connection in self.open.values())
 
     # -- beginnings -----------------------------------------------------------------------------------------------
-
-    def next_peer(self) -> int:
-        """The number of a new peer, or relay."""
-        self._next_peer += 1
-        return self._next_peer - 1
 
     def add(self, sock: socket.socket) -> None:
         """Watch a new socket; it has to introduce itself in time."""
@@ -83,7 +71,8 @@ class Connections:
             sock.close()
             return
         deadline = time.monotonic() + self._options.hello_timeout
-        connection = Connection(sock, self.next_peer(), deadline)
+        connection = Connection(sock, self._next_peer, deadline)
+        self._next_peer += 1
         self._settle_by(connection, deadline)
         self.poller.register(connection, READ, connection)
 
@@ -92,13 +81,10 @@ class Connections:
         del self._unsettled[connection]
         connection.phase = OPEN
         connection.client, connection.observer = hello.role == "client", hello.role == "observer"
-        connection.relay = hello.role == "relay"
         connection.tracked = hello.cells_tracked
         if not (connection.client or connection.observer):
             connection.members_sent = 0
         connection.name = f"rank {hello.rank}" if hello.role == "rank" else f"{hello.role} {connection.peer}"
-        if connection.relay:
-            connection.name = f"the relay of {hello.host}"
         connection.endpoint.limit = FRAME_LIMIT
         connection.heard = time.monotonic()
         self.open[connection.peer] = connection
@@ -137,9 +123,6 @@ class Connections:
         """Close a connection that was introduced, and append the event; ``faulty`` if the peer broke the protocol."""
         del self.open[connection.peer]
         self.drop(connection)
-        if connection.relay:
-            self.relay_lost(connection, reason, events)
-            return
         silence = time.monotonic() - connection.heard
         events.append(PeerLost(connection.peer, reason, silence, faulty))
 

@@ -74,18 +74,17 @@ def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
     if ps is None or ps.epoch != wait.epoch or defined is None:
         return None
     matcher = ps.matcher
-    if any(defined.is_like(matcher.head_of(kept, peer.rank)) for kept in matcher.schedule):
+    if any(kept.heads.get(peer.rank) is defined for kept in matcher.schedule):
         return None  # it will be executed; a later round of the name, which may be incomplete, is not what the rank waits for
     current = matcher.rounds.get(defined.info.name)
-    head = None if current is None else matcher.head_of(current, peer.rank)
-    if current is not None and head is not None:
+    if current is not None and peer.rank in current.heads:
         if current.disputed is not None:
             return None  # the round will get a verdict
         queued = (current.behind or {}).get(peer.rank, ())
-        if defined.is_like(head) or any(defined.is_like(item[0]) for item in queued):
+        if current.heads[peer.rank] is defined or any(item[0] is defined for item in queued):
             return _in_round(ps, current, defined.site, matcher.missing(current))
     for held in matcher.held.get(defined.info.group, ()):
-        if defined.is_like(matcher.head_of(held, peer.rank)):
+        if held.heads.get(peer.rank) is defined:
             # Complete by itself; what its group lacks may have to come from any member that has not joined.
             joined = matcher.joined
             return _in_round(ps, held, defined.site, tuple(r for r in ps.members if r not in joined))

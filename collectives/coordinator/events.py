@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hvdlab.collectives.protocol.messages import Announce, Configure, FromClient, FromRank, Hello, Message
+from hvdlab.collectives.protocol.messages import Configure, FromClient, FromRank, Hello, Message
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
 class PeerConnected(NamedTuple):
-    """A peer has introduced itself with a valid token. ``peer`` is a number that is never used again.
-
-    ``relay`` is the number of the relay that the peer is behind; 0 for a peer with a connection of its own.
-    """
+    """A connection has introduced itself with a valid token. ``peer`` is a number that is never used again."""
 
     peer: int
     hello: Hello
-    relay: int = 0
 
 
 class Received(NamedTuple):
@@ -25,13 +21,6 @@ class Received(NamedTuple):
 
     peer: int
     message: FromRank | FromClient
-
-
-class ReceivedTogether(NamedTuple):
-    """Each of these ranks, which are behind one relay, has sent an equal announcement. No rank is named twice."""
-
-    peers: tuple[int, ...]
-    message: Announce
 
 
 class PeerLost(NamedTuple):
@@ -50,7 +39,7 @@ class Tick(NamedTuple):
     """The time that :meth:`CoordinatorState.next_deadline` named has come."""
 
 
-Event = PeerConnected | Received | ReceivedTogether | PeerLost | Tick
+Event = PeerConnected | Received | PeerLost | Tick
 
 # -- effects ----------------------------------------------------------------------------------------------------------
 

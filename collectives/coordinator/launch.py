@@ -24,7 +24,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         client_token: Secret that clients have to show.
         directory: A private directory for the socket; the coordinator removes it at its end.
         starter: Process id of the starter.
-        relay_token: Secret that relays have to show, or empty.
         size: Number of ranks, or ``None`` if a client will say which ranks to expect.
         tcp_host: Address to listen on for ranks of other hosts, or empty.
         linger: Whether to stay after the starter's end until no rank is connected.
@@ -44,7 +43,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_token: str
     directory: str
     starter: int
-    relay_token: str = ""
     size: int | None = None
     tcp_host: str = ""
     linger: bool = False

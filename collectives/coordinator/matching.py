@@ -50,7 +50,7 @@ class Matcher(PendingRounds):
         """Take in a submission of a member.
 
         Args:
-            rank: The rank that submits; the first one of a bloc for all of it, if what it submits :meth:`fits`.
+            rank: The rank that submits.
             defined: What its local id stands for.
             extra: The numbers that go along with it.
             now: The time, in monotonic seconds.
@@ -80,17 +80,11 @@ class Matcher(PendingRounds):
         if extra:
             if current.extras is None:
                 current.extras = {}
-            if self.blocs:
-                current.extras.update(dict.fromkeys(self.blocs.get(rank, (rank,)), extra))
-            else:
-                current.extras[rank] = extra
+            current.extras[rank] = extra
         if payload:
             if current.payloads is None:
                 current.payloads = {}
-            if self.blocs:
-                current.payloads.update(dict.fromkeys(self.blocs.get(rank, (rank,)), payload))
-            else:
-                current.payloads[rank] = payload
+            current.payloads[rank] = payload
         if info is not current.info:
             if current.disputed is None:
                 current.disputed = now
@@ -164,7 +158,6 @@ class Matcher(PendingRounds):
 
     def _join(self, joining: Round, now: float) -> None:
         """A rank has run out of work: no round but the joining itself waits for it any more."""
-        self.take_all_apart()
         self.joining = joining
         if self.debts:
             for rank in joining.heads:
@@ -255,7 +248,7 @@ class Matcher(PendingRounds):
 
     def _mismatch(self, current: Round, now: float) -> None:
         name = current.info.name
-        parties = parties_of(self.heads_of(current))
+        parties = parties_of(current.heads)
         groups = {d.info.group for d in current.heads.values()}
         if len(groups) > 1:
             # The ranks disagree about which tensors go together, so it can't be said which others the verdict concerns.
@@ -266,7 +259,6 @@ class Matcher(PendingRounds):
 
     def duplicate(self, name: str, rank: int, first_site: str, second_site: str, now: float) -> None:
         """A rank has submitted ``name`` again: end the round with an error, if it has not been released yet."""
-        self.take_all_apart()
         verdict = DuplicateName(name, rank, first_site, second_site)
         current = self.rounds.get(name)
         if current is None:
@@ -319,7 +311,7 @@ class Matcher(PendingRounds):
         if current is None or not defined.info.between:
             return None
         items = list(self._withdraw(current))
-        alike = [place for place, (of, item) in enumerate(items) if of == rank and defined.is_like(item[0])]
+        alike = [place for place, (of, item) in enumerate(items) if of == rank and item[0] is defined]
         if len(alike) <= later:
             return None
         report = self.report_round(current, self.missing(current))
@@ -339,7 +331,6 @@ class Matcher(PendingRounds):
 
     def _decide(self, current: Round, verdict: Verdict, now: float) -> None:
         info = current.info
-        self.take_all_apart()  # each rank gets the verdict, or owes a submission
         self._take_out(info.name)
         for rank, defined in current.heads.items():
             self._reject(rank, defined, verdict)

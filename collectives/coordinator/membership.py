@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hvdlab.collectives.coordinator.signatures import Defined
 from hvdlab.collectives.protocol.messages import MOST_RANKS, Await, Death, Hello, Member, World
 from hvdlab.collectives.versions import AgreedVersions
-
-if TYPE_CHECKING:
-    from hvdlab.collectives.coordinator.blocs import Bloc
 
 WORLD_INTERVAL = 0.2
 """Seconds between reports of the forming world to its ranks: with one for each newcomer a thousand ranks would get a million."""
@@ -53,20 +50,18 @@ class RankPeer:
         admitted: Whether it has been in a world.
         behind: Whether the others have gone on without it since its connection was lost, and have not let it in again yet.
         versions: Versions that all ranks must have alike, by name, as far as it has said them.
-        relay: The relay that it is behind, or 0.
-        bloc: The ranks that announce together with it, or ``None``.
-        definitions: What its local ids stand for; the same object for all ranks of a bloc.
+        definitions: What its local ids stand for.
         wait: The undecided collective in which its user is blocked, or ``None``.
         executing: The executing operation for whose end its user is blocked, or ``None``.
         awaits: The waits of its user's threads outside of collectives, by number.
     """
 
     __slots__ = (
-        "admitted", "awaits", "behind", "bloc", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "relay", "tracked",
-        "versions", "wait",
+        "admitted", "awaits", "behind", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "versions",
+        "wait",
     )  # fmt: skip
 
-    def __init__(self, peer: int, rank: int, hello: Hello, started: float, relay: int = 0) -> None:
+    def __init__(self, peer: int, rank: int, hello: Hello, started: float) -> None:
         self.peer = peer
         self.rank = rank
         self.pid = hello.pid
@@ -77,8 +72,6 @@ class RankPeer:
         self.versions = hello.versions
         self.leaving = False
         self.admitted = self.behind = False
-        self.relay = relay
-        self.bloc: Bloc | None = None
         self.definitions: dict[int, Defined] = {}
         self.wait: Wait | None = None
         self.executing: Wait | None = None
@@ -150,10 +143,10 @@ class Membership:
             return f"rank {rank} is not expected; the world is made of ranks {list(self.expected)}"
         return ""
 
-    def join(self, peer: int, rank: int, hello: Hello, now: float, relay: int = 0) -> RankPeer:
+    def join(self, peer: int, rank: int, hello: Hello, now: float) -> RankPeer:
         self._left.pop(rank, None)
         self.leaving.discard(rank)
-        newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, self._wall(now), relay)
+        newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, self._wall(now))
         self.hosts[hello.host] += 1
         self.versions.add(hello.versions)
         self.awaited.discard(rank)

@@ -64,8 +64,6 @@ class ServerOptions:
     Attributes:
         token: Secret that the Hello of a rank must show.
         client_token: Secret that the Hello of a client must show, which may post cells to ranks; empty admits no client.
-        relay_token: Secret that the Hello of a relay must show, which says what ranks have said; empty admits no relay.
-        succeeded: Whether a successor takes the ranks back when this coordinator ends without its starter.
         hello_timeout: Time for a stranger to introduce itself, and for the peer of a closing connection to read what is left.
         ping_after: Silence after which the server asks a peer for a sign of life.
         dead_after: Silence after which the peer counts as lost, unless it is a process of this host that runs.
@@ -76,8 +74,6 @@ class ServerOptions:
 
     token: str
     client_token: str = ""
-    relay_token: str = ""
-    succeeded: bool = False
     hello_timeout: float = 10.0
     ping_after: float = 5.0
     dead_after: float = 30.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hvdlab.collectives.coordinator.events import Outbox
 from hvdlab.collectives.coordinator.rounds import Round
@@ -19,14 +19,12 @@ def execute(
     ranks: tuple[int, ...],
     peers: tuple[int, ...],
     outbox: Outbox,
-    firsts: Mapping[int, int],
     *,
     reported: bool = False,
 ) -> None:
     """Order all members to execute ``batches``; members whose local ids agree share a message.
 
-    ``firsts`` names the first rank of its bloc for each rank that is in one: under that rank the bloc is in the rounds. The end of each
-    batch is ``reported`` by the member at position 0, if wanted.
+    The end of each batch is ``reported`` by the member at position 0, if wanted.
     """
     if len(batches) == 1 and len(batches[0]) == 1:
         (only,) = batches[0]
@@ -47,8 +45,7 @@ def execute(
         return
     by_locals: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank, peer in zip(ranks, peers, strict=True):
-        submitter = firsts.get(rank, rank) if firsts else rank
-        by_locals.setdefault(tuple([_locals(batch, submitter) for batch in batches]), []).append(peer)
+        by_locals.setdefault(tuple([_locals(batch, rank) for batch in batches]), []).append(peer)
     for locals, alike in by_locals.items():
         own = tuple(
             [

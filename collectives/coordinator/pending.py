@@ -1,21 +1,13 @@
-"""The rounds of a process set that are not over: which they are, which ranks they wait for, and how they are reported.
-
-Ranks behind one relay, which send equal announcements, may be a *bloc*: their submissions are one head in a round, so that the
-coordinator does not count each rank. As soon as anything might end differently for one of them than for another, the bloc is taken
-apart: each of its ranks gets the bloc's heads as its own, and all goes on as if there had been no bloc, until none of these ranks
-waits for anything.
-"""
+"""The rounds of a process set that are not over: which they are, which ranks they wait for, and how they are reported."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 
 from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.coordinator.scheduling import Schedule
-from hvdlab.collectives.coordinator.signatures import Channel, Defined
+from hvdlab.collectives.coordinator.signatures import Channel
 from hvdlab.collectives.coordinator.verdicts import Debts, Rejection
-from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol.messages import AbortedCollective
 
 SITES_LIMIT = 4096
@@ -32,9 +24,6 @@ class PendingRounds:
 
     Attributes:
         ranks: Members, by position.
-        size: How many heads a complete round of all members has: one of each bloc, and one of each rank that is in none.
-        blocs: The ranks of each bloc, by its first rank, under which the heads of all of them are.
-        firsts: The first rank of its bloc, for each rank that is in one.
         rounds: Rounds that are not complete, by name, oldest first.
         held: Complete rounds whose group is not.
         ready: Complete rounds to be released, in order.
@@ -51,8 +40,6 @@ class PendingRounds:
         self.ranks = ranks
         self.members = frozenset(ranks)
         self.size = len(ranks)
-        self.blocs: dict[int, tuple[int, ...]] = {}
-        self.firsts: dict[int, int] = {}
         self.rounds: dict[str, Round] = {}
         self.held: dict[str, list[Round]] = {}
         self.ready: list[Round] = []
@@ -89,73 +76,6 @@ class PendingRounds:
             if not self.channels[channel]:
                 del self.channels[channel]
 
-    # -- blocs ----------------------------------------------------------------------------------------------------
-
-    def unite(self, ranks: tuple[int, ...]) -> None:
-        """These members, which wait for nothing, are a bloc from now on."""
-        self.blocs[ranks[0]] = ranks
-        self.firsts.update(dict.fromkeys(ranks, ranks[0]))
-        self.size -= len(ranks) - 1
-
-    def wait_for_nothing(self, ranks: Iterable[int]) -> bool:
-        """Whether none of these members has submitted anything that is not over, owes anything, or has joined."""
-        alone = frozenset(ranks)
-        return (
-            self.joining is None
-            and not self.debts
-            and all(alone.isdisjoint(current.heads) for current in self._all_rounds())
-        )
-
-    def _all_rounds(self) -> Iterable[Round]:
-        return itertools.chain(self.rounds.values(), *self.held.values(), self.ready, self.schedule)
-
-    def fits(self, first: int, submitted: Collection[Defined]) -> bool:
-        """Whether the bloc of this first rank can submit these as one, because they can't end differently for one of its ranks.
-
-        So a bloc has no part in messages, disputes and joining, and never waits behind itself. Nor may a round that it completes be followed
-        by one that began behind it: that one would be older than the rounds of what the bloc submits along with it.
-        """
-        several = len(submitted) > 1
-        for defined in submitted:
-            info = defined.info
-            current = self.rounds.get(info.name)
-            if info.between or info.kind == OpKind.JOIN:
-                return False
-            if current is None:
-                continue
-            if current.info is not info or current.disputed is not None or first in current.heads:
-                return False
-            if several and current.behind:
-                return False
-        return len({defined.info.name for defined in submitted}) == len(submitted)
-
-    def take_apart(self, first: int) -> None:
-        """Give each rank of a bloc the bloc's heads as its own. From now on each of them submits by itself."""
-        ranks = self.blocs.pop(first)
-        for rank in ranks:
-            del self.firsts[rank]
-        self.size += len(ranks) - 1
-        for current in self._all_rounds():
-            head = current.heads.get(first)
-            if head is not None:
-                current.heads.update(dict.fromkeys(ranks, head))
-
-    def take_all_apart(self) -> None:
-        """Something happens that concerns ranks singly, such as a verdict."""
-        for first in list(self.blocs):
-            self.take_apart(first)
-
-    def head_of(self, current: Round, rank: int) -> Defined | None:
-        """What a rank has submitted for a round, alone or with its bloc; ``None`` if it has not."""
-        return current.heads.get(self.firsts.get(rank, rank))
-
-    def heads_of(self, current: Round) -> Mapping[int, Defined]:
-        """What each rank has submitted for a round."""
-        if not self.blocs:
-            return current.heads
-        blocs, heads = self.blocs, current.heads.items()
-        return {rank: head for first, head in heads for rank in blocs.get(first, (first,))}
-
     # -- which ranks a round waits for ----------------------------------------------------------------------------
 
     def is_complete(self, current: Round) -> bool:
@@ -181,8 +101,9 @@ class PendingRounds:
         """The ranks that a round waits for, or any of which a receive from any rank waits for; never one that has joined."""
         wanted = self.ranks if current is self.joining else self.not_joined()
         between = () if current.info.from_any else current.info.between
-        heads = self.heads_of(current)
-        return tuple(rank for rank in wanted if rank not in heads and (not between or rank in between))
+        return tuple(
+            rank for rank in wanted if rank not in current.heads and (not between or rank in between)
+        )
 
     def concerned(self, current: Round) -> set[int]:
         """The ranks that some submission of a round concerns."""
@@ -214,24 +135,22 @@ class PendingRounds:
     def report(self) -> tuple[AbortedCollective, ...]:
         """What is pending, for error texts."""
         waiting = [*self.waiting(), *((current, ()) for current in self.schedule)]
-        full = sum(len(self.heads_of(current)) for current, _ in waiting) <= SITES_LIMIT
+        full = sum(len(current.heads) for current, _ in waiting) <= SITES_LIMIT
         return tuple(self.report_round(current, missing, all_sites=full) for current, missing in waiting)
 
     def report_round(
         self, current: Round, missing: tuple[int, ...], *, all_sites: bool = True
     ) -> AbortedCollective:
         """A round as messages report it."""
-        heads = self.heads_of(current)
-        waited = tuple(sorted(heads))
+        waited = tuple(sorted(current.heads))
         shown = waited if all_sites else waited[:1]
-        sites = tuple(heads[rank].site for rank in shown)
+        sites = tuple(current.heads[rank].site for rank in shown)
         return AbortedCollective(current.info.kind, current.info.name, waited, missing, sites, self.joined)
 
     def validate(self) -> None:
         """Assert what must hold between calls."""
         members = self.members
         assert not self.rejections
-        self._validate_blocs()
         self.schedule.validate()
         assert all(current.info.fuse_key is not None for current in self.ready), "held, but never fused"
         for name, current in self.rounds.items():
@@ -246,9 +165,7 @@ class PendingRounds:
                 assert rank in current.heads
         for group, held in self.held.items():
             assert 0 < len(held) < held[0].info.group_size
-            assert all(
-                r.info.group == group and self.heads_of(r).keys() | {*r.absent} == members for r in held
-            )
+            assert all(r.info.group == group and r.heads.keys() | {*r.absent} == members for r in held)
         assert self.disputes == {n: r for n, r in self.rounds.items() if r.disputed is not None}
         for channel in self.channels:
             assert self.oldest_sent(channel) is None or self.oldest_received(channel) is None, channel
@@ -256,16 +173,3 @@ class PendingRounds:
         assert {current for rounds in self.channels.values() for current in rounds} == on_channels
         assert self.joining is None or self.rounds.get(self.joining.info.name) is self.joining
         assert self.debts.ranks <= members - {*self.joined}
-
-    def _validate_blocs(self) -> None:
-        assert self.firsts == {rank: first for first, ranks in self.blocs.items() for rank in ranks}
-        assert self.size == len(self.ranks) - len(self.firsts) + len(self.blocs)
-        assert self.members.issuperset(self.firsts)
-        if self.blocs:
-            assert not self.debts, "ranks owe submissions singly"
-            assert self.joining is None, "ranks join singly"
-        inner = self.firsts.keys() - self.blocs.keys()
-        for current in self._all_rounds():
-            assert not inner & current.heads.keys(), "submitted alone as well as with its bloc"
-            assert not (current.behind or {}).keys() & self.firsts.keys()
-            assert not current.info.between or not current.heads.keys() & self.blocs.keys()

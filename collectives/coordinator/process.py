@@ -40,7 +40,6 @@ class CoordinatorProcess:
         certificate: PEM text that goes with ``tls_address``, or ``None``.
         token: Secret that the Hello of a rank must show.
         client_token: Secret that the Hello of a client must show. No rank gets to know it.
-        relay_token: Secret that the Hello of a relay must show. No rank gets to know it.
         pid: Process id; another one after :meth:`respawn`.
         generation: How many coordinators have died before this one.
         directory: Its private directory.
@@ -56,11 +55,7 @@ class CoordinatorProcess:
         self._changing = threading.Lock()
         self._closed = False
         self.directory = Path(launch.directory)
-        self.token, self.client_token, self.relay_token = (
-            launch.token,
-            launch.client_token,
-            launch.relay_token,
-        )
+        self.token, self.client_token = launch.token, launch.client_token
         self.address, self.tls_address = listeners.address, listeners.tls_address
         self.certificate = ready.certificate or None
 
@@ -103,7 +98,6 @@ class CoordinatorProcess:
             secrets.token_hex(32),
             str(private),
             os.getpid(),
-            relay_token=secrets.token_hex(32),
             size=size,
             tcp_host=tcp_host or "",
             linger=linger,

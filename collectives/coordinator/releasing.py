@@ -95,8 +95,7 @@ def _run_messages(
     ps.sequence += 1
     two = [(rank, peer) for rank, peer in zip(ps.members, ps.peers, strict=True) if rank in between]
     ranks, peers = zip(*two, strict=True)
-    batches = [(current,) for current in rounds]
-    execute(ps.id, ps.epoch, ps.sequence, batches, ranks, peers, state.outbox, ps.matcher.firsts)
+    execute(ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, state.outbox)
 
 
 def _run_together(
@@ -117,17 +116,7 @@ def _run_together(
             state.tuning.before(state, ps)
         if reported:
             ps.matcher.schedule.ordered(ps.sequence, batches)
-        execute(
-            ps.id,
-            ps.epoch,
-            ps.sequence,
-            batches,
-            ps.members,
-            ps.peers,
-            state.outbox,
-            ps.matcher.firsts,
-            reported=reported,
-        )
+        execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.outbox, reported=reported)
         if tuned:
             state.tuning.executed(ps, rounds)
 
@@ -144,7 +133,7 @@ def free_from_idle(state: CoordinatorState, now: float) -> None:
             for current, missing in ps.matcher.waiting():
                 absent = [r for r in (missing or ps.members) if r in idle]
                 if absent and not current.info.from_any:  # else another rank may send
-                    why = state.cells.absence(absent, ps.matcher.heads_of(current))
+                    why = state.cells.absence(absent, current.heads)
                     state.sets.abort(ps, why.kind, why.ranks, why.text)
                     break
     if state.awaiting:

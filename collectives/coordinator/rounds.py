@@ -18,7 +18,7 @@ class Round:
     Attributes:
         info, local: Signature and local id of the first submission.
         agree: Once it is complete, whether all members have submitted it under the same local id.
-        heads: What each rank has submitted, by rank; that of a bloc is under its first rank.
+        heads: What each rank has submitted, by rank.
         extras: The numbers that came along and may differ between ranks, by rank; ``None`` if there are none.
         payloads: Small tensors that came along, by rank; ``None`` if there are none.
         behind: Later submissions of the same name, oldest first; ``None`` if there never were any.

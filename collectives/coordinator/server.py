@@ -15,11 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from hvdlab.collectives.coordinator import watchers
-from hvdlab.collectives.coordinator.behind_relays import BehindRelays, RelayedPeer
 from hvdlab.collectives.coordinator.connection import CLOSING, EVERYTHING, OPEN, SHAKING, Connection
 from hvdlab.collectives.coordinator.connections import NEVER, Connections
-from hvdlab.collectives.coordinator.doors import Doors
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     Effect,
@@ -36,8 +33,10 @@ from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE
 from hvdlab.collectives.coordinator.state import CoordinatorState
+from hvdlab.collectives.coordinator.watchers import Watcher
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.protocol.codec import decode_from_relay, decode_hello, encode
+from hvdlab.collectives.linux import require_own_peer
+from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.messages import (
     PROTOCOL_VERSION,
@@ -47,13 +46,14 @@ from hvdlab.collectives.protocol.messages import (
     RankEvents,
     RankLost,
     Refused,
-    Welcome,
 )
 from hvdlab.collectives.protocol.rosters import ROSTERS, SentMembers
 from hvdlab.collectives.visible import visible
 
 LONGEST_LINE = 4000
 """Characters of a line of the log."""
+_ACCEPT_AGAIN = 0.2
+"""Seconds until the server accepts again after it had no descriptor left for a new connection."""
 
 
 def log_to_stderr(text: str) -> None:
@@ -102,9 +102,6 @@ class Server:
         self.state = CoordinatorState(options.state, wall=lambda now: now + offset, clock=time.monotonic_ns)
         self.connections = Connections(options, log)
         self.connections.excused = self.state.is_paused
-        self.connections.relay_lost = self._relay_lost
-        self._doors = Doors(self.connections)
-        self._behind = BehindRelays(self.connections, options, self._refusal_behind_relay, log)
         self._poller = self.connections.poller
         self._log, self._note = log, note
         self._memory = memory
@@ -115,13 +112,17 @@ class Server:
         self._running = True
         self.on_alone: Callable[[], None] = lambda: None
         self.alone = False  # whether the starter is gone
-        self.yielding = False  # whether it has ended so that a successor takes its place
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     def listen(self, sock: socket.socket, context: ssl.SSLContext | None = None) -> None:
         """Accept connections on a listening socket, over TLS if a context is given. Takes the socket over."""
-        self._doors.open(sock, context)
+        sock.setblocking(False)
+        self.connections.listeners.append(sock)
+        self._watch(sock, context)
+
+    def _watch(self, listener: socket.socket, context: ssl.SSLContext | None) -> None:
+        self._poller.register(listener, READ, lambda: self._accept(listener, context))
 
     def stop_at_end_of(self, descriptor: int, *, linger: bool = False) -> None:
         """Stop once this descriptor reports end of file: the starter has ended.
@@ -165,7 +166,7 @@ class Server:
             UnsoundStateError: A handler failed and left a state that can't be used any more.
         """
         try:
-            while self._running and not (self.alone and self.connections.idle and not self._behind.peers):
+            while self._running and not (self.alone and self.connections.idle):
                 self.serve_once(self.timeout())
         finally:
             self.connections.close()
@@ -197,26 +198,19 @@ class Server:
                 else:
                     later.append(target)
         for connection in later:
-            if connection.relay:
-                self._read_relay(connection, events, now)
-            else:
-                self._read(connection, events, now)
+            self._read(connection, events, now)
         if now >= connections.next_sweep:
             connections.sweep(now, events)
-            self._behind.sweep(now, events)
         if now >= self._due:
             events.append(Tick())
         # The sweep's pings may have been too much for a peer that does not read.
         events, connections.lost = events + connections.lost, []
-        if self.yielding:
-            return  # as if it had died: to answer now could refuse a rank that the successor will take back
         while events:
             self._perform(self.state.handle_all(events, now))
             if self.state.unsound:
                 # To serve on could decide wrongly, or leave ranks waiting for ever. The ranks keep all they know, so a
                 # successor, whose number the starter bounds, begins from that. The sender's connection was ended
                 # by the effects above. Without a successor the ranks learn of the end by their connections.
-                self.yielding = self.options.succeeded
                 raise UnsoundStateError(
                     f"the coordinator's state can't be used any more: {self.state.unsound}. Its log says which message failed"
                 )
@@ -225,6 +219,36 @@ class Server:
             events, connections.lost = connections.lost, []
 
     # -- receiving ------------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket, context: ssl.SSLContext | None) -> None:
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            self._make_room(listener, context, error)
+            return
+        try:
+            sock.setblocking(False)
+            if sock.family == socket.AF_UNIX:
+                require_own_peer(sock)
+            if context is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.getpeername()  # a connection that ended before it was accepted can't be wrapped
+                sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        except OSError as error:
+            self.connections.turned_away.tell(f"a connection is closed: {error}")
+            sock.close()
+            return
+        self.connections.add(sock)
+
+    def _make_room(self, listener: socket.socket, context: ssl.SSLContext | None, error: OSError) -> None:
+        """No descriptor is left: close the oldest stranger that has not said Hello; if there is none, newcomers have to wait."""
+        if self.connections.drop_oldest_stranger():
+            return
+        self.connections.turned_away.tell(f"could not accept a connection: {error}")
+        self._poller.unregister(listener)
+        self.connections.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._watch(listener, context))
 
     def _read_stranger(self, connection: Connection, events: list[Event]) -> None:
         try:
@@ -249,38 +273,8 @@ class Server:
             return
         if len(payloads) > 1:
             raise ProtocolError("it did not wait for the answer to its Hello")
-        if (relay := self._relay_that_lost(hello)) is not None:
-            self.connections.lose(relay, f"rank {hello.rank} has lost it", events)
         self.connections.introduce(connection, hello)
-        if connection.relay:
-            self._behind.open(connection)
-            options = self.options.state
-            welcome = Welcome(-1, time.monotonic_ns(), options.generation, options.pid)
-            self.connections.write(connection, encode(welcome))
-            return
         events.append(PeerConnected(connection.peer, hello))
-
-    def _relay_that_lost(self, hello: Hello) -> Connection | None:
-        """The relay that a rank is behind, as far as is known here, although it comes by itself: then it has lost the relay."""
-        rank = self.state.membership.ranks.get(hello.rank)
-        behind = self._behind.peers.get(rank.peer) if rank is not None and rank.pid == hello.pid else None
-        return behind.relay if behind is not None else None
-
-    def _relay_lost(self, relay: Connection, reason: str, events: list[Event]) -> None:
-        """A relay's connection has ended. What was on its way is lost, and it can't be known what that was.
-
-        The ranks behind it live, as far as is known. So this coordinator ends as if it had died, and all ranks go on with its
-        successor. If there will be none, the ranks behind the relay are lost.
-        """
-        lost = self._behind.lose(relay, reason, time.monotonic())
-        if not (lost and self.options.succeeded):
-            events += lost
-            return
-        self._log(
-            f"{relay.name} is lost ({reason}), and {len(lost)} ranks behind it may live. Ending, so that a successor takes all ranks back"
-        )
-        self.yielding = True
-        self.stop()
 
     def _refusal(self, hello: Hello) -> str:
         if not (role := self._role_of(hello.token)):
@@ -293,17 +287,9 @@ class Server:
             return f"version {hello.version} of the protocol is not spoken here, but {PROTOCOL_VERSION}"
         return ""
 
-    def _refusal_behind_relay(self, hello: Hello) -> str:
-        reason = self._refusal(hello)
-        if not reason and hello.role != "rank":
-            reason = f"only ranks may be behind a relay, and it wants to be a {hello.role[:20]!r}"
-        return reason
-
     def _role_of(self, token: str) -> str:
-        """What a peer with this token may be: ``rank``, ``client``, ``relay``, or nothing."""
-        options = self.options
-        tokens = ("rank", options.token), ("client", options.client_token), ("relay", options.relay_token)
-        for role, expected in tokens:
+        """What a peer with this token may be: ``rank``, ``client``, or nothing."""
+        for role, expected in (("rank", self.options.token), ("client", self.options.client_token)):
             if expected and hmac.compare_digest(token.encode(), expected.encode()):
                 return role
         return ""
@@ -326,28 +312,12 @@ class Server:
             self._log(f"{connection.name} is closed: {error}")
             self.connections.lose(connection, f"it sent {error}", events, faulty=True)
 
-    def _read_relay(self, relay: Connection, events: list[Event], now: float) -> None:
-        if relay.peer not in self.connections.open:
-            return
-        try:
-            for payload in relay.endpoint.receive():
-                self._behind.take(relay, decode_from_relay(payload), now, events)
-            relay.heard = now
-        except ConnectionLost as error:
-            self.connections.lose(relay, str(error), events)
-        except ProtocolError as error:
-            self.connections.lose(relay, f"it sent {error}", events)
-
     def _read_last_words(self, lost: RankLost, events: list[Event]) -> None:
         """Take in what a rank had written before its process ended: one that said goodbye has not died.
 
         That was written before the launcher could see the end, but may lie unread where clients are read first.
         """
         rank = self.state.membership.ranks.get(lost.rank)
-        behind = self._behind.peers.get(rank.peer) if rank is not None else None
-        if behind is not None:
-            self._read_relay(behind.relay, events, time.monotonic())
-            return
         connection = self.connections.open.get(rank.peer) if rank is not None else None
         if rank is None or connection is None or rank.pid != lost.pid:
             return
@@ -375,10 +345,7 @@ class Server:
                     self._pass_events_on(effect.message, frame, effect.peers)
                     continue
                 bulk = type(effect.message) is Pong and effect.message.after_events
-                peers = effect.peers
-                if self._behind.peers:
-                    peers = self._behind.write(peers, frame, bulk=bulk)
-                for peer in peers:
+                for peer in effect.peers:
                     connection = by_peer.get(peer)
                     if connection is not None:
                         connections.write(connection, frame, bulk=bulk)
@@ -388,23 +355,17 @@ class Server:
                 closing = by_peer.get(effect.peer)
                 if closing is not None:
                     connections.finish(closing)
-                else:
-                    self._behind.close(effect.peer)
             elif type(effect) is Log:
                 (self._log if effect.warning else self._note)(effect.text)
             elif type(effect) is Tuned:
                 self._write_tuning(effect.line)
 
-    def _find(self, peer: int) -> Connection | RelayedPeer | None:
-        return self.connections.open.get(peer) or self._behind.peers.get(peer)
-
     def _send_roster(self, message: Message, peers: Iterable[int], descriptor: int = -1) -> None:
         """Send a message with lists of members, without the descriptions that each of these peers has got before."""
         self._members.add(message)
         frames: dict[int, tuple[bytes, int]] = {}  # by ``members_sent`` of a connection
-        alike: dict[bytes, list[int]] = {}  # peers behind relays, by what they get
         for peer in peers:
-            connection = self._find(peer)
+            connection = self.connections.open.get(peer)
             if connection is None:
                 continue
             known = connection.members_sent
@@ -418,23 +379,18 @@ class Server:
                     self._log(str(error))
                     return
             frame, connection.members_sent = frames[known]
-            if isinstance(connection, Connection):
-                self.connections.write(connection, frame, descriptor)
-            else:
-                alike.setdefault(frame, []).append(peer)
-        for frame, behind in alike.items():
-            self._behind.write(tuple(behind), frame)
+            self.connections.write(connection, frame, descriptor)
 
     def _pass_events_on(self, message: RankEvents, frame: bytes, peers: Iterable[int]) -> None:
         for peer in peers:
-            connection = self._find(peer)
-            if connection is None or (taken := watchers.take(connection, message)) is None:
+            connection = self.connections.open.get(peer)
+            if connection is None:
                 continue
-            said = frame if taken is message else encode(taken)
-            if isinstance(connection, Connection):
-                self.connections.write(connection, said, bulk=True)
-            else:
-                self._behind.write((peer,), said, bulk=True)
+            if connection.watcher is None:
+                connection.watcher = Watcher()
+            batch = connection.watcher.take(message, connection.endpoint.backlog)
+            if batch is not None:
+                self.connections.write(connection, frame if batch is message else encode(batch), bulk=True)
 
     def _write_tuning(self, line: str) -> None:
         if not self._tuning_log:
@@ -449,12 +405,12 @@ class Server:
             self._tuning_log = ""
 
     def _configure(self, effect: SendConfigure) -> None:
-        found = [self._find(peer) for peer in effect.peers]
+        found = [self.connections.open.get(peer) for peer in effect.peers]
         descriptor = -1
         message = effect.message
         try:
-            if any(isinstance(each, RelayedPeer) or (each is not None and each.tls) for each in found):
-                # Neither TLS nor a relay carries descriptors: the ranks of each host make the memory themselves.
+            if any(connection is not None and connection.tls for connection in found):
+                # TLS carries no descriptors: the ranks of each host make the memory themselves.
                 message = effect.fallback
             else:
                 descriptor = self._memory(f"hvdlab-{message.process_set}-{message.epoch}", effect.memory)

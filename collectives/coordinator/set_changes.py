@@ -32,7 +32,7 @@ def change_sets(state: CoordinatorState, ps: ProcessSet, current: Round) -> None
     state.sets.abort(target, CauseKind.MEMBERSHIP, (), f"process set {target.id} was removed")
     state.sets.remove(target, ps.peers)
     for rank, peer in zip(ps.members, ps.peers, strict=True):
-        batch = m.Batch((_local(ps, current, rank),))
+        batch = m.Batch((current.heads[rank].local,))
         state.outbox.send((peer,), m.Execute(ps.id, ps.epoch, ps.sequence, (batch,)))
 
 
@@ -45,14 +45,7 @@ def _add_set(state: CoordinatorState, ps: ProcessSet, current: Round, ranks: tup
         return
     added = state.sets.add(ranks)
     for rank, peer in zip(ps.members, ps.peers, strict=True):
-        state.outbox.send((peer,), m.ProcessSetAdded(_local(ps, current, rank), added.id, ranks))
-
-
-def _local(ps: ProcessSet, current: Round, rank: int) -> int:
-    """A member's local id of a round that all have submitted."""
-    head = ps.matcher.head_of(current, rank)
-    assert head is not None
-    return head.local
+        state.outbox.send((peer,), m.ProcessSetAdded(current.heads[rank].local, added.id, ranks))
 
 
 def _find_set(state: CoordinatorState, signature: m.Signature) -> ProcessSet | None:
@@ -69,7 +62,7 @@ def _refuse(state: CoordinatorState, ps: ProcessSet, current: Round, why: str) -
     info = current.info
     verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
     for rank, peer in zip(ps.members, ps.peers, strict=True):
-        state.outbox.send((peer,), verdict.message(ps.id, ps.epoch, (_local(ps, current, rank),)))
+        state.outbox.send((peer,), verdict.message(ps.id, ps.epoch, (current.heads[rank].local,)))
 
 
 def end_failures(state: CoordinatorState, now: float) -> None:

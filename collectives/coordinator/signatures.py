@@ -74,15 +74,6 @@ class Defined:
         self.local, self.info, self.site = local, info, site
         self.priority = priority if info.fuse_key is not None else None
 
-    @property
-    def meaning(self) -> tuple[int, Interned, str, int | None]:
-        """Equal for ids that stand for the same."""
-        return self.local, self.info, self.site, self.priority
-
-    def is_like(self, other: Defined | None) -> bool:
-        """Whether it stands for the same. Ranks of a bloc share one table, so that it need not be the same object."""
-        return self is other or (other is not None and self.meaning == other.meaning)
-
 
 class SignatureTable:
     """Interns signatures for as long as some rank's definition uses them."""
@@ -107,12 +98,6 @@ class SignatureTable:
         definitions[definition.local] = Defined(definition.local, info, definition.site, definition.priority)
         if old is not None:
             self._release(old.info)
-
-    def copy(self, definitions: dict[int, Defined]) -> dict[int, Defined]:
-        """The same definitions for another rank."""
-        for defined in definitions.values():
-            defined.info.references += 1
-        return dict(definitions)
 
     def forget(self, definitions: dict[int, Defined]) -> None:
         """Drop all definitions of a rank that is gone."""

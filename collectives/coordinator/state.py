@@ -12,9 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
-from hvdlab.collectives.coordinator import arrivals, blocs, elastic, releasing, restoring, set_changes
+from hvdlab.collectives.coordinator import arrivals, elastic, releasing, restoring, set_changes
 from hvdlab.collectives.coordinator.cells import Cells
 from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
 from hvdlab.collectives.coordinator.elastic import Elastic
@@ -26,7 +24,6 @@ from hvdlab.collectives.coordinator.events import (
     PeerConnected,
     PeerLost,
     Received,
-    ReceivedTogether,
 )
 from hvdlab.collectives.coordinator.history import UNREAD_BYTES, History
 from hvdlab.collectives.coordinator.holding import Holding
@@ -126,8 +123,6 @@ class CoordinatorState:
                 if type(event) is Received:
                     rank = by_peer.get(event.peer)
                     if rank is not None and type(event.message) is m.Announce:
-                        if rank.bloc is not None:
-                            blocs.announces_alone(self, rank, event.message)
                         self._announce(rank, event.message, now)
                         continue
                     plain = False
@@ -136,12 +131,9 @@ class CoordinatorState:
                     else:
                         self._from_rank(rank, event.message, now)
                     continue
-                if type(event) is ReceivedTogether:
-                    self._announce_together(event, now)
-                    continue
                 plain = False
                 if type(event) is PeerConnected:
-                    arrivals.connect(self, event.peer, event.hello, now, event.relay)
+                    arrivals.connect(self, event.peer, event.hello, now)
                 elif type(event) is PeerLost:
                     since = now - event.silence
                     arrivals.lose(self, event.peer, event.reason, now, explained=event.faulty, since=since)
@@ -168,28 +160,26 @@ class CoordinatorState:
     # -- failures of handlers -------------------------------------------------------------------------------------
 
     def _fail(self, event: Event, error: Exception, now: float) -> None:
-        """Log an exception of a handler with its traceback, and end the connections that the event came from.
+        """Log an exception of a handler with its traceback, and end the connection that the event came from.
 
         A rank is lost as after a violation of the protocol, and refused if it comes back: it would send the same again.
 
         Raises:
             Exception: ``error``, where the event is no peer's, such as a tick.
         """
-        if isinstance(event, ReceivedTogether):
-            peers, text = event.peers, f"a {type(event.message).__name__}"
-        elif isinstance(event, Received):
-            peers, text = (event.peer,), f"a {type(event.message).__name__}"
+        if isinstance(event, Received):
+            text = f"a {type(event.message).__name__}"
         elif isinstance(event, PeerConnected):
-            peers, text = (event.peer,), "a Hello"
+            text = "a Hello"
         else:
             raise error
         for line in traceback.format_exception(error):
             self.outbox.log(line.rstrip())
-        for peer in peers:
-            try:
-                self._end_failed(peer, f"{text} that the coordinator failed to handle: {error!r}", event, now)
-            except Exception as later:  # noqa: BLE001  (the state is too broken to take leave of a peer)
-                self._mark_unsound(later)
+        try:
+            text = f"{text} that the coordinator failed to handle: {error!r}"
+            self._end_failed(event.peer, text, event, now)
+        except Exception as later:  # noqa: BLE001  (the state is too broken to take leave of a peer)
+            self._mark_unsound(later)
 
     def _end_failed(self, peer: int, text: str, event: Event, now: float) -> None:
         rank = self.by_peer.get(peer)
@@ -264,22 +254,6 @@ class CoordinatorState:
             self.stalls.watch(now)
             self._due = None  # to be found anew
         self.check_later(now)  # this may be what makes the others wait in vain
-
-    def _announce_together(self, event: ReceivedTogether, now: float) -> None:
-        """Take in an announcement that several ranks have made alike: at one go if they are a bloc, else of one after another."""
-        ranks = [self.by_peer[peer] for peer in event.peers if peer in self.by_peer]
-        if not ranks:
-            return
-        message, bloc = event.message, blocs.find(self, ranks, event.message)
-        if bloc is not None:
-            as_one = blocs.enter(self, bloc, event)
-            message = msgspec.structs.replace(message, definitions=())
-            if as_one:
-                self._announce(bloc.peers[0], message, now)
-                return
-        for rank in ranks:
-            if self.by_peer.get(rank.peer) is rank:  # what another one sent may have been its end
-                self._announce(rank, message, now)
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
         react = TO_RANKS.get(type(message))
@@ -411,17 +385,9 @@ class CoordinatorState:
         assert self.awaiting == {rank for rank, peer in ranks.items() if peer.awaits}
         assert self.pauses.reasons.keys() <= ranks.keys()
         assert not self.outbox.effects
-        tables = {id(peer.definitions): peer.definitions for peer in ranks.values()}
-        references = sum(map(len, tables.values()))
+        references = sum(len(peer.definitions) for peer in ranks.values())
         assert sum(info.references for info in self.signatures) == references
-        for peer in ranks.values():
-            assert peer.bloc is None or (
-                peer in peer.bloc.peers and peer.definitions is peer.bloc.definitions
-            )
-        alone = sum(peer.bloc is None for peer in ranks.values())
-        assert len(tables) == alone + len({peer.bloc for peer in ranks.values()} - {None})
         for ps in self.sets:
-            assert all(ranks[first].bloc.ranks == bloc for first, bloc in ps.matcher.blocs.items())  # type: ignore[union-attr]
             assert not ps.matcher.ready or ps in self.holding
             if next(iter(ps.matcher.waiting()), None) is not None:
                 assert self.stalls.due is not None

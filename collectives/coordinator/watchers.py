@@ -7,11 +7,8 @@ give as lost.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import msgspec
 
-from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.messages import RankEvents
 from hvdlab.collectives.timeline.batches import count_of, with_lost
 
@@ -50,21 +47,3 @@ class Watcher:
         if not missed:
             return message
         return msgspec.structs.replace(message, batch=with_lost(message.batch, missed))
-
-
-class Watching(Protocol):
-    """A peer's connection, or its place in a relay's."""
-
-    watcher: Watcher | None
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Where what is sent to it waits."""
-        ...
-
-
-def take(connection: Watching, message: RankEvents) -> RankEvents | None:
-    """The batch to send to this subscriber, or ``None``; see :meth:`Watcher.take`."""
-    if connection.watcher is None:
-        connection.watcher = Watcher()
-    return connection.watcher.take(message, connection.endpoint.backlog)

@@ -35,12 +35,12 @@ from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.engine.subscribing import Subscription
 from hvdlab.collectives.engine.timeline import TimelineTap
 from hvdlab.collectives.engine.waiting import Waiter
-from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError, StartError
+from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError
 from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import KeyValue, Phases
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.connect import RefusedError, connect
+from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.sites import call_site
@@ -76,8 +76,7 @@ class Engine(Groups):
         self.failed_cells = self.cells_begun = self.interrupt_held_in = 0
         self.farewell = "shutdown"
         self.sent_through_native: deque[CollectiveError] = deque(maxlen=8)
-        remote = endpoint.secure or settings.relay is not None
-        self._spans = SpanLog(rank, settings.record, remote=remote)
+        self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint
         self._submit = guarded.submit
@@ -92,7 +91,7 @@ class Engine(Groups):
         self._reconnecting = Reconnecting(
             settings, hello, generation, self._dispatcher, self._control, self._may_return
         )
-        self._leader = Leader(guarded, endpoint, self._control, self._executor, remote=remote)
+        self._leader = Leader(guarded, endpoint, self._control, self._executor)
         self._direct = Direct(guarded, self._executor, self._spans, self._dispatcher.schedule_events)
         self._waiter = Waiter(rank, guarded, self._leader, self._executor, self.hooks, self._direct)
         self.wait_for = self._waiter.wait_for
@@ -123,7 +122,7 @@ class Engine(Groups):
         logs.set_up(settings.log_level, hide_time=settings.log_hide_time)
         hello = introduction(settings, settings.rank)
         deadline = Deadline(settings.start_timeout if timeout is None else timeout)
-        endpoint, welcome = _by_relay(settings, hello, deadline) or connect(
+        endpoint, welcome = connect(
             settings.coordinator,
             hello,
             certificate=settings.certificate,
@@ -509,19 +508,6 @@ class Engine(Groups):
         self.hooks.after_fork()
         self._guarded.after_fork(NotInitializedError("a rank's engine in a forked process"))
         self._control.after_fork()
-
-
-def _by_relay(settings: Settings, hello: m.Hello, deadline: Deadline) -> tuple[Endpoint, m.Welcome] | None:
-    """A connection through this host's relay; ``None`` if there is none, or it is gone. Raises ``RefusedError``."""
-    if settings.relay is None:
-        return None
-    try:
-        return connect(settings.relay, hello, deadline=deadline)
-    except RefusedError:
-        raise
-    except StartError as error:
-        logs.no_relay(hello.rank, str(error))
-        return None
 
 
 def introduction(settings: Settings, rank: int) -> m.Hello:

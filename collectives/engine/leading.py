@@ -36,17 +36,10 @@ class Leader:
         endpoint: The connection.
         control: Whose place at the socket is taken.
         executor: Where the order's work is done.
-        remote: Whether the coordinator is on another host: then the connection is secure, or will be once this rank has lost its relay.
     """
 
     def __init__(
-        self,
-        guarded: GuardedState,
-        endpoint: Endpoint,
-        control: Control,
-        executor: Executor,
-        *,
-        remote: bool,
+        self, guarded: GuardedState, endpoint: Endpoint, control: Control, executor: Executor
     ) -> None:
         self._guarded = guarded
         self._endpoint = endpoint
@@ -55,7 +48,7 @@ class Leader:
         self._wakeup = -1
         self._poll = select.poll()
         self._fd = -1
-        if not remote:
+        if not endpoint.secure:
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._poll.register(self._wakeup, select.POLLIN)
 

@@ -92,7 +92,6 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HOROVOD_HIERARCHICAL_ALLREDUCE", FLAG, _C, "-", "ranks on several hosts: 1 reduces within each host first, 0 does not; unset chooses", "hierarchical_allreduce"),
     Knob("HOROVOD_HIERARCHICAL_ALLGATHER", FLAG, _C, "-", "the same for allgather", "hierarchical_allgather"),
     Knob("HOROVOD_THREAD_AFFINITY", CORES, _R, "-", "cores that the threads of hvdlab are bound to: the n-th number is for the rank with local rank n", "thread_affinity"),
-    Knob("HVDLAB_RELAYS", choice("0", "1", "auto"), _C, "0", "jobs on several hosts whose ranks an agent of the host starts (`ssh`, `slurm`, `dask`): 1 has the ranks of each host with two or more share [one connection to the coordinator](../design/scale.md#relays), by a relay, a process of its own on the host; `auto` does so where a host has eight or more"),
     # -- starting -------------------------------------------------------------------------------------------------
     Knob("HVDLAB_START_TIMEOUT", SECONDS, _R, "60", "how long `hvd.init()` waits for all ranks", "start_timeout"),
     Knob("HOROVOD_GLOO_TIMEOUT_SECONDS", SECONDS, _R, "60", "the same, if `HVDLAB_START_TIMEOUT` is unset", "start_timeout"),

@@ -8,15 +8,7 @@ import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.frames import encode_frame
-from hvdlab.collectives.protocol.messages import (
-    FromClient,
-    FromRank,
-    FromRelay,
-    Hello,
-    Message,
-    ToPeer,
-    ToRelay,
-)
+from hvdlab.collectives.protocol.messages import FromClient, FromRank, Hello, Message, ToPeer
 
 _encoder = msgspec.msgpack.Encoder()
 _hello = msgspec.msgpack.Decoder(Hello)
@@ -25,8 +17,6 @@ _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(
     cast("type[FromClient]", FromClient)
 )
 _to_peer: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(cast("type[ToPeer]", ToPeer))
-_from_relay: msgspec.msgpack.Decoder[FromRelay] = msgspec.msgpack.Decoder(cast("type[FromRelay]", FromRelay))
-_to_relay: msgspec.msgpack.Decoder[ToRelay] = msgspec.msgpack.Decoder(cast("type[ToRelay]", ToRelay))
 
 Payload = bytes | memoryview
 
@@ -36,15 +26,11 @@ MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 def encode(message: Message) -> bytes:
     """The whole frame of a message. Raises ``ProtocolError`` if it, or a number in it, is too large to send."""
-    return encode_frame(encode_payload(message))
-
-
-def encode_payload(message: Message) -> bytes:
-    """What is in the frame of a message. Raises ``ProtocolError`` if a number in it is too large to send."""
     try:
-        return _encoder.encode(message)
+        payload = _encoder.encode(message)
     except OverflowError as error:
         raise ProtocolError(f"a {type(message).__name__} can't be sent: {error}") from error
+    return encode_frame(payload)
 
 
 def decode_hello(payload: Payload) -> Hello:
@@ -77,19 +63,3 @@ def decode_to_peer(payload: Payload) -> ToPeer:
         return _to_peer.decode(payload)
     except MALFORMED as error:
         raise ProtocolError(f"no message of the coordinator: {error}") from error
-
-
-def decode_from_relay(payload: Payload) -> FromRelay:
-    """A message that a relay sent. Raises ``ProtocolError`` if relays may not send it or it is malformed."""
-    try:
-        return _from_relay.decode(payload)
-    except MALFORMED as error:
-        raise ProtocolError(f"no message of a relay: {error}") from error
-
-
-def decode_to_relay(payload: Payload) -> ToRelay:
-    """A message that the coordinator sent to a relay. Raises ``ProtocolError`` if it is malformed."""
-    try:
-        return _to_relay.decode(payload)
-    except MALFORMED as error:
-        raise ProtocolError(f"no message to a relay: {error}") from error

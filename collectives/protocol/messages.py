@@ -1,7 +1,7 @@
 """Messages of the control plane, as msgspec structs encoded to MessagePack arrays.
 
 Three directions: rank to coordinator (:data:`FromRank`), client to coordinator (:data:`FromClient`) and coordinator
-to either (:data:`ToPeer`). Ranks may be behind a relay, which sends on what they say (:data:`FromRelay`, :data:`ToRelay`). A connection begins with :class:`Hello`. ``epoch`` is that of the process set at the time
+to either (:data:`ToPeer`). A connection begins with :class:`Hello`. ``epoch`` is that of the process set at the time
 of sending; the receiver drops messages of an older one that have lost their meaning.
 
 Fields are only ever appended: structs are arrays on the wire, and a missing trailing field takes its default.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MOST_RANKS = (1 << 16) - 1
 """A job has this many ranks at most, with numbers below this: recordings, and the views of them, keep the rank of each span, and the
@@ -118,7 +118,7 @@ class Submission(Record, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First message of a peer; ``role`` is ``rank``, ``client`` or ``observer``; or that of a relay, ``relay``.
+    """First message of a peer; ``role`` is ``rank``, ``client`` or ``observer``.
 
     An observer learns which ranks there are and which have died, and may ask for nothing. A rank's token lets it in, and
     the coordinator does not stay for it.
@@ -752,48 +752,6 @@ class PausedRanks(Message, frozen=True):
     reasons: tuple[str, ...]
 
 
-# -- relay to coordinator, and back -----------------------------------------------------------------------------------
-
-
-class From(Message, frozen=True):
-    """Each of these ranks behind a relay has sent this message.
-
-    ``peers`` are the relay's own numbers of them, packed as :func:`~hvdlab.collectives.protocol.rosters.pack` does. A relay numbers the ranks
-    in the order in which they say something first, from 0 on, and uses no number again. The first ``message`` (a payload, as it would come over a
-    connection) of each is a :class:`Hello`. Only an :class:`Announce` comes from several ranks at once.
-    """
-
-    peers: tuple[int, ...]
-    message: bytes
-
-
-class Lost(Message, frozen=True):
-    """The connections of these ranks have ended; ``peers`` as in :class:`From`."""
-
-    peers: tuple[int, ...]
-    reason: str
-
-
-class Faulty(Message, frozen=True):
-    """The relay has closed the connections of these ranks: they broke the protocol, and would do so again; ``peers`` as in :class:`From`."""
-
-    peers: tuple[int, ...]
-    reason: str
-
-
-class To(Message, frozen=True):
-    """For each of these ranks behind a relay; ``peers`` and ``message`` as in :class:`From`."""
-
-    peers: tuple[int, ...]
-    message: bytes
-
-
-class Close(Message, frozen=True):
-    """The relay closes the connections of these ranks once they have got what was sent to them; ``peers`` as in :class:`From`."""
-
-    peers: tuple[int, ...]
-
-
 FromRank = (
     Hello
     | Resume
@@ -867,5 +825,3 @@ ToPeer = (
     | Absent
     | PausedRanks
 )
-FromRelay = Hello | Ping | Pong | Bye | From | Lost | Faulty
-ToRelay = Welcome | Refused | Ping | Pong | To | Close

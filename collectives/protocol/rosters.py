@@ -61,19 +61,6 @@ def unpack(packed: Ranks) -> Ranks:
     return tuple(ranks)
 
 
-def unpack_known(packed: Ranks, highest: int) -> Ranks:
-    """As :func:`unpack`, for numbers up to ``highest``.
-
-    Raises:
-        ProtocolError: There is a higher one; or they can't be unpacked.
-    """
-    if packed and max(max(packed), -min(packed)) > highest:  # a run to it might fill the memory
-        raise ProtocolError(
-            f"number {max(max(packed), -min(packed))} of a rank, and the highest can be {highest}"
-        )
-    return unpack(packed)
-
-
 class SentMembers:
     """The coordinator's side: the newest description of each rank, numbered in the order in which they came up.
 

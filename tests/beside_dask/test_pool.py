@@ -13,7 +13,6 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.launch.dask.launcher import DaskLauncher
 from patience import PATIENCE, eventually
-from relayed_ranks import BEGIN, LOSE_RELAY, STATE
 
 SUM = """\
 import os
@@ -94,27 +93,6 @@ def test_what_can_not_be_is_said_at_once(cluster: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(distributed, "default_client", _no_client)
     with pytest.raises(StartError, match="DASK_SCHEDULER_ADDRESS"):
         Pool.start(2, launcher="dask")
-
-
-def test_a_relay_of_a_far_worker_may_die(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that do not have an address of this host count as far."""
-    import distributed
-
-    monkeypatch.setenv("HVDLAB_RELAYS", "1")
-    monkeypatch.setenv("HVDLAB_ADDRESS", "127.0.0.1")
-    with (
-        distributed.LocalCluster(
-            n_workers=2, threads_per_worker=2, host="127.0.0.2", dashboard_address=":0"
-        ) as far,
-        distributed.Client(far),
-        Pool.start(4, launcher="dask", timeout=PATIENCE) as pool,
-    ):
-        pool.run(BEGIN)
-        assert list(pool.run(STATE)) == [[[rank], True, 4.0] for rank in range(4)]
-        first, again, second, last = pool.run("relay()")
-        assert first == again != second == last
-        assert list(pool.run(LOSE_RELAY, timeout=PATIENCE)) == [1] * 4
-        assert list(pool.run(STATE)) == [[[rank], False, 4.0] for rank in range(4)]
 
 
 def _no_client() -> Any:

@@ -10,7 +10,6 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.pool import Pool
 from patience import PATIENCE
-from relayed_ranks import BEGIN, LOSE_RELAY, STATE
 from slurm_cluster import SlurmCluster
 
 WHERE = "import os; os.environ['SLURMD_NODENAME'], os.environ['SLURM_JOB_ID']"
@@ -78,18 +77,3 @@ def test_a_pool_grows_within_its_job(slurm: SlurmCluster, pool: Pool) -> None:
         pool.resize(5)
     pool.resize(3, timeout=PATIENCE)
     assert next(iter(pool.run(SUM))) == (6.0, 0, 2)
-
-
-def test_a_relay_on_each_node_may_die(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HVDLAB_RELAYS", "1")
-    options = {"nodes": "2", "args": "--ntasks-per-node=2"}
-    with Pool.start(4, launcher="slurm", launcher_options=options, timeout=PATIENCE) as pool:
-        pool.run(BEGIN)
-        assert list(pool.run(STATE)) == [[[rank], True, 4.0] for rank in range(4)]
-        first, again, second, last = pool.run("relay()")
-        assert first == again != second == last
-        assert list(pool.run(LOSE_RELAY, timeout=PATIENCE)) == [1] * 4
-        assert list(pool.run(STATE)) == [[[rank], False, 4.0] for rank in range(4)]
-        dying = pool.start_run("if engine.rank == 3: os.kill(os.getpid(), 9)\ntotal('x')").wait(PATIENCE)
-        assert list(dying.deaths) == [3]
-        assert pool.repair(timeout=PATIENCE) == (3,)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from patience import PATIENCE, eventually
-from relayed_ranks import ON_RANKS
 from slurm_cluster import CPUS, NODES, SlurmCluster
 
 RUN = (sys.executable, "-m", "hvdlab", "run", "--launcher", "slurm")
 SPREAD = ("--launcher-option", "args=--ntasks-per-node=2", "--launcher-option", "nodes=2")
-
-RELAYED = f"""{ON_RANKS}
-engine = context.init()
-print("found", engine.rank, relayed(), reduce_until_lost(3, kill_relay), relayed(), flush=True)
-"""
 
 PROGRAM = """\
 import os, sys
@@ -52,23 +45,6 @@ def test_a_program_runs_on_the_jobs_nodes_and_its_failure_is_told(tmp_path: Path
         ["n2", "3", "1", "10.0"],
     ]
     assert "rank 3 on n2" in done.stderr or "rank 3 (n2)" in done.stderr, done.stderr
-
-
-def test_a_relay_of_a_node_may_die(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(RELAYED)
-    done = subprocess.run(
-        [*RUN, "-np", "4", *SPREAD, sys.executable, str(program)],
-        env={**os.environ, "HVDLAB_RELAYS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = [line.partition("found ")[2] for line in done.stdout.splitlines() if "found" in line]
-    assert sorted(found) == [f"{rank} True 1 False" for rank in range(4)]
-    assert "the relay of n2 is lost" in done.stderr, done.stderr
 
 
 def test_ctrl_c_in_the_queue_cancels_the_job(slurm: SlurmCluster) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import loopback_hosts
 from chaos import census, standstill
 from chaos.faults import FAULTS, STALL, Fault
 from chaos.figures import Outcome
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
 
 HANG = 60.0
 """Seconds after which what has not ended counts as hanging."""
-
-HOSTS = 2
-"""Hosts of a pool that has relays."""
 
 SETTLE = 5.0
 """Seconds that leftovers of a trial get to go."""
@@ -157,7 +153,6 @@ class Campaign:
         views: Whether views are open on the pool, which must show what the recording has.
         device: Where ranks have their tensors, as torch names it; empty for arrays of numpy.
         alone: Whether nothing else uses the device, so that its memory tells of leaks.
-        relays: Whether the ranks are on two hosts (:mod:`loopback_hosts`), each with a relay. A pool that has lost one is replaced.
 
     Attributes:
         started: How many pools there were.
@@ -177,7 +172,6 @@ class Campaign:
         views: bool = False,
         device: str = "",
         alone: bool = True,
-        relays: bool = False,
     ) -> None:
         self.seed, self.plane, self.size, self.faults = seed, plane, size, tuple(faults)
         self.device, self.alone = device, alone
@@ -186,7 +180,7 @@ class Campaign:
         #: What was in use on the device after each of the pool's trials.
         self._used: list[int] = []
         self.hang_after = hang_after
-        self.with_views, self.relays = views, relays
+        self.with_views = views
         #: Whether ranks have a wrapped model beside the training.
         self.wraps = any(fault.loop == "wrapped" for fault in self.faults)
         #: Steps that the wrapped model has been trained for, and the ranks that have had it since.
@@ -238,7 +232,6 @@ class Campaign:
             "HVDLAB_PRELOAD": self._preloaded(),
             **({"HVDLAB_CUDA": "1"} if self.device else {}),
             "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL),
-            "HVDLAB_RELAYS": str(int(self.relays)),
             "OMP_NUM_THREADS": "1",
         }
         before = {name: os.environ.get(name) for name in ours}
@@ -271,9 +264,7 @@ class Campaign:
         """The pool; started if there is none."""
         if self._pool is None:
             self._shm = census.shared_memory()
-            self._pool = Pool.start(
-                self.size, plane=self.plane, timeout=self.hang_after, **self._start_options()
-            )
+            self._pool = Pool.start(self.size, plane=self.plane, timeout=self.hang_after)
             self.started += 1
             self.set_up(range(self.size))
             self.cell("training.check()")
@@ -289,19 +280,6 @@ class Campaign:
             self._young.clear()
             self._used.clear()
         return self._pool
-
-    def _start_options(self) -> dict[str, Any]:
-        """What a pool is started with beside."""
-        if not self.relays:
-            return {}
-        options = loopback_hosts.options(self.directory)
-        hosts = loopback_hosts.named(HOSTS, -(-self.size // HOSTS), spare=1)
-        return {"launcher": "ssh", "hosts": hosts, "launcher_options": options}
-
-    def _lacks_relays(self) -> bool:
-        """Whether the pool has fewer relays than when it was started: the successor of a coordinator has none."""
-        relays = [name for name in census.marked(self.mark).values() if "collectives.relay" in name]
-        return self.relays and self._pool is not None and len(relays) < HOSTS
 
     def stop(self) -> list[str]:
         """End the pool. Returns what it left behind."""
@@ -373,8 +351,6 @@ class Campaign:
             )
         if self.wraps:
             source += f"from chaos.wrapped import Wrapped\nwrapped = Wrapped{given}\n"
-        if self.relays:  # ranks of other hosts don't inherit this process's path
-            source = f"import sys\nsys.path.insert(0, {TESTS!r})\n{source}"
         source += "training.memory()"
         for rank, memory in self.values(source, list(ranks)).items():
             self._expected[rank] = memory
@@ -511,10 +487,7 @@ class Campaign:
         from chaos.trials import Trial
 
         drawn, rng = self.draw(number)
-        outcome = Trial(self, fault or drawn, number, rng).play()
-        if self._lacks_relays():
-            outcome.leaks += self.stop()
-        return outcome
+        return Trial(self, fault or drawn, number, rng).play()
 
     def play(self, count: int, first: int = 0) -> Iterator[Outcome]:
         """Play ``count`` trials, beginning with the one that has this number; each kind of fault once before any twice."""

@@ -14,7 +14,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,7 @@ from typing import Any, Self
 from chaos.campaign import HANG, Mailbox
 from chaos.figures import Outcome
 from chaos.membership import Change, MembershipCampaign, Teller, wrong_results
-from hosts import Host, Network
-from patience import eventually
+from hosts import Network
 from remote_shell import RemoteShell
 
 HOSTS, SLOTS = 4, 2
@@ -46,12 +44,6 @@ CHANGES = (
     Change("a host is cut off", "cut", weight=4),
     Change("a host is cut off while another one is found", "cut_while_joining", weight=3),
 )
-
-OF_RELAYS = (
-    Change("the relay of a host is killed", "kill_relay", weight=4),
-    Change("the relay of a host is stopped", "stop_relay", weight=3),
-)
-"""What befalls relays, where the hosts have one; no rank may be lost by it."""
 
 VICTIM = Path(__file__).with_name("hosts_victim.py")
 
@@ -88,7 +80,6 @@ class ElasticHosts(MembershipCampaign):
         changes: What is drawn.
         hang_after: Seconds after which what has not ended counts as hanging.
         dead_after: Seconds of silence after which a host is lost; hosts that are cut off are lost by nothing else.
-        relays: Whether hosts with two ranks have a relay, until one is lost.
 
     Attributes:
         started: How many jobs there were.
@@ -106,10 +97,8 @@ class ElasticHosts(MembershipCampaign):
         changes: Sequence[Change] = CHANGES,
         hang_after: float = HANG,
         dead_after: float = DEAD_AFTER,
-        relays: bool = False,
     ) -> None:
         super().__init__(changes)
-        self._relays = relays
         self.seed, self.hang_after, self.dead_after = seed, hang_after, dead_after
         self.started = 0
         #: What a job needs, taken down with it.
@@ -164,7 +153,6 @@ class ElasticHosts(MembershipCampaign):
                     "HVDLAB_PING_AFTER": str(self.dead_after / 6),
                     "HVDLAB_DEAD_AFTER": str(self.dead_after),
                     "HVDLAB_REATTACH": "2",
-                    "HVDLAB_RELAYS": str(int(self._relays)),
                     "PYTHONPATH": path,
                     "OMP_NUM_THREADS": "1",
                 },
@@ -276,23 +264,6 @@ class ElasticHosts(MembershipCampaign):
             self._await_steps(self._wanted())
         return self._rng.choice(sorted(self._listed))
 
-    def _relayed(self) -> tuple[Host, str]:
-        """A host that is listed, trains and has a relay, with the relay's process as the host sees it; found first if there is none."""
-        for number in self._rng.sample(sorted(self._listed), len(self._listed)):
-            host = self._network.hosts[number]
-            if relay := _relay(host):
-                return host, relay
-        # The coordinator's successor has no relays but those of hosts that come later.
-        number = self._other()
-        host = self._network.hosts[number]
-        # As long as ranks of before are there, the next ones get none either.
-        eventually(lambda: not _process(host, str(VICTIM)), lambda: f"ranks do not leave {host.name}")
-        self._list(self._listed | {number})
-        self._await_steps(self._wanted())
-        if not (relay := _relay(host)):
-            raise RuntimeError(f"{host.name} has come and has no relay: {self._last_lines()}")
-        return host, relay
-
     def _survive(self, number: int) -> None:
         """The others train on without this host, which can't be used for now."""
         self._outcome.victim = number
@@ -358,32 +329,6 @@ class ElasticHosts(MembershipCampaign):
         self._wait_a_little(3.0)
         self._cut(self._rng.choice([number, new]))
 
-    def kill_relay(self) -> None:
-        self._lose_relay("KILL")
-
-    def stop_relay(self) -> None:
-        self._lose_relay("STOP")
-
-    def _lose_relay(self, signal: str) -> None:
-        """All ranks, the same processes, train on without the relay."""
-        host, relay = self._relayed()
-        before = self._training()
-        self._wait_a_little()
-        self._changes(f"SIG{signal} to the relay of {host.name}")
-        host.run("kill", f"-{signal}", relay)
-        # A relay whose ranks were cut off, and are back by themselves, is not missed.
-        eventually(lambda: not _relay(host), self._last_lines)
-        if (after := self._training()) != before:
-            self._outcome.lost.append(f"processes {before} trained, and then {after}")
-        self._outcome.report = time.monotonic() - self._at
-
-    def _training(self) -> set[tuple[str, int]]:
-        """Wait until all train that are to. Returns their hosts and processes."""
-        since = time.monotonic()
-        self._await_steps(self._wanted())
-        steps = [one for one in tuple(self.mailbox.letters) if one["what"] == "step" and one["at"] > since]
-        return {(one["host"], one["pid"]) for one in steps if one["group"] == steps[-1]["group"]}
-
     def _cut(self, number: int) -> None:
         """Pull this host's cable until the others have gone on without it, and a little longer."""
         host = self._network.hosts[number]
@@ -396,17 +341,3 @@ class ElasticHosts(MembershipCampaign):
             self._changes(f"{host.name} is back")
             host.mend()
         self._comes_back()
-
-
-def _relay(host: Host) -> str:
-    """The process id of a host's relay as the host sees it, or an empty text."""
-    return _process(host, "hvdlab.collectives.relay")
-
-
-def _process(host: Host, word: str) -> str:
-    """The process id, as the host sees it, of a process with this word in its command, or an empty text."""
-    for line in host.run("ps", "-eo", "pid,args").splitlines():
-        process, *words = line.split()
-        if word in words:
-            return process
-    return ""

@@ -206,12 +206,6 @@ DEATHS_OF_PARTS = (
 )
 """Deaths of processes other than ranks, after which the pool goes on."""
 
-OF_RELAYS = (
-    Fault("a relay is killed", "losing_part", "relay", 2.0, spots=(), outside=True, weight=4),
-    Fault("a relay is stopped", "stopping_relay", "relay", 7.0, spots=(), outside=True, weight=2),
-)
-"""What befalls the relay of a host, where a pool has any; the agent looks after it every two seconds."""
-
 KERNELS = (
     Fault("the notebook kernel is killed", "owner", "", 5.0, spots=(), outside=True, deadly=True, weight=1),
     Fault("the kernel of a kept pool is killed", "keeping_owner", "", 5.0, spots=(), outside=True, weight=1),

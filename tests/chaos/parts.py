@@ -23,37 +23,25 @@ from hvdlab.collectives.timeline.viewer import PerfettoViewer
 from hvdlab.kernel_ext.debugger.relay import Relay
 from patience import PATIENCE
 
-PARTS = {
-    "coordinator": "collectives.coordinator",
-    "warm": "hvd-forkserver",
-    "controller": "hvd-controller",
-    "relay": "collectives.relay",
-}
+PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-forkserver", "controller": "hvd-controller"}
 
 
 class Parts(Pieces):
     """Trials of what befalls the other processes of a pool."""
 
     def losing_part(self) -> None:
-        self._lose_part(signal.SIGKILL)
-
-    def stopping_relay(self) -> None:
-        """A stopped relay is killed by its host's agent."""
-        self._lose_part(signal.SIGSTOP)
-
-    def _lose_part(self, number: int) -> None:
         run = self.begin()
         self.victim = self.outcome.victim = -1
         self.await_instant()
         wanted = PARTS[self.fault.deed]
         pid = next(pid for pid, name in census.marked(self.campaign.mark).items() if wanted in name)
         at = time.monotonic()
-        os.kill(pid, number)
+        os.kill(pid, signal.SIGKILL)
 
         def line() -> tuple[float, str] | None:
             return next((told for told in list(self.sink.told) if not told[1].startswith("status:")), None)
 
-        census.settled(lambda: line() is None and not run.done, max(5.0, self.fault.limit))
+        census.settled(lambda: line() is None and not run.done, 5.0)
         if (first := line()) is not None:
             self.told(at, first[0], first[1])
         if not run.done:

@@ -5,24 +5,20 @@ from __future__ import annotations
 import pytest
 
 import hosts
-from chaos.elastic_hosts import CHANGES, DEAD_AFTER, OF_RELAYS, ElasticHosts, RanksOfHosts
+from chaos.elastic_hosts import CHANGES, DEAD_AFTER, ElasticHosts, RanksOfHosts
 from chaos.figures import rows, table
 from patience import HOUR
 
 BRIEF = ("join", "kill", "leave", "kill_while_joining")
 """Plays of the normal run: those that need no heartbeat, which a busy machine may miss."""
 
-BEHIND_RELAYS = ("join", "kill", "kill_relay", "stop_relay")
 
-
-def play(
-    seed: int, names: tuple[str, ...], count: int, dead_after: float = DEAD_AFTER, *, relays: bool = False
-) -> None:
+def play(seed: int, names: tuple[str, ...], count: int, dead_after: float = DEAD_AFTER) -> None:
     """Play a campaign; fails with the whole story of whatever is not as it should be."""
     if hosts.missing():
         pytest.skip(hosts.missing())
-    changes = [change for change in (*CHANGES, *OF_RELAYS) if change.play in names]
-    with ElasticHosts(seed, changes=changes, dead_after=dead_after, relays=relays) as campaign:
+    changes = [change for change in CHANGES if change.play in names]
+    with ElasticHosts(seed, changes=changes, dead_after=dead_after) as campaign:
         outcomes = list(campaign.play(count))
     print(table(rows(outcomes)))
     stories = [str(outcome) for outcome in outcomes if not outcome.ok]
@@ -55,12 +51,6 @@ def test_newcomers_with_the_numbers_of_those_that_have_left_train_together() -> 
 @pytest.mark.timeout(300)
 def test_training_goes_on_whichever_hosts_come_and_go() -> None:
     play(31, BRIEF, len(BRIEF), HOUR)
-
-
-@pytest.mark.root
-@pytest.mark.timeout(300)
-def test_training_goes_on_whichever_relays_are_lost() -> None:
-    play(32, BEHIND_RELAYS, len(BEHIND_RELAYS), HOUR, relays=True)
 
 
 @pytest.mark.root

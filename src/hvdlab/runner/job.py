@@ -7,7 +7,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -133,8 +132,7 @@ class JobRun:
         assert where is not None
         if self._verbose:
             self._say(f"coordinator {where} (pid {coordinator.pid}); rendezvous at {master}:{port}")
-        world = World(where, coordinator.token, coordinator.certificate, self._job.plane, master, port)
-        return replace(world, relay_token=coordinator.relay_token)
+        return World(where, coordinator.token, coordinator.certificate, self._job.plane, master, port)
 
     def _request(self, world: World, client: Client, options: dict[str, object]) -> LaunchRequest:
         job = self._job

@@ -33,6 +33,18 @@ print(coordinator.pid, coordinator.directory, flush=True)
 sys.stdin.read()
 """
 
+BREAKING = """
+from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
+from hvdlab.collectives.protocol import messages as m
+
+def break_state(state, *arguments):
+    state.awaiting.add(99)
+    raise ZeroDivisionError("made to fail")
+
+TO_RANKS[m.Ping] = break_state
+"""
+"""What a coordinator's interpreter imports first, so that a ping breaks the state."""
+
 
 def ended(descriptor: int, timeout: float = 10) -> bool:
     return bool(select.select([descriptor], [], [], timeout)[0])
@@ -119,6 +131,27 @@ def test_it_ends_in_order_when_terminated() -> None:
     os.close(watch)
     assert not coordinator.directory.exists()
     coordinator.close()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_broken_state_leaves_the_directory_only_to_a_successor(
+    keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The starter has ended, so that another process starts the successor."""
+    (tmp_path / "sitecustomize.py").write_text(BREAKING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with CoordinatorProcess.start(size=1, linger=True, keep=keeps) as coordinator:
+        watch = os.pidfd_open(coordinator.pid)
+        hello = m.Hello(m.PROTOCOL_VERSION, coordinator.token, "rank", 0)
+        endpoint, _ = connect(coordinator.address, hello, deadline=Deadline(PATIENCE))
+        lifeline = coordinator._process.stdin
+        assert lifeline is not None
+        lifeline.close()
+        endpoint.send(m.Ping(1))
+        assert ended(watch)
+        assert coordinator.directory.exists() == keeps
+        os.close(watch)
+        endpoint.close()
 
 
 def test_close_removes_what_a_killed_one_left() -> None:

@@ -655,7 +655,7 @@ def test_a_client_that_reads_no_events_keeps_its_connection(
 
 def test_a_server_whose_state_is_broken_ends_after_it_has_told_the_sender(tmp_path: Path) -> None:
     """So that the ranks go on with a successor, and no rank waits for ever."""
-    server = Server(ServerOptions(TOKEN, CLIENT_TOKEN, state=CoordinatorOptions(size=2), succeeded=True))
+    server = Server(ServerOptions(TOKEN, CLIENT_TOKEN, state=CoordinatorOptions(size=2)))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{tmp_path}/s")
     listener.listen()
@@ -681,7 +681,7 @@ def test_a_server_whose_state_is_broken_ends_after_it_has_told_the_sender(tmp_pa
         endpoint.send(m.Ping(1))
         thread.join(PATIENCE)
     assert not thread.is_alive()
-    assert server.yielding
+    assert server.state.unsound
     assert "the coordinator's state can't be used any more" in str(raised[0])
     with pytest.raises(ConnectionLost):
         _read_to_the_end(endpoint)

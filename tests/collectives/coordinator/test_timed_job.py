@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,64 +65,6 @@ def test_memory_grows_with_ranks_and_tensors() -> None:
     assert memory_of_root(8, many) > 4 * memory_of_root(8, few)
 
 
-def test_ranks_behind_one_relay_take_little_more_memory_than_one() -> None:
-    memory_of_root(1, ("a",))
-    names = tuple(map(str, range(100)))
-    assert memory_of_root(64, names) > 4 * memory_of_root(64, names, 16)
-
-
-def test_with_relays_agreement_takes_one_message_from_each_host_and_one_to_each() -> None:
-    job = TimedJob(SIZE, levels=1)
-    job.form()
-    job.step(("loss",))
-    step = job.step(("loss",))
-    hosts = math.ceil(SIZE / 16)
-    assert (step.root.frames_in, step.root.frames_out) == (hosts, hosts)
-    assert (step.leaf.frames_in, step.leaf.frames_out) == (1, 1)
-
-
-def test_with_relays_above_relays_agreement_takes_one_message_from_each_of_those() -> None:
-    job = TimedJob(SIZE, Network(ranks_per_host=4, relays_per_relay=5), levels=2)
-    assert len(job.relays) == 10 + 2
-    job.form()
-    job.step(("loss",))
-    assert job.step(("loss", "accuracy")).root.frames == 2 * 2
-
-
-def test_time_with_relays_is_that_of_what_one_process_does_after_another() -> None:
-    job = TimedJob(4, Network(message=1e-4, latency=0.25e-4, bandwidth=1e15, ranks_per_host=2), levels=1)
-    job.form()
-    job.step(("loss",))
-    # A rank writes; its relay reads two and writes one; the coordinator reads the first as one round, then the other one, and writes to two; the
-    # second relay reads one and writes to two; the last rank reads.
-    up, root, down = 1 + 0.25 + 2 + 1 + 0.25, 1 + 1 + 2, 0.25 + 1 + 2 + 0.25 + 1
-    assert job.step(("loss",)).seconds == pytest.approx((up + root + down) * 1e-4)
-
-
-@pytest.mark.parametrize("levels", [1, 2])
-def test_a_death_behind_relays_reaches_all_and_the_others_are_one_again(levels: int) -> None:
-    job = TimedJob(SIZE, Network(ranks_per_host=4, relays_per_relay=5), levels)
-    job.form()
-    job.step(("loss",))
-    before = job.step(("loss",)).root
-    told, anew = job.kill(7)
-    assert 0 < told.seconds < anew
-    assert told.root.frames < TimedJob(SIZE).form().root.frames
-    job.step(("loss",))
-    assert job.step(("loss",)).root.frames == before.frames
-
-
-def test_a_rank_that_is_late_costs_its_host_one_step() -> None:
-    job = TimedJob(SIZE, levels=1)
-    job.form()
-    job.step(("loss",))
-    alone = job.step(("loss",)).root
-    late = job.step(("loss",), late={3: 0.01})
-    assert late.seconds > 0.01
-    assert late.root.frames_in == alone.frames_in + 1, "those that were not late are still one"
-    assert job.step(("loss",)).root.frames == alone.frames
-
-
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, ModuleType]]:
     """The benchmarks' modules can be imported."""
@@ -139,26 +80,15 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, Mo
 
 def test_the_page_has_what_came_out(benchmarks: tuple[ModuleType, ModuleType]) -> None:
     pages, scale = benchmarks
-    page, result = scale.PAGE.read_text(), json.loads(scale.RESULT.read_text())
-    assert pages.between(page, "scale") == scale.markdown(result)
-    assert pages.between(page, "relays") == scale.relays_markdown(result)
+    assert pages.between(scale.PAGE.read_text(), "scale") == scale.markdown(
+        json.loads(scale.RESULT.read_text())
+    )
 
 
-def test_relays_reach_their_goal(benchmarks: tuple[ModuleType, ModuleType]) -> None:
+def test_what_came_out_is_what_the_state_machines_do(benchmarks: tuple[ModuleType, ModuleType]) -> None:
     _, scale = benchmarks
-    result = json.loads(scale.RESULT.read_text())
-    for size, levels, goal in (("1024", 1, 0.1), ("16384", 2, 0.02)):
-        without, relayed = (scale.figures_of(result, n)[size]["tensor"]["seconds"] for n in (0, levels))
-        assert relayed <= goal * without
-
-
-@pytest.mark.parametrize("levels", [0, 1])
-def test_what_came_out_is_what_the_state_machines_do(
-    benchmarks: tuple[ModuleType, ModuleType], levels: int
-) -> None:
-    _, scale = benchmarks
-    written = scale.figures_of(json.loads(scale.RESULT.read_text()), levels)["64"]
-    found = scale.simulate(64, levels)
+    written = json.loads(scale.RESULT.read_text())["ranks"]["64"]
+    found = scale.simulate(64)
     assert found.pop("root_memory") > 0  # which versions of Python differ in
     written.pop("root_memory")
     for what, passage in found.items():

@@ -33,15 +33,6 @@ def test_thousands_of_schedules() -> None:
         assert not told, f"seed {seed}: {told}"
 
 
-def test_in_schedules_with_relays_some_announcements_come_as_one() -> None:
-    merged = 0
-    for seed in range(100):
-        schedule = Schedule(seed)
-        schedule.run()
-        merged += schedule.sim.merged
-    assert merged
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
 def test_a_million_schedules() -> None:
@@ -62,7 +53,7 @@ class Job(RuleBasedStateMachine):
         if self.schedule.tracked:
             self.schedule.do_cell()
 
-    @rule(action=st.sampled_from(sorted({*ACTIONS, "alike"})), seed=st.integers(0, 1 << 16))
+    @rule(action=st.sampled_from(sorted(set(ACTIONS))), seed=st.integers(0, 1 << 16))
     def act(self, action: str, seed: int) -> None:
         assert self.schedule is not None
         self.schedule.chance.seed(seed)

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,18 +20,11 @@ from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.process_sets import add_process_set
 from patience import HOUR, PATIENCE
 from ranks import Ranks, Running
-from relayed_ranks import RelayedRanks
-
-
-@pytest.fixture(params=[Ranks, RelayedRanks], ids=["direct", "relayed"])
-def kind(request: pytest.FixtureRequest) -> type[Ranks]:
-    """With or without a relay between the ranks and the coordinator that dies; the relay ends then, and the successor has none."""
-    return cast("type[Ranks]", request.param)
 
 
 @pytest.fixture
-def three(kind: type[Ranks]) -> Iterator[Ranks]:
-    with kind(3, keep=True) as ranks:
+def three() -> Iterator[Ranks]:
+    with Ranks(3, keep=True) as ranks:
         yield ranks
 
 
@@ -206,7 +199,7 @@ def lose_in_the_middle_of_a_transfer(ranks: Ranks) -> None:
 
 
 def test_in_the_middle_of_a_transfer(three: Ranks) -> None:
-    assert three.run(plane) == ["shm" if type(three) is Ranks else "hierarchical"] * 3
+    assert three.run(plane) == ["shm"] * 3
     lose_in_the_middle_of_a_transfer(three)
 
 
@@ -299,8 +292,8 @@ def test_an_interrupt_while_there_is_none(three: Ranks) -> None:
     assert three.run(total, 2.0) == [6.0] * 3
 
 
-def test_without_a_successor_ranks_give_up(kind: type[Ranks]) -> None:
-    with kind(2, keep=True, env={"HVDLAB_REATTACH": "0.3"}) as ranks:
+def test_without_a_successor_ranks_give_up() -> None:
+    with Ranks(2, keep=True, env={"HVDLAB_REATTACH": "0.3"}) as ranks:
         kill(ranks)
         ranks.run(wait_until_lost)  # what was begun before is lost for another reason, and told so
         for error in ranks.outcomes(total):
@@ -309,8 +302,8 @@ def test_without_a_successor_ranks_give_up(kind: type[Ranks]) -> None:
             assert "restart the group" in str(error)
 
 
-def test_nobody_waits_when_its_starter_closes_it(kind: type[Ranks]) -> None:
-    with kind(2, keep=True, env={"HVDLAB_REATTACH": f"{HOUR:g}"}) as ranks:
+def test_nobody_waits_when_its_starter_closes_it() -> None:
+    with Ranks(2, keep=True, env={"HVDLAB_REATTACH": f"{HOUR:g}"}) as ranks:
         ranks.coordinator.close()
         ranks.run(wait_until_lost)
         for error in ranks.outcomes(total, timeout=PATIENCE):

@@ -19,8 +19,6 @@ DECODERS: list[tuple[Decode, object]] = [
     (codec.decode_from_rank, m.FromRank),
     (codec.decode_from_client, m.FromClient),
     (codec.decode_to_peer, m.ToPeer),
-    (codec.decode_from_relay, m.FromRelay),
-    (codec.decode_to_relay, m.ToRelay),
 ]
 
 
@@ -62,10 +60,6 @@ def test_messages_of_another_direction_are_refused() -> None:
         codec.decode_from_client(payload(m.Announce(0, 1, (0,))))
     with pytest.raises(ProtocolError):
         codec.decode_to_peer(payload(m.CellBegin("1")))
-    with pytest.raises(ProtocolError):
-        codec.decode_from_relay(payload(m.To((0,), b"x")))
-    with pytest.raises(ProtocolError):
-        codec.decode_to_relay(payload(m.From((0,), b"x")))
     with pytest.raises(ProtocolError):
         codec.decode_hello(payload(m.Ping(1)))
 

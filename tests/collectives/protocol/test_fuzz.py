@@ -22,7 +22,6 @@ from protocol_fuzz import (
     one_conversation,
     one_failing_conversation,
     one_input,
-    one_relay,
     one_server,
     run,
 )
@@ -47,10 +46,6 @@ def test_whatever_peers_say_the_coordinator_goes_on() -> None:
 @pytest.mark.timeout(3600)
 def test_whatever_handlers_raise_the_coordinator_goes_on_or_says_that_it_cannot() -> None:
     run(one_failing_conversation, examples(600))
-
-
-def test_whatever_a_relay_hears_and_says_is_refused_or_understood() -> None:
-    run(one_relay, examples(1000))
 
 
 @pytest.mark.timeout(3600)

@@ -171,7 +171,6 @@ def row_of(training: Training, listener: Listener, processes: dict[int, str]) ->
 
 ELSEWHERE = {
     "coordinator, for other hosts",
-    "relay of a host's ranks",
     "MPI",
     "PyTorch's store at `MASTER_PORT`",
 }

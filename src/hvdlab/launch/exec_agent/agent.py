@@ -28,7 +28,6 @@ from hvdlab.launch.exec_agent.child import Child, SpawnError, spawn
 
 if TYPE_CHECKING:
     from hvdlab.launch.exec_agent.forked import ForkedRanks
-    from hvdlab.launch.exec_agent.relaying import HostRelay
     from hvdlab.launch.exec_agent.zygote import Zygote
 
 BACKLOG = 4 << 20
@@ -63,8 +62,6 @@ class Agent:
         self._forked: ForkedRanks | None = None
         #: The zygote, while there is one; ranks are started anew without.
         self._zygote: Zygote | None = None
-        #: This host's relay, if it has one that runs.
-        self._relay: HostRelay | None = None
         #: Where parameter servers of this host have their directories, if the job has other hosts.
         self._directory: Path | None = None
 
@@ -79,10 +76,8 @@ class Agent:
             while self._open:
                 self._flush()
                 self._hold(len(self._out) > BACKLOG)
-                for key, _ in self._selector.select(self._relay.due() if self._relay else None):
+                for key, _ in self._selector.select():
                     key.data()
-                if self._relay is not None:
-                    self._relay.look()
         except BrokenPipeError:
             pass
         finally:
@@ -161,8 +156,6 @@ class Agent:
             os.chdir(order.directory)
         if order.threads:
             os.environ.update(thread_counts(os.environ, order.threads))
-        if order.relay is not None:
-            self._start_relay(order)
         if order.forked:
             from hvdlab.launch.exec_agent.forked import ForkedRanks
 
@@ -193,27 +186,6 @@ class Agent:
             return
         os.environ.update(host_directory_variable(str(self._directory), coordinator))
 
-    # -- the relay ----------------------------------------------------------------------------------------------------
-
-    def _start_relay(self, order: wire.Start) -> None:
-        from hvdlab.launch.exec_agent import relaying
-
-        self._relay = relaying.start(order)
-        if self._relay is not None:
-            self._selector.register(self._relay.answers, selectors.EVENT_READ, lambda: None)
-
-    def _lacks_relay(self) -> bool:
-        """Whether the relay is lost and no rank is left, so that those which are started now can share another one."""
-        assert self._start is not None
-        idle = not self._children and self._zygote is None
-        return idle and self._relay is None and self._start.relay is not None
-
-    def _end_relay(self, timeout: float) -> None:
-        relay, self._relay = self._relay, None
-        if relay is not None:
-            self._selector_drop(relay.answers)
-            relay.close(timeout)
-
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def _hear(self, forked: ForkedRanks) -> None:
@@ -231,8 +203,6 @@ class Agent:
             for spec in order.ranks:
                 self._send(wire.RankNotStarted(spec.rank, 1, self._unprepared))
             return
-        if self._forked is None and self._lacks_relay():
-            self._start_relay(self._start)
         for spec in order.ranks:
             if spec.rank in self._children or (self._zygote is not None and self._zygote.owes(spec.rank)):
                 self._send(
@@ -348,9 +318,6 @@ class Agent:
         while (ended := _ended_child()) > 0:
             if self._forked is not None and ended == self._forked.pid:
                 return  # the thread that listens to it reaps it, and wakes this one then
-            if self._relay is not None and ended == self._relay.pid:
-                self._end_relay(0.0)
-                continue
             if self._zygote is not None and ended not in self._by_pid:
                 # A zygote reports a rank before that can end, and is reaped with its end.
                 over = ended == self._zygote.pid
@@ -400,9 +367,6 @@ class Agent:
                 os.waitpid(ended, 0)
         for child in self._by_pid.values():
             child.signal(signal.SIGKILL)
-        self._end_relay(
-            GRACE
-        )  # after the ranks: it says of each that its connection has ended, and leaves then
         while orphans := living_children():
             for pid in orphans:
                 with contextlib.suppress(ProcessLookupError):

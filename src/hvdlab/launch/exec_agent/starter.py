@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from hvdlab.collectives.engine.hosts import Place, place
 from hvdlab.collectives.environment import own_environment
 from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
-from hvdlab.launch import relays
 from hvdlab.launch.environment import FOREIGN
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.link import AgentLink, Reach
@@ -201,19 +200,12 @@ class ExecStarter:
                 interfaces=program.interfaces if program else (),
                 forked="" if program else self._request.forked,
                 preload=program.preload if program else (),
-                relay=self._relay(host, most),
                 whole_host=True,
             )
         )
         self._links[host] = link
         self._new.append(link)
         return link
-
-    def _relay(self, host: str, ranks: int) -> wire.RelayOrder | None:
-        """The relay of a host that will have so many ranks, if it is to have one."""
-        world, program = self._request.world, self._request.program
-        environ = {**os.environ, **(program.environment if program else {})}
-        return relays.wanted(world, host, ranks, environ) if self._launches_ranks else None
 
     def _spec(self, rank: int, size: int, where: Place, host: str) -> wire.RankSpec:
         if not self._launches_ranks:

@@ -33,15 +33,6 @@ class RankSpec(Part, frozen=True):
     environment: dict[str, str]
 
 
-class RelayOrder(Part, frozen=True):
-    """A relay to start; see :class:`~hvdlab.collectives.relay.process.RelayProcess`."""
-
-    token: str
-    certificate: str
-    host: str
-    dead_after: float
-
-
 # -- launcher to agent ------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +55,6 @@ class Start(AgentMessage, frozen=True):
         forked: The program that a fork server of the host forks ranks to run, instead of the command; or empty.
         preload: Modules that are imported on the host before ranks are forked to run the command, which starts Python then;
             if empty, each rank's command is executed.
-        relay: The relay by which ranks get to the coordinator, or ``None``.
         whole_host: Whether the agent has all ranks of the job on its host. The directories of the host's parameter servers
             end with it then; where each rank has an agent, the ranks of other agents need them.
     """
@@ -80,7 +70,6 @@ class Start(AgentMessage, frozen=True):
     interfaces: tuple[str, ...] = ()
     forked: str = ""
     preload: tuple[str, ...] = ()
-    relay: RelayOrder | None = None
     whole_host: bool = False
 
 

@@ -43,10 +43,12 @@ class Directory:
         try:
             self._write(draft, data)
             draft.rename(self._directory / self.key)
-        except OSError as error:
+        except BaseException as error:
             with suppress(OSError):
                 draft.unlink()
-            raise StartError(f"Rank 0 can't tell the others where the coordinator is: {error}") from error
+            if isinstance(error, OSError):
+                raise StartError(f"Rank 0 can't tell the others where the coordinator is: {error}") from error
+            raise
         self._published = True
 
     def _write(self, draft: Path, data: bytes) -> None:

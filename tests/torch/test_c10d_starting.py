@@ -127,16 +127,24 @@ def test_ranks_of_other_hosts_need_a_launcher() -> None:
 SECRET = "5" * 64
 
 
-def _watched(secret: str, port: int) -> bytes:
-    """Found a world over torch's TCP store, and return the card that any user of the host can read there."""
+def _watched(secret: str, port: int, again: bool) -> bytes:
+    """Found a world over torch's TCP store, and return the card that any user of the host can read there.
+
+    Args:
+        again: Whether this process was in a world of its own before, which took the secret out of the environment.
+    """
     rank = int(os.environ["HVDLAB_RANK"])
     for name in [name for name in os.environ if name.startswith("HVDLAB_")]:
         del os.environ[name]
     if secret:
         os.environ["HVDLAB_TOKEN"] = secret
+    if again:
+        context.init()
+        context.shutdown()
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
     key = f"hvdlab.world.{context.next_world() + 1}"
-    world._founded(store, rank, 2, Settings.from_env())
+    world.world_of_group(store, rank, 2)
+    assert "HVDLAB_TOKEN" not in os.environ
     seen = bytes(store.get(key))
     store.set(f"rank {rank} has read", b"1")
     store.get("rank 1 has read")  # rank 0 serves the store
@@ -149,13 +157,14 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["first world", "second world"])
 @pytest.mark.parametrize("secret", ["", SECRET], ids=["without a token", "with HVDLAB_TOKEN"])
 def test_torchs_store_has_neither_token_nor_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str, again: bool
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with Ranks(2, init=False, imports=["hvdlab.torch"]) as ranks:
-        seen = ranks.run(_watched, secret, _free_port(), timeout=90)
+        seen = ranks.run(_watched, secret, _free_port(), again, timeout=90)
     for card in seen:
         shown = json.loads(card)
         assert (shown["local"], shown["token"], bool(shown["seal"])) == ("", "", bool(secret))
@@ -266,4 +275,33 @@ def test_nothing_stays_of_a_world_that_torchs_store_could_not_take(
 
     with pytest.raises(dist.DistStoreError, match="the store is gone"):
         world._founded(Gone(), 0, 2, Settings())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_nothing_stays_of_a_world_whose_failure_torchs_store_could_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "full"
+    full.write_text("no directory")
+    monkeypatch.setenv("HVDLAB_RENDEZVOUS_DIR", str(full))
+
+    class Gone(dist.HashStore):
+        def set(self, key: str, value: object) -> None:
+            raise dist.DistStoreError("the store is gone")
+
+    with pytest.raises(dist.DistStoreError, match="the store is gone"):
+        world._founded(Gone(), 0, 2, Settings())
+
+
+def test_nothing_stays_of_a_world_whose_card_an_interrupt_kept_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDLAB_RENDEZVOUS_DIR", str(tmp_path))
+
+    def interrupted(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world._founded(dist.HashStore(), 0, 2, Settings())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -242,7 +242,7 @@ def world_of_group(store: Any, rank: int, size: int) -> World:
         current = context.companion(World)
         if current.founded and (current.engine.rank, len(current.engine.ranks())) != (rank, size):
             context.shutdown()  # only a former default group has used that world
-    settings = Settings.from_env()
+    settings = context.take_settings()  # also after hvd.init() took the secret out of the environment
     if size > 1 and not context.is_initialized() and not _has_launcher(settings):
         world = _founded(store, rank, size, settings)
     else:
@@ -342,21 +342,20 @@ def _start(store: Any, key: str, size: int, settings: Settings) -> tuple[Coordin
     board = board_of_host(os.environ, f"c10d-{secrets.token_hex(_NAME_BYTES)}")
     coordinator = None
     try:
-        secret: dict[str, Any] = {"token": given} if given else {}
-        coordinator = CoordinatorProcess.start(
-            size=size, linger=True, timeout=settings.start_timeout, **secret
-        )
-        card = Card(size, host_key(), coordinator.address, token="" if given else coordinator.token)
-        board.publish(card.encode(given))
-    except HvdlabError as error:
-        store.set(key, Card(size, error=str(error)).encode(given))
+        try:
+            secret: dict[str, Any] = {"token": given} if given else {}
+            coordinator = CoordinatorProcess.start(
+                size=size, linger=True, timeout=settings.start_timeout, **secret
+            )
+            card = Card(size, host_key(), coordinator.address, token="" if given else coordinator.token)
+            board.publish(card.encode(given))
+        except HvdlabError as error:
+            store.set(key, Card(size, error=str(error)).encode(given))
+            raise
+        store.set(key, Card(size, host_key(), file=board.key).encode(given))
+    except BaseException:  # torch's store may be gone, or the user interrupts: no rank will come for the card
+        board.withdraw()
         if coordinator is not None:
             coordinator.close()
-        raise
-    try:
-        store.set(key, Card(size, host_key(), file=board.key).encode(given))
-    except BaseException:  # torch's store is gone, or the user interrupts: no rank will come for the card
-        board.withdraw()
-        coordinator.close()
         raise
     return coordinator, board

@@ -233,7 +233,8 @@ class ServerStore(KVStore):
         Raises:
             AssertionError, TypeError, ValueError: A key or value is none.
             KVStoreError: A key was initialised before, is of the other kind than the store's keys, or has another shape or
-                type on another worker (raised on all); or a server is lost.
+                type on another worker, or a server refuses it, as where the optimizer's ``create_state`` raises (raised on all
+                workers; the keys are not initialised then); or a server is lost.
             AbortedError: A worker died, failed, left or was interrupted.
         """
         with self._lock:
@@ -262,8 +263,15 @@ class ServerStore(KVStore):
                     ]
                 nothing = _nothing(array.dtype, array.shape, sparse=sparse)
                 new[one] = (nothing, NUMPY if sparse else array_type_of(given) or NUMPY)
+            refused: KVStoreError | None = None
             for one, link, ticket in tickets:
-                self._done(one, link.wait(ticket), "init")
+                try:
+                    self._done(one, link.wait(ticket), "init")
+                except KVStoreError as error:
+                    refused = refused or error
+            text = self._workers.first_says("" if refused is None else str(refused), f"kv.{self._id}.init")
+            if refused is not None or text:
+                raise refused or KVStoreError(text)
             for one, array in own.items():
                 for part in self._places.kept([one]):
                     nbytes = array.dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from hvdlab.collectives.deadline import Deadline
@@ -50,6 +51,13 @@ RECOVER_WITHIN = 120.0
 _CONNECT_SECONDS = 5.0
 """Seconds for one try to connect: while the network is gone the system's own tries are ever longer apart, up to a minute."""
 _LOOK_MILLISECONDS = 1000
+_MOST_ENDS = 8
+"""Ends of the server while it carried out the same repeated request, after which the request fails and is not sent again.
+
+More than a few: a server that is killed again and again from outside may be at the same large request a few times.
+"""
+_LONGEST_RESTART_PAUSE_SECONDS = 0.8
+"""Pause before a server that ended so is started again, which begins with the second end and doubles."""
 _TRY_AGAIN_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 3.2
 """Pause between two tries to have the server back, and how long it becomes while it doubles."""
 SILENT_SECONDS = 2.0
@@ -87,9 +95,11 @@ class Ticket:
         sent: Bytes at the region's beginning that are for the server.
         keeps: Whether the caller reads the region after the answer, and frees it; else the answer's arrival frees it.
         span: What is recorded of it.
+        ends: How often the server has ended while it carried this request out again.
+        failure: Why the request counts as failed, whatever the server answers to the message that is sent in its place.
     """
 
-    __slots__ = ("answer", "keeps", "message", "region", "sent", "span")
+    __slots__ = ("answer", "ends", "failure", "keeps", "message", "region", "sent", "span")
 
     def __init__(
         self, message: Message, region: Region | None, sent: int, *, keeps: bool, span: RequestSpan | None
@@ -97,6 +107,8 @@ class Ticket:
         self.message, self.region, self.sent, self.keeps = message, region, sent, keeps
         self.span = span
         self.answer: Answer | None = None
+        self.ends = 0
+        self.failure = ""
 
 
 class _Watch:
@@ -209,6 +221,8 @@ class ServerLink:
         self._reading = False
         self._sequence = 0
         self._unanswered: dict[int, Ticket] = {}
+        #: The repeated request that the server carries out, as it announced last; 0 for none.
+        self._begun = 0
         #: The workers that a push waits for, as the server said last.
         self._waits: m.Waits | None = None
         #: Bytes of the regions of unanswered requests.
@@ -590,17 +604,9 @@ class ServerLink:
             self._say_after = SILENT_SECONDS
             LOG.warning("%s answers again", self._name())
         if isinstance(message, m.Done | m.Failed | m.Stock):
-            ticket = self._unanswered.pop(message.sequence, None)
-            if ticket is None:
-                return  # it was repeated, and this is the second answer
-            ticket.answer = message
-            if ticket.span is not None and not isinstance(message, m.Stock):
-                ticket.span.answered(message, self._clock)
-            if ticket.region is not None:
-                self._in_flight -= ticket.region.size
-                if not ticket.keeps:
-                    self._outbox.free(ticket.region)
-            self._changed.notify_all()
+            self._answer(message)
+        elif isinstance(message, m.Begun):
+            self._begun = message.sequence
         elif isinstance(message, m.Data):
             data = np.frombuffer(message.data, np.uint8)
             self._outbox.file.array(message.offset, data.dtype, data.shape)[:] = data
@@ -616,6 +622,21 @@ class ServerLink:
                     message.seconds,
                     format_ranks(message.ranks),
                 )
+
+    def _answer(self, message: Answer) -> None:
+        ticket = self._unanswered.pop(message.sequence, None)
+        if ticket is None:
+            return  # it was repeated, and this is the second answer
+        if ticket.failure:
+            message = m.Failed(message.sequence, ticket.failure, epoch=getattr(message, "epoch", 0))
+        ticket.answer = message
+        if ticket.span is not None and not isinstance(message, m.Stock):
+            ticket.span.answered(message, self._clock)
+        if ticket.region is not None:
+            self._in_flight -= ticket.region.size
+            if not ticket.keeps:
+                self._outbox.free(ticket.region)
+        self._changed.notify_all()
 
     def _keep_memory(self, store: int, descriptor: int) -> None:
         """Keep the memory of a store for a successor of the server."""
@@ -652,11 +673,20 @@ class ServerLink:
         deadline = Deadline(self._patience())
         began = said = time.monotonic()
         pause = _TRY_AGAIN_SECONDS
+        with contextlib.suppress(ConnectionLost):
+            self._take()  # what the server sent before it ended, such as Begun
         self._give_up()
+        server, begun, self._begun = self.pid, self._begun, 0
+        suspect = self._unanswered.get(begun)
+        if suspect is not None and suspect.ends:
+            self._changed.wait(min(_TRY_AGAIN_SECONDS * 2**suspect.ends, _LONGEST_RESTART_PAUSE_SECONDS))
         while True:
             self._require_usable()
             try:
                 self._endpoint = self._connect(deadline)
+                if self.pid != server:
+                    server = self.pid
+                    self._count_end(begun)
                 self._poll = select.poll()
                 self._poll.register(self._endpoint, select.POLLIN)
                 self._held.clear()  # they are among those that are unanswered
@@ -686,6 +716,29 @@ class ServerLink:
             if self.local:  # each try starts a process
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
+    def _count_end(self, begun: int) -> None:
+        """The server has ended while it carried out this request. Fail the request if that has happened too often."""
+        ticket = self._unanswered.get(begun)
+        if ticket is None:
+            return
+        ticket.ends += 1
+        if ticket.ends < _MOST_ENDS:
+            return
+        message: Any = ticket.message
+        kind, key = type(message).__name__, getattr(message, "key", None)
+        about = "" if key is None else f" of key {key!r}"
+        ticket.failure = (
+            f"the parameter server of {self.place.host.partition('#')[0]} ended each time it carried out this request "
+            f"({kind}{about}), {ticket.ends + 1} times by now, and the request is not sent again; the server's output on stderr, "
+            "or the kernel's log if memory was short, says why"
+        )
+        if isinstance(
+            message, m.Push
+        ):  # without a gradient, so that the round that others wait in fails as well
+            ticket.message = msgspec.structs.replace(message, dtype="", rows=-1)
+        else:
+            self._answer(m.Failed(begun, ticket.failure))
+
     def _patience(self) -> float:
         """Seconds that the server may be gone.
 
@@ -707,7 +760,8 @@ class ServerLink:
         sock = self._open(deadline)
         endpoint = Endpoint(sock, descriptors=True)
         try:
-            attach = m.Attach(m.VERSION, self.place.token, self._rank, os.getpid(), self.local)
+            repeats = max(self._unanswered, default=0)
+            attach = m.Attach(m.VERSION, self.place.token, self._rank, os.getpid(), self.local, repeats)
             descriptor = self._outbox.file.descriptor if self.local else -1
             endpoint.send_frame(m.encode(attach), descriptor)
             self._await_attached(endpoint, deadline)
@@ -789,6 +843,8 @@ class ServerLink:
                 continue
             with self._changed:
                 if self._endpoint is endpoint:
+                    with contextlib.suppress(ConnectionLost):
+                        self._take()  # what the server sent before it ended, such as Begun
                     self._give_up()
         # First forget the number, or else _wake() might write a byte to a file that has the same number later.
         writer, self._wake_writer = self._wake_writer, -1

@@ -24,13 +24,17 @@ VERSION = 1
 
 
 class Attach(Message, frozen=True):
-    """The first message of a connection. With ``shared`` an outbox comes along as a descriptor."""
+    """The first message of a connection. With ``shared`` an outbox comes along as a descriptor.
+
+    ``repeats``: the requests up to this number may be repeated ones, which the server announces by :class:`Begun`.
+    """
 
     version: int
     token: str
     rank: int
     pid: int
     shared: bool
+    repeats: int = 0
 
 
 class Bring(Message, frozen=True):
@@ -188,6 +192,15 @@ class Refused(Message, frozen=True):
     reason: str
 
 
+class Begun(Message, frozen=True):
+    """The server carries out a repeated request now; 0: it does not any more, also if the request is still to be answered.
+
+    Should the server end between the two, the request may be the reason: the worker counts such ends.
+    """
+
+    sequence: int
+
+
 class Share(Message, frozen=True):
     """The memory of a store, as a descriptor, for the worker to keep and to bring to a successor of this server."""
 
@@ -249,7 +262,7 @@ class Stock(Message, frozen=True):
     closed: bool = False
 
 
-ToWorker = Attached | Refused | Share | Data | Done | Failed | Waits | Stock
+ToWorker = Attached | Refused | Begun | Share | Data | Done | Failed | Waits | Stock
 
 _encoder = msgspec.msgpack.Encoder()
 _attach = msgspec.msgpack.Decoder(Attach)

@@ -118,6 +118,7 @@ class _Connection:
         self.shaking = isinstance(sock, ssl.SSLSocket)
         self.deadline = time.monotonic() + INTRODUCE_WITHIN
         self.open = False
+        self.repeats = 0  # see Attach
         self.endpoint = Endpoint(sock, descriptors=True, limit=HELLO_LIMIT)
         self.outbox: SharedOutbox | CopiedOutbox | None = None
 
@@ -400,6 +401,7 @@ class Server:
         else:
             connection.outbox = CopiedOutbox()
         connection.open = True
+        connection.repeats = message.repeats
         connection.endpoint.limit = FRAME_LIMIT
         connection.endpoint.send_frame(m.encode(m.Attached(os.getpid())))
         self._handle(Arrived(connection.number, message.rank, message.pid, connection.outbox))
@@ -408,7 +410,18 @@ class Server:
         file = None
         if isinstance(message, m.Bring):
             file = SharedFile(_descriptor(connection.endpoint))
-        self._handle(Received(connection.number, message, file))
+        received = Received(connection.number, message, file)
+        if 0 < getattr(message, "sequence", 0) <= connection.repeats:
+            self._carry_out_repeated(connection, received, message.sequence)  # type: ignore[union-attr]
+        else:
+            self._handle(received)
+
+    def _carry_out_repeated(self, connection: _Connection, received: Received, sequence: int) -> None:
+        """Tell the worker which request this is before carrying it out: it may be the one that ended the server before this one."""
+        self._send_answers()
+        self._send(connection, m.encode(m.Begun(sequence)))
+        self._handle(received)
+        self._answers.setdefault(connection.number, []).append(m.encode(m.Begun(0)))
 
     def _turn_away(self, connection: _Connection, reason: str) -> None:
         self._turned_away.tell(f"a connection was turned away: {reason}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hvdlab.numpy as hvd
 from hvdlab import kvstore
 from hvdlab.collectives import api
 from hvdlab.kvstore import KVStoreError
@@ -131,3 +133,81 @@ def test_on_ranks(tmp_path: Path, functions: Any, text: str) -> None:
     with Ranks(2, env={"HVDLAB_KV_OPTIMIZERS": "sign_steps"}) as ranks:
         for function in functions:
             ranks.run(function, str(tmp_path))
+
+
+POISON = """
+import os
+import numpy as np
+from hvdlab import kvstore
+
+
+@kvstore.optimizer.register
+class Poison(kvstore.optimizer.Optimizer):
+    def create_state(self, index, weight):
+        if weight.ndim == 2:
+            raise ValueError("Poison has vectors only")
+        return None
+
+    def update(self, index, weight, grad, state):
+        if np.isinf(grad).any():
+            os._exit(9)
+        weight += grad
+"""
+
+
+def a_request_ends_each_server(directory: str, where: str) -> None:
+    """It fails after some servers; other requests, of this worker and of others, are carried out."""
+    sys.path.insert(0, directory)
+    kv = kvstore.create(where)
+    kv.set_optimizer(importlib.import_module("poison").Poison())
+    kv.init(["w", "sound"], [full(1), full(1)])
+    first = kv.servers()[0].pid
+    out = full(0)
+    if kv.rank == 0 or where == "dist_sync":
+        with pytest.raises(KVStoreError, match=ENDED if where == "dist_async" else None) as raised:
+            kv.pushpull("w", full(np.inf), out=out)
+        failed = bool(re.search(ENDED, str(raised.value)))
+    else:
+        failed = False
+    assert hvd.allreduce(np.array([failed], np.float32), op=hvd.Sum)[0] >= 1
+    kv.pushpull("sound", full(1), out=out)
+    kv.barrier()
+    kv.pull(["w", "sound"], out=[weight := full(0), out])
+    assert (weight[0], out[0]) == (1, 1 + kv.num_workers)
+    assert kv.servers()[0].pid != first
+
+
+ENDED = r"ended each time it carried out this request \(Push of key 'w'\), \d times by now.*stderr"
+
+
+def requests_that_raise(directory: str) -> None:
+    """They are answered with an error, and the server goes on."""
+    sys.path.insert(0, directory)
+    kv = kvstore.create("dist_async")
+    kv.set_optimizer(importlib.import_module("poison").Poison())
+    kv.init("w", full(1))
+    pid = kv.servers()[0].pid
+    for _ in range(2):
+        with pytest.raises(KVStoreError, match="Poison has vectors only"):
+            kv.init("matrix", np.ones((2, 2), np.float32))
+    for begin in (-1, None):
+        poison = kvstore.optimizer.SGD()
+        poison.begin_num_update = begin
+        with pytest.raises(KVStoreError, match="begin_num_update"):
+            kv.set_optimizer(poison)
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0))
+    kv.barrier()
+    kv.pushpull("w", full(1), out=full(0))
+    assert kv.servers()[0].pid == pid
+
+
+@pytest.mark.parametrize(
+    "case", ["raises", "dist_async", "dist_sync"], ids=["raises", "ends, asynchronous", "ends, synchronous"]
+)
+def test_a_request_that_servers_can_not_carry_out(tmp_path: Path, case: str) -> None:
+    (tmp_path / "poison.py").write_text(POISON)
+    with Ranks(2, env={"HVDLAB_KV_OPTIMIZERS": "poison", "HVDLAB_KV_UPDATE": "servers"}) as ranks:
+        if case == "raises":
+            ranks.run(requests_that_raise, str(tmp_path))
+        else:
+            ranks.run(a_request_ends_each_server, str(tmp_path), case, timeout=90)

@@ -171,8 +171,10 @@ def flushes() -> tuple[int, list[bool]]:
 
 def test_while_requests_are_made_no_thread_has_to_schedule_the_flushes(three: Ranks) -> None:
     for scheduled, found in three.run(flushes, timeout=PATIENCE):
-        assert scheduled <= 1 + found.count(False), found
         assert found.count(True) >= 4, found
+        # The first flush, one after each that found nothing, and now and then one while the control thread has just sent: on a
+        # busy machine it may be away before it schedules the next itself.
+        assert scheduled < 4 + found.count(False), found
 
 
 def test_each_is_recorded_under_one_number_on_all_ranks(three: Ranks) -> None:

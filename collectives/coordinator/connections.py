@@ -63,18 +63,19 @@ class Connections:
 
     def add(self, sock: socket.socket) -> None:
         """Watch a new socket; it has to introduce itself in time."""
-        # Any process that reaches the port costs memory until it shows the token; a Unix socket lets in only this user.
-        bound = STRANGERS + (self._options.state.size or 0)
-        full = sock.family != socket.AF_UNIX and len(self._unsettled) >= bound
-        if full and not self.drop_oldest_stranger():
-            self.turned_away.tell("a connection is closed: too many have not said Hello yet")
-            sock.close()
-            return
         deadline = time.monotonic() + self._options.hello_timeout
         connection = Connection(sock, self._next_peer, deadline)
         self._next_peer += 1
         self._settle_by(connection, deadline)
         self.poller.register(connection, READ, connection)
+
+    def has_place_for_stranger(self) -> bool:
+        """Return whether one more connection over the network may be accepted; the oldest that has had its time ends for it.
+
+        Any process that reaches the port costs memory until it shows the token. A Unix socket lets in only this user.
+        """
+        bound = STRANGERS + (self._options.state.size or 0)
+        return len(self._unsettled) < bound or self.drop_oldest_stranger()
 
     def introduce(self, connection: Connection, hello: Hello) -> None:
         """A connection has shown a valid token in ``hello``: it is open now."""

@@ -53,7 +53,7 @@ from hvdlab.collectives.visible import visible
 LONGEST_LINE = 4000
 """Characters of a line of the log."""
 _ACCEPT_AGAIN = 0.2
-"""Seconds until the server accepts again after it had no descriptor left for a new connection."""
+"""Seconds until the server accepts again after it had no descriptor or no place left for a new connection."""
 
 
 def log_to_stderr(text: str) -> None:
@@ -221,6 +221,9 @@ class Server:
     # -- receiving ------------------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket, context: ssl.SSLContext | None) -> None:
+        if listener.family != socket.AF_UNIX and not self.connections.has_place_for_stranger():
+            self._accept_later(listener, context, "too many have not said Hello yet")
+            return
         try:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -246,7 +249,11 @@ class Server:
         """No descriptor is left: close the oldest stranger that has not said Hello; if there is none, newcomers have to wait."""
         if self.connections.drop_oldest_stranger():
             return
-        self.connections.turned_away.tell(f"could not accept a connection: {error}")
+        self._accept_later(listener, context, str(error))
+
+    def _accept_later(self, listener: socket.socket, context: ssl.SSLContext | None, reason: str) -> None:
+        """Let newcomers wait at the listener for a while: it would be readable all the time."""
+        self.connections.turned_away.tell(f"new connections have to wait: {reason}")
         self._poller.unregister(listener)
         self.connections.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._watch(listener, context))
 

@@ -64,6 +64,8 @@ HELLO_SECONDS = 0.5
 INTRODUCE_WITHIN = 10.0
 """Seconds that a connection has for the TLS handshake and its first message."""
 _TRY_AGAIN_SECONDS = 0.1
+_ACCEPT_AGAIN_SECONDS = 0.2
+"""Time until the server accepts again after it had no descriptor or no place left for a new connection."""
 
 
 class CopiedOutbox:
@@ -224,7 +226,7 @@ class Server:
         self._news: deque[Event | None] = deque()
         self._later: list[tuple[float, Any]] = []
         self._turned_away = TurnedAway(_log, lambda when, call: self._later.append((when, call)))
-        #: Listeners at which the server accepts nothing until a connection ends.
+        #: Listeners at which the server accepts nothing for a while, or until a connection ends.
         self._waiting: list[socket.socket] = []
         self._ending = self._over = False
 
@@ -302,6 +304,9 @@ class Server:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
+        if listener.family != socket.AF_UNIX and not self._has_place_for_stranger():
+            self._accept_later(listener, "too many have not shown a token yet")
+            return
         try:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # it has gone already
@@ -319,10 +324,6 @@ class Server:
                 sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
             self._turned_away.tell(f"a connection is closed: {error}")
-            sock.close()
-            return
-        if listener.family != socket.AF_UNIX and not self._has_place_for_stranger():
-            self._turned_away.tell("a connection is closed: too many have not shown a token yet")
             sock.close()
             return
         self._numbers += 1
@@ -347,14 +348,22 @@ class Server:
         return True
 
     def _make_room(self, listener: socket.socket, error: OSError) -> None:
-        """No descriptor is left: the oldest connection without a token gives its place up; else newcomers have to wait."""
-        oldest = next((one for one in self._connections.values() if not one.open), None)
-        if oldest is None:
-            self._turned_away.tell(f"could not accept a connection: {error}")
-            self._poller.unregister(listener)  # it would be readable all the time
-            self._waiting.append(listener)
-        else:
-            self._turn_away(oldest, f"its place is needed: {error}")
+        """No descriptor is left: the oldest connection that owes its token gives its place up; else newcomers have to wait."""
+        strangers = [one for one in self._connections.values() if not one.open]
+        if not self._end_oldest(strangers, f"its place is needed: {error}"):
+            self._accept_later(listener, str(error))
+
+    def _accept_later(self, listener: socket.socket, reason: str) -> None:
+        """Let newcomers wait at the listener for a while, or until a connection ends: it would be readable all the time."""
+        self._turned_away.tell(f"new connections have to wait: {reason}")
+        self._poller.unregister(listener)
+        self._waiting.append(listener)
+        self._later.append((time.monotonic() + _ACCEPT_AGAIN_SECONDS, self._accept_again))
+
+    def _accept_again(self) -> None:
+        while self._waiting:
+            listener = self._waiting.pop()
+            self._poller.register(listener, READ, listener)
 
     def _serve(self, connection: _Connection, events: int) -> None:
         if connection.endpoint.closed:
@@ -433,9 +442,7 @@ class Server:
         self._poller.unregister(connection)
         connection.endpoint.close()
         del self._connections[connection.number]
-        while self._waiting:
-            listener = self._waiting.pop()
-            self._poller.register(listener, READ, listener)
+        self._accept_again()
         if connection.open:
             self._handle(Disconnected(connection.number))
 

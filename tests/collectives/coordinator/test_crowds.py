@@ -39,18 +39,23 @@ def test_the_oldest_stranger_ends_for_a_newcomer_once_it_has_had_its_time(
     bounded: Connections, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "_HELLO_SECONDS", 0.0)
-    peers = [arrive(bounded, listener) for _ in range(4)]
+    peers = []
+    for _ in range(4):
+        assert bounded.has_place_for_stranger()
+        peers.append(arrive(bounded, listener))
     assert len(bounded._unsettled) == 3, "two strangers and the rank that is expected"
     assert peers[0].recv(1) == b"", "the oldest was closed"
     for peer in peers:
         peer.close()
 
 
-def test_a_newcomer_is_closed_while_all_others_may_still_say_hello(
-    bounded: Connections, listener: socket.socket
+def test_a_newcomer_waits_while_all_others_may_still_say_hello(
+    bounded: Connections, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers = [arrive(bounded, listener) for _ in range(4)]
+    peers = [arrive(bounded, listener) for _ in range(3)]
+    assert not bounded.has_place_for_stranger()
     assert len(bounded._unsettled) == 3
-    assert peers[-1].recv(1) == b""
+    monkeypatch.setattr(connections, "_HELLO_SECONDS", 0.0)
+    assert bounded.has_place_for_stranger(), "once the oldest has had its time"
     for peer in peers:
         peer.close()

@@ -22,7 +22,8 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.kvstore import served
 from hvdlab.collectives.kvstore.servers.finding import servers_of
-from hvdlab.collectives.kvstore.servers.messages import Attach, encode
+from hvdlab.collectives.kvstore.servers.messages import VERSION, Attach, encode
+from hvdlab.collectives.kvstore.servers.process import STRANGERS
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
 from hvdlab.kvstore import KVStoreError, RowSparse
 from hvdlab.kvstore.lr_scheduler import CosineScheduler, FactorScheduler
@@ -502,6 +503,18 @@ def floods_within_tls(pid: int, at: tuple[str, int]) -> None:
     assert grown < 3 << 20, grown
 
 
+def is_answered_behind_a_crowd(at: tuple[str, int]) -> None:
+    """A client that shows a token, if a wrong one, has its answer although others fill the places of strangers."""
+    silent = [socket.create_connection(at, 60) for _ in range(STRANGERS + 20)]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with context.wrap_socket(socket.create_connection(at, 60)) as sock:
+        sock.sendall(encode(Attach(VERSION, "x", 0, 1, False)))
+        assert b"wrong version or token" in sock.recv(1000)
+    for one in silent:
+        one.close()
+
+
 def hostile_over_tls() -> None:
     """Strangers at the port for other hosts, more than the server may have files: they get nothing, and workers go on."""
     kv = kvstore.create("dist_async")
@@ -516,6 +529,7 @@ def hostile_over_tls() -> None:
             assert isinstance(where, TlsAddress)
             at = where.host, where.port
             floods_within_tls(server.pid, at)
+            is_answered_behind_a_crowd(at)
             open_files = len(os.listdir(f"/proc/{server.pid}/fd"))
             resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (open_files + 8, open_files + 8))
             silent = [socket.create_connection(at, 60) for _ in range(32)]

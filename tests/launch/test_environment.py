@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlab.collectives.environment import host_directory_from, host_directory_variable
-from hvdlab.launch.environment import exported
+from hvdlab.launch.environment import excluded_by_user, exported
 
 COORDINATOR = "tls:10.0.0.1:1234"
 ENVIRON = {"PATH": "/bin", "HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "DB_PASSWORD": "y", "SSH_TTY": "z"}
@@ -16,6 +16,8 @@ def test_variables_of_this_host_stay_here() -> None:
 def test_variables_that_the_user_excludes_stay_here() -> None:
     excluding = {**ENVIRON, "HVDLAB_ENV_EXCLUDE": "AWS_*, *_PASSWORD,"}
     assert set(exported(excluding)) == {"PATH", "HVDLAB_ENV_EXCLUDE"}
+    assert excluded_by_user(excluding) == {"AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"}
+    assert excluded_by_user(ENVIRON) == set()
 
 
 def test_a_job_that_a_rank_starts_does_not_use_the_directory_of_its_host() -> None:

@@ -103,6 +103,8 @@ def test_mpiexec_is_not_told_the_secret_of_ranks_on_other_hosts(
         def close(self, timeout: float) -> None: ...
 
     monkeypatch.setattr(mpi, "ExecStarter", NoMpiexec)
+    monkeypatch.setenv("DB_PASSWORD", "x")
+    monkeypatch.setenv("HVDLAB_ENV_EXCLUDE", "DB_*")
     monkeypatch.setattr(mpi, "version", lambda program: "mpiexec (Open MPI) 5.0.8")
     client = SimpleNamespace(on_membership=lambda call: None)
     for hosts, far in (("elsewhere:2", True), ("localhost:2", False)):
@@ -121,6 +123,7 @@ def test_mpiexec_is_not_told_the_secret_of_ranks_on_other_hosts(
             variables = told[-1].environment
             assert ("HVDLAB_TOKEN" in variables) is not far
             assert ("the secret" in str(told[-1])) is not far
+            assert (told[-1].command[:4] == ("env", "-u", "DB_PASSWORD", "mpiexec")) is far
             if far:
                 file = variables["HVDLAB_TOKEN_FILE"]
                 assert Settings.from_env({"HVDLAB_TOKEN_FILE": file}).token == "the secret"

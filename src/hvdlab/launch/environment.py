@@ -48,14 +48,18 @@ def exported(environ: Mapping[str, str]) -> dict[str, str]:
         environ: The variables of this process. Those that belong to this host or its terminal stay here, and so do those that
             :data:`EXCLUDED` names.
     """
-    patterns = [pattern for part in environ.get(EXCLUDED, "").split(",") if (pattern := part.strip())]
+    at_home = excluded_by_user(environ)
     return {
         name: value
         for name, value in environ.items()
-        if name not in _AT_HOME
-        and not name.startswith(_AT_HOME_PREFIXES)
-        and not any(fnmatchcase(name, pattern) for pattern in patterns)
+        if name not in _AT_HOME and not name.startswith(_AT_HOME_PREFIXES) and name not in at_home
     }
+
+
+def excluded_by_user(environ: Mapping[str, str]) -> set[str]:
+    """Return the names of the variables in ``environ`` that the patterns in :data:`EXCLUDED` keep on this host."""
+    patterns = [pattern for part in environ.get(EXCLUDED, "").split(",") if (pattern := part.strip())]
+    return {name for name in environ if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def default_python() -> str:

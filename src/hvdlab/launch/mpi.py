@@ -25,7 +25,7 @@ from hvdlab.collectives.environment import common, thread_counts
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.settings import TOKEN, TOKEN_FILE
 from hvdlab.launch.by_connection import LACKS, ConnectedRanks
-from hvdlab.launch.environment import default_python
+from hvdlab.launch.environment import default_python, excluded_by_user
 from hvdlab.launch.exec_agent.link import ShellReach, remote_command
 from hvdlab.launch.exec_agent.starter import ExecStarter
 from hvdlab.launch.exits import Tail
@@ -198,7 +198,12 @@ class MpiStarter:
         given = cast("tuple[str, ...]", options.get("mpi_args", ()))
         python = str(options.get("python") or default_python())
         own = arguments(self._mpiexec, self._hosts, self._environment(size))
-        return (self._mpiexec, "-n", str(size), *own, *given, python, "-m", self._request.module)
+        command = (self._mpiexec, "-n", str(size), *own, *given, python, "-m", self._request.module)
+        if all(is_local(host.name) for host in self._hosts):
+            return command
+        # Hydra passes on all variables that mpiexec has, so it must not have these.
+        kept = [word for name in sorted(excluded_by_user(os.environ)) for word in ("-u", name)]
+        return ("env", *kept, *command) if kept else command
 
     def _environment(self, size: int) -> Mapping[str, str]:
         most = max((host.slots for host in self._hosts), default=size)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hvdlab.collectives.errors import StartError
+from hvdlab.launch.environment import excluded_by_user
 from hvdlab.launch.mpi import arguments, is_open_mpi, program, version, why_unavailable
 
 if TYPE_CHECKING:  # a pool needs the name of mpiexec only
@@ -31,7 +32,9 @@ def command(job: Job, wishes: Wishes) -> tuple[list[str], dict[str, str]]:
     line += _labels(job, wishes, open_mpi=is_open_mpi(version(mpiexec)))
     for dest in ("mpi_args", "binding_args"):
         line += shlex.split(wishes.get(dest) or "")
-    return [*line, *job.command], {"PYTHONUNBUFFERED": "1", **os.environ, **ours}
+    kept_here = excluded_by_user(os.environ) if job.remote else ()
+    passed_on = {name: value for name, value in os.environ.items() if name not in kept_here}
+    return [*line, *job.command], {"PYTHONUNBUFFERED": "1", **passed_on, **ours}
 
 
 def wants_hosts(job: Job) -> bool:

@@ -65,7 +65,7 @@ def pull(
         lent = bool(sizes)
         for rank in ranks:
             if rank not in found:
-                raise LookupError(f"rank {rank}: {name}: {LOST}")
+                raise LookupError(f"rank {rank}: {name}: {_refused(answers).get(rank, LOST)}")
             if error := found[rank].errors[0]:
                 raise LookupError(f"rank {rank}: {name}: {error}")
         parts = _fetch_all(questions, name, lots[0], sizes, near, None) if sizes else {}
@@ -135,7 +135,8 @@ def _fetch(
             elif isinstance(piece, Piece) and piece.data is not None:
                 parts[rank][part][offset : offset + len(piece.data)] = piece.data
             else:
-                why = LOST if piece is None else "it does not keep the value any longer"
+                gone = LOST if piece is None else "it does not keep the value any longer"
+                why = _refused(answers).get(rank, gone)
                 raise LookupError(f"rank {rank}: {name}: {why}")
 
 
@@ -279,6 +280,8 @@ def bring_known(
         HvdlabError: ``source`` gave nothing, so that no rank got anything; the text says why.
     """
     known = questions.ask(AskKnown, [source], Deadline(patience)).get(source)
+    if isinstance(known, Done):
+        raise HvdlabError(f"what rank {source} knows can't be sent: {known.error}")
     if not isinstance(known, Known):
         raise HvdlabError(f"rank {source} did not answer")
     if known.error:

@@ -30,6 +30,7 @@ from hvdlab.kernel_ext.payloads import (
     Cells,
     Complete,
     Credit,
+    Done,
     Entered,
     Express,
     Fetch,
@@ -196,6 +197,19 @@ class RankAgent:
             mail = decode_to_rank(body)
         except ProtocolError:
             return  # not from the pool, but from another process that has the token
+        try:
+            self._carry_out(mail)
+        except Exception as error:
+            self._answer_failure(mail, error)
+            raise  # shown with its traceback by the mailbox
+
+    def _answer_failure(self, question: ToRank, error: Exception) -> None:
+        """Tell the pool that its question failed here. It waits for an answer, for ever where a value may take any time."""
+        ticket = getattr(question, "ticket", None)
+        if ticket is not None:
+            self._reply(Done(ticket, f"hvdlab failed in this rank: {type(error).__name__}: {error}"))
+
+    def _carry_out(self, mail: ToRank) -> None:
         if isinstance(mail, Credit):
             self._capture.credit(mail.cell, mail.taken)
         elif isinstance(mail, LateCredit):
@@ -359,7 +373,7 @@ class RankAgent:
             self._comms.deliver(message)
 
     def _do(self, job: ToRank) -> Awaitable[None]:
-        return self._run_cell(job) if isinstance(job, RunCell) else self._answer(job)
+        return self._run_cell(job) if isinstance(job, RunCell) else self._answer_or_fail(job)
 
     async def _run_cell(self, request: RunCell) -> None:
         self._cell, self._state = request.cell, "running"
@@ -373,6 +387,16 @@ class RankAgent:
         finally:
             self._device = status.current_device()
             self._cell, self._state = "", "idle"
+
+    async def _answer_or_fail(self, question: ToRank) -> None:
+        """Answer a question; a fault of ours must not end the task that runs the cells."""
+        try:
+            await self._answer(question)
+        except Exception as error:  # noqa: BLE001  # shown with its traceback
+            self._answer_failure(question, error)
+            self._loop.call_exception_handler(
+                {"message": "hvdlab could not answer the notebook", "exception": error}
+            )
 
     async def _answer(self, job: ToRank) -> None:
         if isinstance(job, PushValue):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import select
@@ -35,8 +36,10 @@ def open_process(pid: int, started: int) -> int:
     """A descriptor that becomes readable when this very process ends; -1 if it has ended."""
     try:
         descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return -1
+    except (ProcessLookupError, OverflowError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ESRCH, errno.EINVAL):
+            raise
+        return -1  # there is none, or no process can have this number
     # Compared after opening: the descriptor is of the process that has the number, and the start time shows whether it is
     # the one that is meant.
     if start_time(pid) == started:

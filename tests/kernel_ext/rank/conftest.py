@@ -54,6 +54,7 @@ class FakeEngine:
         self.log: list[tuple[str, Any]] = []
         self.posted: queue.Queue[Any] = queue.Queue()
         self.in_flight: list[Any] = []
+        self.errors: list[Exception] = []  # that came out of callbacks; the engine's own mailbox shows them
         self._mail: dict[str, Callable[[int, bytes], None]] = {}
         self._interrupt: Callable[[], None] = lambda: None
         self._leave: Callable[[str], None] = lambda reason: None
@@ -126,7 +127,10 @@ class FakeEngine:
 
     def _serve(self) -> None:
         while (work := self._todo.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001  # reported at the end
+                self.errors.append(error)
 
 
 @dataclass
@@ -306,6 +310,7 @@ def _rank(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capture_fds:
     assert adopted == [rank.engine]
     yield rank
     rank.close()
+    assert not rank.engine.errors
 
 
 @pytest.fixture

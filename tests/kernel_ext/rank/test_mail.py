@@ -1,0 +1,70 @@
+"""Whatever comes as mail to a rank, and whatever fails there: the rank goes on, and answers what has a ticket."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, get_args
+
+import pytest
+
+from hvdlab.kernel_ext import payloads
+from hvdlab.kernel_ext.payloads import AskStatus, Done, Fetch, PushValue, Release, RunCell, Status
+from hvdlab.kernel_ext.rank import values
+from payload_fuzz import make
+
+if TYPE_CHECKING:
+    from tests.kernel_ext.rank.conftest import Pool, Rank
+
+KINDS = tuple(kind for kind in get_args(payloads.ToRank) if kind is not RunCell)
+
+
+def test_a_question_that_raises_is_answered_with_an_error(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(question: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(rank.agent._lending, "piece", fails)
+
+    def script(pool: Pool) -> None:
+        assert "RuntimeError: broken" in pool.ask(Fetch(7, 5, 0, 0, 10), Done).error
+        assert pool.ask(AskStatus(8), Status).ticket == 8
+
+    rank.play(script)
+    assert [str(error) for error in rank.engine.errors] == ["broken"]
+    rank.engine.errors.clear()
+
+
+def test_a_question_between_cells_that_raises_does_not_end_the_rank(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[dict[str, Any]] = []
+    rank.loop.set_exception_handler(lambda loop, context: shown.append(context))
+    monkeypatch.setattr(values, "push", values.pull)
+
+    def script(pool: Pool) -> None:
+        assert "hvdlab failed in this rank" in pool.ask(PushValue(7, ("x",), (b"",)), Done).error
+        assert pool.run("print('alive')").text() == "alive\n"
+
+    rank.play(script)
+    assert [context["message"] for context in shown] == ["hvdlab could not answer the notebook"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mail_of_the_right_types_is_survived(rank: Rank, seed: int) -> None:
+    chance = random.Random(seed)
+    rank.loop.set_exception_handler(lambda loop, context: None)
+
+    def script(pool: Pool) -> None:
+        lots = set()
+        for _ in range(200):
+            mail = make(chance.choice(KINDS), chance)
+            lots |= {getattr(mail, "lot", None), getattr(mail, "ticket", None)} - {None}
+            pool.engine.mail(mail)
+        for lot in lots:
+            pool.engine.mail(Release(lot))
+        assert pool.run("print('alive')").text() == "alive\n"
+
+    rank.play(script)
+    rank.engine.errors.clear()  # they were answered
+    rank.agent._lending._window = None  # kept for a pool that goes on fetching; a process that ends frees it

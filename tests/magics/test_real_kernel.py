@@ -144,6 +144,20 @@ def test_a_progress_bar_is_live_and_ends_as_text(kernel: LiveKernel) -> None:
     assert all("100%" in line for line in cell.lines("stderr"))
 
 
+def test_nested_progress_bars_are_live_and_only_those_that_stay_end_as_text(kernel: LiveKernel) -> None:
+    cell = kernel.run(
+        "%%hvd_run\nfrom tqdm.auto import tqdm\nfor epoch in tqdm(range(2), desc='epoch'):\n"
+        "    for batch in tqdm(range(10), desc='batch', leave=False): time.sleep(0.05)"
+    )
+    ended = cell.lines("stderr")
+    assert all("epoch: 100%" in line for line in ended), ended
+    assert sorted(rank for line in ended for rank in _ranks(line[1 : line.index("]")])) == [0, 1, 2, 3]
+    states = [str(u["data"]["text/plain"]) for u in cell.of("update_display_data")]
+    assert any("epoch:  50%" in state and "batch:  " in state for state in states), states
+    assert all(len(state.splitlines()) <= 8 for state in states), states
+    assert states[-1] == ""
+
+
 def test_a_failure_ends_the_cell_everywhere_and_shows_the_cause(kernel: LiveKernel) -> None:
     cell = kernel.run("%%hvd_run\nprint('on')\nif rank == 2:\n    raise ValueError('bad')\ntime.sleep(3600)")
     assert cell.error is not None

@@ -182,6 +182,19 @@ def test_a_terminal_shows_what_a_cell_waits_for_below_its_output(
     assert terminal.screen() == ["step 1", *first, "step 2", "went on"]
 
 
+def test_a_terminal_shows_the_nested_bars_of_the_lowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    shown = TerminalScreen(range(3))
+    shown.live(LiveLines((((0, 1), "epoch 1"), ((2,), "epoch 2"), ((0,), "batch 1"), ((1, 2), "batch 2"))))
+    assert terminal.screen() == ["[0,1] epoch 1", "[0] batch 1"]
+    shown.write(Text("stdout", "step\n"))
+    assert terminal.screen() == ["step", "[0,1] epoch 1", "[0] batch 1"]
+    shown.live(LiveLines(()))
+    assert terminal.screen() == ["step"]
+
+
 def test_long_text_is_cut_at_line_ends() -> None:
     notebook, recorder, _ = screen()
     line = "x" * 999 + "\n"
@@ -282,6 +295,8 @@ def test_pages_keep_ranks_apart() -> None:
     kinds = [(o.get("name"), o.get("text") or o["data"]) for o in page.outputs()]
     assert kinds == [("stdout", "a\n10%\r20%\r30%\n"), ("stderr", "e\n"), (None, {"text/plain": "1"})]
     assert page_text(page.outputs()) == "a\n30%\ne\n1\n"
+    page.add((Clear(True), Stream("stderr", "\re 0\n\rb 0\x1b[A\n\rb 1\x1b[A\n\r   \x1b[A\re 1\n")))
+    assert page_text(page.outputs()) == "e 1\n"
     page.add((Clear(True), Stream("stdout", "new")))
     assert page_text(page.outputs()) == "new"
 

@@ -106,11 +106,11 @@ class LimitedSink:
         self._changed.discard(rank)
         self._running.discard(rank)
         if not self._running and self._explained and (lost := self._lost()):
-            self._inner.note(lost)
+            self._inner.note(lost, warning=True)
         self._inner.done(rank, done)
 
-    def note(self, text: str) -> None:
-        self._inner.note(text)
+    def note(self, text: str, *, warning: bool = False) -> None:
+        self._inner.note(text, warning=warning)
 
     def tick(self, now: float) -> float | None:
         if self._changed and now >= self._at:

@@ -26,12 +26,15 @@ class TerminalScreen:
         self._drawn = 0  # lines on screen now that have to be erased before anything is written
         self._live: list[str] = []
         self._status: list[str] = []
-        self._note_status = AsNotes(lambda text: self.write(Text("stderr", f"{text}\n")))
+        self._note_status = AsNotes(self._write_note)
 
     def write(self, piece: Text) -> None:
         self._erase()
         write_to_terminal(piece.name, piece.text)
         self._draw()
+
+    def _write_note(self, text: str, *, warning: bool = False) -> None:
+        self.write(Text("stderr" if warning else "stdout", f"{text}\n"))
 
     def show(self, piece: Shown) -> None:
         text = str(piece.display.data.get("text/plain", ""))

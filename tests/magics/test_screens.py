@@ -330,3 +330,27 @@ def test_what_is_held_back_is_shown_before_the_user_is_asked() -> None:
     assert recorder.sent == []
     sink.settle()
     assert recorder.sent == [("stdout", "[1] only here\n")]
+
+
+def test_only_what_went_wrong_is_on_stderr() -> None:
+    notebook, recorder, clock = screen(1)
+    sink = MergingSink(LineMerger(range(1)), notebook, clock)
+    sink.output(0, (Stream("stdout", "loss: "),))
+    sink.note("rank 2 joins at the others' next commit")
+    sink.note("rank 2 has left")
+    sink.note("rank 1 died", warning=True)
+    sink.tick(clock())
+    assert recorder.sent == [
+        ("stdout", "loss: "),
+        ("stdout", "\nrank 2 joins at the others' next commit\n"),
+        ("stdout", "rank 2 has left\n"),
+        ("stderr", "rank 1 died\n"),
+    ]
+
+
+def test_pages_too_have_only_what_went_wrong_on_stderr() -> None:
+    recorder = Recorder()
+    sink = PagesSink(range(2), DetailsView(recorder, "c"), Clock())
+    sink.note("rank 2 has left")
+    sink.note("rank 1 died", warning=True)
+    assert recorder.sent == [("stdout", "rank 2 has left\n"), ("stderr", "rank 1 died\n")]

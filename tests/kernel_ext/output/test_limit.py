@@ -30,7 +30,7 @@ class Shown:
     def done(self, rank: int, done: CellDone | None) -> None:
         self.ended.append(rank)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         self.notes.append(text)
 
     def tick(self, now: float) -> float | None:

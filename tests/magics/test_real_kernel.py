@@ -132,6 +132,22 @@ def test_values_are_the_result(kernel: LiveKernel) -> None:
     assert kernel.run("print(values[3], _[2], len(_))").lines() == ["31 21 4"]
 
 
+def test_an_import_that_a_value_needs_is_shown_while_it_lasts(kernel: LiveKernel) -> None:
+    (kernel.directory / "costly.py").write_text("class Value:\n    def __repr__(self): return 'a value'\n")
+    for code in ("_[2]", "pending.wait()[2]"):
+        option = "--background --out pending" if "wait" in code else ""
+        kernel.run(f"%%hvd_run {option}\nimport sys; sys.path.insert(0, '')\nimport costly\ncostly.Value()")
+        cell = kernel.run(code)
+        assert cell.of("execute_result")[0]["data"]["text/plain"] == "a value"
+        (shown,) = cell.of("display_data")
+        assert shown["data"] == {"text/plain": "importing costly …"}
+        (erased,) = cell.of("update_display_data")
+        assert erased["transient"] == shown["transient"]
+        assert not any(erased["data"].values())
+        assert kernel.run(code).of("display_data") == []
+        kernel.run("import sys; del sys.modules['costly']")
+
+
 def test_a_progress_bar_is_live_and_ends_as_text(kernel: LiveKernel) -> None:
     cell = kernel.run("%%hvd_run\nfrom tqdm import tqdm\nfor i in tqdm(range(10)): time.sleep(0.1)")
     (shown,) = cell.of("display_data")

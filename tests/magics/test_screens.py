@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text
 from hvdlab.kernel_ext.payloads import CellDone, Clear, Display, Stream
+from hvdlab.magics.progress import CellImportDisplay
 from hvdlab.magics.screens.areas import KnownAreas
 from hvdlab.magics.screens.base import MergingSink
 from hvdlab.magics.screens.notebook import NotebookScreen
@@ -354,3 +356,12 @@ def test_pages_too_have_only_what_went_wrong_on_stderr() -> None:
     sink.note("rank 2 has left")
     sink.note("rank 1 died", warning=True)
     assert recorder.sent == [("stdout", "rank 2 has left\n"), ("stderr", "rank 1 died\n")]
+
+
+def test_a_terminal_shows_an_import_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("hvdlab.magics.progress.get_ipython", lambda: SimpleNamespace(kernel=None))
+    with CellImportDisplay().importing("torch"):
+        assert terminal.screen() == ["importing torch …"]
+    assert terminal.screen() == []

@@ -70,7 +70,7 @@ class CellImportDisplay:
     @contextmanager
     def importing(self, package: str) -> Iterator[None]:
         """Show that this package is imported until the context is left."""
-        shell = get_ipython()  # type: ignore[no-untyped-call]  # IPython has no annotation
+        shell = get_ipython()
         text = f"importing {visible(package)} …"
         if shell is not None and in_notebook(shell):
             publisher, area = CellPublisher(shell), f"hvdlab-import-{uuid.uuid4().hex}"

@@ -14,6 +14,7 @@ from hvdlab.kernel_ext.cells.sink import TimedSink, began, status_of
 from hvdlab.kernel_ext.output.limit import KeptSink
 from hvdlab.kernel_ext.output.report import report
 from hvdlab.kernel_ext.output.transcript import Transcript
+from hvdlab.magics.progress import CellImportDisplay
 from hvdlab.magics.session import shell_colours
 
 
@@ -79,6 +80,7 @@ class BackgroundCell:
             TimeoutError: The cell still runs after ``timeout`` seconds, and goes on.
         """
         results = self._run.wait(timeout)
+        results.import_display = CellImportDisplay()
         if self._name and self._shell.user_ns.get(self._name) is self:
             self._shell.user_ns[self._name], results.name = results, self._name
         failure = failure_of(results, colours=shell_colours(self._shell))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
+from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.visible import visible
-from hvdlab.magics.screens.publisher import in_notebook
+from hvdlab.magics.screens.publisher import CellPublisher, in_notebook
 
 _ERASE = "\r\x1b[K"
 
@@ -55,3 +59,33 @@ class StartProgress:
         else:
             sys.stderr.write(_ERASE)
             sys.stderr.flush()
+
+
+class CellImportDisplay:
+    """One line of the running cell that names a package while it is imported, and is gone afterwards.
+
+    It has no state, and does not keep results from being pickled.
+    """
+
+    @contextmanager
+    def importing(self, package: str) -> Iterator[None]:
+        """Show that this package is imported until the context is left."""
+        shell = get_ipython()
+        text = f"importing {visible(package)} …"
+        if shell is not None and in_notebook(shell):
+            publisher, area = CellPublisher(shell), f"hvdlab-import-{uuid.uuid4().hex}"
+            publisher.display({"text/plain": text}, {}, area)
+            try:
+                yield
+            finally:
+                publisher.display({"text/plain": "", "text/html": ""}, {}, area, update=True)
+        elif shell is not None and sys.stderr.isatty():
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            try:
+                yield
+            finally:
+                sys.stderr.write(_ERASE)
+                sys.stderr.flush()
+        else:
+            yield

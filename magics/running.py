@@ -25,6 +25,7 @@ from hvdlab.kernel_ext.output.values import label_html
 from hvdlab.kernel_ext.prompts.prompter import ProcessPrompter
 from hvdlab.magics.background import BackgroundCell, BackgroundSink
 from hvdlab.magics.late import LateOutput
+from hvdlab.magics.progress import CellImportDisplay
 from hvdlab.magics.screens.areas import KnownAreas
 from hvdlab.magics.screens.base import MergingSink, Screen
 from hvdlab.magics.screens.notebook import NotebookScreen
@@ -95,7 +96,7 @@ def run_cell(
 
 
 def _conclude(session: Session, results: CellResults, name: str | None, *, quiet: bool) -> CellResults | None:
-    results.plain = session.ranks_by_default
+    results.plain, results.import_display = session.ranks_by_default, CellImportDisplay()
     if name:
         session.shell.user_ns[name], results.name = results, name
     elif quiet and results.ok and results.has_values:

@@ -45,7 +45,7 @@ class Recorder:
     def done(self, rank: int, done: CellDone | None) -> None:
         pass
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         with self._changed:
             self.notes.append(text)
             self._changed.notify_all()

@@ -204,7 +204,7 @@ class _Said(NullSink):
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         self.texts.append(text)
 
     def status(self, text: str, *, final: bool) -> None:

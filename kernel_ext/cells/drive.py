@@ -272,8 +272,8 @@ class CellHandle:
                 self._sink.began(rank)
             case RankEnded(rank, done):
                 self._sink.done(rank, done)
-            case Note(text):
-                self._sink.note(visible_lines(text))
+            case Note(text, warning):
+                self._sink.note(visible_lines(text), warning=warning)
             case AskStacks(ranks):
                 self._ask(ranks)
             case LookAt(ranks):

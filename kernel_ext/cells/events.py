@@ -212,9 +212,10 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Show the user one line."""
+    """Show the user one line; ``warning`` if it tells of something that went wrong."""
 
     text: str
+    warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,8 @@ class GuardedSink:
     def done(self, rank: int, done: CellDone | None) -> None:
         self._guard(lambda: self._sink.done(rank, done))
 
-    def note(self, text: str) -> None:
-        self._guard(lambda: self._sink.note(text))
+    def note(self, text: str, *, warning: bool = False) -> None:
+        self._guard(lambda: self._sink.note(text, warning=warning))
 
     def status(self, text: str, *, final: bool) -> None:
         self._guard(lambda: self._status(text, final=final))

@@ -89,7 +89,7 @@ class Interrupts:
             effects += self._places.ask(running, now)
         if self._name_at is not None and now >= self._name_at:
             self._name_at = None
-            effects.append(Note(self._unanswered(running)))
+            effects.append(Note(self._unanswered(running), warning=True))
         if self._give_up_at is not None and now >= self._give_up_at:
             self._give_up_at = None
             self.gave_up = True

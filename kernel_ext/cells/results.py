@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.visible import visible, visible_lines
@@ -70,6 +73,28 @@ class NoValue(IndexError):
         return [f"{type(self).__name__}: {self}"]
 
 
+class ImportDisplay(Protocol):
+    """Display of the imports that values need."""
+
+    def importing(self, package: str) -> AbstractContextManager[None]:
+        """Show that this package is imported until the context is left."""
+
+
+class _ValueUnpickler(pickle.Unpickler):
+    """Unpickler that shows which package it imports: torch takes seconds, for a tensor of three elements too."""
+
+    def __init__(self, raw: bytes, display: ImportDisplay) -> None:
+        super().__init__(io.BytesIO(raw))
+        self._display = display
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        package = module_name.partition(".")[0]
+        if package in sys.modules:
+            return super().find_class(module_name, global_name)
+        with self._display.importing(package):
+            return super().find_class(module_name, global_name)
+
+
 def one_line(error: CellError) -> str:
     """``ValueError: first line of its text``."""
     text = error.evalue.strip().partition("\n")[0]
@@ -112,6 +137,7 @@ class CellResults(Sequence[Any]):
         label: The cell's name, such as ``[7]``.
         name: The variable that users have the results in.
         plain: Whether they are shown as the value itself where all ranks agree, as in a notebook without ranks.
+        import_display: Shows which package a value has imported while it is unpickled; None shows nothing.
     """
 
     def __init__(
@@ -133,6 +159,7 @@ class CellResults(Sequence[Any]):
         self.ranks = tuple(ranks)
         self.label, self.name = label, "_"
         self.plain = False
+        self.import_display: ImportDisplay | None = None
         self.errors: dict[int, CellError] = {
             r: d.error for r, d in sorted(done.items()) if d.error is not None
         }
@@ -263,8 +290,13 @@ class CellResults(Sequence[Any]):
         if done.has_value and done.value is None:
             raise NoValue(f"rank {rank}'s value was not sent: {_why_unsent(done)}")
         # The bytes come from a rank that this pool itself started: code that the user runs with the same rights.
-        self._values[rank] = pickle.loads(done.value) if done.value is not None else None  # noqa: S301
+        self._values[rank] = self._unpickled(done.value) if done.value is not None else None
         return self._values[rank]
+
+    def _unpickled(self, raw: bytes) -> Any:
+        if self.import_display is None:
+            return pickle.loads(raw)  # noqa: S301
+        return _ValueUnpickler(raw, self.import_display).load()
 
     def _why_missing(self, rank: int) -> str:
         if rank in self.errors:

@@ -234,18 +234,18 @@ class CellRun:
         participants, leaving = self._participants, [rank for rank in event.leaving if rank in self.running]
         if participants is None:
             return []
-        lines = [participants.leaving(leaving)] if leaving else []
+        effects: list[Effect] = [Note(participants.leaving(leaving))] if leaving else []
         if said := participants.lost(self.running):
-            lines.append(said)
-        return [Note(line) for line in lines]
+            effects.append(Note(said, warning=True))
+        return effects
 
     def _announce(self) -> list[Effect]:
         """Say which ranks have died, and that too few are left."""
         self._announce_at = None
-        effects: list[Effect] = [Note(death.line) for death in self._unannounced]
+        effects: list[Effect] = [Note(death.line, warning=True) for death in self._unannounced]
         self._unannounced.clear()
         if effects and self._participants is not None and (said := self._participants.lost(self.running)):
-            effects.append(Note(said))
+            effects.append(Note(said, warning=True))
         return effects
 
     @_on.register
@@ -285,7 +285,10 @@ class CellRun:
             self._timeout_at = self._grace_at = None
             self._timed_out = tuple(sorted(self.running))
             effects.append(
-                Note(f"timeout of {self._timeout:g} s reached; interrupting {format_ranks(self._timed_out)}")
+                Note(
+                    f"timeout of {self._timeout:g} s reached; interrupting {format_ranks(self._timed_out)}",
+                    warning=True,
+                )
             )
             self._stalls.hush()
             effects += self._interrupts.time_is_up(self.running, now)
@@ -347,7 +350,8 @@ class CellRun:
 
     @_on.register
     def _pool_news(self, event: PoolNews, now: float) -> list[Effect]:
-        return [Note(event.text)]
+        # The pool only speaks unasked of what was lost, replaced or can't be done.
+        return [Note(event.text, warning=True)]
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 

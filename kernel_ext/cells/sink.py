@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from hvdlab.kernel_ext.payloads import CellDone, Chunk
@@ -21,8 +20,8 @@ class OutputSink(Protocol):
     def done(self, rank: int, done: CellDone | None) -> None:
         """Nothing more comes from this rank; ``done`` is None if it died or was given up."""
 
-    def note(self, text: str) -> None:
-        """One line about the run itself."""
+    def note(self, text: str, *, warning: bool = False) -> None:
+        """Show one line about the run itself; ``warning`` if it tells of something that went wrong."""
 
 
 @runtime_checkable
@@ -89,15 +88,21 @@ def settle(sink: OutputSink) -> None:
         sink.settle()
 
 
+class ShowsNote(Protocol):
+    """``note`` of :class:`OutputSink`."""
+
+    def __call__(self, text: str, *, warning: bool = False) -> None: ...
+
+
 class AsNotes:
     """What the run waits for, for a sink that only knows notes: when it begins, and how it ends."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: ShowsNote) -> None:
         self._note, self._noted = note, False
 
     def __call__(self, text: str, *, final: bool) -> None:
         if text and (final or not self._noted):
-            self._note(text)
+            self._note(text, warning=True)
         self._noted = not final
 
 
@@ -121,7 +126,7 @@ class NullSink:
     def done(self, rank: int, done: CellDone | None) -> None:
         pass
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         pass
 
     def status(self, text: str, *, final: bool) -> None:

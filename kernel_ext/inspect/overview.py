@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
@@ -64,7 +64,7 @@ class Overview:
                     [
                         Cell(name if number == 0 else ""),
                         Cell(variable.type),
-                        Cell(variable.text),
+                        Cell(_distinct_text(variable, kinds)),
                         Cell(rough_size(variable.nbytes)),
                         Cell(who if same else compact_ranks(ranks), marked=odd),
                     ]
@@ -110,6 +110,19 @@ class Overview:
 
     def _repr_html_(self) -> str:
         return self.table().html(self.headline(), self.notes()) if self.ranks else "no rank answered"
+
+
+def _distinct_text(variable: Variable, kinds: Mapping[Variable, Sequence[int]]) -> str:
+    """Return the variable's text, or how it relates to a value in a row above that looks the same."""
+    for other, ranks in kinds.items():
+        if other is variable:
+            break
+        if (other.type, other.text) == (variable.type, variable.text):
+            diff = f"`%hvd_diff {variable.name}`"
+            if other.digest and variable.digest:
+                return f"differs from rank {ranks[0]}'s: {diff} shows where"
+            return f"not compared with rank {ranks[0]}'s: {diff} does so"
+    return variable.text
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hvdlab.kernel_ext.output.lines import LineSplitter
 from hvdlab.kernel_ext.output.merge import HOLD, LineMerger
 from hvdlab.kernel_ext.output.pieces import Piece, Shown, Text, label
 from hvdlab.kernel_ext.output.transcript import Transcript
@@ -29,18 +30,17 @@ def write_text(transcript: Transcript, path: Path, ranks: Sequence[int], *, merg
 
 def last_lines(transcript: Transcript, ranks: Sequence[int], count: int) -> dict[int, str]:
     """The last lines of each of these ranks, both streams together."""
-    lines: dict[int, deque[str]] = {rank: deque([""], maxlen=count + 1) for rank in ranks}
+    lines: dict[int, deque[str]] = {rank: deque(maxlen=count) for rank in ranks}
+    splitters = {rank: LineSplitter() for rank in ranks}
+    ends: dict[int, str] = dict.fromkeys(ranks, "")
     with transcript.lock:
         for rank, what in transcript.entries():
-            if rank in lines and isinstance(what, Stream):
-                _extend(lines[rank], what.text.split("\n"))
-    return {rank: "\n".join(list(kept)[-count - (not kept[-1]) :]) for rank, kept in lines.items()}
-
-
-def _extend(lines: deque[str], more: Iterable[str]) -> None:
-    first, *rest = more
-    lines[-1] += first
-    lines.extend(rest)
+            if rank in lines and isinstance(what, Stream) and what.text:
+                lines[rank].extend(splitters[rank].feed(what.text, 0.0))
+                ends[rank] = "\n" if what.text.endswith("\n") else ""
+    for rank, splitter in splitters.items():
+        lines[rank].extend(splitter.flush())
+    return {rank: "\n".join(kept) + (ends[rank] if kept else "") for rank, kept in lines.items()}
 
 
 def _pieces(transcript: Transcript, ranks: Sequence[int], *, merge: bool) -> Iterator[Piece]:

@@ -14,7 +14,7 @@ from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.knobs import read
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, began, settle, status_of
-from hvdlab.kernel_ext.output.lines import current
+from hvdlab.kernel_ext.output.lines import lasting, shown_lines
 from hvdlab.kernel_ext.output.transcript import Transcript
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
 
@@ -106,11 +106,11 @@ class LimitedSink:
         self._changed.discard(rank)
         self._running.discard(rank)
         if not self._running and self._explained and (lost := self._lost()):
-            self._inner.note(lost)
+            self._inner.note(lost, warning=True)
         self._inner.done(rank, done)
 
-    def note(self, text: str) -> None:
-        self._inner.note(text)
+    def note(self, text: str, *, warning: bool = False) -> None:
+        self._inner.note(text, warning=warning)
 
     def tick(self, now: float) -> float | None:
         if self._changed and now >= self._at:
@@ -185,8 +185,8 @@ class LimitedSink:
     # -- what stands for the rest -------------------------------------------------------------------------------------
 
     def _live_line(self, account: _Rank) -> Stream:
-        last = next((line for line in reversed(account.tail.split("\n")) if line.strip()), "")
-        text = f"… {_amount(account.hidden)} more; now: {current(last)}"[:LIVE_CHARACTERS]
+        last = next((line for line in reversed(shown_lines(account.tail)) if line.strip()), "")
+        text = f"… {_amount(account.hidden)} more; now: {last}"[:LIVE_CHARACTERS]
         # On a screen that only overwrites, a shorter line would leave the end of the one that it replaces.
         account.live = text.ljust(LIVE_CHARACTERS) if self._plain else text
         begin = "\n\r" if "stdout" in account.open_lines else "\r"
@@ -195,7 +195,7 @@ class LimitedSink:
 
     def _last_lines(self, account: _Rank) -> Stream:
         complete = account.hidden <= len(account.tail)
-        lines = account.tail.rstrip("\n").split("\n")[-LAST_LINES:] if account.tail else []
+        lines = shown_lines(account.tail)[-LAST_LINES:]
         if len(account.tail) == LAST_CHARACTERS and len(lines) > 1:
             lines = lines[-LAST_LINES:] if len(lines) == LAST_LINES else lines[1:]
         displays = f" and {account.displays} displays" if account.displays else ""
@@ -228,14 +228,6 @@ def shown_limit(environ: Mapping[str, str]) -> int:
         InvalidRequestError: A variable's value is not valid.
     """
     return int(read(environ).get("HVDLAB_OUTPUT_SHOWN", SHOWN))  # type: ignore[arg-type]  # it is a number
-
-
-def lasting(text: str) -> int:
-    """Characters of a text that stay on a screen: what carriage returns overwrite does not."""
-    if "\r" not in text:
-        return len(text)
-    *lines, last = text.split("\n")
-    return sum(len(current(line)) + 1 for line in lines) + (0 if "\r" in last else len(last))
 
 
 def _amount(size: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hvdlab.kernel_ext.output.lines import LineSplitter, current
+from hvdlab.kernel_ext.output.lines import LineSplitter
 from hvdlab.kernel_ext.output.pieces import LiveLines, group_equal
 
 LONGEST_LIVE_LINE = 400
@@ -18,13 +18,13 @@ class LiveView:
     """Decides when the unfinished lines are shown again, at most once per ``refresh`` seconds.
 
     A line that carriage returns rewrite is shown at once, another unfinished one after ``hold`` seconds, since its
-    newline mostly follows soon.
+    newline mostly follows soon. Nested bars are shown by position: the outer ones of all ranks, then the inner ones.
     """
 
     def __init__(self, splitters: Mapping[Source, LineSplitter], *, hold: float, refresh: float) -> None:
         self._splitters = splitters
         self._hold, self._refresh = hold, refresh
-        self._shown: dict[Source, str] = {}
+        self._shown: dict[Source, tuple[str, ...]] = {}
         self._at = float("-inf")
 
     @property
@@ -45,14 +45,22 @@ class LiveView:
         if texts == self._shown or (texts and now < self._at + self._refresh):
             return None
         self._shown, self._at = texts, now
-        return LiveLines(group_equal([(rank, text) for (rank, _), text in texts.items()]))
+        return LiveLines(
+            tuple(
+                line
+                for position in range(max(map(len, texts.values()), default=0))
+                for line in group_equal(
+                    [(rank, lines[position]) for (rank, _), lines in texts.items() if position < len(lines)]
+                )
+            )
+        )
 
     def _due_at(self, splitter: LineSplitter) -> float:
         return splitter.since if splitter.rewrites else splitter.since + self._hold
 
 
-def _text(splitter: LineSplitter) -> str:
-    text = current(splitter.partial)
-    if not text.strip():
-        return ""
-    return text if len(text) <= LONGEST_LIVE_LINE else f"{text[:LONGEST_LIVE_LINE]}…"
+def _text(splitter: LineSplitter) -> tuple[str, ...]:
+    return tuple(
+        line if len(line) <= LONGEST_LIVE_LINE else f"{line[:LONGEST_LIVE_LINE]}…"
+        for line in splitter.unfinished
+    )

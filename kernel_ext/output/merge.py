@@ -28,6 +28,7 @@ HOLD = 0.25
 REFRESH = 0.1
 """Seconds between two updates of the live lines."""
 
+_STREAMS = ("stdout", "stderr")
 _ERR = "\0"  # before the key of a line of stderr, so that it never equals one of stdout
 _content = msgspec.msgpack.Encoder().encode
 
@@ -68,7 +69,7 @@ class LineMerger:
         self._plain = len(self.ranks) == 1
         self._totals: dict[Key, int] = {}
         self._queues = {rank: RankQueue(rank, self._totals) for rank in self.ranks}
-        self._splitters = {(r, s): LineSplitter() for r in self.ranks for s in ("stdout", "stderr")}
+        self._splitters = {(r, s): LineSplitter() for r in self.ranks for s in _STREAMS}
         self._pieces: list[Piece] = []
         self._text: list[str] = []
         self._name = "stdout"
@@ -82,10 +83,14 @@ class LineMerger:
             if self._plain:
                 self._pass_on(rank, chunk)
             elif isinstance(chunk, Stream):
-                mark = _ERR if chunk.name == "stderr" else ""
-                lines = self._splitters[rank, chunk.name].feed(chunk.text, now)
-                self._add(rank, [mark + line for line in lines] if mark else lines, now)
+                other = "stdout" if chunk.name == "stderr" else "stderr"
+                self._add_lines(rank, other, self._splitters[rank, other].leave(), now)
+                self._add_lines(
+                    rank, chunk.name, self._splitters[rank, chunk.name].feed(chunk.text, now), now
+                )
             else:
+                for name in _STREAMS:
+                    self._add_lines(rank, name, self._splitters[rank, name].leave(), now)
                 self._add(rank, [_Rich(chunk)], now)
 
     def begin(self, rank: int) -> None:
@@ -95,14 +100,23 @@ class LineMerger:
             return
         self.ranks = tuple(sorted({*self.ranks, rank}))
         self._queues[rank] = RankQueue(rank, self._totals)
-        self._splitters.update({(rank, stream): LineSplitter() for stream in ("stdout", "stderr")})
+        self._splitters.update({(rank, stream): LineSplitter() for stream in _STREAMS})
         self._plain = False
 
     def end(self, rank: int, now: float) -> None:
         """Expect nothing more from this rank: its unfinished lines are complete now."""
         self.running.discard(rank)
-        for name, mark in (("stdout", ""), ("stderr", _ERR)):
-            self._add(rank, [mark + line for line in self._splitters[rank, name].flush()], now)
+        for name in _STREAMS:
+            self._add_lines(rank, name, self._splitters[rank, name].flush(), now)
+
+    def _add_lines(self, rank: int, name: str, lines: list[str], now: float) -> None:
+        self._add(rank, [_ERR + line for line in lines] if name == "stderr" else lines, now)
+
+    def _expire(self, now: float) -> None:
+        """Add the lines of bars to which the cursor has not come back, as it does for a nested bar."""
+        for (rank, name), splitter in self._splitters.items():
+            if splitter.left_at is not None:
+                self._add_lines(rank, name, splitter.expire(now - self._hold), now)
 
     def _add(self, rank: int, keys: Sequence[Key], now: float) -> None:
         if self._merge:
@@ -123,12 +137,14 @@ class LineMerger:
     def deadline(self) -> float | None:
         """When to call :meth:`take` although nothing new came; None if nothing waits."""
         limits = [q.oldest + self._hold for q in self._queues.values() if q]
+        limits += [left + self._hold for s in self._splitters.values() if (left := s.left_at) is not None]
         if (live := self._live.deadline) is not None:
             limits.append(live)
         return min(limits, default=None)
 
     def take(self, now: float) -> list[Piece]:
         """Return the pieces that can be shown now, and forget them."""
+        self._expire(now)
         if self._merge:
             self._release(now)
         self._switch("")

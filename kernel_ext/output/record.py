@@ -123,11 +123,11 @@ class Recorder:
                 if rank in ranks:
                     sink.done(rank, done)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         with self.transcript.lock:
-            self.transcript.note(text)
+            self.transcript.note(text, warning=warning)
             for sink, _ in self._sinks:
-                sink.note(text)
+                sink.note(text, warning=warning)
 
     def status(self, text: str, *, final: bool) -> None:
         with self.transcript.lock:

@@ -23,11 +23,11 @@ _OUT, _ERR, _RICH, _NOTE = range(4)
 _encode = msgspec.msgpack.Encoder().encode
 _decode_rich: msgspec.msgpack.Decoder[Display | Clear] = msgspec.msgpack.Decoder(Display | Clear)
 
-NOBODY = -1
-"""In place of a rank, for a note about the run itself."""
+NOTE, WARNING = -1, -2
+"""In place of a rank, for a line about the run itself."""
 
 Entry = tuple[int, Chunk | str]
-"""A rank and what it wrote, or :data:`NOBODY` and a note."""
+"""A rank and what it wrote, or :data:`NOTE` or :data:`WARNING` and a line about the run."""
 
 
 class Spool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlab.kernel_ext.cells.sink import OutputSink
-from hvdlab.kernel_ext.output.spool import NOBODY, Entry, Spool
+from hvdlab.kernel_ext.output.spool import NOTE, WARNING, Entry, Spool
 from hvdlab.kernel_ext.payloads import Chunk, Clear, Display, Stream
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -95,10 +95,10 @@ class Transcript:
                     self._number(rank, chunk)
             self._settle()
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         """One line about the run itself."""
         with self.lock:
-            self._add(NOBODY, text, len(text))
+            self._add(WARNING if warning else NOTE, text, len(text))
 
     def begin(self, rank: int) -> None:
         """Expect output of this rank, too, from now on."""
@@ -209,7 +209,7 @@ class Transcript:
         with self.lock:
             for rank, what in self.entries():
                 if isinstance(what, str):
-                    sink.note(what)
+                    sink.note(what, warning=rank == WARNING)
                 elif rank in wanted:
                     sink.output(rank, (what,))
             for rank in wanted:

@@ -53,7 +53,7 @@ class RankComms:
         found = {"content": content, "metadata": message.metadata, "buffers": list(message.buffers)}
         if message.comm not in self._manager.comms:
             return
-        out, err = io.StringIO(), io.StringIO()
+        out, err = _CallbackText("stdout", self._widgets), _CallbackText("stderr", self._widgets)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             getattr(self._manager, message.kind)(None, None, found)
         printed = {"stdout": out.getvalue(), "stderr": err.getvalue()}
@@ -64,6 +64,19 @@ class RankComms:
     def _create(self, *args: Any, **kwargs: Any) -> BaseComm:
         self._widgets.install()
         return _RankComm(self._post, *args, **kwargs)
+
+
+class _CallbackText(io.StringIO):
+    """Text that a callback prints, but for that which an ``Output`` widget takes."""
+
+    def __init__(self, name: str, widgets: WidgetOutputs) -> None:
+        super().__init__()
+        self._name, self._widgets = name, widgets
+
+    def write(self, text: str, /) -> int:
+        if isinstance(text, str) and self._widgets.entered and self._widgets.write(self._name, text):
+            return len(text)
+        return super().write(text)
 
 
 class _RankComm(BaseComm):

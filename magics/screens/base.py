@@ -54,6 +54,9 @@ class MergingSink:
         self, merger: LineMerger, screen: Screen, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._merger, self._screen, self._clock = merger, screen, clock
+        self._within_line = (
+            False  # the last text on stdout has no end of its line: that of a rank which is alone
+        )
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
         self._merger.feed(rank, chunks, self._clock())
@@ -68,9 +71,11 @@ class MergingSink:
             self._show(self._merger.take(self._clock()))
             self._screen.finish()
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         self._show(self._merger.take(self._clock()))
-        self._screen.write(Text("stderr", f"{text}\n"))
+        # Frontends show stderr on red, which is for what went wrong.
+        begin = "\n" if self._within_line and not warning else ""
+        self._show([Text("stderr" if warning else "stdout", f"{begin}{text}\n")])
 
     def status(self, text: str, *, final: bool) -> None:
         self._show(self._merger.take(self._clock()))
@@ -94,6 +99,8 @@ class MergingSink:
         for piece in pieces:
             match piece:
                 case Text():
+                    if piece.name == "stdout":
+                        self._within_line = not piece.text.endswith("\n")
                     self._screen.write(piece)
                 case Shown():
                     self._screen.show(piece)

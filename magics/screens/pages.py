@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hvdlab.kernel_ext.output.lines import current
+from hvdlab.kernel_ext.output.lines import shown_lines
 from hvdlab.kernel_ext.output.values import html_of
 from hvdlab.kernel_ext.payloads import Chunk, Clear, Display, Stream
 
@@ -76,8 +76,10 @@ def page_text(outputs: Iterable[Mapping[str, Any]]) -> str:
     """A page as text for a terminal, with the last state of each progress bar."""
     parts = []
     for entry in outputs:
-        text = entry["text"] if "text" in entry else str(entry["data"].get("text/plain", "")) + "\n"
-        parts.append("\n".join(current(line) if "\r" in line else line for line in text.split("\n")))
+        if "text" not in entry:
+            parts.append(str(entry["data"].get("text/plain", "")) + "\n")
+        elif lines := shown_lines(entry["text"]):
+            parts.append("\n".join(lines) + ("\n" if entry["text"].endswith("\n") else ""))
     return "".join(parts)
 
 

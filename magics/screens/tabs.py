@@ -21,7 +21,7 @@ class View(Protocol):
     """Shows pages; ``final`` is True the last time."""
 
     def show(self, pages: dict[int, Page], changed: set[int], *, final: bool) -> None: ...
-    def note(self, text: str) -> None: ...
+    def note(self, text: str, *, warning: bool = False) -> None: ...
     @property
     def status(self) -> ShowsStatus: ...
 
@@ -47,8 +47,8 @@ class PagesSink:
         self._running.discard(rank)
         self._changed.add(rank)
 
-    def note(self, text: str) -> None:
-        self._view.note(text)
+    def note(self, text: str, *, warning: bool = False) -> None:
+        self._view.note(text, warning=warning)
 
     def status(self, text: str, *, final: bool) -> None:
         self._view.status(text, final=final)
@@ -98,8 +98,8 @@ class SectionsView:
             sys.stdout.write(f"── rank {rank} ──\n{text}" + ("" if text.endswith("\n") or not text else "\n"))
         sys.stdout.flush()
 
-    def note(self, text: str) -> None:
-        print(text, file=sys.stderr)
+    def note(self, text: str, *, warning: bool = False) -> None:
+        print(text, file=sys.stderr if warning else sys.stdout)
 
 
 class DetailsView:
@@ -119,8 +119,8 @@ class DetailsView:
         self._publisher.display(data, {}, self._area, update=self._made)
         self._made = True
 
-    def note(self, text: str) -> None:
-        self._publisher.stream("stderr", f"{text}\n")
+    def note(self, text: str, *, warning: bool = False) -> None:
+        self._publisher.stream("stderr" if warning else "stdout", f"{text}\n")
 
 
 class TabsView:
@@ -149,8 +149,8 @@ class TabsView:
         for rank in changed:
             self._outputs[rank].outputs = pages[rank].outputs()
 
-    def note(self, text: str) -> None:
-        self._publisher.stream("stderr", f"{text}\n")
+    def note(self, text: str, *, warning: bool = False) -> None:
+        self._publisher.stream("stderr" if warning else "stdout", f"{text}\n")
 
 
 def notebook_view(publisher: Publisher, ranks: Sequence[int], cell: str) -> View:

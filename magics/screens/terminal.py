@@ -17,21 +17,24 @@ _UP = "\x1b[1A"
 class TerminalScreen:
     """Writes text as it is, and the text form of displays.
 
-    On a tty the live line of the lowest rank, and what the cell waits for, are redrawn in place below it; elsewhere
-    only finished lines appear.
+    On a tty the live lines of the lowest rank that has some, and what the cell waits for, are redrawn in place below it;
+    elsewhere only finished lines appear.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = set(ranks)
         self._drawn = 0  # lines on screen now that have to be erased before anything is written
-        self._live = ""
+        self._live: list[str] = []
         self._status: list[str] = []
-        self._note_status = AsNotes(lambda text: self.write(Text("stderr", f"{text}\n")))
+        self._note_status = AsNotes(self._write_note)
 
     def write(self, piece: Text) -> None:
         self._erase()
         write_to_terminal(piece.name, piece.text)
         self._draw()
+
+    def _write_note(self, text: str, *, warning: bool = False) -> None:
+        self.write(Text("stderr" if warning else "stdout", f"{text}\n"))
 
     def show(self, piece: Shown) -> None:
         text = str(piece.display.data.get("text/plain", ""))
@@ -44,7 +47,8 @@ class TerminalScreen:
         self._erase()
 
     def live(self, piece: LiveLines) -> None:
-        self._live = piece.text().split("\n", 1)[0]
+        lowest = min((ranks[0] for ranks, _ in piece.lines), default=None)
+        self._live = [label(ranks) + text for ranks, text in piece.lines if lowest in ranks]
         self._erase()
         self._draw()
 
@@ -71,11 +75,11 @@ class TerminalScreen:
         pass
 
     def finish(self) -> None:
-        self._live, self._status = "", []
+        self._live, self._status = [], []
         self._erase()
 
     def _draw(self) -> None:
-        lines = [line for line in (self._live, *self._status) if line]
+        lines = [line for line in (*self._live, *self._status) if line]
         if lines and _is_tty(sys.stderr):
             # Cut to the width: lines that wrapped could not be erased.
             width = shutil.get_terminal_size().columns - 1

@@ -69,7 +69,7 @@ class Sink:
             self.over = True
             self._changed.notify_all()
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         self.tell(text)
 
     def status(self, text: str, *, final: bool) -> None:

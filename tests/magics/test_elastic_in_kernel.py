@@ -85,7 +85,9 @@ def test_ranks_come_and_go_under_a_cell_of_the_notebook(kernel: LiveKernel, tmp_
     told("rank 2 has left; nothing is lost by that")
     (tmp_path / "end").touch()
     told("[0,1] ended")
-    assert "Error" not in training.text("stderr")
+    assert "rank 2 joins at the others' next commit" in training.lines()
+    (died,) = training.lines("stderr")
+    assert died.startswith("rank 2 died: killed by SIGKILL")
 
 
 @pytest.mark.timeout(240)

@@ -28,7 +28,7 @@ class SlowSink:
     def done(self, rank: int, done: CellDone | None) -> None:
         raise AssertionError("the cell has ended already")
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         raise AssertionError(text)
 
     def tick(self, now: float) -> float | None:

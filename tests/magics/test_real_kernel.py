@@ -132,6 +132,22 @@ def test_values_are_the_result(kernel: LiveKernel) -> None:
     assert kernel.run("print(values[3], _[2], len(_))").lines() == ["31 21 4"]
 
 
+def test_an_import_that_a_value_needs_is_shown_while_it_lasts(kernel: LiveKernel) -> None:
+    (kernel.directory / "costly.py").write_text("class Value:\n    def __repr__(self): return 'a value'\n")
+    for code in ("_[2]", "pending.wait()[2]"):
+        option = "--background --out pending" if "wait" in code else ""
+        kernel.run(f"%%hvd_run {option}\nimport sys; sys.path.insert(0, '')\nimport costly\ncostly.Value()")
+        cell = kernel.run(code)
+        assert cell.of("execute_result")[0]["data"]["text/plain"] == "a value"
+        (shown,) = cell.of("display_data")
+        assert shown["data"] == {"text/plain": "importing costly …"}
+        (erased,) = cell.of("update_display_data")
+        assert erased["transient"] == shown["transient"]
+        assert not any(erased["data"].values())
+        assert kernel.run(code).of("display_data") == []
+        kernel.run("import sys; del sys.modules['costly']")
+
+
 def test_a_progress_bar_is_live_and_ends_as_text(kernel: LiveKernel) -> None:
     cell = kernel.run("%%hvd_run\nfrom tqdm import tqdm\nfor i in tqdm(range(10)): time.sleep(0.1)")
     (shown,) = cell.of("display_data")
@@ -142,6 +158,20 @@ def test_a_progress_bar_is_live_and_ends_as_text(kernel: LiveKernel) -> None:
     assert any("50%" in str(u["data"]) or "60%" in str(u["data"]) for u in updates)
     assert updates[-1]["data"]["text/plain"] == ""
     assert all("100%" in line for line in cell.lines("stderr"))
+
+
+def test_nested_progress_bars_are_live_and_only_those_that_stay_end_as_text(kernel: LiveKernel) -> None:
+    cell = kernel.run(
+        "%%hvd_run\nfrom tqdm.auto import tqdm\nfor epoch in tqdm(range(2), desc='epoch'):\n"
+        "    for batch in tqdm(range(10), desc='batch', leave=False): time.sleep(0.05)"
+    )
+    ended = cell.lines("stderr")
+    assert all("epoch: 100%" in line for line in ended), ended
+    assert sorted(rank for line in ended for rank in _ranks(line[1 : line.index("]")])) == [0, 1, 2, 3]
+    states = [str(u["data"]["text/plain"]) for u in cell.of("update_display_data")]
+    assert any("epoch:  50%" in state and "batch:  " in state for state in states), states
+    assert all(len(state.splitlines()) <= 8 for state in states), states
+    assert states[-1] == ""
 
 
 def test_a_failure_ends_the_cell_everywhere_and_shows_the_cause(kernel: LiveKernel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text
 from hvdlab.kernel_ext.payloads import CellDone, Clear, Display, Stream
+from hvdlab.magics.progress import CellImportDisplay
 from hvdlab.magics.screens.areas import KnownAreas
 from hvdlab.magics.screens.base import MergingSink
 from hvdlab.magics.screens.notebook import NotebookScreen
@@ -182,6 +184,19 @@ def test_a_terminal_shows_what_a_cell_waits_for_below_its_output(
     assert terminal.screen() == ["step 1", *first, "step 2", "went on"]
 
 
+def test_a_terminal_shows_the_nested_bars_of_the_lowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    shown = TerminalScreen(range(3))
+    shown.live(LiveLines((((0, 1), "epoch 1"), ((2,), "epoch 2"), ((0,), "batch 1"), ((1, 2), "batch 2"))))
+    assert terminal.screen() == ["[0,1] epoch 1", "[0] batch 1"]
+    shown.write(Text("stdout", "step\n"))
+    assert terminal.screen() == ["step", "[0,1] epoch 1", "[0] batch 1"]
+    shown.live(LiveLines(()))
+    assert terminal.screen() == ["step"]
+
+
 def test_long_text_is_cut_at_line_ends() -> None:
     notebook, recorder, _ = screen()
     line = "x" * 999 + "\n"
@@ -282,6 +297,8 @@ def test_pages_keep_ranks_apart() -> None:
     kinds = [(o.get("name"), o.get("text") or o["data"]) for o in page.outputs()]
     assert kinds == [("stdout", "a\n10%\r20%\r30%\n"), ("stderr", "e\n"), (None, {"text/plain": "1"})]
     assert page_text(page.outputs()) == "a\n30%\ne\n1\n"
+    page.add((Clear(True), Stream("stderr", "\re 0\n\rb 0\x1b[A\n\rb 1\x1b[A\n\r   \x1b[A\re 1\n")))
+    assert page_text(page.outputs()) == "e 1\n"
     page.add((Clear(True), Stream("stdout", "new")))
     assert page_text(page.outputs()) == "new"
 
@@ -315,3 +332,36 @@ def test_what_is_held_back_is_shown_before_the_user_is_asked() -> None:
     assert recorder.sent == []
     sink.settle()
     assert recorder.sent == [("stdout", "[1] only here\n")]
+
+
+def test_only_what_went_wrong_is_on_stderr() -> None:
+    notebook, recorder, clock = screen(1)
+    sink = MergingSink(LineMerger(range(1)), notebook, clock)
+    sink.output(0, (Stream("stdout", "loss: "),))
+    sink.note("rank 2 joins at the others' next commit")
+    sink.note("rank 2 has left")
+    sink.note("rank 1 died", warning=True)
+    sink.tick(clock())
+    assert recorder.sent == [
+        ("stdout", "loss: "),
+        ("stdout", "\nrank 2 joins at the others' next commit\n"),
+        ("stdout", "rank 2 has left\n"),
+        ("stderr", "rank 1 died\n"),
+    ]
+
+
+def test_pages_too_have_only_what_went_wrong_on_stderr() -> None:
+    recorder = Recorder()
+    sink = PagesSink(range(2), DetailsView(recorder, "c"), Clock())
+    sink.note("rank 2 has left")
+    sink.note("rank 1 died", warning=True)
+    assert recorder.sent == [("stdout", "rank 2 has left\n"), ("stderr", "rank 1 died\n")]
+
+
+def test_a_terminal_shows_an_import_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("hvdlab.magics.progress.get_ipython", lambda: SimpleNamespace(kernel=None))
+    with CellImportDisplay().importing("torch"):
+        assert terminal.screen() == ["importing torch …"]
+    assert terminal.screen() == []

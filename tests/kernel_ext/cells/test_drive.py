@@ -37,7 +37,7 @@ class Sink:
     def done(self, rank: int, done: CellDone | None) -> None:
         self.calls.append(("done", rank))
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         self.calls.append(("note", text))
 
     def tick(self, now: float) -> float | None:

@@ -66,7 +66,7 @@ def test_a_replaced_rank_writes_and_is_waited_for_again() -> None:
     cell.handle(RankDied(1, "killed by SIGKILL", 1), 1.0)
     effects = cell.handle(RanksJoined((1,)), 1.1)
     assert effects == [
-        Note("rank 1 died: killed by SIGKILL"),
+        Note("rank 1 died: killed by SIGKILL", warning=True),
         RankBegan(1),
         Note("rank 1 joins at the others' next commit"),
     ]

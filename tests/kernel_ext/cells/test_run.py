@@ -127,8 +127,8 @@ def test_a_death_is_told_at_once_only_if_the_others_go_on() -> None:
     machine.handle(RankDied(2, "exited with status 3", 6), 0.5)
     assert machine.deadline == ANNOUNCE
     assert machine.handle(TimePassed(), ANNOUNCE) == [
-        Note("rank 1 died: killed by SIGKILL"),
-        Note("rank 2 died: exited with status 3"),
+        Note("rank 1 died: killed by SIGKILL", warning=True),
+        Note("rank 2 died: exited with status 3", warning=True),
     ]
     assert machine.deadline is None, "survivors go on until they fail themselves"
 
@@ -144,7 +144,10 @@ def test_the_time_limit_interrupts_and_is_the_cause() -> None:
     machine.handle(done(0, value=1), 1.0)
     assert machine.deadline == 3.0
     effects = machine.handle(TimePassed(), 3.0)
-    assert effects == [Note("timeout of 3 s reached; interrupting rank 1"), InterruptRanks((1,))]
+    assert effects == [
+        Note("timeout of 3 s reached; interrupting rank 1", warning=True),
+        InterruptRanks((1,)),
+    ]
     results = finish(machine, done(1, error("KeyboardInterrupt", interrupted=True)))
     assert results.root_cause is not None
     assert results.root_cause.ename == "TimeoutError"

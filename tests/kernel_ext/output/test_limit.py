@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.output.limit import LEAST_SHARE, LimitedSink, lasting, shown_limit
+from hvdlab.kernel_ext.output.limit import LEAST_SHARE, LimitedSink, shown_limit
+from hvdlab.kernel_ext.output.lines import lasting
 from hvdlab.kernel_ext.output.transcript import Transcript
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
 
@@ -29,7 +30,7 @@ class Shown:
     def done(self, rank: int, done: CellDone | None) -> None:
         self.ended.append(rank)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         self.notes.append(text)
 
     def tick(self, now: float) -> float | None:
@@ -144,6 +145,23 @@ def test_bars_count_once(shown: Shown) -> None:
     assert shown.notes == []
     assert lasting("a\rb\nc\r") == 2
     assert lasting("abc\rd\nefg") == 5
+
+
+def test_nested_bars_count_once_and_are_cut_to_what_they_show(shown: Shown) -> None:
+    sink = limited(shown)
+    bar = "█" * 50
+    for i in range(5000):
+        write(sink, f"\repoch 1\n\rbatch {i} {bar}\x1b[A")
+    assert "4999" in shown.text()
+    assert shown.notes == []
+    assert lasting(f"\n\rbatch 1 {bar}\x1b[A\n\n\rbatch 2 {bar}\x1b[2A\rends\n") == len("ends\n")
+    write(sink, LINE * 1000)
+    for i in range(3):
+        write(sink, f"\repoch 2\n\rbatch {i} {bar}\x1b[A")
+    sink.tick(10.0)
+    assert "more; now: batch 2 █" in shown.text()
+    sink.done(0, None)
+    assert shown.text().endswith(f"\nepoch 2\nbatch 2 {bar}\n")
 
 
 def test_plots_that_are_redrawn_are_shown_for_ever_but_not_more_and_more_of_them(shown: Shown) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import re
 import time
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.output.lines import LONGEST_LINE, LineSplitter
+from hvdlab.kernel_ext.output.lines import LONGEST_LINE, MOST_ROWS, LineSplitter
 from hvdlab.kernel_ext.output.merge import HOLD, REFRESH, LineMerger, hold_time
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text
 from hvdlab.kernel_ext.payloads import Clear, Display, Stream
@@ -158,8 +161,8 @@ def test_progress_is_live_until_its_newline() -> None:
     assert merger.deadline == REFRESH
     assert live_of(merger.take(REFRESH)) == ["[0] 50%\n[1]  0%"]
     for rank in range(2):
-        merger.feed(rank, err("\r100%\n"), 0.2)
-    assert merger.take(0.2) == [LiveLines(()), Text("stderr", "[0,1] 100%\n")]
+        merger.feed(rank, err("\r100%\nready\n"), 0.2)
+    assert merger.take(0.2) == [LiveLines(()), Text("stderr", "[0,1] 100%\n[0,1] ready\n")]
 
 
 def test_an_unfinished_line_becomes_live_after_a_while() -> None:
@@ -187,6 +190,168 @@ def test_a_newline_may_come_apart_from_its_return() -> None:
         merger.feed(rank, out("a\r"), 0.0)
         merger.feed(rank, out("\nb\n"), 0.0)
     assert lines_of(merger.take(0.0)) == ["[0,1] a", "[0,1] b"]
+
+
+# -- nested progress bars ---------------------------------------------------------------------------------------------
+
+
+class Writes(io.StringIO):
+    """A stream that keeps each write as a chunk of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks: list[str] = []
+
+    def write(self, text: str, /) -> int:
+        self.chunks.append(text)
+        return len(text)
+
+
+class Bar(tqdm):
+    """A bar without a thread that watches it."""
+
+    monitor_interval = 0
+    order = 1  # in which tqdm erases and draws its bars again when a line is written above them
+
+    def __hash__(self) -> int:
+        return self.order
+
+
+class InnerBar(Bar):
+    """A bar inside another one."""
+
+    order = 2
+
+
+def nested_bars(outer: int = 2, inner: int = 5, *, leave: bool = False, said: str = "") -> list[str]:
+    """Return the writes of two nested bars of tqdm, each a line ``epoch 1/2`` or ``batch 3/5``."""
+    stream = Writes()
+    for _ in Bar(range(outer), file=stream, mininterval=0, bar_format="epoch {n}/{total}"):
+        for _ in InnerBar(
+            range(inner), file=stream, mininterval=0, bar_format="batch {n}/{total}", leave=leave
+        ):
+            if said:
+                Bar.write(said, file=stream)
+    return stream.chunks
+
+
+def show_bars(chunks: Iterable[str], ranks: int = 3) -> tuple[list[str], list[str]]:
+    """Return the lines and the live states that come of writes that all ranks make, one after another."""
+    merger = LineMerger(range(ranks))
+    pieces: list[Piece] = []
+    now = 0.0
+    for chunk in chunks:
+        now += 0.01
+        for rank in range(ranks):
+            merger.feed(rank, err(chunk), now)
+        pieces += merger.take(now)
+    for rank in range(ranks):
+        merger.end(rank, now)
+    pieces += merger.take(now)
+    return lines_of(pieces), live_of(pieces)
+
+
+def test_a_nested_bar_overwrites_its_own_line() -> None:
+    lines, live = show_bars(nested_bars())
+    assert lines == ["[0-2] epoch 2/2"]
+    assert all(len(state.splitlines()) <= 2 for state in live)
+    assert any(re.fullmatch(r"\[0-2\] epoch 1/2\n\[0-2\] batch \d/5", state) for state in live)
+
+
+def test_bars_that_stay_are_lines_at_their_end() -> None:
+    lines, _ = show_bars(nested_bars(leave=True))
+    assert lines == ["[0-2] batch 5/5", "[0-2] batch 5/5", "[0-2] epoch 2/2"]
+
+
+@pytest.mark.parametrize("order", [0, 2])
+def test_lines_written_beside_nested_bars_are_above_them(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InnerBar, "order", order)
+    lines, live = show_bars(nested_bars(2, 2, said="step"))
+    assert lines == ["[0-2] step"] * 4 + ["[0-2] epoch 2/2"]
+    assert not any("step" in state for state in live)
+
+
+def test_bars_of_ranks_that_differ_are_live_by_position() -> None:
+    merger = LineMerger(range(2))
+    bars = "\repoch 1/2\n\rbatch {}/5\x1b[A"
+    for rank in range(2):
+        merger.feed(rank, err(bars.format(rank)), 0.0)
+    assert live_of(merger.take(0.0)) == ["[0,1] epoch 1/2\n[0] batch 0/5\n[1] batch 1/5"]
+
+
+def test_three_bars_at_positions_are_three_lines() -> None:
+    stream = Writes()
+    bars = [
+        Bar(range(2), file=stream, mininterval=0, position=i, bar_format=f"bar {i} {{n}}/{{total}}")
+        for i in (0, 2, 1)
+    ]
+    for _ in range(2):
+        for bar in bars:
+            bar.update()
+    merger = LineMerger(range(2))
+    for chunk in stream.chunks:
+        for rank in range(2):
+            merger.feed(rank, err(chunk), 0.0)
+    assert live_of(merger.take(0.0)) == ["[0,1] bar 0 2/2\n[0,1] bar 1 2/2\n[0,1] bar 2 2/2"]
+    written = len(stream.chunks)
+    for bar in bars:
+        bar.close()
+    for chunk in stream.chunks[written:]:
+        for rank in range(2):
+            merger.feed(rank, err(chunk), 1.0)
+    for rank in range(2):
+        merger.end(rank, 1.0)
+    assert sorted(lines_of(merger.take(1.0))) == [f"[0,1] bar {i} 2/2" for i in range(3)]
+
+
+def test_output_after_an_outer_bar_ends_its_line_at_once() -> None:
+    merger = LineMerger(range(2))
+    text = "".join(nested_bars())
+    for rank in range(2):
+        merger.feed(rank, (*err(text), *out("ready\n")), 0.0)
+    assert lines_of(merger.take(0.0)) == ["[0,1] epoch 2/2", "[0,1] ready"]
+    for rank in range(2):
+        merger.feed(rank, err(text + "ready\n"), 1.0)
+    assert lines_of(merger.take(1.0)) == ["[0,1] epoch 2/2", "[0,1] ready"]
+
+
+def test_the_line_of_an_ended_bar_waits_for_a_bar_below_it_no_longer_than_for_other_ranks() -> None:
+    merger = LineMerger(range(2))
+    for rank in range(2):
+        merger.feed(rank, err("\r100%\n"), 0.0)
+    assert merger.take(0.0) == [LiveLines((((0, 1), "100%"),))]
+    assert merger.deadline == HOLD
+    assert merger.take(HOLD) == [LiveLines(()), Text("stderr", "[0,1] 100%\n")]
+    assert merger.deadline is None
+
+
+def test_a_cursor_that_goes_above_all_lines_makes_room_and_no_empty_lines() -> None:
+    lines, live = show_bars(["first\n", "second\n", *["\x1b[2A", "\rone\n", "\rtwo\n"] * 30, "\x1b[999A"])
+    assert lines == ["[0-2] first", "[0-2] second", "[0-2] one", "[0-2] two"]
+    assert live[-2:] == ["[0-2] one\n[0-2] two", ""], live
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.booleans(), st.sampled_from(["", "step"]), st.booleans())
+def test_how_the_writes_of_nested_bars_are_cut_does_not_matter(
+    sizes: list[int], leave: bool, said: str, inner_first: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InnerBar, "order", 0 if inner_first else 2)
+        text = "".join(nested_bars(2, 3, leave=leave, said=said))
+    chunks, at = [], 0
+    for size in sizes:
+        chunks.append(text[at : at + size])
+        at += size
+    assert show_bars([*chunks, text[at:]])[0] == show_bars([text])[0]
+
+
+def test_the_rows_of_a_cursor_that_moves_are_bounded() -> None:
+    splitter = LineSplitter()
+    lines = splitter.feed("".join(f"\rrow {i}\n" for i in range(3 * MOST_ROWS)), 0.0)
+    assert lines == [f"row {i}" for i in range(len(lines))]
+    assert len(lines) >= 2 * MOST_ROWS - 1
+    assert splitter.feed("\x1b[999A" * 3, 0.0) == []
+    assert len(splitter.flush()) == 3 * MOST_ROWS - len(lines)
 
 
 # -- rich output ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.output import transcript as transcript_module
 from hvdlab.kernel_ext.output.export import last_lines, write_text
 from hvdlab.kernel_ext.output.record import Recorder, Transcripts
-from hvdlab.kernel_ext.output.spool import NOBODY, Entry, Spool
+from hvdlab.kernel_ext.output.spool import NOTE, Entry, Spool
 from hvdlab.kernel_ext.output.transcript import AT_ONCE, IN_MEMORY, Ending, Transcript
 from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
 
@@ -33,8 +33,8 @@ class Seen:
     def done(self, rank: int, done: CellDone | None) -> None:
         self.events.append(("done", rank))
 
-    def note(self, text: str) -> None:
-        self.events.append(("note", text))
+    def note(self, text: str, *, warning: bool = False) -> None:
+        self.events.append(("warning" if warning else "note", text))
 
     def text(self, rank: int) -> str:
         return "".join(e[1].text for e in self.events if e[0] == rank and isinstance(e[1], Stream))
@@ -50,7 +50,8 @@ def transcript(tmp_path: Path, ranks: int = 2, **kwargs: object) -> Transcript:
 def test_little_output_makes_no_file(tmp_path: Path) -> None:
     kept = transcript(tmp_path)
     kept.add(0, (Stream("stdout", "a\n"), Display({"text/plain": "b"}, {})))
-    kept.note("rank 1 died")
+    kept.note("rank 1 died", warning=True)
+    kept.note("rank 1 joins")
     kept.add(1, (Stream("stderr", "c\n"),))
     kept.end(0)
     kept.finish(Ending())
@@ -59,7 +60,8 @@ def test_little_output_makes_no_file(tmp_path: Path) -> None:
     assert seen.events == [
         (0, Stream("stdout", "a\n")),
         (0, Display({"text/plain": "b"}, {})),
-        ("note", "rank 1 died"),
+        ("warning", "rank 1 died"),
+        ("note", "rank 1 joins"),
         (1, Stream("stderr", "c\n")),
         ("done", 0),
     ]
@@ -91,7 +93,7 @@ CHUNKS: st.SearchStrategy[Entry] = st.one_of(
     st.tuples(st.integers(0, 3), st.builds(Stream, st.sampled_from(["stdout", "stderr"]), st.text())),
     st.tuples(st.integers(0, 3), st.builds(Display, st.dictionaries(st.text(), st.text()), st.just({}))),
     st.tuples(st.integers(0, 3), st.builds(Clear, st.booleans())),
-    st.tuples(st.just(NOBODY), st.text()),
+    st.tuples(st.just(NOTE), st.text()),
 )
 
 
@@ -232,7 +234,7 @@ def test_what_a_cell_waited_for_is_kept_once_it_is_over(tmp_path: Path) -> None:
     recorder.status("waiting for rank 1", final=False)
     recorder.status("rank 1 came after 14 s", final=True)
     recorder.attach(again, [0, 1])
-    assert seen.events == [("note", "waiting for rank 1"), ("note", "rank 1 came after 14 s")]
+    assert seen.events == [("warning", "waiting for rank 1"), ("warning", "rank 1 came after 14 s")]
     assert again.events == [("note", "rank 1 came after 14 s")]
 
 

@@ -89,7 +89,7 @@ class Said(NullSink):
             self.ended.add(rank)
             self.changed.notify_all()
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         with self.changed:
             self.notes.append(text)
             self.changed.notify_all()

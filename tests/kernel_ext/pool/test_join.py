@@ -43,7 +43,7 @@ class Started:
     def done(self, rank: int, done: CellDone | None) -> None:
         pass
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         pass
 
 

@@ -41,7 +41,7 @@ class Listener(NullSink):
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
         self.chunks += [(rank, chunk) for chunk in chunks]
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         self.notes.append(text)
 
     def text(self, rank: int, *streams: str) -> str:

@@ -101,7 +101,7 @@ class TellingSink(NullSink):
         self.notes: list[str] = []
         self.taken: list[bool] = []
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, warning: bool = False) -> None:
         self.notes.append(text)
 
     def finished(self, results: CellResults) -> None:

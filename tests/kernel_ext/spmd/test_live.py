@@ -325,6 +325,29 @@ def test_what_a_widgets_callback_prints_is_shown_under_its_cell(kernel: LiveKern
     assert value(kernel.run("rank")) == "[0] 0\n[1] 1"
 
 
+def test_an_output_widget_catches_what_a_callback_prints_shows_and_raises(kernel: LiveKernel) -> None:
+    cell = kernel.run(
+        "import ipywidgets\nout, button = ipywidgets.Output(), ipywidgets.Button()\n"
+        "def press(button):\n"
+        "    with out:\n"
+        "        print('pressed'); display('shown'); 1 / 0\n"
+        "    print('outside')\n"
+        "button.on_click(press)\nbutton"
+    )
+    views = [one["data"][VIEW]["model_id"] for one in cell.of("display_data") if VIEW in one["data"]]
+    press = {"method": "custom", "content": {"event": "click"}}
+    kernel.client.shell_channel.send(
+        kernel.client.session.msg("comm_msg", {"comm_id": views[1], "data": press})
+    )
+    kernel.until(lambda: bool(cell.lines()))
+    assert (cell.lines(), cell.text("stderr")) == (["[1] outside"], "")
+    code = "print([one.get('text') or one['data']['text/plain'] for one in out.outputs])"
+    empty, caught = kernel.run(code).lines()
+    assert empty == "[0] []"
+    assert caught.startswith("[1] ['pressed\\n', \"'shown'\", ")
+    assert "ZeroDivisionError" in caught
+
+
 def test_a_rank_asks_the_user(kernel: LiveKernel) -> None:
     cell = kernel.send("%%hvd_rank 1\nname = input('name? ')\nprint('hello', name)", allow_stdin=True)
     assert kernel.client.get_stdin_msg(timeout=30)["content"]["prompt"] == "[rank 1] name? "

@@ -74,7 +74,7 @@ class ProcessSet:
     stands for its processes; each rank then gives the one that it is in.
 
     Attributes:
-        ranks: The set's ranks in ascending order; once it is registered, those that are there now.
+        ranks: The set's ranks in ascending order; once it is registered, those that are there now. Before, it can be set.
         mpi_comm: The communicator it was made from, or ``None``.
     """
 
@@ -123,6 +123,14 @@ class ProcessSet:
         if id is None or not context.is_initialized() or not _exists(id):
             return list(self._ranks)
         return [shown_number(rank) for rank in _ranks_now(id)]
+
+    @ranks.setter
+    def ranks(self, ranks: Sequence[int]) -> None:
+        if self is global_process_set or is_registered(self):
+            raise InvalidRequestError(
+                f"The ranks of {self!r} can't be set to {ranks!r} while it is registered: make another hvd.ProcessSet."
+            )
+        self._ranks = _checked_ranks(ranks)
 
     def size(self) -> int | None:
         """Return the number of ranks in the set; ``None`` if it is not registered.

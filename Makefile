@@ -103,8 +103,9 @@ bench: $(INSTALLED) ## the figures of benchmarks/results, measured on this machi
 	$(BIN)/python benchmarks/strangers.py --json benchmarks/results/strangers.json
 	$(BIN)/python benchmarks/soak.py --steps 10000 --json benchmarks/results/soak.json
 
-tables: $(INSTALLED) ## write docs/reference/horovod.md from the code
+tables: $(INSTALLED) ## write docs/reference/horovod.md and horovod-attributes.md from the code
 	$(BIN)/python docs/reference/horovod/table.py
+	$(BIN)/python docs/reference/horovod/attributes.py
 
 test-numpy: ## the core on the oldest numpy that is accepted, without torch, in an environment of its own
 	$(PYTHON) -m venv out/numpy

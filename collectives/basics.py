@@ -16,6 +16,8 @@ from hvdlab.collectives.process_sets import (
     ProcessSet,
     global_process_set,
     is_communicator,
+    is_registered,
+    refuse_all_ranks,
     register,
     set_id,
     world_ranks,
@@ -41,17 +43,20 @@ def init(
 
     Raises:
         UnsupportedError: ``comm`` is only a part of the ranks that were started.
-        InvalidRequestError: ``process_sets`` is no list of process sets.
+        InvalidRequestError: ``process_sets`` is no list of process sets, has two of the same ranks, or one of all ranks, which is
+            :data:`global_process_set`.
         StartError: The coordinator does not answer, or ranks are missing; the text names them.
     """
-    wanted = _sets(process_sets)
+    # Before joining: an id that users' code has set before is not of this world.
+    wanted = [each for each in _sets(process_sets) if not is_registered(each)]
     joined_before = context.is_initialized()
     context.init()
     try:
         _check_world(comm)
+        for process_set in wanted:  # all of them before any is registered
+            refuse_all_ranks(process_set)
         for process_set in wanted:
-            if process_set.process_set_id is None:
-                register(process_set)
+            register(process_set)
     except BaseException:
         if not joined_before:
             context.shutdown()

@@ -6,7 +6,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -28,11 +28,13 @@ class _Registered(NamedTuple):
         ranks: Its ranks in the core.
         epoch: Epoch of the world then.
         processes: Rank, host and process id of each rank of the world then.
+        together: Ids of the sets that the same call registered on all ranks, this one's among them: one per communicator.
     """
 
     ranks: tuple[int, ...]
     epoch: int
     processes: frozenset[tuple[int, str, int]]
+    together: tuple[int, ...]
 
     def remaining(self) -> list[int]:
         """Its ranks that are in the world still; one that was replaced is another process, which is not in the set."""
@@ -72,7 +74,7 @@ class ProcessSet:
     stands for its processes; each rank then gives the one that it is in.
 
     Attributes:
-        ranks: The set's ranks in ascending order; once it is registered, those that are there now.
+        ranks: The set's ranks in ascending order; once it is registered, those that are there now. Before, it can be set.
         mpi_comm: The communicator it was made from, or ``None``.
     """
 
@@ -82,51 +84,90 @@ class ProcessSet:
             world_ranks(self.mpi_comm) if self.mpi_comm is not None else ranks_or_comm
         )
         self._id: int | None = None
-        self._world = 0
-        self._together: tuple[
-            int, ...
-        ] = ()  # ids that one call on all ranks registered: one per communicator
+        self._is_assigned = False  # users' code has set the id, which may be of no set
+        self._world = 0  # number of the world that the id belongs to; 0 for the next one
 
     @property
     def process_set_id(self) -> int | None:
-        """Id of the set in the core; ``None`` while it is not registered with the world that there is now."""
-        if self._id is None or self._id == GLOBAL_ID:
-            return self._id
-        if not context.is_initialized():
-            return None
-        known = _known()
-        there = known.world == self._world and self._id in known.sets
-        return self._id if there and context.engine().knows_process_set(self._id) else None
+        """Id of the set in the core; ``None`` while it is not registered with the world that there is now.
+
+        Users' code may set it, as in Horovod, where it is a plain attribute: the object then stands for the set with this id until the
+        world ends, and using it raises ``InvalidRequestError`` if there is none. With ``None`` it is not registered.
+
+        Raises:
+            InvalidRequestError: It is set to something that is no integer, or that of the global set is changed.
+        """
+        if not self._is_assigned:
+            return self._id if _is_there(self._id, self._world) else None
+        world = _known().world if context.is_initialized() else 0
+        if self._world == 0:
+            self._world = world  # set before init(): it belongs to the first world in which it is read
+        return self._id if self._world == world else None
+
+    @process_set_id.setter
+    def process_set_id(self, number: SupportsIndex | None) -> None:
+        id = _checked_id(number)
+        if self is global_process_set:
+            if id != GLOBAL_ID:
+                raise InvalidRequestError(
+                    f"The process_set_id of hvd.global_process_set stays {GLOBAL_ID}, and can't be set to {number!r}; make a "
+                    "hvd.ProcessSet of your own for another one."
+                )
+            return
+        self._id, self._is_assigned = id, id is not None
+        self._world = _known().world if context.is_initialized() else 0
 
     @property
     def ranks(self) -> list[int]:
         id = self.process_set_id
-        if id is None or (id == GLOBAL_ID and not context.is_initialized()):
+        if id is None or not context.is_initialized() or not _exists(id):
             return list(self._ranks)
-        # A rank outside need not know its members.
-        there = members(id) or (_known().sets[id].remaining() if id != GLOBAL_ID else ())
-        return [shown_number(rank) for rank in there]
+        return [shown_number(rank) for rank in _ranks_now(id)]
+
+    @ranks.setter
+    def ranks(self, ranks: Sequence[int]) -> None:
+        if self is global_process_set or is_registered(self):
+            raise InvalidRequestError(
+                f"The ranks of {self!r} can't be set to {ranks!r} while it is registered: make another hvd.ProcessSet."
+            )
+        self._ranks = _checked_ranks(ranks)
 
     def size(self) -> int | None:
-        """Number of ranks in the set; ``None`` if it is not registered."""
-        if self.process_set_id is None:
-            return None
-        context.engine("hvd.ProcessSet.size()")
-        return len(self.ranks)
+        """Return the number of ranks in the set; ``None`` if it is not registered.
+
+        Raises:
+            InvalidRequestError: Users' code has set a :attr:`process_set_id` that no set has.
+        """
+        return None if self._used("size") is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Position of this rank in the set; ``None`` if the set is not registered or this rank is not in it."""
-        if self.process_set_id is None:
+        """Return the position of this rank in the set; ``None`` if the set is not registered or this rank is not in it.
+
+        Raises:
+            InvalidRequestError: Users' code has set a :attr:`process_set_id` that no set has.
+        """
+        if self._used("rank") is None:
             return None
-        mine = shown_number(context.engine("hvd.ProcessSet.rank()").rank)
+        mine = shown_number(context.engine().rank)
         ranks = self.ranks
         return ranks.index(mine) if mine in ranks else None
 
     def included(self) -> bool | None:
-        """Whether this rank is in the set; ``None`` if the set is not registered."""
-        if self.process_set_id is None:
+        """Return whether this rank is in the set; ``None`` if the set is not registered.
+
+        Raises:
+            InvalidRequestError: Users' code has set a :attr:`process_set_id` that no set has.
+        """
+        if self._used("included") is None:
             return None
-        return shown_number(context.engine("hvd.ProcessSet.included()").rank) in self.ranks
+        return shown_number(context.engine().rank) in self.ranks
+
+    def _used(self, method: str) -> int | None:
+        """Return the id for a method that uses the set, or ``None``. Raises as that method does."""
+        id = self.process_set_id
+        if id is not None:
+            check_id(id, f"hvd.ProcessSet.{method}()")
+        return id
 
     def __repr__(self) -> str:
         which = "all" if self._id == GLOBAL_ID else self.ranks
@@ -134,14 +175,27 @@ class ProcessSet:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Sent to another rank, a set is the same set there (without its communicator)."""
-        return _received, (self._ranks, self.process_set_id)
+        return _received, (self._ranks, self.process_set_id, self._is_assigned)
 
 
-def _received(ranks: list[int], id: int | None) -> ProcessSet:
-    process_set = global_process_set if id == GLOBAL_ID else ProcessSet(ranks)
-    if id and context.is_initialized():
+def _received(ranks: list[int], id: int | None, is_assigned: bool) -> ProcessSet:
+    if id == GLOBAL_ID and not is_assigned:
+        return global_process_set
+    process_set = ProcessSet(ranks)
+    if is_assigned:
+        process_set.process_set_id = id
+    elif id and context.is_initialized():
         process_set._id, process_set._world = id, _known().world
     return process_set
+
+
+def _checked_id(number: SupportsIndex | None) -> int | None:
+    try:
+        return None if number is None else operator.index(number)
+    except TypeError:
+        raise InvalidRequestError(
+            f"process_set_id is the number of a process set, or None, and can't be set to {number!r}."
+        ) from None
 
 
 def _checked_ranks(ranks: object) -> list[int]:
@@ -185,6 +239,64 @@ def world_ranks(comm: Any) -> list[int]:
     return ranks
 
 
+# -- the sets that there are ------------------------------------------------------------------------------------------
+
+
+def _exists(id: int) -> bool:
+    """Whether the core has a set of this id."""
+    return id == GLOBAL_ID or context.engine().knows_process_set(id)
+
+
+def _is_there(id: int | None, world: int) -> bool:
+    """Whether the set that was registered under this id, with the world of this number, is there still."""
+    if id is None or id == GLOBAL_ID:
+        return True
+    if not context.is_initialized():
+        return False
+    known = _known()
+    return known.world == world and id in known.sets and _exists(id)
+
+
+def _ranks_now(id: int) -> Sequence[int]:
+    """The ranks of the core that are in an existing set; a rank outside need not know its members."""
+    engine, registered = context.engine(), _known().sets.get(id)
+    there = members(id)
+    if there or id == GLOBAL_ID:
+        return there
+    if registered is not None:
+        return registered.remaining()
+    living = engine.ranks()
+    return [rank for rank in engine.added_process_sets().get(id, ()) if rank in living]
+
+
+def check_id(number: int, what: str = "hvd.ProcessSet") -> None:
+    """Check that there is a process set of this number.
+
+    Args:
+        number: A ``process_set_id``.
+        what: What the user called, for the error if ``init()`` was not called.
+
+    Raises:
+        InvalidRequestError: There is none; the text names the numbers that there are.
+        NotInitializedError: ``init()`` was not called.
+    """
+    engine = context.engine(what)
+    if not _exists(number):
+        numbers = ", ".join(map(str, sorted({GLOBAL_ID, *engine.added_process_sets()})))
+        raise InvalidRequestError(
+            f"There is no process set {number}. Those that exist have process_set_id {numbers}: use one of these, or make a set "
+            "with hvd.add_process_set(...) on every rank."
+        )
+
+
+def is_registered(process_set: ProcessSet) -> bool:
+    """Whether a set can be used now: it need not be registered, by this object or another one."""
+    id = process_set.process_set_id
+    if process_set is global_process_set:
+        return True
+    return id is not None and context.is_initialized() and _exists(id)
+
+
 # -- registration -----------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +323,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         MismatchError, AbortedError: The ranks disagree, or one of them failed before it got here.
     """
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if wanted.process_set_id is not None:
+    if is_registered(wanted):
         raise InvalidRequestError(f"{wanted!r} is registered already.")
     for ranks in _named_by_all(wanted):
         _refuse_second(ranks)
@@ -227,9 +339,11 @@ def register(process_set: ProcessSet) -> None:
     for ranks in _named_by_all(process_set):
         members = tuple(sorted(core_rank(rank) for rank in ranks))
         ids[ranks] = context.engine().add_process_set(members)
-        known.sets[ids[ranks]] = _Registered(members, epoch, frozenset(processes))
+        known.sets[ids[ranks]] = _Registered(members, epoch, frozenset(processes), (ids[ranks],))
+    for id in ids.values():
+        known.sets[id] = known.sets[id]._replace(together=tuple(ids.values()))
     process_set._id, process_set._world = ids[tuple(process_set._ranks)], known.world
-    process_set._together = tuple(ids.values())
+    process_set._is_assigned = False
 
 
 def _named_by_all(process_set: ProcessSet) -> list[tuple[int, ...]]:
@@ -250,11 +364,28 @@ def _named_by_all(process_set: ProcessSet) -> list[tuple[int, ...]]:
     return list(found)
 
 
-def _refuse_second(ranks: tuple[int, ...]) -> None:
+def refuse_all_ranks(process_set: ProcessSet) -> None:
+    """Refuse to register a second set of all ranks, which Horovod does not allow either.
+
+    Raises:
+        InvalidRequestError: The set was made of all ranks.
+    """
+    _other_than_all(tuple(process_set._ranks))
+
+
+def _other_than_all(ranks: tuple[int, ...]) -> tuple[int, ...]:
     engine = context.engine("hvd.add_process_set()")
     wanted = tuple(sorted(core_rank(rank) for rank in ranks))
     if wanted == tuple(sorted(engine.ranks())):
-        raise InvalidRequestError(f"A set of the ranks {list(ranks)} exists: it is hvd.global_process_set.")
+        raise InvalidRequestError(
+            f"A set of the ranks {list(ranks)} exists: it is hvd.global_process_set. Use that one."
+        )
+    return wanted
+
+
+def _refuse_second(ranks: tuple[int, ...]) -> None:
+    wanted = _other_than_all(ranks)
+    engine = context.engine()
     # Ranks that came later know no set of before, and elastic training begins anew with them, or the set has lost a rank: all register
     # it again then, and one that refused would let the others wait. Within an epoch, and among the same processes, all know the same sets.
     now, processes = engine.processes()
@@ -277,7 +408,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         Whether there was something to remove: ``False`` for a set that is not registered.
 
     Raises:
-        InvalidRequestError: It is the global set, which stays.
+        InvalidRequestError: It is the global set, which stays, or users' code has set a ``process_set_id`` that no set has.
         MismatchError, AbortedError: As for :func:`add_process_set`; the set is still registered.
     """
     if not isinstance(process_set, ProcessSet):
@@ -288,10 +419,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     engine = context.engine("hvd.remove_process_set()")
     if id is None:
         return False
-    for each in process_set._together or (id,):
+    check_id(id)
+    registered = _known().sets.get(id)
+    for each in (id,) if registered is None else registered.together:
         engine.remove_process_set(each)
         _known().sets.pop(each, None)
-    process_set._id = None
+    process_set._id, process_set._is_assigned = None, False
     return True
 
 
@@ -299,7 +432,8 @@ def set_id(process_set: ProcessSet) -> int:
     """The id that a collective is submitted with.
 
     Raises:
-        InvalidRequestError: The argument is no process set, or one that was never registered (or was removed).
+        InvalidRequestError: The argument is no process set, or one that was never registered (or was removed), or users' code has
+            set a ``process_set_id`` that no set has.
     """
     if not isinstance(process_set, ProcessSet):
         raise InvalidRequestError(f"process_set= takes a hvd.ProcessSet, not {type(process_set).__name__}.")
@@ -309,6 +443,8 @@ def set_id(process_set: ProcessSet) -> int:
         raise InvalidRequestError(
             f"{process_set!r} is not registered; call hvd.add_process_set(...) with it on every rank first."
         )
+    if process_set._is_assigned:
+        check_id(id)
     return id
 
 

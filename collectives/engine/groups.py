@@ -98,6 +98,10 @@ class Groups:
         """
         return process_set in self._guarded.state.memory.sets
 
+    def added_process_sets(self) -> dict[int, tuple[int, ...]]:
+        """Return the ranks of each process set that was added and is still there, by id; also of those without this rank."""
+        return dict(self._guarded.state.memory.sets)
+
     @property
     def local_rank(self) -> int:
         """Position among the ranks of this host."""

@@ -393,7 +393,8 @@ INTRODUCTION = """\
 What becomes of each public name of Horovod (0.28.1 and what came after it) when `import horovod` means hvdlab, or when
 `hvdlab.torch` is imported in its place ([how to](../how-to/moving-from-horovod.md)). *Same*: same name, same arguments,
 same meaning. *Extended*: also takes or does more. *Different*: how is said. *Absent*: why is said. The table is
-made by `make tables` from the code; a test compares the two.
+made by `make tables` from the code; a test compares the two. Whether [attributes of objects](horovod-attributes.md) can be read and set is
+on a page of its own.
 
 The names of `horovod.tensorflow` and `horovod.keras` are not in it: each of them but the package `horovod.tensorflow.data` is there, with the same arguments in the same
 order, which `tests/tensorflow/test_names.py` checks. Those of [`horovod.ray`](../how-to/ray.md) and [`horovod.spark`](../how-to/spark.md) are on these pages.

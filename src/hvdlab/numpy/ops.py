@@ -22,7 +22,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.numbering import shown_number
-from hvdlab.collectives.process_sets import set_id
+from hvdlab.collectives.process_sets import ProcessSet, set_id
 from hvdlab.numpy.adapter import ADAPTER, BINDING, AnyArray, as_array
 from hvdlab.numpy.device_arrays import DeviceArray
 
@@ -420,5 +420,7 @@ def _all_rows(tensors: Sequence[Any]) -> list[AnyArray]:
 def _set_id(process_set: AnyProcessSet) -> int:
     if isinstance(process_set, int):
         return process_set
+    if isinstance(process_set, ProcessSet):
+        return set_id(process_set)
     number = getattr(process_set, "process_set_id", None)
     return set_id(process_set) if number is None else int(number)

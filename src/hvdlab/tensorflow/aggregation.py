@@ -27,6 +27,7 @@ class LocalGradientAggregationHelper:
 
     Attributes:
         counter: A variable with the number of passes since the last step; ``None`` before the first pass.
+        locally_aggregated_grads: The variables with the sums of this step's passes; empty before the first pass.
 
     Raises:
         ValueError: ``backward_passes_per_step`` is less than 1.
@@ -54,19 +55,14 @@ class LocalGradientAggregationHelper:
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
         self._allreduce = allreduce_func
-        self._name = name
+        self.name = name
         self._local: set[Any] = set()
-        self._sums: list[Any] = []
         #: Numbers of the variables that have had a gradient; the others take no part.
         self._seen: set[int] = set()
         #: In a graph: the operations that a pass has to run before apply_gradients() reads the counter.
         self._computed: list[Any] = []
         self.counter: Any = None
-
-    @property
-    def locally_aggregated_grads(self) -> list[Any]:
-        """The variables with the sums of this step's passes; empty before the first pass."""
-        return self._sums
+        self.locally_aggregated_grads: list[Any] = []
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable's gradients on their rank: they are added up, but not reduced."""
@@ -79,12 +75,12 @@ class LocalGradientAggregationHelper:
         """
         if self.counter is not None:
             return
-        prefix = f"{self._name}_" if self._name else ""
+        prefix = f"{self.name}_" if self.name else ""
         with tf.init_scope():
             self.counter = tf.Variable(
                 0, trainable=False, dtype=tf.int32, name=f"{prefix}aggregation_counter"
             )
-            self._sums = [
+            self.locally_aggregated_grads = [
                 tf.Variable(
                     tf.zeros(
                         tuple(variable.shape),
@@ -115,7 +111,7 @@ class LocalGradientAggregationHelper:
         before = self.counter.read_value()
         given_up = tf.greater_equal(before, self.backward_passes_per_step)
         sums: list[Any] = []
-        for number, (total, gradient) in enumerate(zip(self._sums, dense, strict=True)):
+        for number, (total, gradient) in enumerate(zip(self.locally_aggregated_grads, dense, strict=True)):
             if gradient is not None:
                 self._seen.add(number)
             more = tf.zeros_like(total) if gradient is None else gradient
@@ -129,7 +125,7 @@ class LocalGradientAggregationHelper:
             outputs = tf.cond(
                 tf.equal(counter, self.backward_passes_per_step),
                 lambda: self._last_pass(present, vars),
-                lambda: [tf.identity(self._sums[i]) for i in present],
+                lambda: [tf.identity(self.locally_aggregated_grads[i]) for i in present],
             )
         found = list(sums)
         for i, output in zip(
@@ -140,13 +136,14 @@ class LocalGradientAggregationHelper:
         return found
 
     def _last_pass(self, present: list[int], variables: Sequence[Any]) -> list[Any]:
-        sums = [self._sums[i].read_value() for i in present]
+        sums = [self.locally_aggregated_grads[i].read_value() for i in present]
         reduced = self._reduced(sums, [variables[i] for i in present])
         if self.average_aggregated_gradients:
             reduced = [each / tf.cast(self.backward_passes_per_step, each.dtype) for each in reduced]
         with tf.control_dependencies(reduced):
             cleared = [
-                self._sums[i].assign(tf.zeros_like(total)) for i, total in zip(present, sums, strict=True)
+                self.locally_aggregated_grads[i].assign(tf.zeros_like(total))
+                for i, total in zip(present, sums, strict=True)
             ]
             with tf.control_dependencies(cleared):
                 return [tf.identity(each) for each in reduced]

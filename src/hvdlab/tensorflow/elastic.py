@@ -63,19 +63,24 @@ class _Variables:
 
     Args:
         get: Returns the variables that exist by now.
-        session: The session; ``None`` outside of TensorFlow 1.
+        get_session: Returns the session; ``None`` outside of TensorFlow 1.
         make: Makes the variables that do not exist yet.
     """
 
     def __init__(
         self,
         get: Callable[[], Sequence[Any]],
-        session: Any = None,
+        get_session: Callable[[], Any] = lambda: None,
         make: Callable[[], None] = lambda: None,
     ) -> None:
         self.get = get
-        self.session = session
+        self._get_session = get_session
         self.make = make
+
+    @property
+    def session(self) -> Any:
+        """The session that has the values; ``None`` outside of TensorFlow 1."""
+        return self._get_session()
 
     def read(self) -> list[Any]:
         variables = [plain_variable(each) for each in self.get()]
@@ -129,14 +134,27 @@ class TensorFlowState(HandledState):
         variables: The variables; by default TensorFlow 1's global variables.
         session: For TensorFlow 1, the session that has their values; by default TensorFlow's default session.
         kwargs: Values such as ``epoch=0``, which become attributes.
+
+    Other variables, or another session, may be assigned to the state: from then on they are saved, restored and synchronized.
     """
+
+    variables: Sequence[Any]
+    session: Any
 
     def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
         given = tf.compat.v1.global_variables() if variables is None else list(variables)
         if session is None and not tf.executing_eagerly():
             session = tf.compat.v1.get_default_session()
-        super().__init__(_registry, variables_=_Variables(lambda: given, session), **kwargs)
-        object.__setattr__(self, "variables", given)
+        object.__setattr__(self, "variables", given)  # first: the handler reads them
+        object.__setattr__(self, "session", session)
+        super().__init__(
+            _registry, variables_=_Variables(lambda: self.variables, lambda: self.session), **kwargs
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "variables":
+            self._handlers["variables_"].save()  # those of the former variables are not theirs
 
 
 class TensorFlowKerasState(HandledState):
@@ -148,28 +166,43 @@ class TensorFlowKerasState(HandledState):
         backend: Not used: values are read without a session.
         kwargs: Values such as ``batch=0`` and ``epoch=0``, which become attributes.
 
+    Another model, or another optimizer, may be assigned to the state: from then on it is saved, restored and synchronized.
+
     Raises:
         ValueError: The model has no variables yet.
     """
 
+    model: Any
+    optimizer: Any
+    backend: Any
+
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         chosen = optimizer if optimizer is not None else getattr(model, "optimizer", None)
-        if hasattr(model, "built") and not model.built:
-            raise ValueError(
-                "The model has no variables yet: build it, or call it once, before its state is made."
-            )
+        _check_built(model)
+        object.__setattr__(self, "model", model)  # first: the handlers read them
+        object.__setattr__(self, "optimizer", chosen)
+        object.__setattr__(self, "backend", backend)
         super().__init__(
             _registry,
-            model_=_Variables(lambda: model.variables),
+            model_=_Variables(lambda: self.model.variables),
             optimizer_=_Variables(
-                lambda: optimizer_variables(chosen),
-                make=lambda: make_optimizer_variables(chosen, model.trainable_variables),
+                lambda: optimizer_variables(self.optimizer),
+                make=lambda: make_optimizer_variables(self.optimizer, self.model.trainable_variables),
             ),
             **kwargs,
         )
-        object.__setattr__(self, "model", model)
-        object.__setattr__(self, "optimizer", chosen)
-        object.__setattr__(self, "backend", backend)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "model":
+            _check_built(value)
+        super().__setattr__(name, value)
+        if name in ("model", "optimizer"):
+            self._handlers[f"{name}_"].save()  # the values of the former one are not this one's
+
+
+def _check_built(model: Any) -> None:
+    if hasattr(model, "built") and not model.built:
+        raise ValueError("The model has no variables yet: build it, or call it once, before a state gets it.")
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

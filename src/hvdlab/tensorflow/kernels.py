@@ -35,6 +35,7 @@ from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.numbering import own_number, shown_number
+from hvdlab.collectives.process_sets import check_id
 from hvdlab.tensorflow import waiting
 from hvdlab.tensorflow.c_api import CApi, Done, Unavailable, is_function
 from hvdlab.tensorflow.calls import Call, decoded
@@ -300,10 +301,8 @@ _QUERIES = {
 
 
 def _members(process_set: int) -> tuple[int, ...]:
-    engine = core.engine("hvd.size_op()")
-    if process_set and not engine.knows_process_set(process_set):
-        raise InvalidRequestError(f"There is no process set {process_set}.")
-    return engine.ranks(process_set)
+    check_id(process_set, "hvd.size_op()")
+    return core.engine().ranks(process_set)
 
 
 def asked(what: str, process_set: int) -> int:

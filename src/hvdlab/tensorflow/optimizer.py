@@ -15,7 +15,7 @@ from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras.optimizers import distributed, is_keras_optimizer
 from hvdlab.tensorflow.ops import allreduce
-from hvdlab.tensorflow.reduction import GradientReducer, Groups
+from hvdlab.tensorflow.reduction import DistributedGradients, GradientReducer, Groups
 from hvdlab.tensorflow.tape import chosen_groups
 
 _v1 = tf.compat.v1
@@ -39,7 +39,7 @@ class _Wrapping(_V1Optimizer):  # type: ignore[misc,unused-ignore]
         return self._optimizer.variables(*args, **kwargs)
 
 
-class _DistributedOptimizer(_Wrapping):
+class _DistributedOptimizer(DistributedGradients, _Wrapping):
     """Reduces gradients over all ranks when they are computed."""
 
     def __init__(
@@ -53,6 +53,9 @@ class _DistributedOptimizer(_Wrapping):
         super().__init__(optimizer, name, use_locking)
         self._reducer = reducer
         self._agg_helper = helper
+
+    def _hvdlab_parts(self) -> list[Any]:
+        return [part for part in (self._reducer, self._agg_helper) if part is not None]
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable's gradients on their rank: they are not reduced."""

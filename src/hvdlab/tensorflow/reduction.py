@@ -75,7 +75,7 @@ class GradientReducer:
         self._predivide = predivide_factor(gradient_predivide_factor)
         self._groups = groups
         self.process_set = process_set
-        self._scale_local = scale_local_gradients
+        self.scale_local_gradients = scale_local_gradients
         #: The variables whose gradients stay on their rank, as references by :func:`vars_to_refs`.
         self.local: set[Any] = set()
         #: Called with this rank's own gradients before they are reduced.
@@ -107,7 +107,7 @@ class GradientReducer:
         local = [
             i for i, reference in enumerate(references) if reference is not None and reference in self.local
         ]
-        if self._scale_local:
+        if self.scale_local_gradients:
             for i in local:
                 found[i] = self._scaled(found[i])
         together = [i for i, each in enumerate(found) if each is not None and i not in set(local)]
@@ -199,3 +199,36 @@ def _buckets(places: list[int], gradients: list[Any]) -> list[list[int]]:
         buckets[-1].append(i)
         left -= size
     return buckets
+
+
+class DistributedGradients:
+    """The attributes that say, on Horovod's distributed optimizers and tapes, how their gradients are reduced.
+
+    They can be set: what is reduced next, and in graphs what is traced next, is reduced so. All ranks must set them alike.
+    """
+
+    def _hvdlab_parts(self) -> list[Any]:
+        """Return the reducer, and other objects that have these attributes as well."""
+        raise NotImplementedError
+
+    def _hvdlab_change(self, name: str, value: Any) -> None:
+        for part in self._hvdlab_parts():
+            setattr(part, name, value)
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks over which gradients are reduced."""
+        return self._hvdlab_parts()[0].process_set  # type: ignore[no-any-return]
+
+    @process_set.setter
+    def process_set(self, process_set: ProcessSet) -> None:
+        self._hvdlab_change("process_set", process_set)
+
+    @property
+    def scale_local_gradients(self) -> bool:
+        """Whether gradients of local variables are divided by the number of ranks."""
+        return self._hvdlab_parts()[0].scale_local_gradients  # type: ignore[no-any-return]
+
+    @scale_local_gradients.setter
+    def scale_local_gradients(self, scale_local_gradients: bool) -> None:
+        self._hvdlab_change("scale_local_gradients", scale_local_gradients)

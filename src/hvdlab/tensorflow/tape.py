@@ -13,15 +13,18 @@ from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.tensorflow.compression import Compression, Compressor
 from hvdlab.tensorflow.functions import vars_to_refs
 from hvdlab.tensorflow.installed import tf
-from hvdlab.tensorflow.reduction import GradientReducer, Groups
+from hvdlab.tensorflow.reduction import DistributedGradients, GradientReducer, Groups
 
 _WRAPPED_TWICE = "is distributed already: its gradients would be reduced twice. Wrap the tape (or optimizer) that it was made of."
 
 
-class _Distributed:
+class _Distributed(DistributedGradients):
     """The methods that a distributed tape has in front of those of its own class."""
 
     _hvdlab_reducer: GradientReducer
+
+    def _hvdlab_parts(self) -> list[Any]:
+        return [self._hvdlab_reducer]
 
     def gradient(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hvdlab.bindings.gradient_reducer import ReductionSettings
 from hvdlab.bindings.handles import Handle, wait_for_all
 from hvdlab.bindings.hooks import GradientWatcher
 from hvdlab.bindings.operations import Operation
@@ -104,6 +105,9 @@ class AdasumMixin(DistributedBase):
     """Takes the given optimizer's step on each rank, and combines the steps by Adasum."""
 
     _watcher: ChangeReducer  # pyright: ignore[reportIncompatibleVariableOverride]  # assigned once
+
+    def _watcher_for(self, settings: ReductionSettings) -> ChangeReducer:
+        return ChangeReducer(settings.compression, settings.process_set, self._watcher.passes)
 
     def synchronize(self) -> None:
         """Does nothing: there is nothing to reduce before :meth:`step`."""

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import sys
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from hvdlab.bindings.arguments import Adasum, Average, gradient_operator, predivide_factor
 from hvdlab.bindings.buckets import Groups, bucketed
 from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
 from hvdlab.bindings.hooks import GradientWatcher
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.torch.adapter import ADAPTER
-from hvdlab.torch.gradients import ANOTHER_LOSS
+from hvdlab.torch.adapter import ADAPTER, BINDING
+from hvdlab.torch.compression import Compressor
+from hvdlab.torch.gradients import ANOTHER_LOSS, TorchGradients
 from hvdlab.torch.parameter_names import gradient_names, parameter_names
-from hvdlab.torch.process_sets import ProcessSet
+from hvdlab.torch.process_sets import ProcessSet, set_id
 
 _UNSCALE = torch.amp.GradScaler._unscale_grads_.__code__
 
 
 class DistributedBase(torch.optim.Optimizer):
-    """What all distributed optimizers have in common: they count the backward passes of a step, whatever they reduce then."""
+    """What all distributed optimizers have in common: they count the backward passes of a step, whatever they reduce then.
+
+    ``op``, ``gradient_predivide_factor``, ``sparse_as_dense`` and ``process_set`` can be set between steps, on all ranks alike.
+    """
 
     _given: type[torch.optim.Optimizer]
     _watcher: GradientWatcher[torch.Tensor]
+    _gradients: TorchGradients
     _settings: ReductionSettings
     _parameter_names: dict[torch.Tensor, str]  # programs that were written for Horovod read this attribute
     _included: bool
@@ -53,23 +61,72 @@ class DistributedBase(torch.optim.Optimizer):
 
     @property
     def op(self) -> ReduceOp:
-        """``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``."""
+        """``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``; the last one can't be set, nor be exchanged for another one."""
         return self._settings.op
+
+    @op.setter
+    def op(self, op: ReduceOp | int) -> None:
+        self._change(replace(self._settings, op=gradient_operator(op)))
 
     @property
     def gradient_predivide_factor(self) -> float:
         """The number that gradients are divided by before the sum, as a part of an average's division; 1.0 by default."""
         return self._settings.predivide
 
+    @gradient_predivide_factor.setter
+    def gradient_predivide_factor(self, factor: float) -> None:
+        self._change(replace(self._settings, predivide=factor))
+
     @property
     def sparse_as_dense(self) -> bool:
         """Whether sparse gradients are reduced as dense ones."""
         return self._settings.sparse_as_dense
 
+    @sparse_as_dense.setter
+    def sparse_as_dense(self, sparse_as_dense: bool) -> None:
+        self._change(replace(self._settings, sparse_as_dense=sparse_as_dense))
+
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that train together."""
         return self._settings.process_set
+
+    @process_set.setter
+    def process_set(self, process_set: ProcessSet) -> None:
+        set_id(process_set)  # raises for one that is not registered, in which no rank would be included
+        self._change(replace(self._settings, process_set=process_set))
+
+    def _change(self, changed: ReductionSettings) -> None:
+        """Reduce with these settings from the next step on.
+
+        Raises:
+            InvalidRequestError: A step is in progress, or the settings don't go together.
+        """
+        settings = checked_settings(
+            changed.compression, changed.op, changed.predivide, changed.sparse_as_dense, changed.process_set
+        )
+        if settings == self._settings:
+            return
+        if (settings.op is Adasum) != (self._settings.op is Adasum):
+            raise InvalidRequestError(
+                "op= can't be changed to hvd.Adasum or from it: wrap the optimizer in hvd.DistributedOptimizer(..., op=...) again."
+            )
+        former = self._watcher
+        if former.in_progress:
+            raise InvalidRequestError(
+                "How gradients are reduced can't be changed between a backward pass and step(), while some may be on their way "
+                "already: set it before the backward pass."
+            )
+        self._gradients.sparse_as_dense = settings.sparse_as_dense
+        self._watcher, self._settings = self._watcher_for(settings), settings
+        self._watcher.settled, self._watcher.stepped = former.settled, former.stepped
+        former.retire()  # and its hooks: this rank need not be in the new process set
+        self._included = bool(settings.process_set.included())
+        self._watch(self._groups if self._groups is not None else 0)
+
+    @abstractmethod
+    def _watcher_for(self, settings: ReductionSettings) -> GradientWatcher[torch.Tensor]:
+        """Return a watcher that reduces with these settings after as many passes as the present one."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients.
@@ -149,6 +206,9 @@ class DistributedMixin(DistributedBase):
     _watcher: GradientReducer[torch.Tensor, torch.Tensor]  # pyright: ignore[reportIncompatibleVariableOverride]  # is set once
     _synchronizing = True
     _before_scaling = False
+
+    def _watcher_for(self, settings: ReductionSettings) -> GradientReducer[torch.Tensor, torch.Tensor]:
+        return GradientReducer(BINDING, self._gradients, settings, self._watcher.passes)
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; ``step`` does this by itself.
@@ -241,3 +301,17 @@ def checked_passes(passes: int) -> int:
     if passes < 1:
         raise InvalidRequestError(f"backward_passes_per_step must be at least 1, not {passes}.")
     return passes
+
+
+def checked_settings(
+    compression: type[Compressor],
+    op: ReduceOp | int,
+    predivide: float,
+    sparse_as_dense: bool,
+    process_set: ProcessSet,
+) -> ReductionSettings:
+    """Return how an optimizer reduces gradients; raises ``InvalidRequestError`` if the arguments don't go together."""
+    chosen = gradient_operator(op)
+    if predivide != 1.0 and chosen is not Average:
+        raise InvalidRequestError("gradient_predivide_factor= splits a division, so it needs op=hvd.Average.")
+    return ReductionSettings(compression, chosen, predivide_factor(predivide), sparse_as_dense, process_set)

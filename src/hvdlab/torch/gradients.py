@@ -32,14 +32,14 @@ class TorchGradients:
     """See :class:`hvdlab.bindings.gradient_reducer.GradientAdapter`.
 
     Args:
-        sparse_as_dense: Whether sparse gradients are reduced as dense ones, and made sparse again.
+        sparse_as_dense: Whether sparse gradients are reduced as dense ones, and made sparse again. It can be set between steps.
     """
 
     another_loss = ANOTHER_LOSS
     names_twice = _NAMES_TWICE
 
     def __init__(self, *, sparse_as_dense: bool = False) -> None:
-        self._sparse_as_dense = sparse_as_dense
+        self.sparse_as_dense = sparse_as_dense
         #: For each parameter that has had a sparse gradient: how many of the gradient's dimensions are sparse.
         self._sparse_dims: dict[torch.Tensor, int] = {}
 
@@ -60,7 +60,7 @@ class TorchGradients:
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         gradient = parameter.grad
         if gradient is None:
-            if parameter in self._sparse_dims and not self._sparse_as_dense:
+            if parameter in self._sparse_dims and not self.sparse_as_dense:
                 return nothing_of(parameter, self._sparse_dims[parameter])
             gradient = torch.zeros_like(parameter, requires_grad=False)
             if parameter.requires_grad:
@@ -72,7 +72,7 @@ class TorchGradients:
             )
         elif gradient.is_sparse:
             self._sparse_dims[parameter] = gradient.sparse_dim()
-            if self._sparse_as_dense:
+            if self.sparse_as_dense:
                 gradient = parameter.grad = gradient.to_dense()
         return gradient
 

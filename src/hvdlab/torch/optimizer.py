@@ -7,17 +7,16 @@ from collections.abc import Iterable
 
 import torch
 
-from hvdlab.bindings.arguments import Adasum, Average, gradient_operator, predivide_factor
+from hvdlab.bindings.arguments import Adasum, Average
 from hvdlab.bindings.buckets import Groups
 from hvdlab.bindings.gradient_reducer import GradientReducer, ReductionSettings
 from hvdlab.bindings.hooks import GradientWatcher
 from hvdlab.collectives.context import is_initialized
 from hvdlab.collectives.dtypes import ReduceOp
-from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.adapter import BINDING
 from hvdlab.torch.adasum import AdasumMixin, ChangeReducer
 from hvdlab.torch.compression import Compression, Compressor
-from hvdlab.torch.distributed import DistributedBase, DistributedMixin, checked_passes
+from hvdlab.torch.distributed import DistributedBase, DistributedMixin, checked_passes, checked_settings
 from hvdlab.torch.gradients import TorchGradients
 from hvdlab.torch.parameter_names import checked_names, parameter_names
 from hvdlab.torch.process_sets import ProcessSet, global_process_set
@@ -62,14 +61,14 @@ def DistributedOptimizer(
     Returns:
         The new optimizer, with ``synchronize()`` and ``skip_synchronize()``, see
         :class:`hvdlab.torch.distributed.DistributedMixin`. ``op``, ``backward_passes_per_step``,
-        ``gradient_predivide_factor``, ``sparse_as_dense`` and ``process_set`` can be read from it, and as in Horovod
-        the name of each parameter from the dictionary ``_parameter_names``.
+        ``gradient_predivide_factor``, ``sparse_as_dense`` and ``process_set`` can be read from it, and set between steps on all
+        ranks alike; as in Horovod the name of each parameter can be read from the dictionary ``_parameter_names``.
 
     Raises:
         InvalidRequestError: An argument is wrong; the text says which.
         NotInitializedError: ``hvd.init()`` was not called.
     """
-    settings = _checked_settings(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    settings = checked_settings(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
     passes = checked_passes(backward_passes_per_step)
     names = checked_names(named_parameters, optimizer.param_groups)
     if num_groups:
@@ -86,7 +85,7 @@ def DistributedOptimizer(
     distributed = object.__new__(kind)
     # Not "step": a scheduler that was made for the given optimizer has put a wrapper of the old step into the instance.
     distributed.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    distributed.__dict__.update(_watcher=watcher, _settings=settings, _groups=groups)
+    distributed.__dict__.update(_watcher=watcher, _gradients=gradients, _settings=settings, _groups=groups)
     distributed._parameter_names = parameter_names(optimizer.param_groups, names)
     distributed._included = bool(process_set.included())
     distributed._watch(groups if groups is not None else 0)
@@ -115,16 +114,3 @@ def received(
         sparse_as_dense=settings.sparse_as_dense,
         process_set=settings.process_set,
     )
-
-
-def _checked_settings(
-    compression: type[Compressor],
-    op: ReduceOp | int,
-    predivide: float,
-    sparse_as_dense: bool,
-    process_set: ProcessSet,
-) -> ReductionSettings:
-    chosen = gradient_operator(op)
-    if predivide != 1.0 and chosen is not Average:
-        raise InvalidRequestError("gradient_predivide_factor= splits a division, so it needs op=hvd.Average.")
-    return ReductionSettings(compression, chosen, predivide_factor(predivide), sparse_as_dense, process_set)

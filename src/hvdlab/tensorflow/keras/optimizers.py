@@ -26,14 +26,14 @@ from hvdlab.tensorflow.failures import JIT
 from hvdlab.tensorflow.functions import plain_variable, vars_to_refs
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras.fits import record_fits
-from hvdlab.tensorflow.reduction import GradientReducer, Groups
+from hvdlab.tensorflow.reduction import DistributedGradients, GradientReducer, Groups
 
 _PACKAGES = ("keras", "tf_keras")
 _OF_TF1 = "experimental_run_tf_function"
 """An argument of compile() that programs of TensorFlow 2.0 give, and Keras 3 has no more."""
 
 
-class Distributed:
+class Distributed(DistributedGradients):
     """The attributes and methods that a distributed optimizer has in front of those of its own class.
 
     Attributes:
@@ -99,6 +99,13 @@ class Distributed:
         self.hvdlab_reducer.register_local_var(plain_variable(var))
         if self.hvdlab_helper is not None:
             self.hvdlab_helper.register_local_var(plain_variable(var))
+
+    def _hvdlab_parts(self) -> list[Any]:
+        return [part for part in (self.hvdlab_reducer, self.hvdlab_helper) if part is not None]
+
+    def _hvdlab_change(self, name: str, value: Any) -> None:
+        super()._hvdlab_change(name, value)
+        self._hvdlab_set(settings={**self.hvdlab_settings, name: value})
 
     def _hvdlab_set(self, **values: Any) -> None:
         """Assign attributes past Keras, which would take them for parts of the optimizer that it has to track."""

@@ -29,8 +29,8 @@ def lacking(names: Mapping[int, Names], replaced: Sequence[int]) -> str:
         return ""
     it, lack, them = ("it", "lacks", "it") if len(replaced) == 1 else ("they", "lack", "them")
     return (
-        f"{it} {lack} {' and '.join(parts)}: `%hvd_pool sync {compact_ranks(replaced)}` brings {them} all that, or run "
-        f"your set-up cells on {them} with `%%hvd_rank {compact_ranks(replaced)}`"
+        f"{it} {lack} {' and '.join(parts)}: `%hvd_pool sync {compact_ranks(replaced)}` brings {them} all that, as "
+        f"`%%hvd_run --sync` does before its cell, or run your set-up cells on {them} with `%%hvd_rank {compact_ranks(replaced)}`"
     )
 
 

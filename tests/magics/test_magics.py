@@ -104,9 +104,7 @@ def test_newcomers_are_told_of_and_synced(notebook: Notebook, monkeypatch: pytes
     notebook.run("%hvd_pool start 2")
     known = {0: Names(0, ("x",), ()), 1: Names(0, ("x",), ())}
     monkeypatch.setattr(notebook.pool, "names", lambda: {**known, 2: Names(0, (), ()), 3: Names(0, (), ())})
-    new = (
-        "ranks 2,3 are new; they lack x: `%hvd_pool sync 2,3` brings them all that, or run your set-up cells"
-    )
+    new = "ranks 2,3 are new; they lack x: `%hvd_pool sync 2,3` brings them all that, as `%%hvd_run --sync` does "
     ready, said = notebook.run("%hvd_pool resize 4").lines
     assert ready == "ranks 0-3 are ready"
     assert said.startswith(new)

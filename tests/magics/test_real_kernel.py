@@ -292,7 +292,7 @@ def test_the_death_of_a_rank_is_told_and_repaired(kernel: LiveKernel) -> None:
     (repaired,) = kernel.run("%hvd_pool repair").lines()
     assert re.fullmatch(
         r"rank 3 is back \(\d+\.\d s\); it lacks .*\brank, x\b.* and the modules os, sys, time\b.*: `%hvd_pool sync 3` brings it all that, "
-        r"or run your set-up cells on it with `%%hvd_rank 3`",
+        r"as `%%hvd_run --sync` does before its cell, or run your set-up cells on it with `%%hvd_rank 3`",
         repaired,
     ), repaired
     assert kernel.run("%%hvd_run\nprint('x' in globals())").lines() == ["[0-2] True", "[3] False"]

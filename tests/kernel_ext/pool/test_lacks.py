@@ -14,7 +14,7 @@ def test_what_the_others_have_is_listed_in_order() -> None:
     found = {0: names("model opt x", "np torch"), 1: names("model y opt", "np"), 3: names("")}
     assert back(found, [3], 1.24) == (
         "rank 3 is back (1.2 s); it lacks model, opt, x, y and the modules np, torch: `%hvd_pool sync 3` brings it all "
-        "that, or run your set-up cells on it with `%%hvd_rank 3`"
+        "that, as `%%hvd_run --sync` does before its cell, or run your set-up cells on it with `%%hvd_rank 3`"
     )
 
 

@@ -44,10 +44,15 @@ class LineSplitter:
     A carriage return goes back to the start of the line, so of a progress bar only the last state counts. A newline
     after such a line may only lead to a nested bar below it: the line is complete when other text follows, or when
     :meth:`expire` finds that the cursor has not come back. Lines longer than :data:`LONGEST_LINE` are broken into several.
+
+    Attributes:
+        since: When the first unfinished line was begun.
+        moved_up: Whether the cursor has ever gone up.
     """
 
     def __init__(self) -> None:
         self.since = 0.0
+        self.moved_up = False
         self._rows = [_Row()]
         self._at = 0  # the row of the cursor; those above it may be complete
         self._fresh = False  # a newline has led to this row, and nothing was written since
@@ -163,6 +168,7 @@ class LineSplitter:
         return lines
 
     def _move_up(self, count: int) -> None:
+        self.moved_up = True
         if count > self._at:
             # The lines above are complete, so those that are written now are new ones.
             added = min(count - self._at, max(0, MOST_ROWS - len(self._rows)))

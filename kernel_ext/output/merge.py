@@ -16,9 +16,9 @@ from itertools import islice
 import msgspec
 
 from hvdlab.collectives.knobs import read
-from hvdlab.kernel_ext.output.lines import LineSplitter
+from hvdlab.kernel_ext.output.lines import LineSplitter, current
 from hvdlab.kernel_ext.output.live import LiveView
-from hvdlab.kernel_ext.output.pieces import Cleared, Piece, Shown, Text, label
+from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text, label
 from hvdlab.kernel_ext.output.queue import Key, RankQueue
 from hvdlab.kernel_ext.payloads import Chunk, Clear, Display, Stream
 
@@ -66,7 +66,8 @@ class LineMerger:
         self.ranks = tuple(sorted(ranks))
         self.running = set(self.ranks)
         self._hold, self._merge = hold, merge
-        self._plain = len(self.ranks) == 1
+        self._labelled = len(self.ranks) > 1
+        self._plain = not self._labelled  # text is passed on as it is
         self._totals: dict[Key, int] = {}
         self._queues = {rank: RankQueue(rank, self._totals) for rank in self.ranks}
         self._splitters = {(r, s): LineSplitter() for r in self.ranks for s in _STREAMS}
@@ -81,7 +82,7 @@ class LineMerger:
         """Take what a rank wrote."""
         for chunk in chunks:
             if self._plain:
-                self._pass_on(rank, chunk)
+                self._pass_on(rank, chunk, now)
             elif isinstance(chunk, Stream):
                 other = "stdout" if chunk.name == "stderr" else "stderr"
                 self._add_lines(rank, other, self._splitters[rank, other].leave(), now)
@@ -100,8 +101,10 @@ class LineMerger:
             return
         self.ranks = tuple(sorted({*self.ranks, rank}))
         self._queues[rank] = RankQueue(rank, self._totals)
+        if self._plain:  # the beginning of a line is on the screen already
+            self._splitters.update({source: LineSplitter() for source in self._splitters})
         self._splitters.update({(rank, stream): LineSplitter() for stream in _STREAMS})
-        self._plain = False
+        self._plain, self._labelled = False, True
 
     def end(self, rank: int, now: float) -> None:
         """Expect nothing more from this rank: its unfinished lines are complete now."""
@@ -110,7 +113,8 @@ class LineMerger:
             self._add_lines(rank, name, self._splitters[rank, name].flush(), now)
 
     def _add_lines(self, rank: int, name: str, lines: list[str], now: float) -> None:
-        self._add(rank, [_ERR + line for line in lines] if name == "stderr" else lines, now)
+        if not self._plain:
+            self._add(rank, [_ERR + line for line in lines] if name == "stderr" else lines, now)
 
     def _expire(self, now: float) -> None:
         """Add the lines of bars to which the cursor has not come back, as it does for a nested bar."""
@@ -124,18 +128,31 @@ class LineMerger:
         else:
             self._emit((rank,), keys)
 
-    def _pass_on(self, rank: int, chunk: Chunk) -> None:
-        if isinstance(chunk, Stream):
-            self._switch(chunk.name)
-            self._text.append(chunk.text)
-        else:
+    def _pass_on(self, rank: int, chunk: Chunk, now: float) -> None:
+        """Pass on what the only rank wrote, until it has nested bars: frontends do not follow the cursor to them."""
+        if not isinstance(chunk, Stream):
             self._emit((rank,), [_Rich(chunk)])
+            return
+        splitter = self._splitters[rank, chunk.name]
+        splitter.leave()  # these lines are on the screen
+        begun = splitter.partial
+        lines = splitter.feed(chunk.text, now)
+        self._switch(chunk.name)
+        if not splitter.moved_up:
+            self._text.append(chunk.text)
+            return
+        self._plain = False
+        if "\r" in begun:  # the outer bar, which is a live line from now on
+            self._text.append(f"\r{' ' * len(current(begun))}\r")
+        self._add_lines(rank, chunk.name, lines, now)
 
     # -- output -------------------------------------------------------------------------------------------------------
 
     @property
     def deadline(self) -> float | None:
         """When to call :meth:`take` although nothing new came; None if nothing waits."""
+        if self._plain:
+            return None
         limits = [q.oldest + self._hold for q in self._queues.values() if q]
         limits += [left + self._hold for s in self._splitters.values() if (left := s.left_at) is not None]
         if (live := self._live.deadline) is not None:
@@ -149,7 +166,9 @@ class LineMerger:
             self._release(now)
         self._switch("")
         pieces, self._pieces = self._pieces, []
-        if (live := self._live.take(now)) is not None:
+        if not self._plain and (live := self._live.take(now)) is not None:
+            if not self._labelled:
+                live = LiveLines(tuple(((), text) for _, text in live.lines))
             # An ended bar comes again as text: it goes first, so that it is never seen twice.
             pieces.insert(0 if not live.lines else len(pieces), live)
         return pieces
@@ -205,7 +224,7 @@ class LineMerger:
         self._emit(tuple(q.rank for q in group), keys)
 
     def _emit(self, ranks: tuple[int, ...], keys: Sequence[Key]) -> None:
-        prefix = label(ranks)
+        prefix = label(ranks) if self._labelled else ""
         for key in keys:
             if isinstance(key, str):
                 if key[:1] == _ERR:

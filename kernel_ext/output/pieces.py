@@ -36,7 +36,10 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class LiveLines:
-    """The lines that are being written now (progress bars), with the ranks that have them; replaces the last ones."""
+    """The lines that are being written now (progress bars), which replace the last ones.
+
+    Each comes with the ranks that have it, or with none if the cell runs on one rank only.
+    """
 
     lines: tuple[tuple[tuple[int, ...], str], ...]
 
@@ -49,8 +52,8 @@ Piece = Text | Shown | Cleared | LiveLines
 
 @lru_cache(maxsize=4096)
 def label(ranks: tuple[int, ...]) -> str:
-    """``[0-2] ``, as it stands before each line."""
-    return f"[{compact_ranks(ranks)}] "
+    """Return ``[0-2] ``, as it stands before each line; nothing for no ranks."""
+    return f"[{compact_ranks(ranks)}] " if ranks else ""
 
 
 def group_equal(texts: Sequence[tuple[int, str]]) -> tuple[tuple[tuple[int, ...], str], ...]:

@@ -47,8 +47,8 @@ class TerminalScreen:
         self._erase()
 
     def live(self, piece: LiveLines) -> None:
-        lowest = min((ranks[0] for ranks, _ in piece.lines), default=None)
-        self._live = [label(ranks) + text for ranks, text in piece.lines if lowest in ranks]
+        lowest = min((ranks[:1] for ranks, _ in piece.lines), default=())
+        self._live = [label(ranks) + text for ranks, text in piece.lines if set(lowest) <= set(ranks)]
         self._erase()
         self._draw()
 

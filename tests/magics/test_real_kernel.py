@@ -174,6 +174,18 @@ def test_nested_progress_bars_are_live_and_only_those_that_stay_end_as_text(kern
     assert states[-1] == ""
 
 
+def test_nested_progress_bars_of_one_rank_are_live_too(kernel: LiveKernel) -> None:
+    cell = kernel.run(
+        "%%hvd_rank 2\nfrom tqdm.auto import tqdm\nfor epoch in tqdm(range(2), desc='epoch'):\n"
+        "    for batch in tqdm(range(10), desc='batch', leave=False): time.sleep(0.05)"
+    )
+    assert cell.text("stderr").count("\n") <= 2, cell.text("stderr")
+    assert "epoch: 100%" in cell.lines("stderr")[-1]
+    states = [str(u["data"]["text/plain"]) for u in cell.of("update_display_data")]
+    assert any(state.startswith("epoch:  50%") and "\nbatch:  " in state for state in states), states
+    assert states[-1] == ""
+
+
 def test_a_failure_ends_the_cell_everywhere_and_shows_the_cause(kernel: LiveKernel) -> None:
     cell = kernel.run("%%hvd_run\nprint('on')\nif rank == 2:\n    raise ValueError('bad')\ntime.sleep(3600)")
     assert cell.error is not None

@@ -140,6 +140,17 @@ def test_an_unfinished_line_is_shown_at_the_end() -> None:
     assert lines_of(merger.take(0.1)) == ["[0,1] no newline"]
 
 
+def test_a_rank_that_joins_gives_labels_to_what_comes_from_then_on() -> None:
+    merger = LineMerger([0])
+    merger.feed(0, out("done\nloss "), 0.0)
+    assert merger.take(0.0) == [Text("stdout", "done\nloss ")]
+    assert merger.deadline is None
+    merger.begin(1)
+    merger.feed(0, out("1\n"), 0.0)
+    merger.feed(1, out("1\n"), 0.0)
+    assert lines_of(merger.take(0.0)) == ["[0,1] 1"]
+
+
 def test_streaming_labels_each_line_at_once() -> None:
     merger = LineMerger(range(2), merge=False)
     merger.feed(0, out("a\n"), 0.0)
@@ -256,6 +267,25 @@ def test_a_nested_bar_overwrites_its_own_line() -> None:
     assert lines == ["[0-2] epoch 2/2"]
     assert all(len(state.splitlines()) <= 2 for state in live)
     assert any(re.fullmatch(r"\[0-2\] epoch 1/2\n\[0-2\] batch \d/5", state) for state in live)
+
+
+@pytest.mark.parametrize(
+    ("cut", "erased"),
+    [(0, ""), (1, "\repoch 0/2\r         \r"), (3, "\repoch 0/2\n\rbatch 0/5\r         \r")],
+)
+def test_nested_bars_of_one_rank_overwrite_their_lines_too(cut: int, erased: str) -> None:
+    merger, pieces = LineMerger([0]), list[Piece]()
+    bars = nested_bars()
+    first = [part for part in ("".join(bars[:cut]), "".join(bars[cut:4])) if part]
+    for number, chunk in enumerate(["\r100%\n", "ready\n", *first, *bars[4:], "ready\n"]):
+        merger.feed(0, err(chunk), number / 100)
+        pieces += merger.take(number / 100)
+    # What came before the cursor went up has been passed on as it was: the bar of its last line is erased.
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    assert text == f"\r100%\nready\n{erased}epoch 2/2\nready\n"
+    live = live_of(pieces)
+    assert any(re.fullmatch(r"epoch 1/2\nbatch \d/5", state) for state in live), live
+    assert live[-1] == ""
 
 
 def test_bars_that_stay_are_lines_at_their_end() -> None:

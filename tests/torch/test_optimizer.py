@@ -664,6 +664,8 @@ def test_a_cell_that_failed_after_backward_can_be_run_again(two_ranks: Ranks) ->
         ({"named_parameters": [("a", torch.ones(1)), ("a", torch.ones(2))]}, InvalidRequestError, "unique"),
         ({"named_parameters": model().parameters()}, InvalidRequestError, "pairs"),
         ({"groups": -2}, InvalidRequestError, "groups"),
+        ({"process_set": hvd.ProcessSet([0])}, InvalidRequestError, "not registered"),
+        ({"process_set": hvd.ProcessSet([0]), "op": hvd.Adasum}, InvalidRequestError, "not registered"),
         ({"groups": 1.5}, InvalidRequestError, "groups"),
         ({"groups": "two"}, InvalidRequestError, "groups"),
         ({"groups": list(model().parameters())}, InvalidRequestError, "list of lists"),

@@ -215,3 +215,5 @@ def test_what_does_not_fit_is_refused(world_of_one: None) -> None:
         hvd.SyncBatchNorm(3)(torch.ones(3))
     with pytest.raises(ValueError, match="3 channels was given 2"):
         hvd.SyncBatchNorm(3)(torch.ones(4, 2))
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.SyncBatchNorm(3, process_set=hvd.ProcessSet([0]))(torch.ones(4, 3))

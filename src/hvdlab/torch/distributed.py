@@ -93,7 +93,6 @@ class DistributedBase(torch.optim.Optimizer):
 
     @process_set.setter
     def process_set(self, process_set: ProcessSet) -> None:
-        set_id(process_set)  # raises for one that is not registered, in which no rank would be included
         self._change(replace(self._settings, process_set=process_set))
 
     def _change(self, changed: ReductionSettings) -> None:
@@ -310,7 +309,13 @@ def checked_settings(
     sparse_as_dense: bool,
     process_set: ProcessSet,
 ) -> ReductionSettings:
-    """Return how an optimizer reduces gradients; raises ``InvalidRequestError`` if the arguments don't go together."""
+    """Return how an optimizer reduces gradients.
+
+    Raises:
+        InvalidRequestError: The arguments don't go together, or the process set is not registered.
+    """
+    # No rank is included in a set that is not registered: each would train alone.
+    set_id(process_set)
     chosen = gradient_operator(op)
     if predivide != 1.0 and chosen is not Average:
         raise InvalidRequestError("gradient_predivide_factor= splits a division, so it needs op=hvd.Average.")

@@ -62,11 +62,16 @@ class SyncBatchNorm(_BatchNorm):
 
         Raises:
             ValueError: The batch has fewer than two dimensions or another number of channels, or, in training, there is a single
-                value for each channel on all ranks together.
+                value for each channel on all ranks together, or the process set is not registered.
             MismatchError, AbortedError: As for ``hvd.allgather``; running statistics are untouched then.
         """
         self._check_input_dim(input)
-        if not self.training or not self.process_set.included() or self.process_set.size() == 1:
+        if not self.training:
+            return super().forward(input)
+        included = self.process_set.included()
+        if included is None:
+            set_id(self.process_set)  # raises: the set is not registered, and each rank would normalize alone
+        if not included or self.process_set.size() == 1:
             return super().forward(input)
         return self._forward_together(input)
 

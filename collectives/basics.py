@@ -17,7 +17,6 @@ from hvdlab.collectives.process_sets import (
     global_process_set,
     is_communicator,
     is_registered,
-    refuse_all_ranks,
     register,
     set_id,
     world_ranks,
@@ -43,8 +42,7 @@ def init(
 
     Raises:
         UnsupportedError: ``comm`` is only a part of the ranks that were started.
-        InvalidRequestError: ``process_sets`` is no list of process sets, has two of the same ranks, or one of all ranks, which is
-            :data:`global_process_set`.
+        InvalidRequestError: ``process_sets`` is no list of process sets.
         StartError: The coordinator does not answer, or ranks are missing; the text names them.
     """
     # Before joining: an id that users' code has set before is not of this world.
@@ -53,8 +51,6 @@ def init(
     context.init()
     try:
         _check_world(comm)
-        for process_set in wanted:  # all of them before any is registered
-            refuse_all_ranks(process_set)
         for process_set in wanted:
             register(process_set)
     except BaseException:

@@ -364,28 +364,11 @@ def _named_by_all(process_set: ProcessSet) -> list[tuple[int, ...]]:
     return list(found)
 
 
-def refuse_all_ranks(process_set: ProcessSet) -> None:
-    """Refuse to register a second set of all ranks, which Horovod does not allow either.
-
-    Raises:
-        InvalidRequestError: The set was made of all ranks.
-    """
-    _other_than_all(tuple(process_set._ranks))
-
-
-def _other_than_all(ranks: tuple[int, ...]) -> tuple[int, ...]:
+def _refuse_second(ranks: tuple[int, ...]) -> None:
     engine = context.engine("hvd.add_process_set()")
     wanted = tuple(sorted(core_rank(rank) for rank in ranks))
     if wanted == tuple(sorted(engine.ranks())):
-        raise InvalidRequestError(
-            f"A set of the ranks {list(ranks)} exists: it is hvd.global_process_set. Use that one."
-        )
-    return wanted
-
-
-def _refuse_second(ranks: tuple[int, ...]) -> None:
-    wanted = _other_than_all(ranks)
-    engine = context.engine()
+        raise InvalidRequestError(f"A set of the ranks {list(ranks)} exists: it is hvd.global_process_set.")
     # Ranks that came later know no set of before, and elastic training begins anew with them, or the set has lost a rank: all register
     # it again then, and one that refused would let the others wait. Within an epoch, and among the same processes, all know the same sets.
     now, processes = engine.processes()

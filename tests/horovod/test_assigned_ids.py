@@ -165,7 +165,6 @@ def _registered_all_the_same() -> list[Any]:
     hvd.shutdown()
     first, second, third = hvd.ProcessSet([0]), hvd.ProcessSet([1]), hvd.ProcessSet([2])
     second.process_set_id = 1  # will be the first one's
-    first.process_set_id = 0  # is that of all ranks
     hvd.init(process_sets=[first, second])
     third.process_set_id = 9  # no set has it, so that the set can be registered
     hvd.add_process_set(third)

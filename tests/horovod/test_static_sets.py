@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import hvdlab.torch as hvd
-from hvdlab.collectives.errors import InvalidRequestError
 from ranks import Ranks
 
-RANKS = [[0, 2], [1, 3], [0, 1, 3], [0], [0, 1]]
+RANKS = [[0, 2], [1, 3], [0, 1, 2, 3], [0], [0, 1]]
 
 
 def _everything(process_set: hvd.ProcessSet) -> dict[str, Any]:
@@ -37,12 +35,6 @@ def _everything(process_set: hvd.ProcessSet) -> dict[str, Any]:
 def _two_worlds() -> list[Any]:
     sets = [hvd.ProcessSet(list(reversed(ranks))) for ranks in RANKS]
     found: list[Any] = []
-    with pytest.raises(
-        InvalidRequestError, match=r"of the ranks \[0, 1, 2, 3\] exists: it is hvd\.global_process_set"
-    ):
-        hvd.init(process_sets=[*sets, hvd.ProcessSet([3, 2, 1, 0])])
-    assert [s.process_set_id for s in sets] == [None] * len(sets)
-    assert not hvd.is_initialized()
     for _ in range(2):
         hvd.init(process_sets=sets)
         found.append([s.process_set_id for s in sets])

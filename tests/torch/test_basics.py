@@ -119,7 +119,7 @@ def test_init_takes_the_ranks_there_are(world_of_one: None) -> None:
     with pytest.raises(UnsupportedError):
         hvd.init(comm=[0, 1])
     assert not hvd.is_initialized()
-    for wrong in ("static", [["a"]], 3, [[0, 5]], [[]], [[0]]):
+    for wrong in ("static", [["a"]], 3, [[0, 5]], [[]]):
         with pytest.raises((InvalidRequestError, TypeError)):
             hvd.init(process_sets=wrong)  # type: ignore[arg-type]  # on purpose
         assert not hvd.is_initialized()
@@ -254,8 +254,9 @@ def test_a_set_of_the_same_ranks_is_refused(four_ranks: Ranks) -> None:
     four_ranks.run(_twice)
 
 
-def _in_two_worlds() -> None:
+def test_a_set_of_another_world_is_not_registered(world_of_one: None) -> None:
     old = hvd.ProcessSet([0])
+    hvd.shutdown()
     assert old.process_set_id is None
     hvd.init(process_sets=[old])
     assert old.process_set_id == 1
@@ -264,12 +265,6 @@ def _in_two_worlds() -> None:
     other = hvd.ProcessSet([0])
     hvd.init(process_sets=[other])
     assert (old.process_set_id, other.process_set_id) == (None, 1)
-    hvd.shutdown()
-
-
-def test_a_set_of_another_world_is_not_registered() -> None:
-    with Ranks(2, init=False, imports=["hvdlab.torch"]) as world:
-        world.run(_in_two_worlds)
 
 
 @pytest.mark.parametrize("ranks_of_it", ["0", [0, 0], [-1], [0.5], 3])
@@ -283,19 +278,13 @@ def test_the_global_set_stays(world_of_one: None) -> None:
         hvd.remove_process_set(hvd.global_process_set)
 
 
-def test_init_refuses_a_set_of_all_ranks(world_of_one: None) -> None:
-    for process_sets in ([[0]], [hvd.ProcessSet([0])]):
-        with pytest.raises(
-            InvalidRequestError, match=r"of the ranks \[0\] exists: it is hvd\.global_process_set"
-        ):
-            hvd.init(process_sets=process_sets)
-        assert hvd.is_initialized()  # as it was before
+def test_process_sets_given_to_init(monkeypatch: pytest.MonkeyPatch, world_of_one: None) -> None:
     hvd.shutdown()
-    with pytest.raises(InvalidRequestError, match=r"global_process_set"):
-        hvd.init(process_sets=[[0]])
-    assert not hvd.is_initialized()
-    hvd.init(process_sets=[hvd.global_process_set])
-    assert hvd.global_process_set.size() == 1
+    alone = hvd.ProcessSet([0])
+    hvd.init(process_sets=[alone])
+    assert alone.included()
+    assert hvd.allreduce(torch.ones(1), process_set=alone).item() == 1.0
+    assert hvd.remove_process_set(alone)
 
 
 # -- timeline ---------------------------------------------------------------------------------------------------------

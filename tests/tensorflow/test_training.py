@@ -529,8 +529,10 @@ def rates(version: int) -> None:
 
     halved = callbacks.LearningRateScheduleCallback(0.01, lambda epoch: 0.5**epoch, start_epoch=1)
     np.testing.assert_allclose(trained(halved, 3), [0.01, 0.005, 0.0025], rtol=1e-5)
-    only = callbacks.LearningRateScheduleCallback(0.01, 0.1, start_epoch=1, end_epoch=2)
-    np.testing.assert_allclose(trained(only, 2), [0.01, 0.001], rtol=1e-5)
+    decayed = callbacks.LearningRateScheduleCallback(0.01, 0.1, start_epoch=1, end_epoch=4)
+    np.testing.assert_allclose(trained(decayed, 5), [0.01, 0.01, 0.001, 0.0001, 0.0001], rtol=1e-5)
+    smooth = callbacks.LearningRateScheduleCallback(0.01, 0.1, staircase=False, steps_per_epoch=4)
+    np.testing.assert_allclose(trained(smooth, 1), [0.01 * 0.1**0.75], rtol=1e-5)
     n = hvd.size()
     warm = callbacks.LearningRateWarmupCallback(0.01, warmup_epochs=2)
     np.testing.assert_allclose(trained(warm, 3), [0.01 / n * ((n - 1) / 2 + 1), 0.01, 0.01], rtol=1e-5)

@@ -106,8 +106,9 @@ class LearningRateScheduleCallback(Callback):
 
     Args:
         initial_lr: The learning rate at the start of the training.
-        multiplier: A number, or a function ``f(epoch)``. With ``staircase`` it is called at the beginning of each epoch with its
-            number, without it at the beginning of each batch with ``epoch + batch / steps_per_epoch``.
+        multiplier: A function ``f(epoch)``. With ``staircase`` it is called at the beginning of each epoch with its number, without
+            it at the beginning of each batch with ``epoch + batch / steps_per_epoch``. Or a number ``m``, for exponential decay: it
+            stands for ``m ** (epoch - start_epoch)``, as in Horovod since 0.23. For a constant factor give ``lambda epoch: m``.
         start_epoch: The first epoch whose rate it sets.
         end_epoch: The first epoch whose rate it leaves alone again; by default there is none.
         staircase: Whether the rate stays the same during an epoch.
@@ -137,12 +138,14 @@ class LearningRateScheduleCallback(Callback):
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
-        self.staircase = staircase if callable(multiplier) else True
+        self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.restore_momentum: Any = None
         self.current_epoch: int | None = None
-        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
+        self.multiplier = (
+            multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        )
 
     def on_train_begin(self, logs: Any = None) -> None:
         if not self.staircase and not self.steps_per_epoch:

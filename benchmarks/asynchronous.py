@@ -51,16 +51,16 @@ class Ways:
         self._names = [f"gradient{number}" for number in range(len(shapes))]
 
     def asynchronous(self) -> None:
-        from hvdlab.collectives import api
+        import hvdlab.numpy as hvd
 
         pairs = zip(self._tensors, self._names, strict=True)
-        for handle in [api.allreduce_async_(tensor, name, op=api.Max) for tensor, name in pairs]:
-            api.synchronize(handle)
+        for handle in [hvd.allreduce_async_(tensor, name, op=hvd.Max) for tensor, name in pairs]:
+            hvd.synchronize(handle)
 
     def grouped(self) -> None:
-        from hvdlab.collectives import api
+        import hvdlab.numpy as hvd
 
-        api.grouped_allreduce_(self._tensors, "gradients", op=api.Max)
+        hvd.grouped_allreduce_(self._tensors, "gradients", op=hvd.Max)
 
     def unasked(self) -> None:
         from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
@@ -109,7 +109,8 @@ WAYS = ("asynchronous", "grouped", "unasked", "plane")
 
 
 def rank_main(seconds: float) -> None:
-    from hvdlab.collectives import api, context
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
 
     engine = context.init()
     found: dict[str, Any] = {}
@@ -119,9 +120,9 @@ def rank_main(seconds: float) -> None:
         for way in WAYS:
             getattr(ways, way)()
         order, end = list(WAYS), time.monotonic() + seconds
-        while api.allreduce(np.float64(time.monotonic() < end), "go on", op=api.Min) > 0:
+        while hvd.allreduce(np.float64(time.monotonic() < end), "go on", op=hvd.Min) > 0:
             for way in order:
-                api.barrier()
+                hvd.barrier()
                 begin, cpu = time.perf_counter(), time.process_time()
                 for _ in range(STEPS):
                     getattr(ways, way)()
@@ -129,7 +130,7 @@ def rank_main(seconds: float) -> None:
                 taken[way].append((1000 * wall / STEPS, 1000 * spent / STEPS))
             order = order[1:] + order[:1]
         found[model] = {way: _summary(taken[way], taken["asynchronous"]) for way in WAYS}
-    api.barrier()
+    hvd.barrier()
     if engine.rank == 0:
         print(json.dumps(found), flush=True)
     context.shutdown()

@@ -31,7 +31,8 @@ def rank_main() -> None:
     """A rank: its standard input names a stream and a number of steps; rank 0 answers with milliseconds."""
     import numpy as np
 
-    from hvdlab.collectives import api, context
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
 
     engine = context.init()
     streams = {
@@ -44,10 +45,10 @@ def rank_main() -> None:
         for _ in range(steps):
             begin = time.perf_counter()
             handles = [
-                api.allreduce_async_(x, f"{stream}.{i}", op=api.Max) for i, x in enumerate(streams[stream])
+                hvd.allreduce_async_(x, f"{stream}.{i}", op=hvd.Max) for i, x in enumerate(streams[stream])
             ]
             for handle in handles:
-                api.synchronize(handle)
+                hvd.synchronize(handle)
             times.append((time.perf_counter() - begin) * 1000)
         if engine.rank == 0:
             print(json.dumps(times), flush=True)

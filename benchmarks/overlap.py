@@ -26,7 +26,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
 from ranks import Ranks
@@ -53,9 +54,9 @@ def measure(nbytes: int, block_bytes: int, rate: float, delay: float) -> float:
         if plane._outer is not None:
             plane._outer.allreduce = waits  # type: ignore[method-assign]
     source = np.ones(nbytes // 4, np.float32)
-    api.barrier()
+    hvd.barrier()
     start = time.perf_counter()
-    api.allreduce(source, "measured", op=api.Sum)
+    hvd.allreduce(source, "measured", op=hvd.Sum)
     return time.perf_counter() - start
 
 

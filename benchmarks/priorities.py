@@ -30,9 +30,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import hvdlab.numpy as hvd
 from hosts import Network, SlowLink, slow_missing
 from hvdlab import kvstore
-from hvdlab.collectives import api, context
+from hvdlab.collectives import context
 from ranks import Ranks
 from ranks_on_hosts import PORT, RanksOnHosts
 
@@ -119,7 +120,7 @@ MODELS: dict[str, Trained] = {}
 def steps(way: str, count: int) -> tuple[list[float], float]:
     """On a rank: seconds of each step, and ``first back``. What is on its way when the steps begin and end is that of one step."""
     model = MODELS.get(way) or MODELS.setdefault(way, Trained(way))
-    api.barrier()
+    hvd.barrier()
     return [model.step() for _ in range(count)], model.first_back()
 
 

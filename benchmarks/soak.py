@@ -29,31 +29,33 @@ IN_FLIGHT = 2000
 
 def step_of_training() -> Callable[[int], None]:
     """Named, anonymous, small, large and ragged operations."""
-    from hvdlab.collectives import api, context
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
 
     rng = np.random.default_rng(0)
     rank, size = context.engine().rank, context.engine().size
 
     def step(number: int) -> None:
         handles = [
-            api.allreduce_async(np.ones(int(n), np.float32), f"grad.{i}", op=api.Sum)
+            hvd.allreduce_async(np.ones(int(n), np.float32), f"grad.{i}", op=hvd.Sum)
             for i, n in enumerate(rng.integers(1, 20_000, 8))
         ]
-        api.allgather(np.ones((rank + number % 3, 2)))
+        hvd.allgather(np.ones((rank + number % 3, 2)))
         for handle in handles:
-            assert np.asarray(api.synchronize(handle))[0] == size
+            assert np.asarray(hvd.synchronize(handle))[0] == size
 
     return step
 
 
 def step_with_a_new_name() -> Callable[[int], None]:
     """One tensor of a name that never was."""
-    from hvdlab.collectives import api, context
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
 
     size = context.engine().size
 
     def step(number: int) -> None:
-        result = api.allreduce(np.ones(2, np.float32), f"loss of step {number}", op=api.Sum)
+        result = hvd.allreduce(np.ones(2, np.float32), f"loss of step {number}", op=hvd.Sum)
         assert np.asarray(result)[0] == size
 
     return step
@@ -61,7 +63,8 @@ def step_with_a_new_name() -> Callable[[int], None]:
 
 def step_of_many_sets() -> Callable[[int], None]:
     """Tensors of many process sets, all in flight at once, each rank in an order of its own."""
-    from hvdlab.collectives import api, context
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
 
     engine = context.engine()
     members = [sorted({i % engine.size, (i // 2) % engine.size, 0}) for i in range(SETS)]
@@ -74,9 +77,9 @@ def step_of_many_sets() -> Callable[[int], None]:
             id, ranks = sets[i % SETS]
             if engine.rank in ranks:
                 x = np.full(7 + i % 50, i + engine.rank, np.float32)
-                handles.append((i, ranks, api.allreduce_async(x, f"t{i}", op=api.Sum, process_set=id)))
+                handles.append((i, ranks, hvd.allreduce_async(x, f"t{i}", op=hvd.Sum, process_set=id)))
         for i, ranks, handle in handles:
-            assert np.asarray(api.synchronize(handle))[0] == sum(i + rank for rank in ranks)
+            assert np.asarray(hvd.synchronize(handle))[0] == sum(i + rank for rank in ranks)
 
     return step
 

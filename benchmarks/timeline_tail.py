@@ -22,9 +22,10 @@ from hvdlab.kernel_ext.pool import Pool
 SETUP = """\
 import time
 import numpy as np
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 context.init()
-api.allreduce(np.ones(4), "warm")
+hvd.allreduce(np.ones(4), "warm")
 """
 
 
@@ -33,7 +34,7 @@ def delays(pool: Pool, path: Path, count: int) -> list[float]:
     found = []
     for number in range(count):
         run = pool.start_run(
-            f"api.allreduce(np.ones(4), 'tail{number}.'); end = time.monotonic(); time.sleep(0.5); end"
+            f"hvd.allreduce(np.ones(4), 'tail{number}.'); end = time.monotonic(); time.sleep(0.5); end"
         )
         at = None
         while not run.done:

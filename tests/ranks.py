@@ -3,7 +3,7 @@
 ::
 
     def reduce(value):                       # runs on each rank; module level
-        return api.allreduce(np.full(3, value)).tolist()
+        return hvd.allreduce(np.full(3, value)).tolist()
 
     def test_reduce(ranks):                  # @pytest.fixture: with Ranks(2) as ranks: yield ranks
         assert ranks.run(reduce, per_rank=[(1,), (3,)]) == [[2, 2, 2]] * 2
@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import forked_workers
-from hvdlab.collectives import api
+import hvdlab.numpy as hvd
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import AbortedError
 from patience import PATIENCE
@@ -265,7 +265,7 @@ def meet() -> None:
     """For ranks after something was given up: returns where all of them have heard of it, and what they submit next meets."""
     while True:
         with contextlib.suppress(AbortedError):
-            api.barrier()
+            hvd.barrier()
             return
 
 

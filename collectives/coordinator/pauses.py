@@ -35,7 +35,7 @@ class Pauses:
             self._since = now
         self.reasons[rank] = reason
 
-    def end(self, rank: int, now: float) -> float | None:
+    def end(self, rank: int) -> float | None:
         """A rank goes on. Returns when the first one was paused if this was the last, else ``None``."""
         if self.reasons.pop(rank, None) is None or self.reasons:
             return None
@@ -57,7 +57,7 @@ def end(state: CoordinatorState, rank: int, now: float) -> None:
     """A rank is not paused any more, or gone."""
     if rank not in state.pauses:
         return
-    since = state.pauses.end(rank, now)
+    since = state.pauses.end(rank)
     _tell(state)
     if since is None:
         return

@@ -162,8 +162,6 @@ def describe(signature: Signature, *, device: bool = False) -> str:
         words.append("from rank {} to rank {}".format(*signature.ranks))
     elif kind == OpKind.SENDRECV and len(signature.ranks) == 1:
         words.append(f"from any rank to rank {signature.ranks[0]}")
-    if signature.splits:
-        words.append("with splits")
     if device or signature.device != "cpu":
         words.append(f"on {signature.device}")
     if signature.group:

@@ -159,7 +159,7 @@ def signature_of(request: Request, name: str, shape: tuple[int, ...]) -> Signatu
         group,
         count,
         request.ranks,
-        channel=request.channel,
+        request.channel,
     )
 
 

@@ -414,7 +414,7 @@ class ServerStore(KVStore):
         return None if self._spans is None else self._spans.begin(kind, key, part.server, dtype, nbytes)
 
     def _send(self, key: Key, part: Part, total: Value) -> None:
-        self._look_at_pushes(key, part)
+        self._look_at_pushes(part)
         if isinstance(total, RowSparse):
             inside = (total.indices >= part.start) & (total.indices < part.stop)
             numbers, data = total.indices[inside] - part.start, total.data[inside]
@@ -439,7 +439,7 @@ class ServerStore(KVStore):
         part.pushed.append(ticket)
         part.seen += 1
 
-    def _look_at_pushes(self, key: Key, part: Part) -> None:
+    def _look_at_pushes(self, part: Part) -> None:
         """Record the staleness of answered pushes; a failed one stays in the queue, for the next pull to raise its error."""
         pushed = part.pushed
         while pushed and isinstance(answer := pushed[0].answer, m.Done):
@@ -528,7 +528,7 @@ class ServerStore(KVStore):
         waited = time.monotonic() - begun
         if waited > _WAITED_SECONDS and self._record is not None:
             self._record("kv.wait", waited)
-        self._look_at_pushes(key, part)
+        self._look_at_pushes(part)
         failed = [ticket.answer for ticket in part.pushed if isinstance(ticket.answer, m.Failed)]
         if failed:
             part.pushed = deque(ticket for ticket in part.pushed if ticket.answer is None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-PREFIX = "hvdlab/"
-
 CPU = "hvdlab/cpu"
 """Processor time of the process, in percent of one core."""
 RSS = "hvdlab/rss"

@@ -51,7 +51,6 @@ class Signature(Record, frozen=True):
     group: str = ""
     group_size: int = 0
     ranks: tuple[int, ...] = ()
-    splits: bool = False
     channel: str = ""
 
 
@@ -103,15 +102,6 @@ class KnownSet(Record, frozen=True):
     epoch: int
     ranks: tuple[int, ...]
     pids: tuple[int, ...] = ()
-
-
-class Submission(Record, frozen=True):
-    """A collective as one rank submitted it, for error texts."""
-
-    kind: int
-    name: str
-    rank: int
-    site: str
 
 
 # -- both ways --------------------------------------------------------------------------------------------------------

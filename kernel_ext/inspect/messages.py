@@ -256,5 +256,4 @@ class Tensors(Payload, frozen=True):
     error: str = ""
 
 
-InspectQuestion = Examine | AskLeaves | AskBlocks | Gather | Compare
 InspectAnswer = Examined | Leaves | Blocks | Compared | View | Variables | Tensors

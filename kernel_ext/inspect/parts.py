@@ -90,7 +90,7 @@ def parts_of(value: Any) -> Parts:
     for base, take in _KINDS.items():
         if issubclass(kind, base):
             found = take(value)
-            return found if isinstance(found, Long) or kind is base else [*found, *_added(value, base)]
+            return found if isinstance(found, Long) or kind is base else [*found, *_added(value)]
     if module_of(kind) in _OPAQUE:
         return None
     if not has_c_state(kind):
@@ -121,7 +121,7 @@ def beside(value: Any) -> Iterable[Part]:
     if issubclass(kind, Enum):
         return [(".value", value._value_)]
     base = next((base for base in SCALAR_TYPES if issubclass(kind, base)), kind)
-    return () if kind is base else _added(value, base)
+    return () if kind is base else _added(value)
 
 
 def has_c_state(kind: type) -> bool:
@@ -203,7 +203,7 @@ def _own_slots(cls: type) -> Iterable[str]:
             yield f"_{cls.__name__.lstrip('_')}{name}" if private else name
 
 
-def _added(value: Any, base: type) -> Iterable[Part]:
+def _added(value: Any) -> Iterable[Part]:
     """What a class that is derived from a built-in one adds to a value."""
     return () if type(value) in _COMPLETE else attributes(value) or ()
 

@@ -15,15 +15,12 @@ from types import FrameType
 
 from IPython.core.error import StdinNotImplementedError
 
-from hvdlab.kernel_ext.prompts.messages import AT_AN_END, DEBUGGER, PASSWORD, PromptRequest, Reply
+from hvdlab.kernel_ext.prompts.messages import AT_AN_END, PASSWORD, PromptRequest, Reply
 from hvdlab.kernel_ext.prompts.prompter import IN_BACKGROUND, NO_STDIN, Prompter
 from hvdlab.kernel_ext.prompts.queue import Answer, PromptQueue, Question
 
 SIGNAL = signal.SIGURG
 """Breaks a wait for the user. Ignored by default: one that comes too late does no harm."""
-
-WHAT = {DEBUGGER: "the debugger", PASSWORD: "getpass()"}
-
 
 Meanwhile = Callable[[], AbstractContextManager[object]]
 

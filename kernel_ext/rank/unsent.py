@@ -61,7 +61,6 @@ _LONGEST_NAME = 255
 _MARKS = {"stdout": b"\xfe", "stderr": b"\xff"}
 _STREAMS = {0xFE: "stdout", 0xFF: "stderr"}
 _DISPLAY: Final = 0xFD
-_END: Final = 0xFC
 _PARTS = re.compile(rb"([\xfd-\xff])([^\xfc-\xff]*)")
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -28,9 +28,10 @@ CELLS = [
     """\
 %%hvd_run -np 2
 import numpy as np
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 context.init()
-for _ in range(20): api.allreduce(np.ones(8), name='loss')""",
+for _ in range(20): hvd.allreduce(np.ones(8), name='loss')""",
 ]
 PANEL = ".jp-HvdlabTimeline"
 VIEW = f"{PANEL} .hvd-timeline"

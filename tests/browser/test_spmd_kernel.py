@@ -26,9 +26,10 @@ slider = ipywidgets.IntSlider(value=5, description=f"slider {os.environ['RANK']}
 slider"""
 TRAIN = """\
 import numpy as np
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 context.init()
-for _ in range(20): api.allreduce(np.ones(8), name='loss')"""
+for _ in range(20): hvd.allreduce(np.ones(8), name='loss')"""
 VIEW = ".jp-HvdlabTimeline .hvd-timeline"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 WAIT = 60.0
@@ -101,5 +102,5 @@ def check_panel(lab: LabPage) -> None:
     lab.page.wait_for_function(f"() => document.querySelector('{VIEW}')?.hvdlab?.summary().spans >= 60")
     lab.page.locator(f"{VIEW} input[type=search]").fill("loss")
     lab.page.keyboard.press("Enter")
-    lab.page.locator(f"{VIEW} .hvd-details :text('cell {executed} line 4')").first.click()
+    lab.page.locator(f"{VIEW} .hvd-details :text('cell {executed} line 5')").first.click()
     lab.page.locator(".jp-StatusBar-Widget :text('Ln 4, Col 1')").wait_for()

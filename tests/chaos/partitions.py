@@ -14,10 +14,11 @@ from typing import Any, Self
 
 import numpy as np
 
+import hvdlab.numpy as hvd
 from chaos.figures import Outcome
 from chaos.victim import digest
 from hosts import Network
-from hvdlab.collectives import api, context
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from ranks_on_hosts import RanksOnHosts
 
@@ -51,7 +52,7 @@ def remember() -> str:
 
 
 def total(count: int = 20_000) -> float:
-    return float(api.allreduce(np.full(count, context.engine().rank + 1.0), "total", op=api.Sum)[0])
+    return float(hvd.allreduce(np.full(count, context.engine().rank + 1.0), "total", op=hvd.Sum)[0])
 
 
 def train(steps: int) -> tuple[int, str, tuple[int, ...], float]:

@@ -24,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 from IPython.core.getipython import get_ipython
 
+import hvdlab.numpy as hvd
 from chaos.phases import Ambush
-from hvdlab.collectives import api, context
+from hvdlab.collectives import context
 from hvdlab.collectives.planes import gloo
 
 BIG, SMALL = 60_000, 3_000
@@ -107,7 +108,7 @@ class Training(Victim):
         weights, digest: The model, and its hash as of the last step that was completed.
     """
 
-    ops: Any = api
+    ops: Any = hvd
 
     def __init__(self, seed: int, mailbox: str) -> None:
         super().__init__(mailbox)
@@ -177,7 +178,7 @@ class Training(Victim):
 
     def _begin_sum(self, count: int, value: np.float32, name: str) -> Any:
         tensor = self.tensor(np.full(count, value, np.float32))
-        return self.ops.allreduce_async(tensor, name=name, op=api.Sum)
+        return self.ops.allreduce_async(tensor, name=name, op=hvd.Sum)
 
     def _group(self) -> tuple[int, ...]:
         """The ranks that train; an error if they are not those that began, of whom one may end between collectives."""
@@ -188,7 +189,7 @@ class Training(Victim):
     def resume(self) -> None:
         """Agree with the others on the furthest rank's model, as a user does after a repair."""
         ranks = self.ranks = context.engine().ranks()
-        steps = np.asarray(api.allgather(np.array([self.steps]), "resume.steps"))
+        steps = np.asarray(hvd.allgather(np.array([self.steps]), "resume.steps"))
         root = ranks[int(np.argmax(steps))]
         weights = self.ops.broadcast(self.weights, root, name="resume.weights")
         self.weights, self.digest, self.steps = weights, self.hash_of(weights), int(steps.max())
@@ -198,12 +199,12 @@ class Training(Victim):
         ranks = context.engine().ranks()
         for count in (1, SMALL, BIG):
             mine = self.tensor(np.full(count, self.rank + 1.0))
-            result = self.values(self.ops.allreduce(mine, name=f"check.{count}", op=api.Sum))
+            result = self.values(self.ops.allreduce(mine, name=f"check.{count}", op=hvd.Sum))
             if not (result == sum(r + 1 for r in ranks)).all():
                 raise AssertionError(f"allreduce of {count} elements gave {result}")
         for kind in range(4):
             self._check_one(kind, ranks)
-        api.barrier()
+        hvd.barrier()
         return list(ranks)
 
     def forget(self) -> int:
@@ -238,7 +239,7 @@ class Training(Victim):
             found = ops.broadcast(self.tensor(values), ranks[-1], name="check.broadcast")
             wanted = np.full(count, ranks[-1])
         elif kind == "reducescatter":
-            found = ops.reducescatter(self.tensor(values), name="check.scatter", op=api.Sum)
+            found = ops.reducescatter(self.tensor(values), name="check.scatter", op=hvd.Sum)
             wanted = np.full(len(found), sum(ranks))
         else:
             found = ops.alltoall(self.tensor(values[: count // size * size]), name="check.alltoall")
@@ -274,11 +275,11 @@ def _exit(victim: Victim, order: dict[str, Any]) -> None:
 
 
 def _other(victim: Victim, order: dict[str, Any]) -> None:
-    api.broadcast(np.zeros(10), victim.rank, "other.tensor")
+    hvd.broadcast(np.zeros(10), victim.rank, "other.tensor")
 
 
 def _mismatch(victim: Victim, order: dict[str, Any]) -> None:
-    api.allreduce(np.zeros(BIG + 1, np.float32), "grad.big", op=api.Sum)
+    hvd.allreduce(np.zeros(BIG + 1, np.float32), "grad.big", op=hvd.Sum)
 
 
 def _compute(victim: Victim, order: dict[str, Any]) -> None:

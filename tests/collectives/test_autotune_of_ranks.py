@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from ranks import Ranks
 
 COUNTS = (3, 1_000, 70_000, 200_000)
@@ -22,17 +23,17 @@ def train(until: str, limit: float) -> int:
     deadline = time.monotonic() + limit
     for step in range(100_000):
         handles = [
-            api.allreduce_async(np.full(count, rank + step, np.float32), f"g{i}", op=api.Sum)
+            hvd.allreduce_async(np.full(count, rank + step, np.float32), f"g{i}", op=hvd.Sum)
             for i, count in enumerate(COUNTS)
         ]
         expected = sum(r + step for r in range(size))
         for handle, count in zip(handles, COUNTS, strict=True):
-            result = np.asarray(api.synchronize(handle))
+            result = np.asarray(hvd.synchronize(handle))
             assert result.shape == (count,)
             assert (result == expected).all()
         if step % 20 == 0:
             done = Path(until).exists() and "best" in Path(until).read_text()
-            if np.asarray(api.allreduce(np.array([float(done)]), "done", op=api.Min))[0]:
+            if np.asarray(hvd.allreduce(np.array([float(done)]), "done", op=hvd.Min))[0]:
                 return step
         assert time.monotonic() < deadline
     raise AssertionError("it never ended")
@@ -75,4 +76,4 @@ def test_without_the_switch_nothing_is_tuned(tmp_path: Path, monkeypatch: pytest
 
 def _one() -> None:
     for _ in range(50):
-        api.allreduce(np.ones(10_000), "x")
+        hvd.allreduce(np.ones(10_000), "x")

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context, uncaught
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context, uncaught
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, InvalidRequestError, Pending
 from hvdlab.collectives.uncaught import cut_own_frames, own_error, with_own_errors
 
@@ -19,7 +20,7 @@ def test_a_traceback_ends_at_the_users_line() -> None:
     context.init()
     try:
         with pytest.raises(InvalidRequestError) as caught:
-            api.broadcast(np.ones(2), root_rank=5)
+            hvd.broadcast(np.ones(2), root_rank=5)
     finally:
         context.shutdown()
     error = caught.value

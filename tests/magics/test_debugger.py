@@ -21,8 +21,8 @@ pytest.importorskip("debugpy")
 pytestmark = pytest.mark.timeout(180)
 
 SETUP = (
-    "%%hvd_run -np 2\nimport os, sys, numpy\nfrom hvdlab.collectives import api, context\ncontext.init()\n"
-    "rank = int(os.environ['RANK'])"
+    "%%hvd_run -np 2\nimport os, sys, numpy\nimport hvdlab.numpy as hvd\n"
+    "from hvdlab.collectives import context\ncontext.init()\nrank = int(os.environ['RANK'])"
 )
 
 CELL = """\
@@ -104,7 +104,7 @@ def test_a_breakpoint_stops_ranks_which_step_and_go_on(kernel: LiveKernel, debug
 def test_one_rank_goes_on_and_nobody_takes_the_other_for_stuck(
     kernel: LiveKernel, debugging: Debugging
 ) -> None:
-    code = "%%hvd_run\nx = rank + 1\nprint(api.allreduce(numpy.array([float(x)]), name='x').item())"
+    code = "%%hvd_run\nx = rank + 1\nprint(hvd.allreduce(numpy.array([float(x)]), name='x').item())"
     debugging.set_breakpoints(code, 3)
     cell = kernel.send(code)
     threads = debugging.stopped(2)

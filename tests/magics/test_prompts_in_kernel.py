@@ -12,9 +12,9 @@ from live_kernel import Cell
 from prompting_kernel import Answer, PromptingKernel, names, plain
 
 SETUP = (
-    "%%hvd_run -np 3\nimport os, signal, sys, time\nimport numpy as np\nfrom hvdlab.collectives import api, context\n"
-    "context.init()\nrank = int(os.environ['RANK'])\nx = rank * 10\n"
-    "def meet(): return float(api.allreduce(np.ones(3), name='loss')[0])\nmeet()"
+    "%%hvd_run -np 3\nimport os, signal, sys, time\nimport numpy as np\n"
+    "import hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\ncontext.init()\nrank = int(os.environ['RANK'])\nx = rank * 10\n"
+    "def meet(): return float(hvd.allreduce(np.ones(3), name='loss')[0])\nmeet()"
 )
 
 
@@ -152,8 +152,11 @@ def test_a_rank_that_dies_at_a_prompt_does_not_keep_it_open(kernel: PromptingKer
     assert cell.error is not None
     assert "rank 2 died" in plain(cell.error)
     assert kernel.run("%hvd_pool repair").error is None
-    setup = "%%hvd_rank 2\nimport os\nimport numpy as np\nfrom hvdlab.collectives import api, context\ncontext.init()\nrank, x = 2, 20\n"
-    again = kernel.run(setup + "def meet(): return float(api.allreduce(np.ones(3), name='loss')[0])")
+    setup = (
+        "%%hvd_rank 2\nimport os\nimport numpy as np\nimport hvdlab.numpy as hvd\n"
+        "from hvdlab.collectives import context\ncontext.init()\nrank, x = 2, 20\n"
+    )
+    again = kernel.run(setup + "def meet(): return float(hvd.allreduce(np.ones(3), name='loss')[0])")
     assert again.error is None, again.error
 
 

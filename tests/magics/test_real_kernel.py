@@ -201,8 +201,9 @@ def test_a_failure_ends_the_cell_everywhere_and_shows_the_cause(kernel: LiveKern
 
 def test_ranks_in_a_collective_are_folded(kernel: LiveKernel) -> None:
     cell = kernel.run(
-        "%%hvd_run\nimport numpy as np\nfrom hvdlab.collectives import api, context\ncontext.init()\n"
-        "if rank == 3: raise ValueError('bad')\napi.allreduce(np.ones(3), name='loss')"
+        "%%hvd_run\nimport numpy as np\nimport hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\n"
+        "context.init()\n"
+        "if rank == 3: raise ValueError('bad')\nhvd.allreduce(np.ones(3), name='loss')"
     )
     assert cell.error is not None
     text = _plain("\n".join(cell.error["traceback"]))
@@ -359,8 +360,9 @@ def test_a_timeline_is_written(kernel: LiveKernel) -> None:
     (said,) = kernel.run("%hvd_timeline start run.json").lines()
     assert said.endswith("run.json; `%hvd_timeline stop` completes it")
     kernel.run(
-        "%%hvd_run\nimport numpy as np\nfrom hvdlab.collectives import api, context\ncontext.init()\n"
-        "api.allreduce(np.ones(3), name='loss')"
+        "%%hvd_run\nimport numpy as np\nimport hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\n"
+        "context.init()\n"
+        "hvd.allreduce(np.ones(3), name='loss')"
     )
     (said,) = kernel.run("%hvd_timeline stop").lines()
     assert re.search(r"wrote .*run\.json \(\d+ kB\)", said)
@@ -372,8 +374,9 @@ def test_a_timeline_is_written(kernel: LiveKernel) -> None:
 
 def test_what_was_recorded_is_shown_saved_and_forgotten(kernel: LiveKernel) -> None:
     kernel.run(
-        "%%hvd_run\nimport numpy as np\nfrom hvdlab.collectives import api, context\ncontext.init()\n"
-        "for _ in range(5): api.allreduce(np.ones(3), name='loss')"
+        "%%hvd_run\nimport numpy as np\nimport hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\n"
+        "context.init()\n"
+        "for _ in range(5): hvd.allreduce(np.ones(3), name='loss')"
     )
     (said,) = kernel.run("%hvd_timeline save later.json").lines()
     assert re.fullmatch(r"wrote .*later\.json \(\d+ kB\); https://ui\.perfetto\.dev opens it", said)
@@ -381,7 +384,7 @@ def test_what_was_recorded_is_shown_saved_and_forgotten(kernel: LiveKernel) -> N
     found = kernel.run("print(sum(e['name'] == 'NEGOTIATE_ALLREDUCE' and e['ph'] == 'b' for e in events))")
     assert int(found.text()) >= 4 * 5
     site = kernel.run("print({e['args'].get('site') for e in events if e['name'] == 'ALLREDUCE'})").text()
-    assert re.search(r"cell \[\d+\] line 5", site)
+    assert re.search(r"cell \[\d+\] line 6", site)
 
     shown = [one["data"] for one in kernel.run("%hvd_timeline show").of("display_data")]
     assert "4 ranks" in shown[0]["text/plain"]

@@ -12,10 +12,10 @@ import pytest
 from live_kernel import Cell, LiveKernel
 
 SETUP = (
-    "%%hvd_run -np 3\nimport os, time\nimport numpy as np\nfrom hvdlab.collectives import api, context\n"
-    "context.init()\nrank = context.engine('').rank\nx = rank * 10"
+    "%%hvd_run -np 3\nimport os, time\nimport numpy as np\n"
+    "import hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\ncontext.init()\nrank = context.engine('').rank\nx = rank * 10"
 )
-SUM = "%%hvd_run\nprint(api.allreduce(np.ones(1), name='again')[0], x)"
+SUM = "%%hvd_run\nprint(hvd.allreduce(np.ones(1), name='again')[0], x)"
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_it_is_told_who_is_awaited_and_where_that_is(kernel: LiveKernel) -> None
     kernel.run("%%hvd_run\nimport threading\nready = threading.Event()")
     cell = kernel.send(
         "%%hvd_run --background\ndef step():\n    if rank == 1:\n        while not os.path.exists('go'): time.sleep(0.01)\n"
-        "    api.allreduce(np.ones(1), name='loss')\nstep()"
+        "    hvd.allreduce(np.ones(1), name='loss')\nstep()"
     )
     number = cell_number(kernel, cell)
     kernel.until(lambda: len(told(cell)) >= 2)
@@ -83,7 +83,7 @@ def cell_number(kernel: LiveKernel, cell: Cell) -> int:
 def test_a_stopped_rank_is_named_given_up_and_replaced(kernel: LiveKernel) -> None:
     pid = int(kernel.run("%%hvd_rank 1\nprint(os.getpid())").text())
     cell = kernel.send(
-        "%%hvd_run\nprint('begin')\napi.allreduce(np.ones(1), name='loss') if rank != 1 else time.sleep(60)"
+        "%%hvd_run\nprint('begin')\nhvd.allreduce(np.ones(1), name='loss') if rank != 1 else time.sleep(60)"
     )
     kernel.until(lambda: "[0-2] begin" in cell.lines())
     os.kill(pid, signal.SIGSTOP)
@@ -146,9 +146,9 @@ def test_c_code_that_keeps_the_interpreter_is_told_and_waited_for(kernel: LiveKe
 def test_what_is_known_of_a_death_is_told(kernel: LiveKernel, code: str, said: str, lines: list[str]) -> None:
     cell = kernel.run(
         "%%hvd_run\nimport ctypes, sys\nif rank != 1:\n"
-        "    loss = api.allreduce_async(np.ones(1), name='loss'); open(f'sent{rank}', 'w').close()\n"
+        "    loss = hvd.allreduce_async(np.ones(1), name='loss'); open(f'sent{rank}', 'w').close()\n"
         "else:\n    while not all(os.path.exists(f'sent{other}') for other in (0, 2)): time.sleep(0.01)\n"
-        f"    {code}\napi.synchronize(loss)"
+        f"    {code}\nhvd.synchronize(loss)"
     )
     for other in (0, 2):
         (kernel.directory / f"sent{other}").unlink()
@@ -163,7 +163,7 @@ def test_what_is_known_of_a_death_is_told(kernel: LiveKernel, code: str, said: s
     assert [line for line in cell.lines("stderr") if "died" not in line] == (
         ["[1] bye"] if "bye" in code else []
     )
-    assert kernel.run("%%hvd_run\nprint(api.allreduce(np.ones(1), name='again')[0], x)").lines()[-2:] == [
+    assert kernel.run("%%hvd_run\nprint(hvd.allreduce(np.ones(1), name='again')[0], x)").lines()[-2:] == [
         "[0] 1.0 0",
         "[2] 1.0 20",
     ]

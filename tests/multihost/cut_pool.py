@@ -15,13 +15,14 @@ from hvdlab.kernel_ext.pool import Pool
 START = """\
 import os
 import numpy as np
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 engine = context.init()
 kept = np.random.default_rng(engine.rank).standard_normal(1000)
 (os.getpid(), float(kept.sum()))
 """
 KEPT = "(os.getpid(), float(kept.sum()))"
-SUM = "float(api.allreduce(np.full(1, 1.0 + engine.rank), op=api.ReduceOp.SUM)[0])"
+SUM = "float(hvd.allreduce(np.full(1, 1.0 + engine.rank), op=hvd.Sum)[0])"
 
 
 def main(first: str, second: str, shell: str) -> dict[str, Any]:

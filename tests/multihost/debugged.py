@@ -24,10 +24,11 @@ FILE = "/tmp/ipykernel_1/1.py"
 SUM = """\
 import os
 import numpy as np
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import ReduceOp
 context.init()
-float(api.allreduce(np.full(1, 1.0 + int(os.environ["RANK"])), op=ReduceOp.SUM)[0])
+float(hvd.allreduce(np.full(1, 1.0 + int(os.environ["RANK"])), op=ReduceOp.SUM)[0])
 """
 
 

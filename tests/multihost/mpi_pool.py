@@ -19,9 +19,10 @@ from sniffer import Sniffer
 SUM = """\
 import os
 import numpy as np
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 engine = context.init()
-(float(api.allreduce(np.full(1, 1.0 + engine.rank), op=api.ReduceOp.SUM)[0]), "HVDLAB_TOKEN" in os.environ)
+(float(hvd.allreduce(np.full(1, 1.0 + engine.rank), op=hvd.Sum)[0]), "HVDLAB_TOKEN" in os.environ)
 """
 
 

@@ -14,9 +14,10 @@ from hvdlab.kernel_ext.pool import Pool
 SUM = """\
 import os, socket
 import numpy as np
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 engine = context.init()
-total = float(api.allreduce(np.full(1, 1.0 + engine.rank), op=api.ReduceOp.SUM)[0])
+total = float(hvd.allreduce(np.full(1, 1.0 + engine.rank), op=hvd.Sum)[0])
 (socket.gethostname(), engine.local_rank, engine.local_size, engine.cross_rank, total)
 """
 KILL_THE_AGENT = """\

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
+import hvdlab.numpy as hvd
 from hosts import Network
-from hvdlab.collectives import api
 from hvdlab.collectives.errors import InvalidRequestError
 from ranks import RankFailed
 from ranks_on_hosts import RanksOnHosts, initialize
@@ -22,7 +22,7 @@ def with_two_networks(network: Network) -> Network:
 
 
 def total() -> float:
-    return float(api.allreduce(np.ones(100_000), op=api.Sum)[0])
+    return float(hvd.allreduce(np.ones(100_000), op=hvd.Sum)[0])
 
 
 @pytest.mark.parametrize(

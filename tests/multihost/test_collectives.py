@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hvdlab.numpy as hvd
 from hosts import Network
-from hvdlab.collectives import api, context
+from hvdlab.collectives import context
 from hvdlab.collectives.bootstrap.store import Store
 from ranks_on_hosts import RanksOnHosts
 
@@ -40,12 +41,12 @@ def reductions() -> str:
     for dtype in (np.float32, np.float64, np.float16, np.int32, np.int64, np.uint8):
         for count in (1, 7, 1024, 100_003):
             x = np.full(count, rank + 1, dtype)
-            assert (api.allreduce(x, op=api.Sum) == size * (size + 1) // 2).all()
-            assert (api.allreduce(x, op=api.Max) == size).all()
-            assert (api.allreduce(x, op=api.Min) == 1).all()
-    assert (api.allreduce(np.full(5, float(rank)), op=api.Average) == (size - 1) / 2).all()
-    scattered = api.reducescatter(np.tile(np.arange(9.0)[:, None], (1, 3)), op=api.Sum)
-    whole = api.allgather(scattered)
+            assert (hvd.allreduce(x, op=hvd.Sum) == size * (size + 1) // 2).all()
+            assert (hvd.allreduce(x, op=hvd.Max) == size).all()
+            assert (hvd.allreduce(x, op=hvd.Min) == 1).all()
+    assert (hvd.allreduce(np.full(5, float(rank)), op=hvd.Average) == (size - 1) / 2).all()
+    scattered = hvd.reducescatter(np.tile(np.arange(9.0)[:, None], (1, 3)), op=hvd.Sum)
+    whole = hvd.allgather(scattered)
     assert (whole == size * np.arange(9.0)[:, None]).all()
     return context.engine().plane()
 
@@ -53,21 +54,21 @@ def reductions() -> str:
 def movements() -> None:
     rank, size = context.engine().rank, context.engine().size
     for root in range(size):
-        assert (api.broadcast(np.full((3, 50_000), rank), root) == root).all()
-    rows = api.allgather(np.full((rank, 2), rank, np.int32))
+        assert (hvd.broadcast(np.full((3, 50_000), rank), root) == root).all()
+    rows = hvd.allgather(np.full((rank, 2), rank, np.int32))
     assert rows[:, 0].tolist() == [r for r in range(size) for _ in range(r)]
     splits = list(range(size))
-    received, sizes = api.alltoall(np.repeat(np.arange(size), splits) * 10 + rank, splits)
+    received, sizes = hvd.alltoall(np.repeat(np.arange(size), splits) * 10 + rank, splits)
     assert received.tolist() == [rank * 10 + sender for sender in range(size) for _ in range(rank)]
     assert sizes == (rank,) * size
-    api.barrier()
+    hvd.barrier()
 
 
 def many_at_once() -> None:
     size = context.engine().size
-    operations = [api.allreduce_async(np.full(9, i), f"t{i}", op=api.Sum) for i in range(300)]
+    operations = [hvd.allreduce_async(np.full(9, i), f"t{i}", op=hvd.Sum) for i in range(300)]
     for i, operation in enumerate(operations):
-        assert (api.synchronize(operation) == size * i).all()
+        assert (hvd.synchronize(operation) == size * i).all()
 
 
 def of_a_set(members: list[int]) -> float:
@@ -76,12 +77,12 @@ def of_a_set(members: list[int]) -> float:
     chosen = e.add_process_set(members)
     try:
         return (
-            float(api.allreduce(np.full(3, e.rank + 1.0), op=api.Sum, process_set=chosen)[0])
+            float(hvd.allreduce(np.full(3, e.rank + 1.0), op=hvd.Sum, process_set=chosen)[0])
             if e.rank in members
             else 0.0
         )
     finally:
-        api.barrier()
+        hvd.barrier()
         e.remove_process_set(chosen)
 
 
@@ -89,7 +90,7 @@ def again() -> tuple[int, ...]:
     for _ in range(3):
         context.shutdown()
         context.init()
-        assert api.allreduce(np.ones(2), op=api.Sum).tolist() == [context.engine().size] * 2
+        assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [context.engine().size] * 2
     return place()
 
 
@@ -166,7 +167,7 @@ def beside() -> list[float]:
     try:
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
-        return [float(tensor[0]), float(api.allreduce(np.ones(3), op=api.Sum)[0])]
+        return [float(tensor[0]), float(hvd.allreduce(np.ones(3), op=hvd.Sum)[0])]
     finally:
         dist.destroy_process_group()
 

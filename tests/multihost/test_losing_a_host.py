@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+import hvdlab.numpy as hvd
 from hosts import Network
 from hvdlab.bindings.elastic.handlers import HandlerRegistry
 from hvdlab.bindings.elastic.state import HandledState
-from hvdlab.collectives import api, context
+from hvdlab.collectives import context
 from hvdlab.collectives.elastic import run_fn
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from patience import GONE, HOUR, PATIENCE
@@ -40,7 +41,7 @@ KEPT: dict[str, int] = {}
 
 
 def total(value: float, count: int = 5000) -> float:
-    return float(api.allreduce(np.full(count, value), "total", op=api.Sum)[0])
+    return float(hvd.allreduce(np.full(count, value), "total", op=hvd.Sum)[0])
 
 
 def total_of_survivors() -> float:
@@ -70,7 +71,7 @@ def train() -> tuple[int, object]:
     def steps(state: HandledState) -> None:
         members = 0.0
         while not (state.apart and members == 4):
-            members = float(api.allreduce(np.ones(1), "members", op=api.Sum)[0])
+            members = float(hvd.allreduce(np.ones(1), "members", op=hvd.Sum)[0])
             state.apart = state.apart or members == 2
             state.batch += 1
             time.sleep(0.01)  # what a step takes

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import hosts
+import hvdlab.numpy as hvd
 from hosts import Network, SlowLink
-from hvdlab.collectives import api, context
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from ranks_on_hosts import RanksOnHosts
 
@@ -33,7 +34,7 @@ SLACK = 30.0
 
 
 def total(value: float = 1.0, count: int = 5000) -> float:
-    return float(api.allreduce(np.full(count, value), "total", op=api.Sum)[0])
+    return float(hvd.allreduce(np.full(count, value), "total", op=hvd.Sum)[0])
 
 
 def add_own_set() -> int:
@@ -56,7 +57,7 @@ def alone(process_set: int) -> list[bool]:
     done = []
     for _ in range(3):
         try:
-            api.allreduce(np.ones(5), "alone", op=api.Sum, process_set=process_set)
+            hvd.allreduce(np.ones(5), "alone", op=hvd.Sum, process_set=process_set)
         except AbortedError:
             done.append(False)
         else:

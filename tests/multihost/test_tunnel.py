@@ -23,9 +23,10 @@ GRADIENT = 1.23456789
 PATTERN = (struct.pack("<d", GRADIENT) * 4).hex()
 TRAIN = f"""\
 import numpy as np
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 engine = context.init()
-total = api.allreduce(np.full(1000, {GRADIENT} if engine.rank == 0 else 1.0), op=api.Sum)
+total = hvd.allreduce(np.full(1000, {GRADIENT} if engine.rank == 0 else 1.0), op=hvd.Sum)
 print(engine.plane(), round(float(total[0]), 6), flush=True)
 """
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 SCRIPT = """
     import os, pathlib, signal, sys, time
     import numpy as np
-    from hvdlab.collectives import api, context
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
     from hvdlab.collectives.errors import AbortedError
 
     def parent(pid):
@@ -25,7 +26,7 @@ SCRIPT = """
 
     rank = context.init().rank
     for step in range(3):
-        api.barrier()
+        hvd.barrier()
         # Rank 1 must have left it, or else the barrier would be lost there and be over here.
         left = pathlib.Path(f"{__file__}.{step}")
         if rank == 1:
@@ -37,8 +38,8 @@ SCRIPT = """
         while True:
             try:
                 # Of the kind that needs the coordinator: small ones that are waited for do without.
-                started = api.allreduce_async(np.ones(3), f"x{step}", op=api.Sum)
-                total = api.synchronize(started)
+                started = hvd.allreduce_async(np.ones(3), f"x{step}", op=hvd.Sum)
+                total = hvd.synchronize(started)
                 break
             except AbortedError as error:
                 assert error.cause.kind == "coordinator_lost"

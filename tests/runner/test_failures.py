@@ -15,10 +15,11 @@ from patience import HOUR
 PARTS = """
     import os, signal, sys, time
     import numpy as np
-    from hvdlab.collectives import api, context
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
 
     engine = context.init()
-    api.allreduce(np.ones(1), name="first")
+    hvd.allreduce(np.ones(1), name="first")
     how = sys.argv[1]
     if engine.rank == 1:
         if how == "raise":
@@ -32,7 +33,7 @@ PARTS = """
         print("last words", file=sys.stderr, flush=True)
         os.kill(os.getpid(), getattr(signal, how))
     try:
-        api.allreduce(np.ones(1), name="loss")
+        hvd.allreduce(np.ones(1), name="loss")
     finally:
         if how == "raise":  # followers that are done before the culprit
             os._exit(1) if len(sys.argv) > 2 else None
@@ -218,11 +219,12 @@ def test_the_second_interrupt_kills(launcher, wait_for) -> None:
 def test_an_interrupt_while_ranks_wait_in_a_collective(launcher, wait_for) -> None:
     script = """
         import numpy as np, time
-        from hvdlab.collectives import api, context
+        import hvdlab.numpy as hvd
+        from hvdlab.collectives import context
         engine = context.init()
         open("ready" + str(engine.rank), "w").close()
         if engine.rank:
-            api.allreduce(np.ones(1), name="loss")
+            hvd.allreduce(np.ones(1), name="loss")
         time.sleep(100)
     """
     process = launcher.start("-np", "2", sys.executable, launcher.script(script))

@@ -37,11 +37,12 @@ def run() -> Callable[..., Any]:
 def _total(start: int, *, step: int = 1) -> tuple[int, int]:
     import numpy as np
 
-    from hvdlab.collectives import api, context
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
 
     engine = context.init()
     value = np.full(2, start + step * engine.rank)
-    return engine.rank, int(api.allreduce(value, op=api.ReduceOp.SUM)[0])
+    return engine.rank, int(hvd.allreduce(value, op=hvd.Sum)[0])
 
 
 def test_results_by_rank(run) -> None:
@@ -102,7 +103,8 @@ class OddError(Exception):
 def _fail(kind: str) -> None:
     import numpy as np
 
-    from hvdlab.collectives import api, context
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
 
     engine = context.init()
     if engine.rank == 1:
@@ -115,7 +117,7 @@ def _fail(kind: str) -> None:
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("boom")
-    api.allreduce(np.ones(1), name="loss")
+    hvd.allreduce(np.ones(1), name="loss")
 
 
 def test_the_first_exception_is_raised_here(run) -> None:

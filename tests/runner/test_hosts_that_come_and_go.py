@@ -229,10 +229,11 @@ def test_a_function_with_a_list_of_hosts(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HVDLAB_SSH", str(shell))
 
     def work() -> tuple[int, str]:
-        from hvdlab.collectives import api, context
+        import hvdlab.numpy as hvd
+        from hvdlab.collectives import context
 
         rank = context.init().rank
-        api.barrier()
+        hvd.barrier()
         return rank, os.environ["HOROVOD_HOSTNAME"]
 
     found = run(

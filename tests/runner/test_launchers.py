@@ -13,9 +13,10 @@ from popen_launcher import offer
 ALLREDUCE = """
     import os, sys
     import numpy as np
-    from hvdlab.collectives import api, context
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
     engine = context.init()
-    print(engine.rank, int(api.allreduce(np.full(3, engine.rank + 1), op=api.ReduceOp.SUM)[0]), os.getpriority(0, 0))
+    print(engine.rank, int(hvd.allreduce(np.full(3, engine.rank + 1), op=hvd.Sum)[0]), os.getpriority(0, 0))
     sys.exit(5 * engine.rank)
 """
 

@@ -18,9 +18,10 @@ pytestmark = pytest.mark.root
 SCRIPT = """
 import json, os, socket
 import numpy as np
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 engine = context.init()
-total = api.allreduce(np.full(3, engine.rank + 1.0), op=api.ReduceOp.SUM)
+total = hvd.allreduce(np.full(3, engine.rank + 1.0), op=hvd.Sum)
 print(json.dumps({
     "place": [engine.rank, engine.size, engine.local_rank, engine.local_size, engine.cross_rank, engine.cross_size],
     "host": socket.gethostname(), "sum": total.tolist(), "token": context.take_settings().token,
@@ -110,9 +111,9 @@ def _running(network: Network, command: str) -> list[str]:
 def test_a_host_that_is_cut_off(network: Network, shell: RemoteShell, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import time\nimport numpy as np\nfrom hvdlab.collectives import api, context\n"
+        "import time\nimport numpy as np\nimport hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\n"
         "context.init()\nprint('up')\n"
-        "while True:\n    api.allreduce(np.ones(1), name='loss')\n    time.sleep(0.05)\n"
+        "while True:\n    hvd.allreduce(np.ones(1), name='loss')\n    time.sleep(0.05)\n"
     )
     process = network.hosts[0].popen(
         [sys.executable, "-m", "hvdlab", "run", "-H", "host0:1,host1:1", sys.executable, str(script)],

@@ -21,9 +21,10 @@ ENVIRONMENT = """
 """
 ALLREDUCE = """
     import numpy as np
-    from hvdlab.collectives import api, context
+    import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
     engine = context.init()
-    print(engine.rank, engine.size, int(api.allreduce(np.full(3, engine.rank), op=api.ReduceOp.SUM)[0]))
+    print(engine.rank, engine.size, int(hvd.allreduce(np.full(3, engine.rank), op=hvd.Sum)[0]))
 """
 
 
@@ -171,11 +172,12 @@ def test_stalls_are_told(launcher) -> None:
     script = """
         import os, sys, time
         import numpy as np
-        from hvdlab.collectives import api, context
+        import hvdlab.numpy as hvd
+        from hvdlab.collectives import context
         engine = context.init()
         if engine.rank == 1:
             time.sleep(2.5)
-        api.allreduce(np.ones(1), name="late")
+        hvd.allreduce(np.ones(1), name="late")
     """
     ran = launcher.python(2, script, flags=("--stall-check-warning-time-seconds", "1"))
     assert ran.code == 0

@@ -22,7 +22,6 @@ STANDS_FOR = {
 }
 """Modules that are elsewhere in hvdlab, together with what is in them."""
 
-_INSTEAD = "Use horovod.torch (which is hvdlab.torch), or Horovod itself with HVDLAB_AS_HOROVOD=0."
 _DRIVER = "is not part of hvdlab: it is the inside of Horovod's elastic launcher. Use `hvdlab run --host-discovery-script`."
 
 ABSENT = {

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 
 WHILE_OTHERS_WAIT = 1.0
 
 
 def total(value: float = 1.0) -> float:
-    return float(api.allreduce(np.full(1000, value), op=api.Sum)[0])
+    return float(hvd.allreduce(np.full(1000, value), op=hvd.Sum)[0])
 
 
 def train() -> None:
@@ -85,7 +86,7 @@ def coordinator_dies() -> None:
     while generations < engine.size:  # ranks of one host need no coordinator to agree
         try:
             given = np.array([1.0, float(engine.generation)])
-            found, generations = map(float, api.allreduce(given, op=api.Sum))
+            found, generations = map(float, hvd.allreduce(given, op=hvd.Sum))
         except AbortedError:
             lost += 1
     left[engine.rank].unlink()
@@ -105,7 +106,7 @@ def coordinator_dies_last() -> None:
     engine = context.init()
     others = engine.add_process_set([rank for rank in range(engine.size) if rank])
     pids = np.array([os.getpid(), coordinator()] if engine.rank == 0 else [0, 0])
-    first, its_coordinator = map(int, api.broadcast(pids, 0))
+    first, its_coordinator = map(int, hvd.broadcast(pids, 0))
     if engine.rank == 0:
         return
     process = os.pidfd_open(first)
@@ -115,7 +116,7 @@ def coordinator_dies_last() -> None:
         os.kill(its_coordinator, signal.SIGKILL)
     while True:
         try:
-            api.allreduce(np.ones(3), process_set=others)
+            hvd.allreduce(np.ones(3), process_set=others)
         except AbortedError as error:
             if "for good" in str(error):
                 os.write(1, f"{error}\n".encode())
@@ -130,7 +131,7 @@ def first_leaves() -> None:
     if engine.rank == 0:
         return
     time.sleep(1.0)
-    os.write(1, f"{float(api.allreduce(np.ones(3), op=api.Sum, process_set=others)[0])}\n".encode())
+    os.write(1, f"{float(hvd.allreduce(np.ones(3), op=hvd.Sum, process_set=others)[0])}\n".encode())
 
 
 def late(seconds: float) -> None:

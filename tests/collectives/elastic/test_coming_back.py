@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+import hvdlab.numpy as hvd
 from hvdlab.bindings.elastic.handlers import HandlerRegistry
 from hvdlab.bindings.elastic.state import HandledState
-from hvdlab.collectives import api, context
+from hvdlab.collectives import context
 from hvdlab.collectives.elastic import run_fn
 from hvdlab.collectives.errors import AbortedError
 from patience import PATIENCE
@@ -49,7 +50,7 @@ def train(cut_rank: int) -> tuple[list[tuple[int, int]], int, float]:
         while not back:
             if state.batch == 5 and len(begun) == 1 and mine:
                 cut()
-            total, back = api.allreduce(np.array([1.0, mine and len(begun) > 1]), "x", op=api.Sum).tolist()
+            total, back = hvd.allreduce(np.array([1.0, mine and len(begun) > 1]), "x", op=hvd.Sum).tolist()
             state.total += total
             state.batch += 1
             state.commit()
@@ -60,7 +61,7 @@ def train(cut_rank: int) -> tuple[list[tuple[int, int]], int, float]:
 
 
 def one_sum() -> float:
-    return float(api.allreduce(np.ones(1), "x", op=api.Sum)[0])
+    return float(hvd.allreduce(np.ones(1), "x", op=hvd.Sum)[0])
 
 
 def cut_and_wait() -> str:

@@ -9,7 +9,8 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError
 from patience import HOUR, PATIENCE
@@ -28,7 +29,7 @@ def three() -> Iterator[Ranks]:
 
 
 def reduce(generation: int, count: int = 4) -> float:
-    total = api.allreduce(np.full(count, generation), f"g{generation}", op=api.Sum)
+    total = hvd.allreduce(np.full(count, generation), f"g{generation}", op=hvd.Sum)
     assert context.engine().size == 3
     return float(total[0])
 
@@ -51,7 +52,7 @@ def add(ranks: list[int]) -> int:
 
 
 def of_a_set(set_id: int) -> float:
-    return float(api.allreduce(np.ones(2), op=api.Sum, process_set=set_id)[0])
+    return float(hvd.allreduce(np.ones(2), op=hvd.Sum, process_set=set_id)[0])
 
 
 def again_with_a_set(ranks: list[int]) -> tuple[int, list[int]]:
@@ -60,15 +61,15 @@ def again_with_a_set(ranks: list[int]) -> tuple[int, list[int]]:
     context.init()
     known = sorted(context.engine().process_sets())
     with pytest.raises(InvalidRequestError):
-        api.allreduce(np.ones(2), process_set=max(known) + 17)
+        hvd.allreduce(np.ones(2), process_set=max(known) + 17)
     return context.engine().add_process_set(ranks), known
 
 
 def wait_for(count: int) -> float:
-    operation = api.allreduce_async(np.ones(count), "waits")
+    operation = hvd.allreduce_async(np.ones(count), "waits")
     context.engine().flush()
     context.engine().post("waiting", b"")  # travels behind the announcement
-    return float(api.synchronize(operation)[0])
+    return float(hvd.synchronize(operation)[0])
 
 
 # -- tests ----------------------------------------------------------------------------------------------------------
@@ -145,4 +146,4 @@ def again_of_two(generation: int) -> float:
     context.shutdown()
     context.init()
     assert context.engine().ranks() == (0, 2)
-    return float(api.allreduce(np.full(4, generation), op=api.Sum)[0])
+    return float(hvd.allreduce(np.full(4, generation), op=hvd.Sum)[0])

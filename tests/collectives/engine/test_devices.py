@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import fake_device
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Request, Result
@@ -207,7 +208,7 @@ def in_another_order() -> float:
 
 
 def threads() -> int:
-    api.barrier()
+    hvd.barrier()
     return sum(thread.name == "fake-device" for thread in threading.enumerate())
 
 

@@ -15,7 +15,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine import direct
@@ -42,7 +43,7 @@ def agreed() -> int:
 
 
 def total(value: float, name: str | None = None, count: int = 4) -> float:
-    result = api.allreduce(np.full(count, value, np.float32), name, op=api.Sum)
+    result = hvd.allreduce(np.full(count, value, np.float32), name, op=hvd.Sum)
     assert (result == result[0]).all()
     return float(result[0])
 
@@ -57,8 +58,8 @@ def without_the_coordinator(pid: int) -> list[float]:
         os.kill(pid, signal.SIGSTOP)
     try:
         found = [total(step + rank) for step in range(100)]
-        api.barrier()
-        return [found[-1], float(api.broadcast(np.full(2, rank, np.float32), 2)[0])]
+        hvd.barrier()
+        return [found[-1], float(hvd.broadcast(np.full(2, rank, np.float32), 2)[0])]
     finally:
         if rank == 0:
             os.kill(pid, signal.SIGCONT)
@@ -77,21 +78,21 @@ def same_bits() -> int:
     before = agreed()
     for dtype, op, factors, shape in product(
         ("f2", "f4", "f8", "u1", "i1", "i2", "i4", "i8", "?"),
-        (api.Sum, api.Average, api.Min, api.Max, api.Product),
+        (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product),
         ((1.0, 1.0), (0.5, 3.0)),
         ((), (5,), (3, 7)),
     ):
-        if dtype == "?" and (op in (api.Average, api.Product) or factors != (1.0, 1.0)):
+        if dtype == "?" and (op in (hvd.Average, hvd.Product) or factors != (1.0, 1.0)):
             continue
         x = (chance.random(shape) * 9).astype(dtype)
         options = {"op": op, "prescale_factor": factors[0], "postscale_factor": factors[1]}
         try:
-            one = api.synchronize(api.allreduce_async(x, "x", **options))
+            one = hvd.synchronize(hvd.allreduce_async(x, "x", **options))
         except Exception as refused:  # noqa: BLE001  # whatever is refused is refused in both ways
             with pytest.raises(type(refused)):
-                api.allreduce(x, "x", **options)
+                hvd.allreduce(x, "x", **options)
             continue
-        other = api.allreduce(x, "x", **options)
+        other = hvd.allreduce(x, "x", **options)
         assert one.dtype == other.dtype
         assert one.shape == other.shape
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), (dtype, op, factors, shape)
@@ -106,14 +107,14 @@ def test_the_result_has_the_same_bits(three: Ranks) -> None:
 def in_place_and_read_only() -> None:
     rank = context.engine().rank
     x = np.full(3, rank, np.float64)
-    api.allreduce_(x, op=api.Sum)
+    hvd.allreduce_(x, op=hvd.Sum)
     assert x.tolist() == [3.0] * 3
     sent = np.full(3, rank, np.float64)
     if rank == 1:
         sent.flags.writeable = False
-    assert api.broadcast(sent, 1).tolist() == [1.0] * 3
+    assert hvd.broadcast(sent, 1).tolist() == [1.0] * 3
     own = np.full(3, rank, np.float64)
-    api.broadcast_(own, 1)
+    hvd.broadcast_(own, 1)
     assert own.tolist() == [1.0] * 3
 
 
@@ -207,8 +208,8 @@ def one_by_handles(steps: int) -> list[float]:
     found = []
     for step in range(steps):
         if context.engine().rank == step % 3:
-            handle = api.allreduce_async(np.full(4, step, np.float32), "mixed", op=api.Sum)
-            found.append(float(api.synchronize(handle)[0]))
+            handle = hvd.allreduce_async(np.full(4, step, np.float32), "mixed", op=hvd.Sum)
+            found.append(float(hvd.synchronize(handle)[0]))
         else:
             found.append(total(step, "mixed"))
     return found
@@ -292,7 +293,7 @@ def sets() -> list[float]:
     for members in ([0, 1], [1, 2], [0, 2], [0, 1]):
         chosen = engine.add_process_set(members)
         if engine.rank in members:
-            one = api.allreduce(np.ones(2, np.float32), op=api.Sum, process_set=chosen)
+            one = hvd.allreduce(np.ones(2, np.float32), op=hvd.Sum, process_set=chosen)
             found.append(float(one[0]))
         total(1.0)
         engine.remove_process_set(chosen)
@@ -322,16 +323,16 @@ def large(steps: int, beside: int) -> tuple[int, int]:
         size = (2_000, 40_000, 300_000)[step % 3]
         x = np.full(size, rank + step, np.float64)
         handle = (
-            api.allreduce_async(np.full(50_000, step, np.float32), "beside", op=api.Sum)
+            hvd.allreduce_async(np.full(50_000, step, np.float32), "beside", op=hvd.Sum)
             if step % beside == beside - 1
             else None
         )
-        found = api.allreduce(x, "large", op=api.Sum)
+        found = hvd.allreduce(x, "large", op=hvd.Sum)
         assert (found == 3 * step + 3.0).all(), (step, found[:3])
         y = np.full(size, rank, np.int32)
-        assert (np.asarray(api.broadcast(y, step % 3)) == step % 3).all()
+        assert (np.asarray(hvd.broadcast(y, step % 3)) == step % 3).all()
         if handle is not None:
-            assert (np.asarray(api.synchronize(handle)) == 3 * step).all()
+            assert (np.asarray(hvd.synchronize(handle)) == 3 * step).all()
     return agreed() - before, context.engine()._executor._slots[
         0, context.engine()._guarded.epoch(0), "cpu"
     ].operations
@@ -354,7 +355,7 @@ def of_two_sets(rounds: int) -> None:
     def work(process_set: int, size: int) -> None:
         for step in range(rounds):
             x = np.full(size, step, np.float32)
-            assert (api.allreduce(x, "x", op=api.Sum, process_set=process_set) == 2 * step).all()
+            assert (hvd.allreduce(x, "x", op=hvd.Sum, process_set=process_set) == 2 * step).all()
 
     sizes = zip(chosen, (3_000, 200_000), strict=True)
     in_threads([partial(work, *one) for one in sizes if engine.rank in engine.ranks(one[0])])
@@ -368,7 +369,7 @@ def test_a_rank_in_two_sets_holds_nobody_up(three: Ranks) -> None:
 
 
 def reduce_large(value: float) -> float:
-    return float(api.allreduce(np.full(1 << 20, value, np.float32), "large", op=api.Sum)[0])
+    return float(hvd.allreduce(np.full(1 << 20, value, np.float32), "large", op=hvd.Sum)[0])
 
 
 def reduce_large_until_interrupted() -> float:
@@ -458,7 +459,7 @@ def wait_within(seconds: float) -> None:
 
 def then_die(rank: int) -> float:
     usual, direct.PATIENCE = direct.PATIENCE, PATIENCE  # else a slow machine has them go to the coordinator
-    api.barrier()
+    hvd.barrier()
     direct.PATIENCE = usual
     if context.engine().rank == rank:
         os._exit(3)
@@ -556,4 +557,4 @@ def test_a_failed_rank_s_error_is_its_own(three: Ranks) -> None:
 
 
 def sets_of_nobody() -> None:
-    api.allreduce(np.ones(2, np.float32), process_set=77)
+    hvd.allreduce(np.ones(2, np.float32), process_set=77)

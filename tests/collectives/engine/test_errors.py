@@ -13,7 +13,8 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import (
     AbortedError,
@@ -63,42 +64,42 @@ class Waiting:
 
 
 def total(value: float, name: str | None = None) -> list[float]:
-    result: list[float] = api.allreduce(np.full(4, value, np.float32), name, op=api.Sum).tolist()
+    result: list[float] = hvd.allreduce(np.full(4, value, np.float32), name, op=hvd.Sum).tolist()
     return result
 
 
 def wait_for(name: str) -> None:
-    operation = api.allreduce_async(np.ones(4, np.float32), name, op=api.Sum)
+    operation = hvd.allreduce_async(np.ones(4, np.float32), name, op=hvd.Sum)
     context.engine().flush()
     context.engine().post("waiting", b"")
-    api.synchronize(operation)
+    hvd.synchronize(operation)
 
 
 def disagree(what: str) -> None:
     rank = context.engine().rank
     x = np.ones((4, 4), np.float32)
     if what == "dtype":
-        api.allreduce(x.astype(np.float64 if rank else np.float32), "bad", op=api.Sum)
+        hvd.allreduce(x.astype(np.float64 if rank else np.float32), "bad", op=hvd.Sum)
     elif what == "shape":
-        api.allreduce(np.ones((4, 4 + rank), np.float32), "bad", op=api.Sum)
+        hvd.allreduce(np.ones((4, 4 + rank), np.float32), "bad", op=hvd.Sum)
     elif what == "op":
-        api.allreduce(x, "bad", op=api.Max if rank else api.Sum)
+        hvd.allreduce(x, "bad", op=hvd.Max if rank else hvd.Sum)
     elif what == "root":
-        api.broadcast(x, rank, "bad")
+        hvd.broadcast(x, rank, "bad")
     elif what == "kind":
-        api.broadcast(x, 0, "bad") if rank else api.allreduce(x, "bad")
+        hvd.broadcast(x, 0, "bad") if rank else hvd.allreduce(x, "bad")
     else:
-        api.allgather(np.ones((2 + rank, 3 + rank), np.float32), "bad")
+        hvd.allgather(np.ones((2 + rank, 3 + rank), np.float32), "bad")
 
 
 def submit_twice() -> None:
-    first = api.allreduce_async(np.ones(4, np.float32), "twin")
+    first = hvd.allreduce_async(np.ones(4, np.float32), "twin")
     with pytest.raises(DuplicateNameError) as told:
-        api.allreduce_async(np.ones(4, np.float32), "twin")
+        hvd.allreduce_async(np.ones(4, np.float32), "twin")
     assert str(told.value).count("test_errors.py:") == 2
     context.engine().flush()
     context.engine().post("waiting", b"")
-    api.synchronize(first)
+    hvd.synchronize(first)
 
 
 def sleep() -> None:
@@ -106,12 +107,12 @@ def sleep() -> None:
 
 
 def give_up() -> None:
-    operation = api.allreduce_async(np.ones(4, np.float32), "late")
+    operation = hvd.allreduce_async(np.ones(4, np.float32), "late")
     with pytest.raises(TimeoutError, match="still in flight"):
-        api.synchronize(operation, timeout=0.05)
+        hvd.synchronize(operation, timeout=0.05)
     assert [p.name for p in context.engine().pending()] == ["late"]
     context.engine().withdraw("rank 0 gave up")
-    api.synchronize(operation)
+    hvd.synchronize(operation)
 
 
 def shuffled(seed: int, count: int, rounds: int) -> None:
@@ -121,17 +122,17 @@ def shuffled(seed: int, count: int, rounds: int) -> None:
         operations: dict[int, Any] = {}
         for i in chance.permutation(count):
             x = np.full(int(i) + 1, rank + i, np.float32)
-            operations[int(i)] = api.allreduce_async(x, f"t{i}", op=api.Sum)
+            operations[int(i)] = hvd.allreduce_async(x, f"t{i}", op=hvd.Sum)
         for i in chance.permutation(count):
             expected = sum(r + i for r in range(size))
-            assert (api.synchronize(operations[int(i)]) == expected).all()
+            assert (hvd.synchronize(operations[int(i)]) == expected).all()
 
 
 def in_flight(count: int) -> None:
     size = context.engine().size
-    operations = [api.allreduce_async(np.full(2, i, np.int64), f"n{i}", op=api.Sum) for i in range(count)]
+    operations = [hvd.allreduce_async(np.full(2, i, np.int64), f"n{i}", op=hvd.Sum) for i in range(count)]
     for i, operation in enumerate(operations):
-        assert (api.synchronize(operation) == size * i).all()
+        assert (hvd.synchronize(operation) == size * i).all()
     assert context.engine().pending() == []
 
 
@@ -142,7 +143,7 @@ def fused(count: int) -> int:
     engine = context.engine()
     size, rank = engine.size, engine.rank
     xs = [np.full(100 + i, rank + 1, np.float32) for i in range(count)]
-    averages = api.grouped_allreduce(xs, "group", op=api.Average, prescale_factor=2.0)
+    averages = hvd.grouped_allreduce(xs, "group", op=hvd.Average, prescale_factor=2.0)
     batches = engine.recorder.drain()  # before the engine sends them off
     for x in averages:
         np.testing.assert_allclose(x, 2 * (size + 1) / 2)
@@ -169,7 +170,7 @@ def fork_and_try() -> str:
     if child == 0:
         try:
             try:
-                api.allreduce(np.ones(2, np.float32))
+                hvd.allreduce(np.ones(2, np.float32))
                 text = "no error"
             except ValueError as error:
                 text = str(error)
@@ -214,7 +215,7 @@ def test_those_that_disagree_do_not_wait_for_a_rank_that_is_busy(three: Ranks) -
 
 
 def sum_of(count: int, name: str) -> float:
-    return float(api.allreduce(np.ones(count), name, op=api.Sum)[0])
+    return float(hvd.allreduce(np.ones(count), name, op=hvd.Sum)[0])
 
 
 def test_a_duplicate_name_fails_everywhere_and_the_name_works_afterwards(two: Ranks) -> None:
@@ -269,10 +270,10 @@ def keep_reducing(count: int) -> None:
         engine.post("waiting", b"")
 
     x = np.ones(count, np.float32)
-    api.allreduce_(x, "big", op=api.Max)
+    hvd.allreduce_(x, "big", op=hvd.Max)
     threading.Thread(target=watch, daemon=True).start()
     while True:
-        api.allreduce_(x, "big", op=api.Max)
+        hvd.allreduce_(x, "big", op=hvd.Max)
 
 
 def interrupt_myself(when: Callable[[], bool]) -> threading.Thread:
@@ -304,10 +305,10 @@ def wait_and_be_interrupted() -> None:
 
 
 def wait_for_the_interrupted() -> None:
-    operation = api.allreduce_async(np.ones(4, np.float32), "i", op=api.Sum)
+    operation = hvd.allreduce_async(np.ones(4, np.float32), "i", op=hvd.Sum)
     context.engine().flush()
     context.engine().post("waiting", b"", to=[0])  # travels behind the announcement
-    api.synchronize(operation)
+    hvd.synchronize(operation)
 
 
 def be_interrupted_anywhere(count: int) -> tuple[int, list[str]]:
@@ -329,11 +330,11 @@ def be_interrupted_anywhere(count: int) -> tuple[int, list[str]]:
                 armed.set()
                 try:
                     # Anonymous, since some of an attempt that failed may be in flight when the next one begins.
-                    pending = [api.allreduce_async(np.ones(3, np.float32)) for _ in range(3)]
-                    api.allreduce(np.ones(1 << 14, np.float32), "large", op=api.Sum)
+                    pending = [hvd.allreduce_async(np.ones(3, np.float32)) for _ in range(3)]
+                    hvd.allreduce(np.ones(1 << 14, np.float32), "large", op=hvd.Sum)
                     for operation in pending:
-                        api.synchronize(operation)
-                    go_on = api.allreduce(np.array([left > 0]), "go on", op=api.Max)
+                        hvd.synchronize(operation)
+                    go_on = hvd.allreduce(np.array([left > 0]), "go on", op=hvd.Max)
                 except AbortedError as error:
                     kinds.append(error.cause.kind.value)
                     continue
@@ -388,12 +389,12 @@ WAITING: list[Any] = []
 
 def begin_waiting() -> None:
     """Submit what rank 2 is to fail in. What is submitted only after that would wait for rank 2's successor."""
-    WAITING.append(api.allreduce_async(np.ones(4), "never", op=api.Sum))
+    WAITING.append(hvd.allreduce_async(np.ones(4), "never", op=hvd.Sum))
     context.engine().flush()
 
 
 def go_on_waiting() -> None:
-    api.synchronize(WAITING.pop())
+    hvd.synchronize(WAITING.pop())
 
 
 @pytest.fixture
@@ -471,4 +472,4 @@ def test_a_root_outside_the_set_is_refused_on_the_rank_itself(two: Ranks) -> Non
 
 
 def broadcast_from(root: int) -> None:
-    api.broadcast(np.ones(3), root)
+    hvd.broadcast(np.ones(3), root)

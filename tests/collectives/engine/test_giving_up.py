@@ -11,7 +11,8 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.effects import Fail
 from hvdlab.collectives.engine.state import RankState
@@ -184,9 +185,9 @@ def reduce_until_interrupted(count: int) -> float:
     try:
         context.engine().post("going", b"")
         while True:
-            api.allreduce(np.ones(count), "x", op=api.Sum)
+            hvd.allreduce(np.ones(count), "x", op=hvd.Sum)
     except KeyboardInterrupt:
-        return float(api.allreduce(np.full(count, 5.0), "x", op=api.Sum)[0])  # at once, under the same name
+        return float(hvd.allreduce(np.full(count, 5.0), "x", op=hvd.Sum)[0])  # at once, under the same name
 
 
 def reduce_until_five(count: int) -> list[CauseKind]:
@@ -194,7 +195,7 @@ def reduce_until_five(count: int) -> list[CauseKind]:
     told = []
     while True:
         try:
-            if api.allreduce(np.ones(count), "x", op=api.Sum)[0] == 6.0:
+            if hvd.allreduce(np.ones(count), "x", op=hvd.Sum)[0] == 6.0:
                 return told
         except AbortedError as error:
             told.append(error.cause.kind)
@@ -219,21 +220,21 @@ def test_after_an_interrupt_the_same_name_can_be_submitted_at_once(two: Ranks, c
 
 def time_out_in_an_operation() -> float:
     """The other rank does not move before a wait for a quarter of a second has ended; what comes then."""
-    api.allreduce(np.ones(4), "first")
-    operation = api.allreduce_async(np.ones(1 << 22), "large", op=api.Sum)
+    hvd.allreduce(np.ones(4), "first")
+    operation = hvd.allreduce_async(np.ones(1 << 22), "large", op=hvd.Sum)
     context.engine().flush()
     context.engine().post("going", b"")
     while not any(pending.executing for pending in context.engine().pending()):
         time.sleep(0.001)
     with pytest.raises(TimeoutError):
-        api.synchronize(operation, timeout=0.25)
+        hvd.synchronize(operation, timeout=0.25)
     context.engine().post("going", b"")
-    return float(api.synchronize(operation)[0])
+    return float(hvd.synchronize(operation)[0])
 
 
 def stop_in_an_operation() -> float:
     """Announces its part, and stops before it can execute it."""
-    api.allreduce(np.ones(4), "first")
+    hvd.allreduce(np.ones(4), "first")
     engine = context.engine()
     held, release = threading.Event(), threading.Event()
 
@@ -245,10 +246,10 @@ def stop_in_an_operation() -> float:
     engine._executor.ring()
     assert held.wait(PATIENCE)
     engine.on_mail("go on", lambda sender, body: release.set())
-    operation = api.allreduce_async(np.ones(1 << 22), "large", op=api.Sum)
+    operation = hvd.allreduce_async(np.ones(1 << 22), "large", op=hvd.Sum)
     engine.flush()
     assert release.wait(2 * PATIENCE)
-    return float(api.synchronize(operation)[0])
+    return float(hvd.synchronize(operation)[0])
 
 
 def test_a_wait_times_out_also_in_the_middle_of_an_operation(two: Ranks) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Request, Result
@@ -168,7 +169,7 @@ def failing(kind: str) -> tuple[list[str], str, list[int], float]:
 
     def hook(result: Result | None, error: Exception | None, /) -> None:
         if kind == "waits":
-            api.allreduce(np.ones(4, np.float32), "from the hook", op=api.Sum)
+            hvd.allreduce(np.ones(4, np.float32), "from the hook", op=hvd.Sum)
         elif kind == "closes":
             engine.close()
         elif kind == "exits":
@@ -184,7 +185,7 @@ def failing(kind: str) -> tuple[list[str], str, list[int], float]:
     logged = [record for record in lines.records if "fails" in record.getMessage()]
     assert all(record.exc_info is not None for record in logged)
     told = [str(record.exc_info[1]) for record in logged if record.exc_info is not None]
-    again = float(api.allreduce(np.ones(4, np.float32), "again", op=api.Sum)[0])
+    again = float(hvd.allreduce(np.ones(4, np.float32), "again", op=hvd.Sum)[0])
     return [record.getMessage() for record in logged], told[0] if told else "", counts, again
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine import waiting
 from hvdlab.collectives.engine.request import Request, Result
@@ -95,7 +96,7 @@ def reduce_once() -> None:
     """One collective; those before may have left an end of their epoch behind."""
     while True:
         try:
-            total = api.allreduce(np.ones(4), op=api.Sum)
+            total = hvd.allreduce(np.ones(4), op=hvd.Sum)
         except AbortedError as error:
             if error.cause.kind not in ("interrupted", "withdrawn"):
                 raise
@@ -124,7 +125,7 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
         interrupt = Interrupt(tried)
         try:
             with interrupt:
-                api.allreduce(np.ones(4), op=api.Sum)
+                hvd.allreduce(np.ones(4), op=hvd.Sum)
         except KeyboardInterrupt:
             engine.end_cell("")  # as whoever runs the user's code does
         except AbortedError:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import (
     AbortedError,
     CauseKind,
@@ -50,52 +51,52 @@ def uneven(epochs: int) -> list[int]:
         for batch in range(rank + 1):
             working = size - batch  # ranks that have this many batches, and joined ones count as zero
             for count in (SMALL, LARGE):
-                total = api.allreduce(np.ones(count, np.float32), f"sum{count}", op=api.Sum)
+                total = hvd.allreduce(np.ones(count, np.float32), f"sum{count}", op=hvd.Sum)
                 assert (total == working).all(), (total, working)
-                mean = api.allreduce(np.full((2, count), 2.0), f"mean{count}")
+                mean = hvd.allreduce(np.full((2, count), 2.0), f"mean{count}")
                 assert np.allclose(mean, 2.0 * working / size)
             several = [
                 np.full(n, rank + 1, t) for n, t in [(3, np.int32), (LARGE, np.float16), (1, np.float64)]
             ]
-            sums = api.grouped_allreduce(several, "group", op=api.Sum, prescale_factor=2.0)
+            sums = hvd.grouped_allreduce(several, "group", op=hvd.Sum, prescale_factor=2.0)
             expected = 2 * sum(r + 1 for r in range(batch, size))
             assert all((x == expected).all() for x in sums), (sums, expected)
-            scalar = api.allreduce(np.float32(1), op=api.Sum)
+            scalar = hvd.allreduce(np.float32(1), op=hvd.Sum)
             assert scalar.shape == ()
             assert scalar == working
-            api.barrier()
-        last.append(api.join())
+            hvd.barrier()
+        last.append(hvd.join())
     return last
 
 
 def fused(count: int) -> int:
     rank, _size = rank_and_size()
     if rank == 0:
-        handles = [api.allreduce_async(np.full(100 + i, i), f"f{i}", op=api.Sum) for i in range(count)]
+        handles = [hvd.allreduce_async(np.full(100 + i, i), f"f{i}", op=hvd.Sum) for i in range(count)]
         context.engine().flush()
         for i, handle in enumerate(handles):
-            assert (api.synchronize(handle) == i).all()
-    return api.join()
+            assert (hvd.synchronize(handle) == i).all()
+    return hvd.join()
 
 
 def leave_it_in_flight() -> tuple[int, list[float]]:
     """Asynchronous ones before joining, synchronized afterwards."""
     rank, _size = rank_and_size()
-    handles = [api.allreduce_async(np.ones(n), f"h{n}", op=api.Sum) for n in (4, LARGE) if rank]
-    last = api.join()
-    return last, [float(api.synchronize(handle)[0]) for handle in handles]
+    handles = [hvd.allreduce_async(np.ones(n), f"h{n}", op=hvd.Sum) for n in (4, LARGE) if rank]
+    last = hvd.join()
+    return last, [float(hvd.synchronize(handle)[0]) for handle in handles]
 
 
 def unsupported() -> Any:
     """Rank 1 joins at once, the others try what can't be done."""
     rank, _size = rank_and_size()
     if rank == 1:
-        return api.join()
+        return hvd.join()
     told = []
     x = np.ones((3, 2))
     tries = [
-        lambda: api.allgather(x), lambda: api.broadcast(x, 0), lambda: api.alltoall(x, [1, 1, 1]),
-        lambda: api.reducescatter(x), lambda: api.allreduce(x, op=api.Max), lambda: api.grouped_allgather([x, x]),
+        lambda: hvd.allgather(x), lambda: hvd.broadcast(x, 0), lambda: hvd.alltoall(x, [1, 1, 1]),
+        lambda: hvd.reducescatter(x), lambda: hvd.allreduce(x, op=hvd.Max), lambda: hvd.grouped_allgather([x, x]),
         lambda: context.engine().add_process_set([0, 2]),
     ]  # fmt: skip
     for attempt in tries:
@@ -104,17 +105,17 @@ def unsupported() -> Any:
         assert isinstance(error.value, CollectiveError)
         assert error.value.joined == (1,)
         told.append(str(error.value))
-    assert api.allreduce(x, op=api.Sum)[0, 0] == 2.0  # the group and the join are as they were
-    api.join()
+    assert hvd.allreduce(x, op=hvd.Sum)[0, 0] == 2.0  # the group and the join are as they were
+    hvd.join()
     return told
 
 
 def join() -> int:
-    return api.join()
+    return hvd.join()
 
 
 def reduce(name: str, count: int = 4) -> float:
-    return float(api.allreduce(np.ones(count), name, op=api.Sum)[0])
+    return float(hvd.allreduce(np.ones(count), name, op=hvd.Sum)[0])
 
 
 def leave() -> None:
@@ -126,8 +127,8 @@ def wrong_shape() -> None:
     rank, _size = rank_and_size()
     if rank != 2:
         with pytest.raises(MismatchError):
-            api.allreduce(np.ones(3 + rank), "wrong")
-    api.join()
+            hvd.allreduce(np.ones(3 + rank), "wrong")
+    hvd.join()
 
 
 def of_a_set(set_id: int) -> tuple[int, float]:
@@ -135,8 +136,8 @@ def of_a_set(set_id: int) -> tuple[int, float]:
     rank, _size = rank_and_size()
     total = -1.0
     if rank == 1:
-        total = float(api.allreduce(np.ones(4), "in the set", op=api.Sum, process_set=set_id)[0])
-    last = api.join(process_set=set_id) if rank < 2 else -1
+        total = float(hvd.allreduce(np.ones(4), "in the set", op=hvd.Sum, process_set=set_id)[0])
+    last = hvd.join(process_set=set_id) if rank < 2 else -1
     reduce("world")
     return last, total
 

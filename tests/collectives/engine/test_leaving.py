@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.engine.engine import Engine
@@ -36,7 +37,7 @@ def three(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def total() -> float:
-    return float(api.allreduce(np.ones(5000), "total", op=api.Sum)[0])
+    return float(hvd.allreduce(np.ones(5000), "total", op=hvd.Sum)[0])
 
 
 def reduce(count: int, times: int, *, leave: bool) -> list[float] | str:
@@ -44,41 +45,41 @@ def reduce(count: int, times: int, *, leave: bool) -> list[float] | str:
     engine = context.engine()
     rank = engine.rank
     if leave:
-        api.barrier()  # the coordinator knows all announcements of the others then
-    operations = [api.allreduce_async(np.full(count, rank), f"x{i}", op=api.Sum) for i in range(times)]
+        hvd.barrier()  # the coordinator knows all announcements of the others then
+    operations = [hvd.allreduce_async(np.full(count, rank), f"x{i}", op=hvd.Sum) for i in range(times)]
     engine.flush()
     if leave:
         context.shutdown()
     else:
-        api.barrier()
+        hvd.barrier()
     try:
-        return [float(np.asarray(api.synchronize(operation))[0]) for operation in operations]
+        return [float(np.asarray(hvd.synchronize(operation))[0]) for operation in operations]
     except AbortedError as error:
         return error.cause.kind.value
 
 
 def broadcast_and_leave(count: int) -> float:
     rank = context.engine().rank
-    x = api.broadcast(np.full(count, rank, np.float32), 1, "b")
+    x = hvd.broadcast(np.full(count, rank, np.float32), 1, "b")
     if rank == 1:
         context.shutdown()
     return float(x[-1])
 
 
 def announce_and_leave() -> str:
-    operation = api.allreduce_async(np.ones(LARGE), "never")
+    operation = hvd.allreduce_async(np.ones(LARGE), "never")
     context.engine().flush()
     context.engine().close(HOUR)  # only for what is executing
     context.shutdown()
     with pytest.raises(AbortedError) as told:
-        api.synchronize(operation)
+        hvd.synchronize(operation)
     return told.value.cause.kind.value
 
 
 def leave_soon() -> None:
     """Leave while an operation can't end, since another member is stopped."""
     engine = context.engine()
-    api.allreduce_async(np.ones(LARGE), "stopped", op=api.Sum)
+    hvd.allreduce_async(np.ones(LARGE), "stopped", op=hvd.Sum)
     engine.flush()
     while not any(pending.executing for pending in engine.pending()):
         time.sleep(0.001)
@@ -86,10 +87,10 @@ def leave_soon() -> None:
 
 
 def wait_for_the_first() -> None:
-    operation = api.allreduce_async(np.ones(LARGE), "stopped", op=api.Sum)
+    operation = hvd.allreduce_async(np.ones(LARGE), "stopped", op=hvd.Sum)
     context.engine().flush()
     context.engine().post("waiting", b"")
-    api.synchronize(operation)
+    hvd.synchronize(operation)
 
 
 # -- tests ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import numpy as np
 import psutil
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from ranks import Ranks
 
 SETS = 64
@@ -48,10 +49,10 @@ def many_sets(steps: int) -> int:
             id, ranks = sets[i % SETS]
             if engine.rank in ranks:
                 x = np.full(1 + i % 700, i + step + engine.rank, np.float32)
-                handles.append((i, ranks, api.allreduce_async(x, f"t{i}", op=api.Sum, process_set=id)))
+                handles.append((i, ranks, hvd.allreduce_async(x, f"t{i}", op=hvd.Sum, process_set=id)))
         in_flight = len(handles)
         for i, ranks, handle in handles:
-            result = np.asarray(api.synchronize(handle))
+            result = np.asarray(hvd.synchronize(handle))
             assert result.shape == (1 + i % 700,)
             assert (result == sum(i + step + rank for rank in ranks)).all(), (i, ranks)
     for id, _ in sets:
@@ -67,9 +68,9 @@ def test_two_thousand_tensors_are_in_flight_over_64_process_sets(three: Ranks) -
 def steps_with_new_names(first: int, count: int) -> tuple[int, int]:
     """Tensors whose names never come again; returns resident bytes, and how many tensors are known by number."""
     for number in range(first, first + count, 50):
-        handles = [api.allreduce_async(np.ones(2), f"name {number + i}", op=api.Sum) for i in range(50)]
+        handles = [hvd.allreduce_async(np.ones(2), f"name {number + i}", op=hvd.Sum) for i in range(50)]
         for handle in handles:
-            assert np.asarray(api.synchronize(handle))[0] == 2
+            assert np.asarray(hvd.synchronize(handle))[0] == 2
     gc.collect()
     engine = context.engine()
     return resident(), len(engine._guarded.state.locals)
@@ -98,12 +99,12 @@ def steps_of_training(count: int) -> int:
     rng = np.random.default_rng(0)
     for step in range(count):
         handles = [
-            api.allreduce_async(np.ones(int(n), np.float32), f"grad.{i}", op=api.Sum)
+            hvd.allreduce_async(np.ones(int(n), np.float32), f"grad.{i}", op=hvd.Sum)
             for i, n in enumerate(rng.integers(1, 20_000, 8))
         ]
-        api.allgather(np.ones((context.engine().rank + step % 3, 2)))
+        hvd.allgather(np.ones((context.engine().rank + step % 3, 2)))
         for handle in handles:
-            api.synchronize(handle)
+            hvd.synchronize(handle)
     gc.collect()
     return resident()
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.request import Limit, PendingCollective, Request
@@ -107,7 +108,7 @@ def give_up_one_from_any() -> list[Any]:
     """Rank 0 gives a receive from any rank up; the next one gets what comes after all, and the epoch goes on."""
     engine = context.engine()
     if engine.rank:
-        api.barrier()
+        hvd.barrier()
         if engine.rank == 2:
             submit(2, 0, [7.0], tag=4).wait(PATIENCE)
         return []
@@ -115,7 +116,7 @@ def give_up_one_from_any() -> list[Any]:
     with pytest.raises(AbortedError, match=r"sendrecv .*no message came") as caught:
         submit_from_any(np.zeros(1, np.float32), tag=4).wait_or_withdraw(Limit(0.05, "no message came"))
     assert (caught.value.cause.kind, caught.value.pending.missing) == (CauseKind.TIMEOUT, (1, 2))
-    api.barrier()
+    hvd.barrier()
     late = np.zeros(1, np.float32)
     source = submit_from_any(late, tag=4).wait(PATIENCE).source
     assert engine.epoch() == before
@@ -150,24 +151,24 @@ def give_up_one() -> list[Any]:
     """Rank 0 waits in vain for one message of rank 1, and has another one and a sum in flight, which go on."""
     engine = context.engine()
     if engine.rank:
-        api.barrier()
+        hvd.barrier()
         if engine.rank == 1:
             submit(1, 0, [5.0], tag=2).wait()
-        found = api.allreduce(np.ones(1), op=api.Sum, name="sum")
+        found = hvd.allreduce(np.ones(1), op=hvd.Sum, name="sum")
         if engine.rank == 1:
             submit(1, 0, [6.0], tag=1).wait()
         return [float(found[0])]
     kept, late = np.zeros(1, np.float32), np.zeros(1, np.float32)
     other = submit(1, 0, kept, tag=2)
-    total = api.allreduce_async(np.ones(1), op=api.Sum, name="sum")
+    total = hvd.allreduce_async(np.ones(1), op=hvd.Sum, name="sum")
     before = engine.epoch()
     with pytest.raises(AbortedError, match=r"sendrecv .*no message came") as caught:
         submit(1, 0, np.zeros(1, np.float32), tag=1).wait_or_withdraw(Limit(0.05, "no message came"))
     assert caught.value.cause.kind is CauseKind.TIMEOUT
     assert caught.value.pending.missing == (1,)
-    api.barrier()
+    hvd.barrier()
     other.wait()
-    found = api.synchronize(total)
+    found = hvd.synchronize(total)
     submit(1, 0, late, tag=1).wait()  # the next one takes what comes after all
     assert engine.epoch() == before
     return [float(kept[0]), float(found[0]), float(late[0])]

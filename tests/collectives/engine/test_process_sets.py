@@ -12,7 +12,8 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.executor import Executor
@@ -44,30 +45,30 @@ def remove(set_id: int) -> None:
 
 
 def reduce(set_id: int, count: int = 4, name: str | None = None) -> float:
-    x = api.allreduce(np.ones(count), name, op=api.Sum, process_set=set_id)
+    x = hvd.allreduce(np.ones(count), name, op=hvd.Sum, process_set=set_id)
     return float(x[0])
 
 
 def wait_for(set_id: int) -> None:
-    operation = api.allreduce_async(np.ones(4), "waits", op=api.Sum, process_set=set_id)
+    operation = hvd.allreduce_async(np.ones(4), "waits", op=hvd.Sum, process_set=set_id)
     context.engine().flush()
     context.engine().post("waiting", b"")  # travels behind the announcement
-    api.synchronize(operation)
+    hvd.synchronize(operation)
 
 
-operations: list[api.Operation] = []
+operations: list[hvd.Handle] = []
 
 
 def begin(set_id: int) -> None:
-    operations.append(api.allreduce_async(np.ones(4), "begun", op=api.Sum, process_set=set_id))
+    operations.append(hvd.allreduce_async(np.ones(4), "begun", op=hvd.Sum, process_set=set_id))
 
 
 def finish() -> None:
-    api.synchronize(operations.pop())
+    hvd.synchronize(operations.pop())
 
 
 def join(set_id: int) -> int:
-    return api.join(set_id)
+    return hvd.join(set_id)
 
 
 def aborts_recorded_while_removing(set_id: int, pending: bool) -> list[str]:
@@ -77,11 +78,11 @@ def aborts_recorded_while_removing(set_id: int, pending: bool) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.recorder, "abort", lambda set_id, epoch, text: recorded.append(text))
         if pending and engine.rank == 0:
-            operation = api.allreduce_async(np.ones(4), "pending", op=api.Sum, process_set=set_id)
+            operation = hvd.allreduce_async(np.ones(4), "pending", op=hvd.Sum, process_set=set_id)
         engine.remove_process_set(set_id)
         if pending and engine.rank == 0:
             with pytest.raises(AbortedError, match="was removed"):
-                api.synchronize(operation)
+                hvd.synchronize(operation)
     return recorded
 
 
@@ -98,7 +99,7 @@ def mismatch_in_one(first: int, second: int) -> int:
     for number in range(100):
         if rank < 2:
             with pytest.raises(MismatchError):
-                api.allreduce(np.ones(4 + rank), f"m{number}", process_set=first)
+                hvd.allreduce(np.ones(4 + rank), f"m{number}", process_set=first)
         else:
             assert reduce(second) == 2.0
     return rank

@@ -10,7 +10,8 @@ import numpy as np
 import psutil
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from ranks import Ranks
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -31,14 +32,14 @@ def steps(count: int) -> tuple[int, int]:
     rank = context.engine().rank
     for step in range(count):
         handles = [
-            api.allreduce_async(np.ones(int(n), np.float32), f"grad.{i}", op=api.Sum)
+            hvd.allreduce_async(np.ones(int(n), np.float32), f"grad.{i}", op=hvd.Sum)
             for i, n in enumerate(rng.integers(1, 20_000, 8))
         ]
-        api.allgather(np.ones((rank + step % 3, 2)))
+        hvd.allgather(np.ones((rank + step % 3, 2)))
         for handle in handles:
-            assert np.asarray(api.synchronize(handle))[0] == 2
+            assert np.asarray(hvd.synchronize(handle))[0] == 2
         if step % 100 == 0:
-            api.barrier()
+            hvd.barrier()
     gc.collect()
     process = psutil.Process(os.getpid())
     return process.memory_info().rss, process.num_fds()

@@ -12,7 +12,8 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import AbortedError, MismatchError
@@ -68,20 +69,20 @@ def quiet() -> None:
 
 
 def total(count: int = LARGE, name: str | None = None) -> float:
-    return float(api.allreduce(np.ones(count), name, op=api.Sum)[0])
+    return float(hvd.allreduce(np.ones(count), name, op=hvd.Sum)[0])
 
 
 def disagree() -> None:
     with pytest.raises(MismatchError):
-        api.allreduce(np.ones(3 + context.engine().rank), "wrong")
+        hvd.allreduce(np.ones(3 + context.engine().rank), "wrong")
 
 
 def withdrawn() -> None:
-    operation = api.allreduce_async(np.ones(3), "given up")
+    operation = hvd.allreduce_async(np.ones(3), "given up")
     context.engine().flush()
     context.engine().withdraw("no more")
     with pytest.raises(AbortedError):
-        api.synchronize(operation)
+        hvd.synchronize(operation)
 
 
 def begin(path: str) -> None:

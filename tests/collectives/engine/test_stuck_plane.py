@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import Phases
@@ -72,23 +73,23 @@ def fd_exists(fd: str) -> bool:
 
 
 def total(value: float, count: int = 5000) -> float:
-    return float(api.allreduce(np.full(count, value), "total", op=api.Sum)[0])
+    return float(hvd.allreduce(np.full(count, value), "total", op=hvd.Sum)[0])
 
 
 def get_stuck(waiting: bool) -> Any:
     """Rank 0 is stuck in an executor thread, or in a thread of the user's that waits."""
     engine = context.engine()
-    operation = api.broadcast_async(np.ones(5000), 0, "stuck")
+    operation = hvd.broadcast_async(np.ones(5000), 0, "stuck")
     if engine.rank == 1:
         engine.flush()
         assert OTHER_IS_STUCK.wait(PATIENCE)
         engine.withdraw("rank 1 gave up")
-        api.synchronize(operation)
+        hvd.synchronize(operation)
     errors: list[BaseException] = []
 
     def wait() -> None:
         try:
-            api.synchronize(operation)
+            hvd.synchronize(operation)
         except AbortedError as error:
             errors.append(error)
 

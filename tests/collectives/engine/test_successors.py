@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import OpKind
@@ -64,14 +65,14 @@ memory: dict[str, Any] = {}
 
 
 def total(value: float = 1.0, name: str | None = "total") -> float:
-    return float(api.allreduce(np.full(5000, value), name, op=api.Sum)[0])
+    return float(hvd.allreduce(np.full(5000, value), name, op=hvd.Sum)[0])
 
 
 def wait_for(name: str) -> None:
-    operation = api.allreduce_async(np.ones(4, np.float32), name, op=api.Sum)
+    operation = hvd.allreduce_async(np.ones(4, np.float32), name, op=hvd.Sum)
     context.engine().flush()
     context.engine().post("waiting", b"")
-    api.synchronize(operation)
+    hvd.synchronize(operation)
 
 
 def reduce_large_ones_until_it_fails() -> AbortedError | None:
@@ -79,14 +80,14 @@ def reduce_large_ones_until_it_fails() -> AbortedError | None:
     x = np.ones(1 << 22, np.float32)
     engine = context.engine()
     generation = engine.generation
-    api.allreduce(x, "large", op=api.Sum)
+    hvd.allreduce(x, "large", op=hvd.Sum)
     engine.post("waiting", b"")
     while engine.generation == generation:
         try:
-            api.allreduce(x, "large", op=api.Sum)
+            hvd.allreduce(x, "large", op=hvd.Sum)
         except AbortedError as error:
             # Who was ahead has submitted another one, which is held until there is a successor.
-            api.allreduce(x, "large", op=api.Sum)
+            hvd.allreduce(x, "large", op=hvd.Sum)
             return error
     return None
 
@@ -119,7 +120,7 @@ def begin_to_add(ranks: tuple[int, ...]) -> None:
 
 def total_in_set(value: float) -> float:
     return float(
-        api.allreduce(np.full(300, value), "in", op=api.Sum, process_set=memory["set"].process_set_id)[0]
+        hvd.allreduce(np.full(300, value), "in", op=hvd.Sum, process_set=memory["set"].process_set_id)[0]
     )
 
 
@@ -135,20 +136,20 @@ def wait_until_lost() -> None:
 
 
 def begin(name: str) -> None:
-    memory["operation"] = api.allreduce_async(np.ones(4), name, op=api.Sum)
+    memory["operation"] = hvd.allreduce_async(np.ones(4), name, op=hvd.Sum)
     context.engine().flush()
 
 
 def finish() -> None:
-    api.synchronize(memory.pop("operation"))
+    hvd.synchronize(memory.pop("operation"))
 
 
 def be_interrupted() -> str:
-    operation = api.allreduce_async(np.ones(4), "held", op=api.Sum)
+    operation = hvd.allreduce_async(np.ones(4), "held", op=hvd.Sum)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
-        api.synchronize(operation)
+        hvd.synchronize(operation)
     except KeyboardInterrupt:
         return "interrupted"
     return ""

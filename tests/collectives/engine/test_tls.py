@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.engine.engine import Engine
@@ -48,30 +49,30 @@ def every_operation() -> str:
     assert engine.settings.coordinator.startswith("tls:")
     for count in (1, 1024, 1025, 1 << 18):
         x = np.full(count, rank + 1, np.float32)
-        assert (api.allreduce(x, op=api.Sum) == size * (size + 1) / 2).all()
-        assert (api.broadcast(x, 1) == 2).all()
-    rows = api.allgather(np.full((rank + 1, 2), rank, np.int32))
+        assert (hvd.allreduce(x, op=hvd.Sum) == size * (size + 1) / 2).all()
+        assert (hvd.broadcast(x, 1) == 2).all()
+    rows = hvd.allgather(np.full((rank + 1, 2), rank, np.int32))
     assert rows[:, 0].tolist() == [r for r in range(size) for _ in range(r + 1)]
-    assert (api.reducescatter(np.ones((5, 7), np.float64), op=api.Sum) == size).all()
-    received, splits = api.alltoall(np.full(size, rank), np.ones(size, np.int32))
+    assert (hvd.reducescatter(np.ones((5, 7), np.float64), op=hvd.Sum) == size).all()
+    received, splits = hvd.alltoall(np.full(size, rank), np.ones(size, np.int32))
     assert received.tolist() == list(range(size))
     assert splits == (1,) * size
-    api.barrier()
-    operations = [api.allreduce_async(np.full(9, i), f"t{i}", op=api.Sum) for i in range(500)]
+    hvd.barrier()
+    operations = [hvd.allreduce_async(np.full(9, i), f"t{i}", op=hvd.Sum) for i in range(500)]
     for i, operation in enumerate(operations):
-        assert (api.synchronize(operation) == size * i).all()
+        assert (hvd.synchronize(operation) == size * i).all()
     return engine.plane()
 
 
 def total(value: float) -> float:
-    return float(api.allreduce(np.full(5000, value), "total", op=api.Sum)[0])
+    return float(hvd.allreduce(np.full(5000, value), "total", op=hvd.Sum)[0])
 
 
 def wait_for_the_dead() -> None:
-    operation = api.allreduce_async(np.ones(4), "w")
+    operation = hvd.allreduce_async(np.ones(4), "w")
     context.engine().flush()
     context.engine().post("waiting", b"")
-    api.synchronize(operation)
+    hvd.synchronize(operation)
 
 
 # -- tests ----------------------------------------------------------------------------------------------------------

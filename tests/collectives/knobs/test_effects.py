@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError
 from ranks import RankFailed, Ranks
 
@@ -32,8 +33,8 @@ def with_variables(**variables: str) -> pytest.MarkDecorator:
 def many_names() -> int:
     for step in range(3):
         for i in range(40):
-            started = api.allreduce_async(np.full(5, step), f"name.{i}", op=api.Sum)
-            assert (np.asarray(api.synchronize(started)) == 2 * step).all()
+            started = hvd.allreduce_async(np.full(5, step), f"name.{i}", op=hvd.Sum)
+            assert (np.asarray(hvd.synchronize(started)) == 2 * step).all()
     return len(context.engine()._guarded.state.locals)
 
 
@@ -84,13 +85,13 @@ def test_a_core_that_is_not_there_is_refused(
 def wait_alone() -> tuple[str, tuple[int, ...], float]:
     begun = time.monotonic()
     with pytest.raises(AbortedError) as caught:
-        api.allreduce(np.ones(3), "alone")
+        hvd.allreduce(np.ones(3), "alone")
     cause = caught.value.cause
     return cause.kind, cause.ranks, time.monotonic() - begun
 
 
 def together() -> float:
-    return float(np.asarray(api.allreduce(np.ones(1), "after", op=api.Sum))[0])
+    return float(np.asarray(hvd.allreduce(np.ones(1), "after", op=hvd.Sum))[0])
 
 
 @with_variables(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1", HOROVOD_LOG_LEVEL="error")
@@ -103,9 +104,9 @@ def test_what_stalls_too_long_ends_and_names_the_missing(pair: Ranks) -> None:
 
 
 def seconds_of_one() -> float:
-    api.allreduce(np.ones(1), "x")
+    hvd.allreduce(np.ones(1), "x")
     begun = time.monotonic()
-    api.synchronize(api.allreduce_async(np.ones(1), "x"))
+    hvd.synchronize(hvd.allreduce_async(np.ones(1), "x"))
     return time.monotonic() - begun
 
 

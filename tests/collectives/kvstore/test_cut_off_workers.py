@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hvdlab.numpy as hvd
 from hvdlab import kvstore
 from hvdlab.bindings.elastic.handlers import HandlerRegistry
 from hvdlab.bindings.elastic.state import HandledState
-from hvdlab.collectives import api, context, process_sets
+from hvdlab.collectives import context, process_sets
 from hvdlab.collectives.elastic import run_fn
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet
@@ -57,16 +58,16 @@ def train(name: str, cut_rank: int) -> tuple[list[int], list[float], bytes]:
         while len(grown) < MORE:
             if state.batch == 2 and len(begun) == 1 and mine:
                 cut()
-            api.barrier()  # all have pulled
+            hvd.barrier()  # all have pulled
             store.pull("w", out=value)
             before = value.copy()
-            api.barrier()
+            hvd.barrier()
             store.push("w", np.ones(SIZE, np.float32))
             store.pull("w", out=value)
-            api.barrier()  # all have pushed
+            hvd.barrier()  # all have pushed
             store.pull("w", out=value)
             assert len(set((value - before).tolist())) == 1, "both parts of the value have the same pushes"
-            back = api.allreduce(np.array([float(mine and len(begun) > 1)]), "back", op=api.Max)[0]
+            back = hvd.allreduce(np.array([float(mine and len(begun) > 1)]), "back", op=hvd.Max)[0]
             if back:
                 grown.append(float(value[0] - before[0]))
             state.batch += 1
@@ -116,7 +117,7 @@ def train_some(name: str, cut_rank: int) -> tuple[tuple[int, int, int], list[flo
                 store.barrier()  # all have pushed
                 store.pull("w", out=value)
                 grown_by = float((value - before)[0])
-            if api.allreduce(np.array([float(mine and attempts > 1)]), "back", op=api.Max)[0]:
+            if hvd.allreduce(np.array([float(mine and attempts > 1)]), "back", op=hvd.Max)[0]:
                 grown.append(grown_by)
             state.batch += 1
             state.commit()

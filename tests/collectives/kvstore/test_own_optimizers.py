@@ -15,7 +15,6 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab import kvstore
-from hvdlab.collectives import api
 from hvdlab.kvstore import KVStoreError
 from ranks import Ranks
 
@@ -88,7 +87,7 @@ def trained_around_a_kill(directory: str) -> None:
     if kv.rank == 0:
         with pytest.raises(KVStoreError, match=r"key 'w'.*ValueError: no number"):
             kv.pushpull("w", full(np.nan))
-    api.barrier()
+    hvd.barrier()
     kv.pull("w", out=out)
     assert out.tobytes() == expected.tobytes()
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hvdlab.numpy as hvd
 from hvdlab import kvstore
-from hvdlab.collectives import api, context, process_sets
+from hvdlab.collectives import context, process_sets
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet
 from hvdlab.kvstore import KVStoreError
@@ -78,7 +79,7 @@ def what_is_refused() -> None:
     for name in ("local", "device", "nccl", "teststore"):
         with pytest.raises(KVStoreError, match=f"{name}.*is of one process"):
             kvstore.create(name, process_set=both)
-    api.barrier()
+    hvd.barrier()
     process_sets.remove_process_set(both)
 
 
@@ -126,12 +127,12 @@ _waiting: Any = None
 def ask_the_other() -> None:
     """Begin what can't end without the other worker of the set."""
     global _waiting
-    _waiting = api.allreduce_async(np.ones(1), "the other", process_set=_half)
+    _waiting = hvd.allreduce_async(np.ones(1), "the other", process_set=_half)
 
 
 def who_died() -> tuple[int, ...]:
     with pytest.raises(AbortedError) as caught:
-        api.synchronize(_waiting)
+        hvd.synchronize(_waiting)
     return caught.value.cause.ranks
 
 

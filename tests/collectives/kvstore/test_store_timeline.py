@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hvdlab.numpy as hvd
 import perfetto_reading
 from hvdlab import kvstore
-from hvdlab.collectives import api, context
+from hvdlab.collectives import context
 from hvdlab.collectives.kvstore.servers.messages import Done
 from hvdlab.collectives.kvstore.servers.spans import ServerClock
 from hvdlab.collectives.recording.loading import load as load_recording
@@ -56,7 +57,7 @@ def pushes(path: str, name: str) -> list[tuple[int, int]]:
     engine, seen = context.engine(), []
     if engine.rank == 0:
         engine.start_timeline(path, True)
-    api.barrier(name="begin")
+    hvd.barrier(name="begin")
     kv = kvstore.create(name)
     kv.set_optimizer("test")
     kv.init("w", np.zeros(SIZE, np.float32))
@@ -65,7 +66,7 @@ def pushes(path: str, name: str) -> list[tuple[int, int]]:
         before = time.monotonic_ns()
         kv.pushpull("w", np.ones(SIZE, np.float32), out=out)
         seen.append((before, time.monotonic_ns()))
-    api.barrier(name="end")
+    hvd.barrier(name="end")
     if engine.rank == 0:
         engine.stop_timeline()
     return seen
@@ -166,11 +167,11 @@ def second_push_waits(path: str) -> None:
         kv.push("w", np.ones(3))
         kv.push("w", np.ones(3))
         kv.servers()  # the server has the pushes now
-    api.barrier(name="sent")
+    hvd.barrier(name="sent")
     if engine.rank == 1:
         kv.push("w", np.ones(3))
     kv.pull("w", out=np.zeros(3))
-    api.barrier(name="end")
+    hvd.barrier(name="end")
     if engine.rank == 0:
         engine.stop_timeline()
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError
 from hvdlab.collectives.metrics.exporters.json_lines import JsonLines
 from hvdlab.collectives.metrics.exporting import MOST_AT_ONCE, Export
@@ -200,10 +201,10 @@ def world_of_one() -> Iterator[None]:
 
 def test_metrics_of_this_rank_arrive_with_their_times(world_of_one: None) -> None:
     kept = Kept()
-    export = api.export(kept, "loss")
+    export = hvd.export(kept, "loss")
     begin = time.time()
     for step in range(100):
-        api.metric("loss", step / 2, step)
+        hvd.metric("loss", step / 2, step)
     end = time.time()
     assert export.close(PATIENCE)
     points = [one for batch in kept.batches for one in batch]
@@ -215,8 +216,8 @@ def test_metrics_of_this_rank_arrive_with_their_times(world_of_one: None) -> Non
 
 def test_what_was_recorded_before_shutdown_is_written(world_of_one: None) -> None:
     kept = Kept()
-    api.export(kept, "loss")
-    api.metric("loss", 1.0)
+    hvd.export(kept, "loss")
+    hvd.metric("loss", 1.0)
     context.shutdown()
     assert kept.values == [1.0]
     assert kept.closed == 1
@@ -224,10 +225,10 @@ def test_what_was_recorded_before_shutdown_is_written(world_of_one: None) -> Non
 
 def test_several_exports_get_the_same(world_of_one: None) -> None:
     first, second = Kept(), Kept()
-    exports = [api.export(one, "loss") for one in (first, second)]
-    api.metric("loss", 1.0)
+    exports = [hvd.export(one, "loss") for one in (first, second)]
+    hvd.metric("loss", 1.0)
     exports[0].close(10)
-    api.metric("loss", 2.0)
+    hvd.metric("loss", 2.0)
     exports[1].close(10)
     assert (first.values, second.values) == ([1.0], [1.0, 2.0])
 
@@ -241,34 +242,34 @@ class Targeted(Kept):
 def test_exporting_to_the_same_place_again_replaces_the_export(world_of_one: None) -> None:
     first, other, second = Targeted("here"), Targeted("there"), Targeted("here")
     for exporter in (first, other):
-        api.export(exporter, "loss")
-    api.metric("loss", 1.0)
-    api.export(second, "loss")
+        hvd.export(exporter, "loss")
+    hvd.metric("loss", 1.0)
+    hvd.export(second, "loss")
     assert (first.values, first.closed) == ([1.0], 1)
-    api.metric("loss", 2.0)
+    hvd.metric("loss", 2.0)
     context.shutdown()
     assert (first.values, other.values, second.values) == ([1.0], [1.0, 2.0], [2.0])
 
 
 def test_what_is_no_exporter_is_refused(world_of_one: None) -> None:
     with pytest.raises(InvalidRequestError, match=r"write\(points\) and close\(\).*this is dict"):
-        api.export({})  # type: ignore[arg-type]  # that is the point
+        hvd.export({})  # type: ignore[arg-type]  # that is the point
     with pytest.raises(InvalidRequestError, match="this is Kept itself"):
-        api.export(Kept)  # type: ignore[arg-type]  # that is the point
+        hvd.export(Kept)  # type: ignore[arg-type]  # that is the point
 
 
 def test_before_init_it_says_so() -> None:
     with pytest.raises(NotInitializedError, match=r"hvd\.export\(\)"):
-        api.export(Kept())
+        hvd.export(Kept())
 
 
 def begin_export(path: str, all_ranks: bool) -> None:
-    globals()["export"] = api.export(JsonLines(path), ["loss", "late"], all_ranks=all_ranks)
+    globals()["export"] = hvd.export(JsonLines(path), ["loss", "late"], all_ranks=all_ranks)
 
 
 def record(count: int) -> None:
     for step in range(count):
-        api.metric("loss", context.engine().rank + step, step)
+        hvd.metric("loss", context.engine().rank + step, step)
 
 
 def end_export() -> int:
@@ -296,7 +297,7 @@ def test_one_rank_exports_those_of_all(tmp_path: Path) -> None:
 
 def record_now() -> tuple[float, float]:
     begin = time.time()
-    api.metric("loss", 1.0)
+    hvd.metric("loss", 1.0)
     return begin, time.time()
 
 
@@ -335,4 +336,4 @@ def end_timeline() -> None:
 
 
 def total() -> None:
-    api.allreduce(np.ones(2))
+    hvd.allreduce(np.ones(2))

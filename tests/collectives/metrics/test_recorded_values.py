@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError
 from hvdlab.collectives.timeline.events import Metric
 from hvdlab.collectives.timeline.records import decode
@@ -42,12 +43,12 @@ def taken() -> list[Metric]:
     ],
 )
 def test_anything_that_is_one_number_is_taken(world_of_one: None, value: object, expected: float) -> None:
-    api.metric("it", value, np.int64(3))  # type: ignore[arg-type]  # tensors are not known to mypy as numbers
+    hvd.metric("it", value, np.int64(3))  # type: ignore[arg-type]  # tensors are not known to mypy as numbers
     assert [(event.value, event.step) for event in taken()] == [(expected, 3)]
 
 
 def test_nan_is_kept(world_of_one: None) -> None:
-    api.metric("it", math.nan)
+    hvd.metric("it", math.nan)
     assert math.isnan(taken()[0].value)
 
 
@@ -70,11 +71,11 @@ def test_what_is_not_a_number_is_refused_in_words(
     world_of_one: None, arguments: tuple[object, ...], text: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        api.metric(*arguments)  # type: ignore[arg-type]  # that is the point
+        hvd.metric(*arguments)  # type: ignore[arg-type]  # that is the point
     assert text in str(caught.value)
     assert taken() == []
 
 
 def test_before_init_it_says_so() -> None:
     with pytest.raises(NotInitializedError, match=r"hvd\.metric\(\)"):
-        api.metric("loss", 1.0)
+        hvd.metric("loss", 1.0)

@@ -7,7 +7,8 @@ import sys
 
 import numpy as np
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 
 INDEX_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
@@ -22,12 +23,12 @@ def main() -> None:
     engine = context.init()
     chosen = engine.add_process_set([0, 1])
     if engine.rank < 2:
-        total = api.allreduce(np.full(LARGE, engine.rank + 1.0), op=api.Sum, process_set=chosen)
+        total = hvd.allreduce(np.full(LARGE, engine.rank + 1.0), op=hvd.Sum, process_set=chosen)
         assert (total == 3).all()
         assert engine.plane(chosen) == of_set
     # The others say nothing to MPI before the set has finished.
-    api.barrier()
-    whole = api.allreduce(np.full(LARGE, 1.0), op=api.Sum)
+    hvd.barrier()
+    whole = hvd.allreduce(np.full(LARGE, 1.0), op=hvd.Sum)
     assert (whole == engine.size).all()
     assert engine.plane() == of_world
     context.shutdown()

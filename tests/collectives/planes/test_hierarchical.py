@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.planes import segment
 from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
@@ -127,8 +128,8 @@ def work() -> tuple[str, bool]:
     """All that the knobs concern; returns the plane and whether memory is shared."""
     e = context.engine()
     count = 30_000  # more than travels with the negotiation
-    assert (api.allreduce(np.full(count, e.rank + 1.0), op=api.Sum) == sum(range(e.size + 1))).all()
-    gathered = api.allgather(np.full((count, 1), e.rank))
+    assert (hvd.allreduce(np.full(count, e.rank + 1.0), op=hvd.Sum) == sum(range(e.size + 1))).all()
+    gathered = hvd.allgather(np.full((count, 1), e.rank))
     assert gathered[:, 0].tolist() == np.repeat(np.arange(e.size), count).tolist()
     with open("/proc/self/maps") as maps:
         return e.plane(), "memfd:hvdlab" in maps.read()
@@ -194,10 +195,10 @@ def of_a_set(members: list[int]) -> str:
     chosen = e.add_process_set(members)
     plane = ""
     if e.rank in members:
-        total = api.allreduce(np.full(20_000, e.rank), op=api.Sum, process_set=chosen)
+        total = hvd.allreduce(np.full(20_000, e.rank), op=hvd.Sum, process_set=chosen)
         assert (total == sum(members)).all()
         plane = e.plane(chosen)
-    api.barrier()
+    hvd.barrier()
     e.remove_process_set(chosen)
     return plane
 

@@ -7,7 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from ranks import Ranks
 
@@ -34,7 +35,7 @@ def join(hosts: str, plane: str) -> None:
 
 def reduce(process_set: int) -> None:
     size = context.engine().size
-    assert (api.allreduce(np.ones(LARGE), op=api.Sum, process_set=process_set) == size).all()
+    assert (hvd.allreduce(np.ones(LARGE), op=hvd.Sum, process_set=process_set) == size).all()
 
 
 def come_and_go(times: int) -> Held:

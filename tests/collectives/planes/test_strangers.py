@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.planes import sockets
 from ranks import Ranks
 
@@ -33,7 +34,7 @@ def two() -> Iterator[Ranks]:
 
 
 def total() -> float:
-    return float(api.allreduce(np.ones(100_000, np.float32), "t", op=api.Sum)[0])
+    return float(hvd.allreduce(np.ones(100_000, np.float32), "t", op=hvd.Sum)[0])
 
 
 def doors(ranks: Ranks) -> list[tuple[str, int]]:

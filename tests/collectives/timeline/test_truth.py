@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.timeline.check import check, load
 from ranks import Ranks
 
@@ -30,18 +31,18 @@ def train(path: str) -> list[tuple[str, int, int, int]]:
     engine = context.engine()
     if engine.rank == 0:
         engine.start_timeline(path, True)
-    api.barrier(name="begin")
+    hvd.barrier(name="begin")
     seen = []
     for step in range(STEPS):
         if step % 2 == engine.rank:
             time.sleep(LATE)
         before = time.monotonic_ns()
-        handle = api.allreduce_async(np.ones(100_000, np.float32), name=f"grad{step}")
+        handle = hvd.allreduce_async(np.ones(100_000, np.float32), name=f"grad{step}")
         after = time.monotonic_ns()
-        api.synchronize(handle)
+        hvd.synchronize(handle)
         seen.append((f"grad{step}", before, after, time.monotonic_ns()))
         engine.recorder.metric("loss", 1 / (step + 1), step)
-    api.barrier(name="end")
+    hvd.barrier(name="end")
     if engine.rank == 0:
         engine.stop_timeline()
     return seen

@@ -24,7 +24,7 @@ PATIENCE = 120.0
 SET_UP = """
 import os, time
 import numpy as np
-import hvdlab.collectives.api as hvd
+import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 context.init()
 me, mine = int(os.environ["RANK"]), os.getpid()

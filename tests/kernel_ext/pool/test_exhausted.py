@@ -21,7 +21,7 @@ BEGIN = """
 import os, re, resource, signal, sys
 from hvdlab.kernel_ext.pool import Pool
 
-SUM = "float(api.allreduce(np.ones({0}, np.float32), op=ReduceOp.SUM, name='sum')[0])"
+SUM = "float(hvd.allreduce(np.ones({0}, np.float32), op=ReduceOp.SUM, name='sum')[0])"
 
 def told(call, *words):
     try:
@@ -40,7 +40,7 @@ def sums(pool, count=10):
     assert list(results) == [float(pool.size)] * pool.size
 
 def prepare(pool):
-    begin = "import os, subprocess, numpy as np\\nfrom hvdlab.collectives import api, context\\n"
+    begin = "import os, subprocess, numpy as np\\nimport hvdlab.numpy as hvd\\nfrom hvdlab.collectives import context\\n"
     assert pool.run(begin + "from hvdlab.collectives.dtypes import ReduceOp\\ncontext.init()").ok
 
 def kill(pool, rank):
@@ -82,7 +82,7 @@ def test_64_mib_of_shared_memory_are_enough(tmp_path: Path) -> None:
 with Pool.start(2) as pool:
     prepare(pool)
     sums(pool, 30_000_000)
-    gathered = pool.run("api.allgather(np.ones(10_000_000, np.float32)).shape[0]")
+    gathered = pool.run("hvd.allgather(np.ones(10_000_000, np.float32)).shape[0]")
     assert list(gathered) == [20_000_000] * 2, gathered.root_cause
 """
     run(program, tmp_path, before="mount -t tmpfs -o size=64m tmpfs /dev/shm;")
@@ -184,7 +184,7 @@ def fill():
     except OSError: pass
 fill()
 print('full')
-api.allreduce(np.ones(1_000_000, np.float32), name='sum')
+hvd.allreduce(np.ones(1_000_000, np.float32), name='sum')
 ''', timeout=100)
     assert "ulimit -n" in filled.root_cause.evalue, filled.root_cause
     assert pool.run("x = 1").ok

@@ -13,19 +13,20 @@ StartPool = Callable[..., Pool]
 
 SETUP = """
 import numpy as np
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 context.init()
 rank = context.engine().rank
 """
 JOIN_OR = """
 if rank == 2:
-    assert api.allreduce(np.ones(3), op=api.Sum)[0] == 1.0  # ranks 0 and 1 have joined
+    assert hvd.allreduce(np.ones(3), op=hvd.Sum)[0] == 1.0  # ranks 0 and 1 have joined
     {}
 else:
     print("joins", flush=True)
-    api.join()
+    hvd.join()
 """
-ALL_JOIN = "api.join() in (0, 1, 2) and float(api.allreduce(np.ones(3), op=api.Sum)[0])"
+ALL_JOIN = "hvd.join() in (0, 1, 2) and float(hvd.allreduce(np.ones(3), op=hvd.Sum)[0])"
 
 
 class Started:

@@ -14,14 +14,15 @@ from hvdlab.kernel_ext.pool import Pool
 from patience import PATIENCE
 
 SETUP = """\
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.metrics.steps import StepMeter
 rank = context.init().rank
 meter = StepMeter()
 """
 TRAIN = """\
 for step in range(3):
-    api.metric("loss", rank + step / 10, step)
+    hvd.metric("loss", rank + step / 10, step)
     meter.step()
 """
 

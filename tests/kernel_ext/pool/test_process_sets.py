@@ -11,11 +11,12 @@ from patience import PATIENCE
 
 SET_UP = """
 import numpy as np
-from hvdlab.collectives import api, context, process_sets
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context, process_sets
 context.init()
 pair = process_sets.add_process_set([0, 1])
 """
-TOTAL = "float(api.allreduce(np.ones(2, np.float32), 'x', op=api.Sum, process_set=pair.process_set_id)[0]) if pair.included() else 0.0"
+TOTAL = "float(hvd.allreduce(np.ones(2, np.float32), 'x', op=hvd.Sum, process_set=pair.process_set_id)[0]) if pair.included() else 0.0"
 
 
 def test_all_ranks_register_a_set_anew_once_one_was_replaced(start_pool: StartPool) -> None:
@@ -24,7 +25,7 @@ def test_all_ranks_register_a_set_anew_once_one_was_replaced(start_pool: StartPo
     assert pool.run("first = pair").ok
     assert [pool.run(TOTAL)[rank] for rank in range(3)] == [2.0, 2.0, 0.0]
     os.kill(pool._base.group.pids()[1], signal.SIGKILL)
-    assert set(pool.run("api.barrier()").deaths) == {1}
+    assert set(pool.run("hvd.barrier()").deaths) == {1}
     pool.repair(timeout=PATIENCE)
     assert pool.run(SET_UP).ok
     assert [pool.run(TOTAL)[rank] for rank in range(3)] == [2.0, 2.0, 0.0]

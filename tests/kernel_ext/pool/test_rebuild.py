@@ -34,7 +34,7 @@ StartPool = Callable[..., Pool]
 SET_UP = """
 import os, time
 import numpy as np
-import hvdlab.collectives.api as hvd
+import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 context.init()
 me = int(os.environ["RANK"])

@@ -17,7 +17,7 @@ StartPool = Callable[..., Pool]
 
 SET_UP = """
 import numpy as np
-import hvdlab.collectives.api as hvd
+import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 rank = context.init().rank
 """

@@ -21,7 +21,9 @@ from hvdlab.runner.command import main
 from patience import PATIENCE
 from timeline_traces import steps
 
-SETUP = "import numpy as np\nfrom hvdlab.collectives import api, context\ncontext.init()"
+SETUP = (
+    "import numpy as np\nimport hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\ncontext.init()"
+)
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def kept(surroundings: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", os.environ["TMPDIR"])
     with Pool.start(2, keep="mine") as pool:
         assert not pool.run(
-            f"{SETUP}\nfor _ in range(10): api.allreduce(np.ones(3), 'loss')", label="[3]"
+            f"{SETUP}\nfor _ in range(10): hvd.allreduce(np.ones(3), 'loss')", label="[3]"
         ).errors
         yield pool
 
@@ -61,9 +63,9 @@ def test_a_kept_pool_is_looked_at_from_outside(
     assert sorted(line.split()[0] for line in lines) == ["0", "1"]
     assert main(["trace", "top", "--once"]) == 0
     loss = capsys.readouterr().out.splitlines()[-1].split()
-    assert loss[:6] == ["loss", "allreduce", "cell", "[3]", "line", "5"]
+    assert loss[:6] == ["loss", "allreduce", "cell", "[3]", "line", "6"]
     # Who looks on is no notebook: the pool is as it was.
-    assert not kept.run("api.allreduce(np.ones(3), 'loss')").errors
+    assert not kept.run("hvd.allreduce(np.ones(3), 'loss')").errors
     assert main(["trace", "summary", "--pool", "other"]) == 2
     assert "there is no pool `other`" in capsys.readouterr().err
 
@@ -144,7 +146,7 @@ def test_top_goes_on_as_long_as_the_pool_does(kept: Pool) -> None:
     try:
         heads = (line for line in process.stdout if " spans of 2 ranks in " in line)
         assert next(heads).startswith("20 spans")
-        assert not kept.run("api.allreduce(np.ones(3), 'loss')").errors
+        assert not kept.run("hvd.allreduce(np.ones(3), 'loss')").errors
         assert next(heads).startswith("22 spans")
         kept.stop()
         assert process.stdout.read().endswith("the pool has ended\n")

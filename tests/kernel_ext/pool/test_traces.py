@@ -20,14 +20,15 @@ from patience import PATIENCE
 
 SETUP = """\
 import numpy as np
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 context.init()
 def late(seconds):
     import time
-    api.barrier()
+    hvd.barrier()
     if context.engine().rank == 2:
         time.sleep(seconds)
-    return api.allreduce(np.ones(3), "loss")
+    return hvd.allreduce(np.ones(3), "loss")
 """
 
 
@@ -53,11 +54,11 @@ def test_what_ranks_have_done_is_there_when_it_is_asked_for(pool: Pool, tmp_path
     assert not pool.run(seldom).errors
     assert len(pool.trace()) == 0  # the history, and what was to be sent before
     for count in range(1, 4):
-        assert not pool.run("api.allreduce(np.ones(3), 'here')").errors
+        assert not pool.run("hvd.allreduce(np.ones(3), 'here')").errors
         assert sum(pool.trace()["name"] == "here") == 3 * count
-    assert not pool.run("api.allreduce(np.ones(3), 'there'); context.engine().metric('loss', 2.5)").errors
+    assert not pool.run("hvd.allreduce(np.ones(3), 'there'); context.engine().metric('loss', 2.5)").errors
     assert sum(pool.metrics()["name"] == "loss") == 3
-    assert not pool.run("api.allreduce(np.ones(3), 'last')").errors
+    assert not pool.run("hvd.allreduce(np.ones(3), 'last')").errors
     saved = gzip.decompress(pool.save_trace(tmp_path / "t.json.gz").read_bytes()).decode()
     assert saved.count("allreduce.last") >= 3
 
@@ -66,7 +67,7 @@ def test_a_recording_may_wait_for_its_pool(pool: Pool) -> None:
     recording = Recording()
     pool.client.adopt(recording)
     assert pool.client.recording is recording
-    assert not pool.run("api.allreduce(np.ones(3), 'here')", label="[7]").errors
+    assert not pool.run("hvd.allreduce(np.ones(3), 'here')", label="[7]").errors
     assert sum(pool.trace()["name"] == "here") == 3
     assert recording.count >= 3
     assert {mark.text for mark in recording.marks() if mark.kind == "cell"} >= {"[7]"}
@@ -76,8 +77,8 @@ def test_a_recording_may_wait_for_its_pool(pool: Pool) -> None:
 
 def test_spans_tell_which_line_of_which_cell_they_are_of(pool: Pool) -> None:
     # Above the source are a line with the cell's magic, and here an empty one.
-    assert not pool.run("x = 1\napi.allreduce(np.ones(3), 'here')", label="[7]", line_offset=2).errors
-    assert not pool.run("api.allreduce(np.ones(3), 'here')\nlate(0)", label="[8]").errors
+    assert not pool.run("x = 1\nhvd.allreduce(np.ones(3), 'here')", label="[7]", line_offset=2).errors
+    assert not pool.run("hvd.allreduce(np.ones(3), 'here')\nlate(0)", label="[8]").errors
     wait_for_rows(pool, "here", 6)
     wait_for_rows(pool, "loss", 3)
     table = pool.trace()
@@ -87,15 +88,15 @@ def test_spans_tell_which_line_of_which_cell_they_are_of(pool: Pool) -> None:
         "cell [8] line 2": [0, 1, 2],
     }
     (inner,) = set(table[table["name"] == "loss"]["site"])
-    assert inner.endswith(" line 10"), "the line that calls it, not the one that calls that"
+    assert inner.endswith(" line 11"), "the line that calls it, not the one that calls that"
 
 
 def test_a_timeline_s_file_does_not_cost_the_recording_its_history(pool: Pool, tmp_path: Path) -> None:
     """The coordinator tells the past once, to whoever listens first."""
-    assert not pool.run("api.allreduce(np.ones(3), 'early')").errors
+    assert not pool.run("hvd.allreduce(np.ones(3), 'early')").errors
     assert not pool.run("import time; time.sleep(0.3)").errors  # its span has been sent
     path = pool.start_timeline(tmp_path / "later.json")
-    assert not pool.run("api.allreduce(np.ones(3), 'late')").errors
+    assert not pool.run("hvd.allreduce(np.ones(3), 'late')").errors
     pool.stop_timeline()
     wait_for_rows(pool, "late", 3)
     assert sum(pool.trace()["name"] == "early") == 3
@@ -131,10 +132,10 @@ TRUTH = f"""\
 import time
 came, done = [], []
 for step in range({ROUNDS}):
-    api.barrier()
+    hvd.barrier()
     if context.engine().rank == 2: time.sleep({LATE})
     came.append(time.monotonic_ns())
-    api.allreduce(np.ones(3), "truth")
+    hvd.allreduce(np.ones(3), "truth")
     done.append(time.monotonic_ns())
 """
 

@@ -1,4 +1,4 @@
-"""The functional API on real ranks: results, layouts and types."""
+"""The collectives of numpy arrays on real ranks: results, layouts and types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives import api, context
+import hvdlab.numpy as hvd
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError, UnsupportedError
 from ranks import Ranks
 
@@ -33,16 +34,16 @@ def reduce_all(type_: str, count: int) -> None:
     x = (np.arange(count) % 5 + rank).astype(type_)
     each = [(np.arange(count) % 5 + r).astype(type_) for r in range(size)]
     expected = {
-        api.Sum: np.sum(each, axis=0, dtype=type_),
-        api.Max: np.max(each, axis=0),
-        api.Min: np.min(each, axis=0),
-        api.Product: np.prod(each, axis=0, dtype=type_),
+        hvd.Sum: np.sum(each, axis=0, dtype=type_),
+        hvd.Max: np.max(each, axis=0),
+        hvd.Min: np.min(each, axis=0),
+        hvd.Product: np.prod(each, axis=0, dtype=type_),
     }
     for op, result in expected.items():
-        got = api.allreduce(x, op=op)
+        got = hvd.allreduce(x, op=op)
         assert got.dtype == x.dtype
         np.testing.assert_array_equal(got, result)
-    average = api.allreduce(x, op=api.Average)
+    average = hvd.allreduce(x, op=hvd.Average)
     np.testing.assert_allclose(
         average.astype(np.float64), np.trunc(np.mean(each, axis=0)) if x.dtype.kind in "iu" else np.mean(each, axis=0), rtol=1e-3
     )  # fmt: skip
@@ -51,10 +52,10 @@ def reduce_all(type_: str, count: int) -> None:
 def booleans() -> None:
     rank, size = mine()
     x = np.array([True, False, rank == 0])
-    assert api.allreduce(x, op=api.Max).tolist() == [True, False, True]
-    assert api.allreduce(x, op=api.Min).tolist() == [True, False, size == 1]
+    assert hvd.allreduce(x, op=hvd.Max).tolist() == [True, False, True]
+    assert hvd.allreduce(x, op=hvd.Min).tolist() == [True, False, size == 1]
     with pytest.raises(UnsupportedError, match="cast"):
-        api.allreduce(x, op=api.Sum)
+        hvd.allreduce(x, op=hvd.Sum)
 
 
 def scales() -> None:
@@ -62,60 +63,60 @@ def scales() -> None:
     x = np.full(3, rank + 1.0)
     total = size * (size + 1) / 2
     np.testing.assert_allclose(
-        api.allreduce(x, op=api.Sum, prescale_factor=2, postscale_factor=0.25), total / 2
+        hvd.allreduce(x, op=hvd.Sum, prescale_factor=2, postscale_factor=0.25), total / 2
     )
     big = np.full(3000, rank + 1.0)
-    np.testing.assert_allclose(api.allreduce(big, op=api.Average, prescale_factor=3), 3 * total / size)
+    np.testing.assert_allclose(hvd.allreduce(big, op=hvd.Average, prescale_factor=3), 3 * total / size)
 
 
 def layouts() -> None:
     rank, size = mine()
-    zero_d = api.allreduce(np.float32(rank), op=api.Sum)
+    zero_d = hvd.allreduce(np.float32(rank), op=hvd.Sum)
     assert zero_d.shape == ()
     assert zero_d == size * (size - 1) / 2
-    assert api.allreduce(np.empty((0, 3), np.float32), op=api.Sum).shape == (0, 3)
+    assert hvd.allreduce(np.empty((0, 3), np.float32), op=hvd.Sum).shape == (0, 3)
     base = np.arange(12, dtype=np.float64).reshape(3, 4)
-    np.testing.assert_array_equal(api.allreduce(base.T, op=api.Sum), base.T * size)
-    np.testing.assert_array_equal(api.allreduce(base[:, ::2], op=api.Sum), base[:, ::2] * size)
+    np.testing.assert_array_equal(hvd.allreduce(base.T, op=hvd.Sum), base.T * size)
+    np.testing.assert_array_equal(hvd.allreduce(base[:, ::2], op=hvd.Sum), base[:, ::2] * size)
     fortran = np.asfortranarray(base)
-    np.testing.assert_array_equal(api.allgather(fortran), np.concatenate([base] * size))
-    assert api.allreduce(memoryview(b"\x01\x02"), op=api.Max).tolist() == [1, 2]
-    assert api.allreduce([1.0, 2.0], op=api.Average).tolist() == [1.0, 2.0]
+    np.testing.assert_array_equal(hvd.allgather(fortran), np.concatenate([base] * size))
+    assert hvd.allreduce(memoryview(b"\x01\x02"), op=hvd.Max).tolist() == [1, 2]
+    assert hvd.allreduce([1.0, 2.0], op=hvd.Average).tolist() == [1.0, 2.0]
 
 
 def in_place() -> None:
     rank, size = mine()
     x = np.full(5, float(rank + 1))
-    assert api.allreduce_(x, op=api.Sum) is x
+    assert hvd.allreduce_(x, op=hvd.Sum) is x
     assert (x == size * (size + 1) / 2).all()
     base = np.zeros((4, 4))
     base[:, ::2] = rank + 1
-    api.allreduce_(base[:, ::2], op=api.Max)
+    hvd.allreduce_(base[:, ::2], op=hvd.Max)
     assert base.tolist() == [[size, 0, size, 0]] * 4
     root = size - 1
     y = np.full((2, 2), rank)
-    api.broadcast_(y.T, root)
+    hvd.broadcast_(y.T, root)
     assert (y == root).all()
     frozen = np.ones(3)
     frozen.setflags(write=False)
     with pytest.raises(InvalidRequestError, match="read-only"):
-        api.allreduce_(frozen)
+        hvd.allreduce_(frozen)
     with pytest.raises(InvalidRequestError, match="list has no memory"):
-        api.allreduce_([1.0, 2.0])
+        hvd.allreduce_([1.0, 2.0])
     buffer = bytearray(b"\x01\x02")
-    assert api.allreduce_(buffer, op=api.Max) is buffer
-    assert (api.allreduce(frozen, op=api.Sum) == size).all()
+    assert hvd.allreduce_(buffer, op=hvd.Max) is buffer
+    assert (hvd.allreduce(frozen, op=hvd.Sum) == size).all()
 
 
 def gathers() -> None:
     rank, size = mine()
     x = np.full((rank + 1, 2), rank, np.int32)
     expected = np.concatenate([np.full((r + 1, 2), r, np.int32) for r in range(size)])
-    np.testing.assert_array_equal(api.allgather(x), expected)
-    assert api.allgather(np.int64(rank)).tolist() == list(range(size))
+    np.testing.assert_array_equal(hvd.allgather(x), expected)
+    assert hvd.allgather(np.int64(rank)).tolist() == list(range(size))
     none_from_0 = np.full((0 if rank == 0 else 2,), rank)
-    assert api.allgather(none_from_0).tolist() == [r for r in range(1, size) for _ in range(2)]
-    a, b = api.grouped_allgather([x, x.astype(np.float64)], name="g")
+    assert hvd.allgather(none_from_0).tolist() == [r for r in range(1, size) for _ in range(2)]
+    a, b = hvd.grouped_allgather([x, x.astype(np.float64)], name="g")
     np.testing.assert_array_equal(a, expected)
     np.testing.assert_array_equal(b, expected)
 
@@ -124,7 +125,7 @@ def broadcasts() -> None:
     rank, size = mine()
     for root in range(size):
         x = np.full((3, 2), rank, np.float16)
-        assert (api.broadcast(x, root) == root).all()
+        assert (hvd.broadcast(x, root) == root).all()
         assert (x == rank).all()
 
 
@@ -134,40 +135,40 @@ def scatters() -> None:
     x = np.arange(rows * 3, dtype=np.float64).reshape(rows, 3) * (rank + 1)
     whole = np.arange(rows * 3, dtype=np.float64).reshape(rows, 3) * size * (size + 1) / 2
     starts = np.cumsum([0] + [3 if r == 0 else 2 for r in range(size)])
-    mine_ = api.reducescatter(x, op=api.Sum)
+    mine_ = hvd.reducescatter(x, op=hvd.Sum)
     np.testing.assert_allclose(mine_, whole[starts[rank] : starts[rank + 1]])
-    (averaged,) = api.grouped_reducescatter([x], op=api.Average)
+    (averaged,) = hvd.grouped_reducescatter([x], op=hvd.Average)
     np.testing.assert_allclose(averaged, mine_ / size)
 
 
 def exchanges() -> None:
     rank, size = mine()
     x = np.array([[10 * rank + r] for r in range(size)])
-    received, splits = api.alltoall(x)
+    received, splits = hvd.alltoall(x)
     assert received.ravel().tolist() == [10 * r + rank for r in range(size)]
     assert splits == (1,) * size
     uneven = [r + 1 for r in range(size)]
     data = np.full(sum(uneven), rank)
-    received, splits = api.alltoall(data, uneven)
+    received, splits = hvd.alltoall(data, uneven)
     assert splits == (rank + 1,) * size
     assert received.tolist() == [r for r in range(size) for _ in range(rank + 1)]
     with pytest.raises(InvalidRequestError, match="one split per member"):
-        api.alltoall(data, [1] * (size + 1))
+        hvd.alltoall(data, [1] * (size + 1))
     if size > 1:
         with pytest.raises(InvalidRequestError, match="divide"):
-            api.alltoall(np.zeros(size + 1))
+            hvd.alltoall(np.zeros(size + 1))
 
 
 def asynchronous() -> None:
     rank, size = mine()
     operations: list[Any] = [
-        api.allreduce_async(np.full(2, rank + i), f"a{i}", op=api.Sum) for i in range(20)
+        hvd.allreduce_async(np.full(2, rank + i), f"a{i}", op=hvd.Sum) for i in range(20)
     ]
-    operations.append(api.broadcast_async(np.full(2, rank), 0))
-    operations.append(api.allgather_async(np.full(1, rank)))
-    api.barrier()
-    results = [api.synchronize(operation) for operation in reversed(operations)]
-    assert all(api.poll(operation) for operation in operations)
+    operations.append(hvd.broadcast_async(np.full(2, rank), 0))
+    operations.append(hvd.allgather_async(np.full(1, rank)))
+    hvd.barrier()
+    results = [hvd.synchronize(operation) for operation in reversed(operations)]
+    assert all(hvd.poll(operation) for operation in operations)
     assert results[0].tolist() == list(range(size))
     assert results[1].tolist() == [0, 0]
     for i, result in enumerate(reversed(results[2:])):
@@ -181,28 +182,28 @@ def process_sets() -> None:
     assert engine.process_sets()[0] == tuple(range(size))
     if rank == size - 1:
         assert engine.ranks(new) == (size - 1,)
-        assert api.allreduce(np.ones(2), op=api.Sum, process_set=new).tolist() == [1, 1]
+        assert hvd.allreduce(np.ones(2), op=hvd.Sum, process_set=new).tolist() == [1, 1]
     else:
         with pytest.raises(InvalidRequestError):
-            api.allreduce(np.ones(2), process_set=new)
-    api.barrier()
+            hvd.allreduce(np.ones(2), process_set=new)
+    hvd.barrier()
     engine.remove_process_set(new)
     assert new not in engine.process_sets()
     with pytest.raises(InvalidRequestError):
-        api.allreduce(np.ones(2), process_set=new)
+        hvd.allreduce(np.ones(2), process_set=new)
 
 
 def unsupported() -> None:
     with pytest.raises(UnsupportedError, match="complex128"):
-        api.allreduce(np.ones(2, complex))
+        hvd.allreduce(np.ones(2, complex))
     with pytest.raises(UnsupportedError, match="native byte order"):
-        api.allreduce(np.ones(2, ">f4"))
+        hvd.allreduce(np.ones(2, ">f4"))
     with pytest.raises(UnsupportedError, match="Adasum"):
-        api.reducescatter(np.ones(2), op=api.Adasum)
+        hvd.reducescatter(np.ones(2), op=hvd.Adasum)
     with pytest.raises(UnsupportedError, match="floating-point"):
-        api.allreduce(np.ones(2, int), op=api.Adasum)
+        hvd.allreduce(np.ones(2, int), op=hvd.Adasum)
     with pytest.raises(UnsupportedError):
-        api.allgather(np.array(["text"]))
+        hvd.allgather(np.array(["text"]))
 
 
 def places() -> tuple[int, int, int, int]:
@@ -214,12 +215,12 @@ def timeline(path: str) -> None:
     engine = context.engine()
     if engine.rank == 0:
         engine.start_timeline(path)
-    api.barrier()
+    hvd.barrier()
     for i in range(5):
-        api.allreduce(np.ones(10), f"in.timeline.{i}")
+        hvd.allreduce(np.ones(10), f"in.timeline.{i}")
     if engine.rank == 0:
         engine.stop_timeline()
-    api.barrier()
+    hvd.barrier()
 
 
 # -- tests ----------------------------------------------------------------------------------------------------------
@@ -258,11 +259,11 @@ def test_a_timeline_has_every_rank(ranks: Ranks, tmp_path: Any) -> None:
 def test_without_a_world_there_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HVDLAB_COORDINATOR", raising=False)
     with pytest.raises(NotInitializedError, match="init"):
-        api.allreduce(np.ones(2))
+        hvd.allreduce(np.ones(2))
     context.init()
     try:
         assert mine() == (0, 1)
-        assert api.allreduce(np.full(3, 2.0), op=api.Sum).tolist() == [2.0] * 3
+        assert hvd.allreduce(np.full(3, 2.0), op=hvd.Sum).tolist() == [2.0] * 3
     finally:
         context.shutdown()
     assert not context.is_initialized()

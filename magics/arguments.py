@@ -48,7 +48,7 @@ VALUES: Mapping[str, Values | list[str]] = {
 }
 """Values that are no choices of argparse's: by option, by magic, or by magic and sub-command."""
 
-OUTPUTS = ("grouped", "stream", "tabs", "none")
+OUTPUTS = ("grouped", "stream", "none")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -228,7 +228,10 @@ def add_pool_options(parser: MagicParser) -> None:
 def add_cell_options(parser: MagicParser) -> None:
     """Add the options about how a cell is run and shown."""
     parser.add_argument(
-        "--output", choices=OUTPUTS, default="grouped", help="how output is arranged (default: grouped)"
+        "--output",
+        choices=OUTPUTS,
+        default="grouped",
+        help="how output is arranged (default: grouped); `%%hvd_output --ranks 3` shows that of one rank",
     )
     parser.add_argument("--out", type=identifier, metavar="NAME", help="bind the values of all ranks to NAME")
     parser.add_argument(

@@ -14,20 +14,9 @@ from hvdlab.magics.session import Session, as_usage_error, ranks_of
 def debug_parser() -> MagicParser:
     parser = MagicParser(
         "%hvd_debug",
-        "Look at what the last cell failed with, in the rank that failed first; or let another debugger in.",
+        "Look at what the last cell failed with, in the rank that failed first.",
     )
     parser.add_argument("rank", nargs="?", metavar="R", help="in this rank")
-    parser.add_argument(
-        "--attach", action="store_true", help="open a port of this host to which a debugger can attach"
-    )
-    parser.add_argument("--detach", action="store_true", help="close it again")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="with --attach: this port")
-    parser.add_argument(
-        "--keep",
-        action="store_true",
-        help="with --attach: one debugger after the other, until --detach; else the port closes once one has attached, "
-        "or after ten minutes",
-    )
     return parser
 
 
@@ -50,16 +39,6 @@ class DebugMagics(Magics):
             return
         pool = self.session.need_pool("%hvd_debug")
         rank = _one(options.rank, ranks_of(pool)) if options.rank is not None else None
-        if options.attach or options.detach:
-            from hvdlab.magics import attach
-
-            if options.detach:
-                attach.detach(self.session, rank)
-            elif rank is None:
-                raise UsageError("%hvd_debug --attach: which rank? `%hvd_debug --attach 2` is rank 2")
-            else:
-                attach.attach(self.session, rank, options.port, keep=options.keep)
-            return
         chosen = pool.first_to_fail if rank is None else rank
         if chosen is None:
             raise UsageError("%hvd_debug: no cell has failed; `%hvd_debug R` looks at rank R")

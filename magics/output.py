@@ -34,7 +34,7 @@ def output_parser() -> MagicParser:
         "--to", metavar="FILE", help="write all of it to a file, also what is too much to show"
     )
     parser.add_argument(
-        "--output", choices=OUTPUTS[:3], default="grouped", help="how it is arranged (default: grouped)"
+        "--output", choices=OUTPUTS[:2], default="grouped", help="how it is arranged (default: grouped)"
     )
     return parser
 

@@ -31,7 +31,6 @@ from hvdlab.magics.screens.base import MergingSink, Screen
 from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.publisher import CellPublisher, ParentPublisher, Publisher, Watched, in_notebook
 from hvdlab.magics.screens.strip import StripSink
-from hvdlab.magics.screens.tabs import PagesSink, SectionsView, notebook_view
 from hvdlab.magics.screens.terminal import TerminalScreen, write_to_terminal
 from hvdlab.magics.session import Session, as_usage_error, cell_number, shell_colours
 from hvdlab.magics.strips import wanted
@@ -180,8 +179,7 @@ def _late_output(session: Session, ranks: Sequence[int], output: str) -> LateOut
 
     def make() -> TimedSink:
         cell, plain = uuid.uuid4().hex[:12], session.ranks_by_default
-        arranged = "grouped" if output == "tabs" else output
-        sink = _foreground_sink(publisher, ranks, arranged, cell, plain=plain, known=session.areas)
+        sink = _foreground_sink(publisher, ranks, output, cell, plain=plain, known=session.areas)
         limit = shown_limit(os.environ)
         return LimitedSink(sink, ranks, limit) if limit else sink
 
@@ -197,10 +195,6 @@ def _foreground_sink(
     plain: bool,
     known: KnownAreas | None,
 ) -> TimedSink:
-    if output == "tabs":
-        return PagesSink(
-            ranks, SectionsView() if publisher is None else notebook_view(publisher, ranks, cell)
-        )
     screen: Screen = (
         TerminalScreen(ranks)
         if publisher is None

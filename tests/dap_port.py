@@ -21,10 +21,18 @@ class DapPort:
         self._unframer, self._heard, self._seq = Unframer(), list[Json](), 0
 
     def ask(self, command: str, **arguments: object) -> Json:
+        """Send a request and return its answer."""
+        return self.answer(self.begin(command, **arguments))
+
+    def begin(self, command: str, **arguments: object) -> int:
+        """Send a request, and return the number by which :meth:`answer` knows it."""
         self._seq += 1
-        seq = self._seq
-        request = {"type": "request", "seq": seq, "command": command, "arguments": arguments}
+        request = {"type": "request", "seq": self._seq, "command": command, "arguments": arguments}
         self._socket.sendall(frame(json.dumps(request).encode()))
+        return self._seq
+
+    def answer(self, seq: int) -> Json:
+        """Wait for the answer to this request."""
         return self.wait(lambda one: one["type"] == "response" and one["request_seq"] == seq)
 
     def wait(self, wanted: Callable[[Json], bool]) -> Json:

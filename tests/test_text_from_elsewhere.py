@@ -62,7 +62,6 @@ from hvdlab.kernel_ext.output.values import html_of
 from hvdlab.kernel_ext.payloads import CellDone, CellError, PendingNow, ServerNow, Stack, StackFrame
 from hvdlab.kernel_ext.status import RankStatus
 from hvdlab.launch.exits import Outcome
-from hvdlab.magics.screens.pages import page_html
 from hvdlab.magics.status_table import StatusTable
 from hvdlab.runner.calling import RankFailedError
 from hvdlab.runner.command import main, speaker
@@ -328,9 +327,6 @@ HTML: dict[str, Callable[[str], str | None]] = {
     "a table": lambda name: table(name).html(name, [name]),
     "the table of ranks": lambda name: status(name)._repr_html_(),
     "no tensors": lambda name: TensorTable({})._repr_html_(),
-    "a page of a rank": lambda name: page_html(
-        0, [{"text": name, "stream": "stdout"}, {"data": {"text/plain": name}}], opened=True
-    ),
     "a value": lambda name: html_of([((0,), {"text/plain": name}), ((1,), {"image/png": name})]),
     "a picture": lambda name: html_of([((0,), {"image/svg+xml": name})]),
     "metrics": lambda name: metrics_picture.as_html(measured(name)),

@@ -1,1 +1,1 @@
-"""The debugger of JupyterLab and VS Code in ranks."""
+"""JupyterLab's debugger in ranks."""

@@ -55,7 +55,6 @@ STEP_WITHIN = 1.0
 CONNECT_ATTEMPTS = 3
 CONNECT_WITHIN = 10.0
 """Seconds that the kernel's own debugger has to answer over a new connection."""
-OWNER = "the notebook's debugger"
 
 Process = Callable[[Json], Awaitable[Json]]
 
@@ -272,7 +271,7 @@ class DebugHub:
             self._session[1].close()
             self._session = None
         if self._session is None and pool is not None:
-            self._session = pool, desk_of(pool.client).session(OWNER, self._heard, self._gone)
+            self._session = pool, desk_of(pool.client).session(self._heard, self._gone)
         return self._session[1] if self._session is not None else None
 
     def pool_changed(self) -> None:

@@ -40,15 +40,14 @@ class Desk:
         client.on_mail(DEBUG, self._take)
         client.on_membership(self._members)
 
-    def session(self, owner: str, heard: Heard, gone: Callable[[int, str], None]) -> Session:
+    def session(self, heard: Heard, gone: Callable[[int, str], None]) -> Session:
         """Begin a session.
 
         Args:
-            owner: What has the session, in words, for frontends that come later.
             heard: Gets the messages of debug servers.
             gone: ``gone(rank, reason)``: a rank has ended. On the client's thread as well.
         """
-        session = Session(self, next(self._numbers), owner, heard, gone)
+        session = Session(self, next(self._numbers), heard, gone)
         self._sessions[session.number] = session
         return session
 
@@ -81,15 +80,13 @@ def lost_ranks(before: Mapping[int, int], now: Mapping[int, int]) -> list[int]:
 class Session:
     """One frontend's dealings with any number of ranks. Any thread."""
 
-    def __init__(
-        self, desk: Desk, number: int, owner: str, heard: Heard, gone: Callable[[int, str], None]
-    ) -> None:
-        self._desk, self.number, self._owner = desk, number, owner
+    def __init__(self, desk: Desk, number: int, heard: Heard, gone: Callable[[int, str], None]) -> None:
+        self._desk, self.number = desk, number
         self.heard, self.gone = heard, gone
 
     def open(self, rank: int) -> None:
         """Have the rank's debug server listen; it answers with :class:`~.messages.Opened`."""
-        self._send(Open(self.number, self._owner), rank)
+        self._send(Open(self.number), rank)
 
     def say(self, rank: int, message: bytes) -> None:
         """Send a message of the Debug Adapter Protocol to the rank's debug server."""

@@ -15,10 +15,9 @@ DEBUG = "hvdlab.pool.debug"
 
 
 class Open(Payload, frozen=True):
-    """Notebook to rank: start the debug server, if it is not there, for a session of this number, of ``owner``."""
+    """Notebook to rank: start the debug server, if it is not there, for a session of this number."""
 
     session: int
-    owner: str
 
 
 class Opened(Payload, frozen=True):

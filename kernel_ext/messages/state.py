@@ -105,30 +105,11 @@ class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):
     text: str = ""
 
 
-class GpuWait(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """For what the rank waits on its GPU.
-
-    Attributes:
-        call: The driver's function in which it waits.
-        seconds: For how long it has.
-        launched: Kernels that it has launched there and not waited for before.
-        kernels: The names of the last of them, in order.
-        lacks: Why all of this is unknown; empty if it is known.
-    """
-
-    call: str = ""
-    seconds: float = 0.0
-    launched: int = 0
-    kernels: tuple[str, ...] = ()
-    lacks: str = ""
-
-
 class Stack(Payload, frozen=True):
     """Answer to AskStack; made by the control thread, so it comes even while the rank is stuck.
 
     ``frames`` are the cell's own and what they called, innermost last; empty if no cell is running. ``paused`` says why the
-    rank waits for the user, such as at a prompt, as it reads after ``rank 3 is``; empty if it does not. ``gpu`` is known with
-    ``HVDLAB_CUDA_KERNELS=1`` only.
+    rank waits for the user, such as at a prompt, as it reads after ``rank 3 is``; empty if it does not.
     """
 
     ticket: int
@@ -136,7 +117,6 @@ class Stack(Payload, frozen=True):
     frames: tuple[StackFrame, ...]
     pending: tuple[PendingNow, ...] = ()
     paused: str = ""
-    gpu: GpuWait | None = None
 
 
 class Names(Payload, frozen=True):

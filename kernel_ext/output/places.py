@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from hvdlab.collectives.errors import call_name, format_ranks
 from hvdlab.collectives.visible import visible
-from hvdlab.kernel_ext.payloads import GpuWait, PendingNow, Stack, StackFrame
+from hvdlab.kernel_ext.payloads import PendingNow, Stack, StackFrame
 
 LONGEST_TEXT = 80
 """Characters shown of a line of code."""
@@ -53,19 +53,6 @@ def full_place(stack: Stack) -> list[str]:
         if frame.text:
             lines.append(f"  {_code(frame)}")
     return lines
-
-
-def waits_for_gpu(wait: GpuWait) -> str:
-    """``waits for its GPU for 14 s (cuStreamSynchronize): 12 kernels, the last of them `a`, `b```"""
-    if wait.lacks:
-        return f"whether it waits for its GPU is unknown: {wait.lacks}"
-    text = f"waits for its GPU for {wait.seconds:.0f} s ({wait.call})"
-    if not wait.launched:
-        return text
-    names = ", ".join(f"`{name}`" for name in wait.kernels)
-    if wait.launched > len(wait.kernels):
-        return f"{text}: {wait.launched} kernels, the last of them {names}"
-    return f"{text}: {'kernel' if wait.launched == 1 else 'kernels'} {names}"
 
 
 def grouped(places: Mapping[int, str], most: int = MOST_LINES) -> list[str]:
@@ -138,10 +125,7 @@ class Whereabouts:
         waits = [_call(pending) for pending in oldest_first(stack.pending)]
         if len(waits) > MOST_LINES:
             waits[MOST_LINES - 1 :] = [f"{len(waits) - MOST_LINES + 1} more"]
-        lines = full_place(stack)
-        if stack.gpu is not None:
-            lines.append(waits_for_gpu(stack.gpu))
-        return [f"in {', '.join(waits)}" if waits else "running", *lines]
+        return [f"in {', '.join(waits)}" if waits else "running", *full_place(stack)]
 
 
 def _call(pending: PendingNow) -> str:

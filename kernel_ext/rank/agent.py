@@ -62,7 +62,6 @@ from hvdlab.kernel_ext.rank.examining import QUESTIONS, Examining
 from hvdlab.kernel_ext.rank.failures import describe
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.gate import InterruptGate
-from hvdlab.kernel_ext.rank.gpu_calls import GpuCalls
 from hvdlab.kernel_ext.rank.last_words import LastWords
 from hvdlab.kernel_ext.rank.lending import Lending, Parcels
 from hvdlab.kernel_ext.rank.looking import LOOKS, Looker
@@ -83,7 +82,6 @@ class RankAgent:
         leave: Called when the pool wants this rank to go, after its cell; by default it stops the loop.
         fds: Redirected file descriptors, if the agent captures output below Python.
         unsent: Shared memory in which the process that forked this one finds unsent output if this one is killed.
-        gpu_calls: What this process launches and waits for on GPUs, if it is kept.
     """
 
     def __init__(
@@ -95,9 +93,7 @@ class RankAgent:
         leave: Callable[[], None] | None = None,
         fds: FdCapture | None = None,
         unsent: Unsent | None = None,
-        gpu_calls: GpuCalls | None = None,
     ) -> None:
-        self._gpu_calls = gpu_calls
         self._shell = shell
         self._loop = loop
         self._engine = engine
@@ -344,7 +340,6 @@ class RankAgent:
             frames,
             status.pending_now(self._engine.pending()),
             self._engine.paused,
-            self._gpu_calls.wait_of(self.main_thread) if self._gpu_calls is not None else None,
         )
 
     # -- main thread --------------------------------------------------------------------------------------------------

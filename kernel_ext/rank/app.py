@@ -25,14 +25,11 @@ from traitlets.config import Config
 from hvdlab.bindings.framework_hooks import devices_in_use, set_environment
 from hvdlab.collectives import context, private
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.knobs import read
 from hvdlab.collectives.metrics.gpus import ask_frameworks
 from hvdlab.horovod.installing import offer
-from hvdlab.kernel_ext.rank import gpu_calls
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.dump import offer_dumps
 from hvdlab.kernel_ext.rank.fds import FdCapture
-from hvdlab.kernel_ext.rank.gpu_calls import GpuCalls
 from hvdlab.kernel_ext.rank.join import join_controller
 from hvdlab.kernel_ext.rank.unsent import Unsent
 from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY, WHO
@@ -70,7 +67,6 @@ class RankProgram:
             self._engine,
             fds=self._fds,
             unsent=_area(unsent),
-            gpu_calls=_gpu_calls(),
         )
         self._joining: asyncio.Task[None] | None = None
         self._done = threading.Event()
@@ -156,11 +152,6 @@ def _is_writable(directory: Path) -> bool:
     """Return whether files can be made in a directory, or it can be made in the one above, as IPython wants it."""
     there = directory if directory.exists() else directory.parent
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-
-
-def _gpu_calls() -> GpuCalls | None:
-    """What this process does on GPUs, if the user asked for it to be kept."""
-    return gpu_calls.keep_gpu_calls() if read(os.environ).get(gpu_calls.SWITCH) is True else None
 
 
 def _area(descriptor: int) -> Unsent | None:

@@ -37,6 +37,8 @@ INSIST = 0.3
 LOADS = 3
 """Attempts to import debugpy."""
 
+OTHER_DEBUGGER = "debugpy.listen() or debugpy.connect() has brought another debugger to it"
+
 _LAST_LINE = 1 << 20
 _OURS = ("hvdlab", "IOPub", "Heartbeat", "Control", "IPythonHistorySavingThread", "pydevd.")
 _PACKAGE = Path(__file__).parents[1]
@@ -61,7 +63,7 @@ class DebugServer:
     ) -> None:
         self._post, self._on_main, self._cells, self._paused = post, on_main, cells, paused
         self._lock = threading.Lock()
-        self._session, self._owner = 0, ""
+        self._session = 0
         self._unfit = ""  # what the installed debugpy lacks
         self._server: _Server | None = None
         self._todo: queue.SimpleQueue[Open | Said | Close | None] = queue.SimpleQueue()
@@ -146,9 +148,6 @@ class DebugServer:
             self._server.close()
 
     def _open(self, order: Open) -> None:
-        if self._session and self._session != order.session and self._owner != order.owner:
-            self._post(DEBUG, encode(Opened(order.session, f"{self._owner} is debugging it")))
-            return
         # What a failed attempt leaves behind spoils the next one.
         error = self._unfit or self._begin(order)
         self._post(DEBUG, encode(Opened(order.session, error)))
@@ -159,8 +158,10 @@ class DebugServer:
             if self._session and self._session != order.session:
                 self._end()
             if self._server is None:
+                if _has_other_debugger():
+                    return OTHER_DEBUGGER
                 self._server = _Server(self._take)
-            self._session, self._owner = order.session, order.owner
+            self._session = order.session
             for file, name in self._cells().items():
                 self._server.map(file, name)
             self._server.trace()
@@ -228,6 +229,8 @@ class DebugServer:
                 self._server.map(file, name)
             self._server.trace_here()  # an interrupt at a breakpoint has ended the tracing of this thread
         else:
+            # The cell may start debugpy itself, which stops every thread of the rank at a breakpoint but those that are exempt.
+            _exempt()
             self._untrace()
 
     def cut(self, error: BaseException) -> None:
@@ -279,6 +282,12 @@ def _plumbing() -> list[str]:
         if name.partition(".")[0] in sys.stdlib_module_names and getattr(module, "__file__", None)
     ]
     return sorted({path for one in (*packages, *modules) for path in (one, str(Path(one).resolve()))})
+
+
+def _has_other_debugger() -> bool:
+    """Return whether user code has started debugpy, which has room for one debugger in a process."""
+    pydevd = sys.modules.get("pydevd")
+    return pydevd is not None and pydevd.get_global_debugger() is not None
 
 
 def load(name: str) -> None:

@@ -1,1 +1,1 @@
-"""Where merged output is shown: a notebook, a terminal, or one tab for each rank."""
+"""Where merged output is shown: a notebook or a terminal."""

@@ -13,8 +13,6 @@ from magics_fakes import Notebook
         ("", "no cell has failed; `%hvd_debug R` looks at rank R"),
         ("7", "rank 7 is out of range"),
         ("0-1", "one rank at a time"),
-        ("--attach", "which rank?"),
-        ("--atach 1", "did you mean --attach?"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_sentence(notebook: Notebook, line: str, said: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dap_port import DapPort
 from debugging_client import Debugging
 from live_kernel import LiveKernel
 
@@ -295,47 +292,6 @@ def _pids(kernel: LiveKernel, debugging: Debugging, cell: object) -> list[str]:
     debugging.ask("continue", threadId=1)
     kernel.finish(cell)  # type: ignore[arg-type]
     return kernel.run("%%hvd_run\nprint(os.getpid())").lines()
-
-
-def test_a_port_for_another_debugger(kernel: LiveKernel) -> None:
-    said = kernel.run(
-        "from hvdlab.magics.attach import attach, detach\nfrom hvdlab.magics.extension import extension_of\n"
-        "session = extension_of(get_ipython()).session\nattach(session, 1, keep=True)"
-    ).text()
-    port = int(said.partition("127.0.0.1:")[2].partition(",")[0])
-    assert json.loads(said[said.index("{") :])["connect"] == {"host": "127.0.0.1", "port": port}
-    with DapPort(port) as other:
-        assert other.ask("initialize", adapterID="x", pathFormat="path")["success"]
-        assert other.ask("attach", justMyCode=True)["success"]
-        path = (
-            kernel.run(f"from ipykernel.compiler import get_file_name\nprint(get_file_name({CELL!r}))")
-            .text()
-            .strip()
-        )
-        other.ask("setBreakpoints", source={"path": path}, breakpoints=[{"line": 4}])
-        other.ask("configurationDone")
-        cell = kernel.send(CELL)
-        event = other.wait(lambda one: one.get("event") == "stopped")
-        found = other.ask("stackTrace", threadId=event["body"]["threadId"])["body"]["stackFrames"]
-        assert (found[0]["source"]["path"], found[0]["line"]) == (path, 4)
-        with open(path, encoding="utf-8") as file:
-            assert file.read() == CELL
-        # JupyterLab's debugger comes second: it has the other rank.
-        debugging = Debugging(kernel)
-        debugging.switch_on()
-        threads = [one["name"] for one in debugging.ask("threads")["body"]["threads"]]
-        assert "rank 0: MainThread" in threads
-        assert "rank 1: MainThread" not in threads
-        told = debugging.wait(lambda one: one["body"].get("category") == "stderr")["body"]["output"]
-        assert told == "rank 1 does not stop at breakpoints: another debugger is debugging it\n"
-        debugging.switch_off()
-        assert not cell.ended
-        other.ask("terminate")  # which ends the session, not the rank
-    kernel.finish(cell)
-    assert cell.lines() == ["[0] 2", "[1] 4"]
-    assert kernel.run("detach(session)").text() == "closed 1 port\n"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))
 
 
 def left_out(kernel: LiveKernel, debugging: Debugging) -> None:

@@ -11,15 +11,13 @@ import pytest
 
 from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text
-from hvdlab.kernel_ext.payloads import CellDone, Clear, Display, Stream
+from hvdlab.kernel_ext.payloads import Display, Stream
 from hvdlab.magics.progress import CellImportDisplay
 from hvdlab.magics.screens.areas import KnownAreas
 from hvdlab.magics.screens.base import MergingSink
 from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.outbox import MESSAGE_CHARACTERS
 from hvdlab.magics.screens.pacing import Pacer, wire_size
-from hvdlab.magics.screens.pages import Page, page_html, page_text
-from hvdlab.magics.screens.tabs import REFRESH, DetailsView, PagesSink
 from hvdlab.magics.screens.terminal import TerminalScreen
 from notebook_recorder import Clock, Recorder
 
@@ -290,40 +288,6 @@ def test_a_pacer_lets_pass_in_the_end() -> None:
         assert pacer.take(10_000_000, now)
 
 
-def test_pages_keep_ranks_apart() -> None:
-    page = Page()
-    page.add((Stream("stdout", "a\n10%\r20%"), Stream("stdout", "\r30%\n"), Stream("stderr", "e\n")))
-    page.add((Display({"text/plain": "0"}, {}, "id"), Display({"text/plain": "1"}, {}, "id", True)))
-    kinds = [(o.get("name"), o.get("text") or o["data"]) for o in page.outputs()]
-    assert kinds == [("stdout", "a\n10%\r20%\r30%\n"), ("stderr", "e\n"), (None, {"text/plain": "1"})]
-    assert page_text(page.outputs()) == "a\n30%\ne\n1\n"
-    page.add((Clear(True), Stream("stderr", "\re 0\n\rb 0\x1b[A\n\rb 1\x1b[A\n\r   \x1b[A\re 1\n")))
-    assert page_text(page.outputs()) == "e 1\n"
-    page.add((Clear(True), Stream("stdout", "new")))
-    assert page_text(page.outputs()) == "new"
-
-
-def test_pages_escape_what_ranks_print() -> None:
-    page = Page()
-    page.add((Stream("stdout", "<script>\x1b[31mred"),))
-    assert "&lt;script&gt;red" in page_html(0, page.outputs(), opened=True)
-
-
-def test_pages_are_updated_now_and_then_and_at_the_end() -> None:
-    recorder, clock = Recorder(), Clock()
-    sink = PagesSink(range(2), DetailsView(recorder, "c"), clock)
-    sink.tick(0.0)
-    sink.output(0, (Stream("stdout", "a"),))
-    assert sink.tick(0.1) == REFRESH
-    assert len(recorder.sent) == 1
-    for rank in range(2):
-        sink.done(rank, CellDone("c", None, 0.1))
-    assert sink.tick(0.2) is None
-    (shown,) = recorder.areas().values()
-    assert "<pre>a</pre>" in shown["text/html"]
-    assert len(recorder.sent) == 2
-
-
 def test_what_is_held_back_is_shown_before_the_user_is_asked() -> None:
     notebook, recorder, clock = screen(2)
     sink = MergingSink(LineMerger(range(2)), notebook, clock)
@@ -348,14 +312,6 @@ def test_only_what_went_wrong_is_on_stderr() -> None:
         ("stdout", "rank 2 has left\n"),
         ("stderr", "rank 1 died\n"),
     ]
-
-
-def test_pages_too_have_only_what_went_wrong_on_stderr() -> None:
-    recorder = Recorder()
-    sink = PagesSink(range(2), DetailsView(recorder, "c"), Clock())
-    sink.note("rank 2 has left")
-    sink.note("rank 1 died", warning=True)
-    assert recorder.sent == [("stdout", "rank 2 has left\n"), ("stderr", "rank 1 died\n")]
 
 
 def test_a_terminal_shows_an_import_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A pool over two hosts whose far rank is debugged through a port here: ``python debugged.py HOSTS``.
+"""A pool over two hosts whose far rank is debugged from here: ``python debugged.py HOSTS``.
 
 Prints what was found, in JSON.
 """
@@ -6,20 +6,19 @@ Prints what was found, in JSON.
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from dap_port import DapPort
-from hvdlab.kernel_ext.debugger.relay import Relay
+from hvdlab.kernel_ext.debugger.mail import desk_of
+from hvdlab.kernel_ext.debugger.messages import FromServer, Opened
 from hvdlab.kernel_ext.pool import Pool
 
 CELL = "import socket\nhere = socket.gethostname()\nshown = here.upper()\nprint(shown)\n"
 FILE = "/tmp/ipykernel_1/1.py"
-
+PATIENCE = 60
 
 SUM = """\
 import os
@@ -31,33 +30,60 @@ context.init()
 float(hvd.allreduce(np.full(1, 1.0 + int(os.environ["RANK"])), op=ReduceOp.SUM)[0])
 """
 
+Json = dict[str, Any]
 
-def main(hosts: str) -> dict[str, Any]:
+
+class FarDebugger:
+    """Session with the debug server of one rank, by the pool's mail."""
+
+    def __init__(self, pool: Pool, rank: int) -> None:
+        self._rank, self._seq = rank, 0
+        self._mail: queue.SimpleQueue[FromServer | str] = queue.SimpleQueue()
+        self._session = desk_of(pool.client).session(
+            lambda _, mail: self._mail.put(mail), lambda _, reason: self._mail.put(reason)
+        )
+        self._session.open(rank)
+        opened = self._mail.get(timeout=PATIENCE)
+        assert isinstance(opened, Opened), opened
+        assert not opened.error
+
+    def ask(self, command: str, **arguments: object) -> Json:
+        """Send a request and return its answer."""
+        self._seq += 1
+        seq = self._seq
+        request = {"type": "request", "seq": seq, "command": command, "arguments": arguments}
+        self._session.say(self._rank, json.dumps(request).encode())
+        return self.wait(lambda one: one["type"] == "response" and one["request_seq"] == seq)
+
+    def wait(self, wanted: Callable[[Json], bool]) -> Json:
+        """Return the next such message, and drop those before it."""
+        while True:
+            mail = self._mail.get(timeout=PATIENCE)
+            assert not isinstance(mail, str | Opened), mail
+            message: Json = json.loads(mail.message)
+            if wanted(message):
+                return message
+
+
+def main(hosts: str) -> Json:
     pool = Pool.start(2, launcher="mpi", hosts=hosts, timeout=90)
     try:
-        sums = list(pool.run(SUM))
-        relay = Relay(pool.client, 1)
-        try:
-            return {"sums": sums, **look(pool, relay.port)}
-        finally:
-            relay.close()
+        return {"sums": list(pool.run(SUM)), **look(pool, FarDebugger(pool, 1))}
     finally:
         pool.stop()
 
 
-def look(pool: Pool, port: int) -> dict[str, Any]:
-    with DapPort(port) as debugger:
-        assert debugger.ask("initialize", adapterID="x", pathFormat="path")["success"]
-        assert debugger.ask("attach", justMyCode=True)["success"]
-        points = [{"line": 3}]
-        debugger.ask("setBreakpoints", source={"path": FILE}, breakpoints=points)
-        debugger.ask("configurationDone")
-        run = pool.start_run(CELL, file=FILE, line_offset=0)
-        thread = debugger.wait(lambda one: one.get("event") == "stopped")["body"]["threadId"]
-        frame = debugger.ask("stackTrace", threadId=thread)["body"]["stackFrames"][0]
-        value = debugger.ask("evaluate", expression="here", frameId=frame["id"])["body"]["result"]
-        debugger.ask("terminate")
-        results = run.wait(60)
+def look(pool: Pool, debugger: FarDebugger) -> Json:
+    assert debugger.ask("initialize", adapterID="x", pathFormat="path")["success"]
+    assert debugger.ask("attach", justMyCode=True)["success"]
+    debugger.ask("setBreakpoints", source={"path": FILE}, breakpoints=[{"line": 3}])
+    debugger.ask("configurationDone")
+    run = pool.start_run(CELL, file=FILE, line_offset=0)
+    thread = debugger.wait(lambda one: one.get("event") == "stopped")["body"]["threadId"]
+    frame = debugger.ask("stackTrace", threadId=thread)["body"]["stackFrames"][0]
+    value = debugger.ask("evaluate", expression="here", frameId=frame["id"])["body"]["result"]
+    debugger.ask("terminate")
+    results = run.wait(PATIENCE)
     return {
         "here": socket.gethostname(),
         "line": frame["line"],

@@ -1,4 +1,4 @@
-"""A rank of another host is debugged through a port of the notebook's: it listens nowhere itself."""
+"""A rank of another host is debugged over the pool's connection: it listens nowhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = str(Path(__file__).with_name("debugged.py"))
 pytestmark = pytest.mark.skipif(not (BIN / "mpiexec").exists(), reason="no mpiexec beside this Python")
 
 
-def test_a_port_here_for_a_rank_of_another_host(network: Network, tmp_path: Path) -> None:
+def test_a_rank_of_another_host_is_debugged_from_here(network: Network, tmp_path: Path) -> None:
     first, second = network.hosts
     # The notebook's process has to see the first processes of all hosts, as mpiexec does; its network is the first host's.
     command = ["nsenter", "-t", str(first.pid), "-n", "--", sys.executable, SCRIPT]

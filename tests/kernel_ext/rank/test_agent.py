@@ -26,7 +26,6 @@ from hvdlab.kernel_ext.payloads import (
     Stack,
     Status,
 )
-from hvdlab.kernel_ext.rank.gpu_calls import GpuCalls
 from hvdlab.kernel_ext.rank.status import memory
 from rank_alone import run_in_new_rank
 
@@ -109,21 +108,6 @@ def test_the_stack_comes_while_the_main_thread_is_stuck(
 
 def test_an_idle_rank_has_no_stack(rank: Rank) -> None:
     rank.play(lambda pool: pool.ask(AskStack(1), Stack).frames == () or pytest.fail("frames of no cell"))
-
-
-def test_what_the_main_thread_waits_for_on_its_gpu_is_beside_its_stack(rank: Rank) -> None:
-    calls = GpuCalls()
-    rank.agent._gpu_calls = calls
-    calls.launch(0, b"kernel")
-
-    def script(pool: Pool) -> None:
-        assert pool.ask(AskStack(1), Stack).gpu is None
-        calls.begin_wait(threading.main_thread().ident or 0, "cuCtxSynchronize", -1)
-        waits = pool.ask(AskStack(2), Stack).gpu
-        assert waits is not None
-        assert (waits.call, waits.launched, waits.kernels) == ("cuCtxSynchronize", 1, ("kernel",))
-
-    rank.play(script)
 
 
 def test_memory_is_that_of_this_process() -> None:

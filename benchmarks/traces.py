@@ -35,7 +35,7 @@ from timeline_traces import steps  # from tests
 
 LAYERS = 40
 LOAD_MS = 600_000
-FORMATS = ("json", "json.gz", "pftrace")
+FORMATS = ("json", "json.gz")
 ARGUMENTS = [
     "--headless",
     "--no-sandbox",

@@ -39,9 +39,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    save = commands.add_parser(
-        "save", help="write it as .json, .json.gz or .pftrace (Perfetto's, the smallest)"
-    )
+    save = commands.add_parser("save", help="write it as .json or .json.gz, which Perfetto opens")
     save.add_argument("file", metavar="FILE", type=Path)
     save.add_argument("--from", metavar="TRACE", type=Path, dest="trace", help="of this file")
     summary = commands.add_parser(
@@ -167,7 +165,7 @@ def _open(options: argparse.Namespace) -> int:
         if path is None:
             with _opened(options) as (_, client):
                 assert client is not None
-                path = save_trace(client, Path(directory, "ranks.pftrace"))
+                path = save_trace(client, Path(directory, "ranks.json.gz"))
         with PerfettoViewer(path, options.port) as viewer:
             print(
                 f"{viewer.new_address()}\nThis address is good once. Ctrl-C ends it. {WITHOUT_NAMES}",

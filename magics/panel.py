@@ -137,7 +137,7 @@ class NotebookDesk:
         if what == "features":
             return {"perfetto": _has_perfetto()}
         if what == "save":
-            path = Path.cwd() / _file_name(str(content.get("kind")))
+            path = Path.cwd() / f"ranks-{datetime.now():%Y-%m-%d-%H%M%S}.json.gz"
             self._save(pool, path)
             return {"path": str(path), "name": path.name, "size": path.stat().st_size}
         if what == "perfetto":
@@ -210,7 +210,7 @@ class NotebookDesk:
 
         with contextlib.ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlab-")))
-            path = directory / "ranks.pftrace"
+            path = directory / "ranks.json.gz"
             self._save(pool, path)
             viewer = stack.enter_context(PerfettoViewer(path))
             self._perfetto.close()
@@ -226,14 +226,6 @@ def _has_perfetto() -> bool:
     except UnsupportedError:
         return False
     return True
-
-
-def _file_name(kind: str) -> str:
-    """A name for a trace in one of the formats that the panel offers."""
-    endings = {"chrome": "json.gz", "perfetto": "pftrace"}
-    if kind not in endings:
-        raise InvalidRequestError(f"a timeline can't be saved as `{kind}`")
-    return f"ranks-{datetime.now():%Y-%m-%d-%H%M%S}.{endings[kind]}"
 
 
 def load_panel(session: Session) -> PanelComms | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VIEWER = "https://ui.perfetto.dev"
 COMMANDS = {
     "show": "the ranks' collectives in a live view; with --perfetto in Perfetto's UI on this machine",
-    "save": "write what was recorded so far to FILE (.json, .json.gz, or .pftrace, the smallest)",
+    "save": "write what was recorded so far to FILE (.json or .json.gz)",
     "clear": "forget the collectives that were recorded so far",
     "start": "from now on write what all ranks do to FILE (.json)",
     "stop": "complete that file",
@@ -69,7 +69,7 @@ class TimelineMagics(Magics):
             parser.error(f"--perfetto is for `show`, not for `{command}`")
         magic = "%hvd_timeline" + (f" {command}" if command != "status" else "")
         if command in WITH_FILE and not file:
-            example = "run.pftrace" if command == "save" else "run.json"
+            example = "run.json.gz" if command == "save" else "run.json"
             raise UsageError(f"{magic}: say which file to write, as in `{magic} {example}`")
         pool = self.session.need_pool(magic)
         with as_usage_error():
@@ -98,7 +98,7 @@ class TimelineMagics(Magics):
     def _open_perfetto(self, pool: Pool) -> None:
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlab-"))
-            path = pool.save_trace(Path(directory, "ranks.pftrace"))
+            path = pool.save_trace(Path(directory, "ranks.json.gz"))
             url = stack.enter_context(PerfettoViewer(path)).new_address()
             self._close_perfetto()
             self._perfetto = stack.pop_all()

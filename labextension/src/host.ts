@@ -54,10 +54,10 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
     if (commands.hasCommand('fileeditor:go-to-line')) await commands.execute('fileeditor:go-to-line', { line: place.line });
   }
 
-  async function save(notebook: NotebookPanel, feed: Feed, pool: string, kind: 'chrome' | 'perfetto'): Promise<void> {
+  async function save(notebook: NotebookPanel, feed: Feed, pool: string): Promise<void> {
     const saving = progress(trans.__('Saving the timeline…'));
     try {
-      const { name, size } = (await feed.ask({ type: 'save', pool, kind }, SAVE_WITHIN)) as { name: string; size: number };
+      const { name, size } = (await feed.ask({ type: 'save', pool }, SAVE_WITHIN)) as { name: string; size: number };
       const download = async () => {
         const url = await app.serviceManager.contents.getDownloadUrl(beside(notebook, name));
         const link = document.createElement('a');

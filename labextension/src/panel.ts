@@ -30,7 +30,7 @@ export interface Host {
   trans: TranslationBundle;
   /** Shows where a collective was asked for. */
   open(notebook: NotebookPanel, site: string): Promise<void>;
-  save(notebook: NotebookPanel, feed: Feed, pool: string, kind: 'chrome' | 'perfetto'): Promise<void>;
+  save(notebook: NotebookPanel, feed: Feed, pool: string): Promise<void>;
   /** Opens what was recorded in Perfetto's own page. */
   perfetto?(feed: Feed, pool: string): Promise<void>;
 }
@@ -198,7 +198,7 @@ export class TimelinePanel extends Widget {
     }
     const actions = {
       open: (site: string) => this.tell(host.open(shown().notebook, site)),
-      save: (kind: 'chrome' | 'perfetto') => this.tell(host.save(shown().notebook, shown().feed, shown().channel.pool, kind)),
+      save: () => this.tell(host.save(shown().notebook, shown().feed, shown().channel.pool)),
       ...(this.withPerfetto ? { perfetto: () => this.tell(host.perfetto!(shown().feed, shown().channel.pool)) } : {}),
     };
     const charts = (place: HTMLElement) => new Charts(place, store, view);

@@ -24,7 +24,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "run.pftrace"
+    path = tmp_path / "run.json"
     path.write_bytes(b"a trace")
     return path
 

@@ -5,7 +5,8 @@ import type { Viewport } from '../model/viewport.ts';
 export interface Actions {
   /** Goes to a line of code, as `Store.sites` names it. */
   open?(site: string): void;
-  save?(kind: 'chrome' | 'perfetto'): void;
+  /** Saves what was recorded as a Chrome trace. */
+  save?(): void;
   /** Opens what was recorded in Perfetto's own page. */
   perfetto?(): void;
 }

@@ -43,8 +43,7 @@ export class Toolbar {
     this.charts(false);
     const { save, perfetto } = actions;
     const items = [
-      save && { label: t('Save as Chrome trace (JSON)'), act: () => save('chrome') },
-      save && { label: t('Save as Perfetto trace'), act: () => save('perfetto') },
+      save && { label: t('Save as Chrome trace (JSON)'), act: () => save() },
       perfetto && { label: t('Open in Perfetto'), act: () => perfetto() },
     ].filter(item => item !== undefined);
     const buttons = h(

@@ -10,7 +10,7 @@ import { HeadingText, SourceSelect } from './source.ts';
 export type TimelineWidget = MainAreaWidget<TimelinePanel>;
 
 /** Those in the palette, in their order. */
-export const COMMANDS = ['hvdlab:open-timeline', 'hvdlab:follow', 'hvdlab:show-everything', 'hvdlab:search', 'hvdlab:table-of-ranks', 'hvdlab:membership', 'hvdlab:save-chrome', 'hvdlab:open-perfetto'];
+export const COMMANDS = ['hvdlab:open-timeline', 'hvdlab:follow', 'hvdlab:show-everything', 'hvdlab:search', 'hvdlab:table-of-ranks', 'hvdlab:membership', 'hvdlab:save-chrome'];
 
 const MODES = { bottom: 'split-bottom', right: 'split-right', tab: 'tab-after', down: undefined } as const;
 
@@ -135,13 +135,5 @@ export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTra
     },
   });
   commands.addCommand('hvdlab:save-chrome', { label: trans.__('Save Timeline of the Ranks as Chrome Trace'), isEnabled: hasTimeline, execute: save });
-  commands.addCommand('hvdlab:open-perfetto', {
-    label: trans.__('Open Timeline of the Ranks in Perfetto'),
-    isEnabled: () => hasTimeline() && !!host.perfetto && !!shown()?.shown?.feed.perfetto,
-    execute: () => {
-      const found = shown()?.shown;
-      if (found) shown()!.tell(host.perfetto!(found.feed, found.channel.pool));
-    },
-  });
   return args => void open(args as Partial<Choice>);
 }

@@ -8,20 +8,14 @@ import signal
 import socket
 import tempfile
 import time
-import urllib.request
-from http import HTTPStatus
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import psutil
 
 from chaos import census
 from chaos.pieces import Pieces
 from chaos.strangers import visit
-from hvdlab.collectives.errors import UnsupportedError
-from hvdlab.collectives.timeline.viewer import PerfettoViewer
 from hvdlab.kernel_ext.debugger.relay import Relay
-from patience import PATIENCE
 
 PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-forkserver", "controller": "hvd-controller"}
 
@@ -61,14 +55,11 @@ class Parts(Pieces):
             directory = Path(ours.enter_context(tempfile.TemporaryDirectory(prefix="hvd-chaos-")))
             relay = Relay(self.campaign.pool.client, 0)
             ours.callback(relay.close)
-            viewer = _viewer(ours, directory)
-            self._bother(directory / "executed", [relay.port, *([viewer.port] if viewer else [])])
+            self._bother(directory / "executed", [relay.port])
             if relay.busy or not relay.listening:
                 self.outcome.wrong.append(
                     "the port for debuggers has let a stranger in, or keeps debuggers out"
                 )
-            if viewer is not None and not _opens(viewer):
-                self.outcome.wrong.append("Perfetto's UI keeps its user out")
 
     def _bother(self, mark: Path, ports: list[int]) -> None:
         run = self.begin(steps=60)
@@ -105,21 +96,3 @@ class Parts(Pieces):
                 listening = psutil.Process(pid).net_connections("tcp4")
                 found |= {c.laddr.port for c in listening if c.status == psutil.CONN_LISTEN}
         return sorted(found)
-
-
-def _viewer(ours: contextlib.ExitStack, directory: Path) -> PerfettoViewer | None:
-    """Perfetto's UI with a trace, where it is installed."""
-    trace = directory / "trace.json"
-    trace.write_text("[]")
-    try:
-        return ours.enter_context(PerfettoViewer(trace))
-    except UnsupportedError:
-        return None
-
-
-def _opens(viewer: PerfettoViewer) -> bool:
-    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-    # Python asks the system for the name, which need not know it.
-    address = urlsplit(viewer.new_address())
-    with browser.open(f"http://127.0.0.1:{viewer.port}/?{address.query}", timeout=PATIENCE) as page:
-        return bool(page.status == HTTPStatus.OK)

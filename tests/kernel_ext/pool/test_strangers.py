@@ -21,8 +21,6 @@ import pytest
 import ordinary_user
 from chaos import census
 from chaos.strangers import visit
-from hvdlab.collectives.errors import UnsupportedError
-from hvdlab.collectives.timeline.viewer import PerfettoViewer
 from hvdlab.kernel_ext.debugger.relay import Relay
 from hvdlab.kernel_ext.pool import Pool
 from listening import Listener, listeners
@@ -75,7 +73,6 @@ class Training:
     pool: Pool
     mark: str
     relay: Relay
-    viewer: PerfettoViewer | None
     directory: Path
     stop: Path
     run: Any = None
@@ -107,7 +104,7 @@ class Training:
     def ports(self) -> list[int]:
         """TCP ports on the loopback interface."""
         places = [one.place for one in self.listeners() if not one.place.startswith("unix:")]
-        assert {place.rpartition(":")[0] for place in places} <= {"127.0.0.1", "::1"}
+        assert {place.rpartition(":")[0] for place in places} == {"127.0.0.1"}
         return sorted({int(place.rpartition(":")[2]) for place in places})
 
 
@@ -128,12 +125,7 @@ def training(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert pool.cluster is not None
         relay = Relay(pool.client, 0)
         stack.callback(relay.close)
-        trace = tmp_path / "trace.json"
-        trace.write_text("[]")
-        viewer = None
-        with contextlib.suppress(UnsupportedError):
-            viewer = stack.enter_context(PerfettoViewer(trace))
-        found = Training(pool, mark, relay, viewer, directory, tmp_path / "stop")
+        found = Training(pool, mark, relay, directory, tmp_path / "stop")
         assert not there & found.listeners(), "the test's own process listens"
         yield found
         for child in (directory / "ipython").rglob("*"):
@@ -159,8 +151,6 @@ def row_of(training: Training, listener: Listener, processes: dict[int, str]) ->
     port = int(place.rpartition(":")[2])
     if port == training.relay.port:
         return "debugger of a rank"
-    if training.viewer is not None and port == training.viewer.port:
-        return "Perfetto's page and trace"
     return {
         "hvd-controller": "ipyparallel's controller",
         "hvdlab-server": "parameter server, for other hosts",
@@ -181,8 +171,7 @@ ELSEWHERE = {
 def test_the_table_of_ports_and_the_sockets_are_the_same(training: Training) -> None:
     processes = training.processes()
     rows = [row_of(training, one, processes) for one in training.listeners()]
-    missing = {"Perfetto's page and trace"} if training.viewer is None else set()
-    assert set(rows) == names("Ports") - ELSEWHERE - missing
+    assert set(rows) == names("Ports") - ELSEWHERE
     (said,) = re.findall(r"ipyparallel's controller \| TCP, (\d+) ports of the loopback interface", PAGE)
     assert rows.count("ipyparallel's controller") == int(said)
     training.begin()

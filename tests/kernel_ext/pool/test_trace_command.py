@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import re
-import signal
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +14,6 @@ from hvdlab.collectives.recording.loading import load
 from hvdlab.collectives.recording.saving import save
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.runner.command import main
-from patience import PATIENCE
 from timeline_traces import steps
 
 SETUP = "import numpy as np\nfrom hvdlab.collectives import api, context\ncontext.init()"
@@ -90,7 +84,6 @@ def test_files_are_summed_up_and_converted(trace: Path, capsys: pytest.CaptureFi
         (["summary", "a.json", "--pool", "b"], "not both"),
         (["save", "x.txt", "--from", "TRACE"], "says no format of a trace"),
         (["save", "nowhere/x.json", "--from", "TRACE"], "No such file or directory"),
-        (["open", "nowhere.json"], "nowhere.json: No such file or directory"),
         (["show"], "invalid choice: 'show'"),
     ],
 )
@@ -101,56 +94,3 @@ def test_what_can_not_be_done_is_said_in_one_sentence(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("hvdlab: ")
     assert said in line
-
-
-def test_a_file_is_opened_in_perfetto_s_ui_until_ctrl_c(trace: Path, tmp_path: Path) -> None:
-    """The browser is started without the token on its command line, which other users can read."""
-    browser, written = tmp_path / "browser", tmp_path / "arguments"
-    os.mkfifo(written)
-    browser.write_text(f'#!/bin/sh\n(echo "$@"; cat "${{1#file://}}") > {written}\n')
-    browser.chmod(0o700)
-    command = [sys.executable, "-m", "hvdlab", "trace", "open", str(trace)]
-    environment = {**os.environ, "BROWSER": f"{browser} %s"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-        # Python asks the system for such a name, which need not know it.
-        here = re.sub(r"[0-9a-f]+\.localhost", "127.0.0.1", url)
-        assert b"Perfetto" in opener.open(here, timeout=PATIENCE).read()
-        assert (
-            opener.open(f"{here.partition('?')[0]}localtrace", timeout=PATIENCE).read() == trace.read_bytes()
-        )
-        address = url.partition("?")[0]
-        arguments, page = written.read_text().split("\n", 1)
-        assert arguments.startswith("file://")
-        assert "token=" not in arguments
-        assert f"{address}?token=" in page
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == 130
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def test_top_goes_on_as_long_as_the_pool_does(kept: Pool) -> None:
-    command = [sys.executable, "-m", "hvdlab", "trace", "top"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "120"}
-    )
-    assert process.stdout is not None
-    try:
-        heads = (line for line in process.stdout if " spans of 2 ranks in " in line)
-        assert next(heads).startswith("20 spans")
-        assert not kept.run("api.allreduce(np.ones(3), 'loss')").errors
-        assert next(heads).startswith("22 spans")
-        kept.stop()
-        assert process.stdout.read().endswith("the pool has ended\n")
-        assert process.wait(PATIENCE) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()

@@ -4,7 +4,7 @@
     python benchmarks/strangers.py --plane gloo --seconds 60
 
 A pool of ranks trains with all open beside it that can be: ipyparallel's controller, parameter servers with ports for other
-hosts, Perfetto's page. A process of strangers (``tests/chaos/strangers.py``: web pages and floods, also within TLS) goes
+hosts. A process of strangers (``tests/chaos/strangers.py``: web pages and floods, also within TLS) goes
 round all of these ports, so many visits a second, and keeps the connections that it is let keep.
 
 On one machine the strangers themselves need processors, which they would not take from ranks if they came from another one. So there are
@@ -41,7 +41,6 @@ from watching_cost import interval
 
 from chaos import census
 from chaos.strangers import STRANGERS
-from hvdlab.collectives.timeline.viewer import PerfettoViewer
 from hvdlab.kernel_ext.pool import Pool
 from listening import listeners
 
@@ -162,8 +161,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             raise RuntimeError(f"the pool can't train: {errors}")
         if pool.cluster is None:
             raise RuntimeError("ipyparallel's controller did not come")
-        (directory / "trace.json").write_text("[]")
-        stack.enter_context(PerfettoViewer(directory / "trace.json"))
         places = [one.place for one in listeners([os.getpid(), *census.marked(mark)])]
         ports = sorted({int(place.rpartition(":")[2]) for place in places if not place.startswith("unix:")})
         stop = directory / "stop"

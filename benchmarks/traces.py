@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording.loading import events
 from hvdlab.collectives.recording.saving import save
-from hvdlab.collectives.timeline.viewer import PerfettoViewer
-from timeline_traces import steps  # from tests
+from perfetto_ui import perfetto_ui  # from tests
+from timeline_traces import steps
 
 LAYERS = 40
 LOAD_MS = 600_000
-FORMATS = ("json", "json.gz", "pftrace")
+FORMATS = ("json", "json.gz")
 ARGUMENTS = [
     "--headless",
     "--no-sandbox",
@@ -98,7 +98,7 @@ def expected(path: Path) -> dict[str, int]:
 
 
 def measure_opening(path: Path, slices: dict[str, int]) -> dict[str, Any]:
-    with PerfettoViewer(path) as server, sync_playwright() as playwright:
+    with perfetto_ui(path) as address, sync_playwright() as playwright:
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         try:
@@ -106,7 +106,7 @@ def measure_opening(path: Path, slices: dict[str, int]) -> dict[str, Any]:
             faults: list[str] = []
             page.on("pageerror", lambda error: faults.append(str(error)))
             begin = time.perf_counter()
-            page.goto(server.new_address())
+            page.goto(address)
             page.wait_for_function("() => window.app && window.app.trace", timeout=LOAD_MS)
             page.wait_for_function("() => !window.app.isLoadingTrace", timeout=LOAD_MS)
             seconds = time.perf_counter() - begin

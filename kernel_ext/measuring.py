@@ -88,7 +88,7 @@ class Measuring:
         """Write everything that :meth:`trace` would have now, with cells, metrics and lost ranks, for a trace viewer.
 
         Args:
-            path: A name that ends in ``.json`` or ``.json.gz`` (Chrome's format) or ``.pftrace`` (Perfetto's, the smallest).
+            path: A name that ends in ``.json`` (Chrome's format) or ``.json.gz`` (the same compressed).
             format: One of these, for a file whose name says something else.
 
         Returns:

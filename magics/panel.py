@@ -6,8 +6,6 @@ other only receives: once a comm has sent from a cell, ipykernel would let messa
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
@@ -15,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.magics.session import Session
 
 if TYPE_CHECKING:
@@ -101,7 +99,6 @@ class NotebookDesk:
         self._last: weakref.ref[Recording] | None = None
         self._watched: dict[str, Client] = {}
         self._watching = threading.Lock()
-        self._perfetto = contextlib.ExitStack()
 
     def recording(self, pool: str) -> Recording | None:
         if not pool:
@@ -134,14 +131,10 @@ class NotebookDesk:
 
     def do(self, what: str, content: Content) -> dict[str, Any]:
         pool = str(content.get("pool", ""))
-        if what == "features":
-            return {"perfetto": _has_perfetto()}
         if what == "save":
-            path = Path.cwd() / _file_name(str(content.get("kind")))
+            path = Path.cwd() / f"ranks-{datetime.now():%Y-%m-%d-%H%M%S}.json.gz"
             self._save(pool, path)
             return {"path": str(path), "name": path.name, "size": path.stat().st_size}
-        if what == "perfetto":
-            return {"url": self._view(pool)}
         raise InvalidRequestError(f"this version of hvdlab can't do `{what}`")
 
     def close(self) -> None:
@@ -150,7 +143,6 @@ class NotebookDesk:
             watched, self._watched = self._watched, {}
         for client in watched.values():
             client.close()
-        self._perfetto.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -203,37 +195,6 @@ class NotebookDesk:
         from hvdlab.kernel_ext.recording import save_trace
 
         save_trace(own.client if own is not None and not pool else self._client(pool), path)
-
-    def _view(self, pool: str) -> str:
-        """The address of Perfetto's UI with what was recorded until now; the one before is not served any more."""
-        from hvdlab.collectives.timeline.viewer import PerfettoViewer
-
-        with contextlib.ExitStack() as stack:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlab-")))
-            path = directory / "ranks.pftrace"
-            self._save(pool, path)
-            viewer = stack.enter_context(PerfettoViewer(path))
-            self._perfetto.close()
-            self._perfetto = stack.pop_all()
-        return viewer.new_address()
-
-
-def _has_perfetto() -> bool:
-    from hvdlab.collectives.timeline.viewer import ui_directory
-
-    try:
-        ui_directory()
-    except UnsupportedError:
-        return False
-    return True
-
-
-def _file_name(kind: str) -> str:
-    """A name for a trace in one of the formats that the panel offers."""
-    endings = {"chrome": "json.gz", "perfetto": "pftrace"}
-    if kind not in endings:
-        raise InvalidRequestError(f"a timeline can't be saved as `{kind}`")
-    return f"ranks-{datetime.now():%Y-%m-%d-%H%M%S}.{endings[kind]}"
 
 
 def load_panel(session: Session) -> PanelComms | None:

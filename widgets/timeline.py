@@ -51,7 +51,7 @@ class TimelineWidget(anywidget.AnyWidget):
             if not isinstance(content, dict):
                 return
             if content.get("type") == "save":
-                self._downloads.start(content.get("kind"))
+                self._downloads.start()
             elif content.get("type") == "hello":
                 since, points = (max(0, int(content.get(name, 0))) for name in ("since", "points"))
                 self._publisher.hello(since, points=points)

@@ -44,8 +44,6 @@ def load(path: Path) -> Recording:
         InvalidRequestError: It is no such trace, or it unpacks to far more than one.
         OSError: It can't be read.
     """
-    if path.name.endswith(".pftrace"):
-        raise InvalidRequestError(f"{path}: Perfetto's format is not read here; save it as .json.gz as well")
     reader = _Reader()
     try:
         with path.open("rb") as raw:

@@ -14,16 +14,13 @@ import msgspec
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.recording.export import trace_events
 from hvdlab.collectives.recording.recording import Recording
-from hvdlab.collectives.timeline.perfetto import PerfettoTrace, compressed
 from hvdlab.collectives.timeline.tracks import TraceEvent
 
-Format = Literal["json", "json.gz", "pftrace"]
-"""Chrome's trace format, the same compressed, and Perfetto's own."""
+Format = Literal["json", "json.gz"]
+"""Chrome's trace format, and the same compressed."""
 
 # Level 6 takes three times as long for a tenth less.
 GZIP_LEVEL = 3
-PIECE = 1 << 20
-"""Bytes of packets that are compressed together."""
 
 
 def format_of(path: str | os.PathLike[str], format: str | None = None) -> Format:
@@ -34,7 +31,7 @@ def format_of(path: str | os.PathLike[str], format: str | None = None) -> Format
             found: Format = known
             return found
     asked = f"a trace can't be written as `{format}`" if format else f"`{name}` says no format of a trace"
-    raise InvalidRequestError(f"{asked}: use .json, .json.gz or .pftrace (Perfetto's, the smallest)")
+    raise InvalidRequestError(f"{asked}: use .json or .json.gz (the same, compressed)")
 
 
 def save(recording: Recording, path: str | os.PathLike[str], format: str | None = None) -> Path:
@@ -42,8 +39,8 @@ def save(recording: Recording, path: str | os.PathLike[str], format: str | None 
 
     Args:
         recording: The recording to write.
-        path: The file to write; the end of its name (``.json``, ``.json.gz`` or ``.pftrace``) chooses the format.
-        format: ``"json"``, ``"json.gz"`` or ``"pftrace"``, whatever the name ends in; by default the name chooses.
+        path: The file to write; the end of its name (``.json`` or ``.json.gz``) chooses the format.
+        format: ``"json"`` or ``"json.gz"``, whatever the name ends in; by default the name chooses.
 
     Returns:
         The file's whole path.
@@ -72,7 +69,7 @@ def write(portions: Iterable[list[TraceEvent]], file: IO[bytes], format: Format)
             for piece in _json(portions):
                 packed.write(piece)
         return
-    for piece in _json(portions) if format == "json" else _perfetto(portions):
+    for piece in _json(portions):
         file.write(piece)
 
 
@@ -84,14 +81,3 @@ def _json(portions: Iterable[list[TraceEvent]]) -> Iterator[bytes]:
             yield between + b",\n".join(map(encoder.encode, portion))
             between = b",\n"
     yield b"[]\n" if between == b"[\n" else b"\n]\n"
-
-
-def _perfetto(portions: Iterable[list[TraceEvent]]) -> Iterator[bytes]:
-    trace, waiting = PerfettoTrace(), bytearray()
-    for portion in portions:
-        waiting += trace.encode(portion)
-        if len(waiting) >= PIECE:
-            yield compressed(bytes(waiting))
-            waiting.clear()
-    if waiting:
-        yield compressed(bytes(waiting))

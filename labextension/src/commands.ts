@@ -10,7 +10,7 @@ import { HeadingText, SourceSelect } from './source.ts';
 export type TimelineWidget = MainAreaWidget<TimelinePanel>;
 
 /** Those in the palette, in their order. */
-export const COMMANDS = ['hvdlab:open-timeline', 'hvdlab:follow', 'hvdlab:show-everything', 'hvdlab:search', 'hvdlab:table-of-ranks', 'hvdlab:membership', 'hvdlab:save-chrome', 'hvdlab:save-perfetto', 'hvdlab:open-perfetto'];
+export const COMMANDS = ['hvdlab:open-timeline', 'hvdlab:follow', 'hvdlab:show-everything', 'hvdlab:search', 'hvdlab:table-of-ranks', 'hvdlab:membership', 'hvdlab:save-chrome'];
 
 const MODES = { bottom: 'split-bottom', right: 'split-right', tab: 'tab-after', down: undefined } as const;
 
@@ -71,9 +71,9 @@ export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTra
   }
 
   const hasTimeline = () => !!shown()?.view;
-  const save = (kind: 'chrome' | 'perfetto') => () => {
+  const save = () => {
     const found = shown()?.shown;
-    if (found) shown()!.tell(host.save(found.notebook, found.feed, found.channel.pool, kind));
+    if (found) shown()!.tell(host.save(found.notebook, found.feed, found.channel.pool));
   };
 
   commands.addCommand('hvdlab:open-timeline', {
@@ -134,15 +134,6 @@ export function addCommands(app: JupyterFrontEnd, host: Host, tracker: WidgetTra
       commands.notifyCommandChanged('hvdlab:membership');
     },
   });
-  commands.addCommand('hvdlab:save-chrome', { label: trans.__('Save Timeline of the Ranks as Chrome Trace'), isEnabled: hasTimeline, execute: save('chrome') });
-  commands.addCommand('hvdlab:save-perfetto', { label: trans.__('Save Timeline of the Ranks for Perfetto'), isEnabled: hasTimeline, execute: save('perfetto') });
-  commands.addCommand('hvdlab:open-perfetto', {
-    label: trans.__('Open Timeline of the Ranks in Perfetto'),
-    isEnabled: () => hasTimeline() && !!host.perfetto && !!shown()?.shown?.feed.perfetto,
-    execute: () => {
-      const found = shown()?.shown;
-      if (found) shown()!.tell(host.perfetto!(found.feed, found.channel.pool));
-    },
-  });
+  commands.addCommand('hvdlab:save-chrome', { label: trans.__('Save Timeline of the Ranks as Chrome Trace'), isEnabled: hasTimeline, execute: save });
   return args => void open(args as Partial<Choice>);
 }

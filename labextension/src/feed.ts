@@ -42,8 +42,6 @@ export class Feed implements IDisposable {
   private readonly channels = new Map<string, Channel>();
   private readonly wishes = new Map<object, Wish>();
   private readonly questions = new Map<string, { resolve(answer: JSONObject): void; reject(reason: Error): void }>();
-  /** Whether the kernel can show traces in Perfetto's own page. */
-  perfetto = false;
   /** What was run, by number: the notebook does not tell the number of a cell that still runs. */
   readonly sources = new Map<number, string>();
   private kernel: Kernel.IKernelConnection | null = null;
@@ -180,13 +178,6 @@ export class Feed implements IDisposable {
     if (this.isHere) return;
     this.isHere = true;
     this.changed.emit(null);
-    void this.ask({ type: 'features' }).then(
-      ({ perfetto }) => {
-        this.perfetto = perfetto === true;
-        this.changed.emit(null);
-      },
-      () => undefined, // it has ended
-    );
     for (const channel of this.channels.values()) this.hello(channel);
   }
 

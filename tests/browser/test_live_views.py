@@ -237,8 +237,8 @@ def check_places(lab: LabPage) -> None:
     )
     lab.page.get_by_role("button", name="Save or open elsewhere").first.click()
     with lab.page.expect_download(timeout=WAIT_MS) as download:
-        lab.page.get_by_role("menuitem", name="Save as Perfetto trace").click()
-    assert download.value.suggested_filename == "hvdlab-timeline.pftrace"
+        lab.page.get_by_role("menuitem", name="Save as Chrome trace (JSON)").click()
+    assert download.value.suggested_filename == "hvdlab-timeline.json.gz"
     assert download.value.path().stat().st_size > 1000
     lab.page.locator(".hvd-plot canvas").last.focus()
 

@@ -142,15 +142,18 @@ def check_reload(lab: LabPage) -> None:
 
 
 def check_save(lab: LabPage, work: Path) -> None:
-    for name, ending in (("as Chrome Trace", "json.gz"), ("for Perfetto", "pftrace")):
-        lab.command(f"Save Timeline of the Ranks {name}")
-        toast = lab.page.locator(".Toastify__toast", has_text=f".{ending}")
-        toast.wait_for(timeout=WAIT_MS)
-        toast.locator(".jp-Notification-Toast-Close").click()
-        toast.wait_for(state="detached", timeout=WAIT_MS)
-        (path,) = work.glob(f"ranks-*.{ending}")
-        assert path.stat().st_size > 500
-        path.unlink()
+    lab.command("Save Timeline of the Ranks as Chrome Trace")
+    toast = lab.page.locator(".Toastify__toast", has_text=".json.gz")
+    toast.wait_for(timeout=WAIT_MS)
+    lab.page.context.route("https://ui.perfetto.dev/", lambda route: route.fulfill(body="Perfetto"))
+    with lab.page.expect_popup(timeout=WAIT_MS) as opened:
+        toast.get_by_role("button", name="Open Perfetto").click()
+    assert opened.value.url == "https://ui.perfetto.dev/"
+    opened.value.close()
+    toast.wait_for(state="detached", timeout=WAIT_MS)
+    (path,) = work.glob("ranks-*.json.gz")
+    assert path.stat().st_size > 500
+    path.unlink()
 
 
 def check_theme(lab: LabPage) -> None:

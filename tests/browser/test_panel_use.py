@@ -77,13 +77,10 @@ def check_menus(lab: LabPage) -> None:
     labels.locator("text='Timeline of the Ranks'").wait_for(timeout=WAIT_MS)
     lab.page.keyboard.press("Escape")
     lab.page.locator(".lm-MenuBar-item", has_text="File").click()
-    labels.locator("text='Save Ranks Timeline'").hover()
-    for name in ("as Chrome Trace", "for Perfetto"):
-        item = lab.page.locator(".lm-Menu-item", has_text=f"Save Timeline of the Ranks {name}")
-        item.wait_for(timeout=WAIT_MS)
-        assert "lm-mod-disabled" not in str(item.get_attribute("class"))
-    for _ in range(2):
-        lab.page.keyboard.press("Escape")
+    item = lab.page.locator(".lm-Menu-item", has_text="Save Timeline of the Ranks as Chrome Trace")
+    item.wait_for(timeout=WAIT_MS)
+    assert "lm-mod-disabled" not in str(item.get_attribute("class"))
+    lab.page.keyboard.press("Escape")
 
 
 def check_keys(lab: LabPage) -> None:

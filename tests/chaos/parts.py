@@ -6,21 +6,13 @@ import contextlib
 import os
 import signal
 import socket
-import tempfile
 import time
-import urllib.request
-from http import HTTPStatus
-from pathlib import Path
-from urllib.parse import urlsplit
 
 import psutil
 
 from chaos import census
 from chaos.pieces import Pieces
 from chaos.strangers import visit
-from hvdlab.collectives.errors import UnsupportedError
-from hvdlab.collectives.timeline.viewer import PerfettoViewer
-from patience import PATIENCE
 
 PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-forkserver", "controller": "hvd-controller"}
 
@@ -56,14 +48,6 @@ class Parts(Pieces):
     def bothering(self) -> None:
         """Strangers connect to all that listens, send what is no message, or one of another protocol, and stay."""
         self.victim = self.outcome.victim = -1
-        with contextlib.ExitStack() as ours:
-            directory = Path(ours.enter_context(tempfile.TemporaryDirectory(prefix="hvd-chaos-")))
-            viewer = _viewer(ours, directory)
-            self._bother([viewer.port] if viewer else [])
-            if viewer is not None and not _opens(viewer):
-                self.outcome.wrong.append("Perfetto's UI keeps its user out")
-
-    def _bother(self, ports: list[int]) -> None:
         run = self.begin(steps=60)
         self.await_instant()
         at = time.monotonic()
@@ -78,7 +62,7 @@ class Parts(Pieces):
                     pass
             self.outcome.report = time.monotonic() - at
             theirs = self._ports()
-            for port in (*ports, *self.rng.sample(theirs, min(2, len(theirs)))):
+            for port in self.rng.sample(theirs, min(2, len(theirs))):
                 visit(strangers, port)
             for port in theirs:
                 tcp = strangers.enter_context(socket.socket())
@@ -96,21 +80,3 @@ class Parts(Pieces):
                 listening = psutil.Process(pid).net_connections("tcp4")
                 found |= {c.laddr.port for c in listening if c.status == psutil.CONN_LISTEN}
         return sorted(found)
-
-
-def _viewer(ours: contextlib.ExitStack, directory: Path) -> PerfettoViewer | None:
-    """Perfetto's UI with a trace, where it is installed."""
-    trace = directory / "trace.json"
-    trace.write_text("[]")
-    try:
-        return ours.enter_context(PerfettoViewer(trace))
-    except UnsupportedError:
-        return None
-
-
-def _opens(viewer: PerfettoViewer) -> bool:
-    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-    # Python asks the system for the name, which need not know it.
-    address = urlsplit(viewer.new_address())
-    with browser.open(f"http://127.0.0.1:{viewer.port}/?{address.query}", timeout=PATIENCE) as page:
-        return bool(page.status == HTTPStatus.OK)

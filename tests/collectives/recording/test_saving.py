@@ -11,10 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-import perfetto_reading
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.membership import Membership
@@ -26,7 +23,6 @@ from hvdlab.collectives.timeline.check import check
 from hvdlab.collectives.timeline.chrome import ChromeTrace
 from hvdlab.collectives.timeline.clock import clock_domain
 from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, Event, Members, Metric, Span
-from hvdlab.collectives.timeline.perfetto import PerfettoTrace, double, field, varint
 from hvdlab.collectives.timeline.records import decode, encode
 from hvdlab.collectives.timeline.tracks import TraceEvent
 from timeline_traces import steps
@@ -148,24 +144,17 @@ def test_spans_tell_their_line_and_lost_ones_are_counted() -> None:
 # -- files --------------------------------------------------------------------------------------------------------
 
 
-def test_each_format_has_the_same_events_and_perfetto_s_is_the_smallest(tmp_path: Path) -> None:
+def test_each_format_has_the_same_events(tmp_path: Path) -> None:
     recording = recorded(list(steps(4, 20)))
-    plain, packed, perfetto = (
-        save(recording, tmp_path / f"run.{kind}") for kind in ("json", "json.gz", "pftrace")
-    )
+    plain, packed = (save(recording, tmp_path / f"run.{kind}") for kind in ("json", "json.gz"))
     events = msgspec.json.decode(plain.read_bytes())
     assert check(events) == []
     assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
-    found = perfetto_reading.read(perfetto.read_bytes())
-    assert perfetto_reading.problems(found) == []
-    assert Counter(s.name for s in found.slices) == Counter(e["name"] for e in events if e["ph"] in "XBbi")
-    assert len(found.counts) == sum(event["ph"] == "C" for event in events)
-    assert perfetto.stat().st_size < plain.stat().st_size / 5
+    assert packed.stat().st_size < plain.stat().st_size / 5
 
 
 def test_an_empty_recording_is_an_empty_trace(tmp_path: Path) -> None:
     assert save(Recording(), tmp_path / "run.json").read_bytes() == b"[]\n"
-    assert save(Recording(), tmp_path / "run.pftrace").read_bytes() == b""
 
 
 def test_what_can_not_be_written_leaves_what_was_there(
@@ -188,7 +177,6 @@ def test_what_can_not_be_written_leaves_what_was_there(
     [
         ("a.json", None, "json"),
         ("a.json.gz", None, "json.gz"),
-        ("a.pftrace", None, "pftrace"),
         ("a", "json", "json"),
     ],
 )
@@ -197,70 +185,15 @@ def test_a_name_says_the_format_unless_it_is_given(name: str, format: str | None
 
 
 @pytest.mark.parametrize(
-    ("name", "format"), [("a.txt", None), ("a.gz", None), ("a.json", "xml"), ("json", None)]
+    ("name", "format"),
+    [("a.txt", None), ("a.gz", None), ("a.pftrace", None), ("a.json", "xml"), ("json", None)],
 )
 def test_an_unknown_format_is_refused(name: str, format: str | None) -> None:
-    with pytest.raises(InvalidRequestError, match=r"use \.json, \.json\.gz or \.pftrace"):
+    with pytest.raises(InvalidRequestError, match=r"use \.json or \.json\.gz"):
         format_of(name, format)
 
 
-# -- Perfetto's format --------------------------------------------------------------------------------------------
-
-
-@given(st.integers(-(2**63), 2**64 - 1))
-def test_numbers_are_varints(value: int) -> None:
-    data = varint(value)
-    assert perfetto_reading.varint(data, 0) == (value & (2**64 - 1), len(data))
-    assert len(data) == max(1, -(-(value & (2**64 - 1)).bit_length() // 7))
-
-
-def test_times_names_and_arguments_come_back() -> None:
-    arguments: dict[str, Any] = {
-        "tensor": "grad \ud800 é", "bytes": 2**40, "last_rank": -1, "offset_us": 1.25, "ok": True,
-        "names": ["a", "b", "a"], "by rank": {"rank 0": 0.5, "rank 1": "x"}, "nothing": None,
-    }  # fmt: skip
-    place = {"pid": 3, "tid": 10}
-    events: list[TraceEvent] = [
-        {"ph": "M", "name": "process_name", "pid": 3, "tid": 0, "ts": 0.0, "args": {"name": "rank 3"}},
-        {"ph": "M", "name": "thread_name", **place, "ts": 0.0, "args": {"name": "collectives"}},
-        {
-            "ph": "X",
-            "name": "ALLREDUCE",
-            "cat": "collectives",
-            **place,
-            "ts": 5000.123,
-            "dur": 0.001,
-            "args": arguments,
-        },
-        {"ph": "b", "name": "QUEUE", "cat": "queue", **place, "ts": 4000.5, "args": {}},
-        {"ph": "e", "name": "QUEUE", "cat": "queue", **place, "ts": 6000.0, "args": {}},
-        {"ph": "b", "name": "QUEUE", "cat": "queue", **place, "ts": 5000.0, "args": arguments},
-        {"ph": "e", "name": "QUEUE", "cat": "queue", **place, "ts": 5500.0, "args": {}},
-        {"ph": "C", "name": "loss", "cat": "metrics", **place, "ts": 7000.0, "args": {"value": 3}},
-    ]
-    trace = PerfettoTrace()
-    found = perfetto_reading.read(
-        b"".join(trace.encode([event]) for event in events[:3]) + trace.encode(events[3:])
-    )
-    assert perfetto_reading.problems(found) == []
-    expected = {**arguments, "tensor": "grad \\ud800 é", "ok": 1, "nothing": "None", "last_rank": -1}
-    assert [(s.process, s.track, s.name, s.begin, s.end, s.args) for s in found.slices] == [
-        ("rank 3", "collectives", "ALLREDUCE", 5_000_123, 5_000_124, expected),
-        ("rank 3", "QUEUE", "QUEUE", 4_000_500, 6_000_000, {}),
-        ("rank 3", "QUEUE", "QUEUE", 5_000_000, 5_500_000, expected),
-    ]
-    assert found.counts == [("rank 3", "loss", 7_000_000, 3.0)]
-
-
-def test_many_texts_are_written_out_instead_of_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdlab.collectives.timeline.perfetto.TEXTS_KEPT", 10)
-    event = {"ph": "X", "name": "A", "cat": "c", "pid": 0, "tid": 1, "dur": 1.0}
-    trace = PerfettoTrace()
-    data = trace.encode({**event, "ts": float(n), "args": {"why": f"text {n}"}} for n in range(100))
-    assert [s.args["why"] for s in perfetto_reading.read(data).slices] == [f"text {n}" for n in range(100)]
-
-
-@pytest.mark.parametrize("format", ["json", "json.gz", "pftrace"])
+@pytest.mark.parametrize("format", ["json", "json.gz"])
 def test_events_are_written_as_they_come(format: Format) -> None:
     """Nothing of a portion is kept, so the memory that a trace takes does not grow with it."""
     written: list[int] = []
@@ -282,12 +215,6 @@ def test_events_are_written_as_they_come(format: Format) -> None:
     assert sizes[-1] > sizes[4] > sizes[0]
 
 
-def test_field_knows_the_kinds_of_values() -> None:
-    assert field(1, 150) == bytes([0x08, 0x96, 0x01])
-    assert field(2, "testing") == b"\x12\x07testing"
-    assert double(1, 1.0) == b"\x09" + bytes(6) + b"\xf0\x3f"
-
-
 def test_what_was_cleared_is_in_no_trace() -> None:
     before: list[Event] = [CellBegin("7", START), one("x", 1, START + 10), CellEnd("7", START + 50, True)]
     before += [Metric("loss", 1.0, 1, START + 20), one("x", 2, START + 200)]
@@ -305,18 +232,3 @@ def test_what_was_cleared_is_in_no_trace() -> None:
     assert [e["args"]["cell"] for e in events if e["ph"] == "B"] == ["8"]
     assert [e["args"]["value"] for e in events if e["ph"] == "C"] == [2.0]
     assert [e["args"]["tensor"] for e in events if e["name"] == "ALLREDUCE"] == ["y"]
-
-
-def test_thousands_of_slices_at_once_take_as_many_tracks_and_no_more() -> None:
-    place = {"name": "QUEUE", "cat": "queue", "pid": 0, "tid": 1}
-    events = []
-    for n in range(6000):
-        begin = float(n % 3000) + 10_000 * (n // 3000)
-        events += [
-            {"ph": "b", **place, "ts": begin, "args": {}},
-            {"ph": "e", **place, "ts": begin + 5000, "args": {}},
-        ]
-    found = perfetto_reading.read(PerfettoTrace().encode(events))
-    assert perfetto_reading.problems(found) == []
-    assert len(found.slices) == 6000
-    assert sum(track.name == "QUEUE" for track in found.tracks.values()) == 3000

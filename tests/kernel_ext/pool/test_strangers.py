@@ -21,8 +21,6 @@ import pytest
 import ordinary_user
 from chaos import census
 from chaos.strangers import visit
-from hvdlab.collectives.errors import UnsupportedError
-from hvdlab.collectives.timeline.viewer import PerfettoViewer
 from hvdlab.kernel_ext.pool import Pool
 from listening import Listener, listeners
 from patience import PATIENCE
@@ -73,7 +71,6 @@ class Training:
 
     pool: Pool
     mark: str
-    viewer: PerfettoViewer | None
     directory: Path
     stop: Path
     run: Any = None
@@ -105,7 +102,7 @@ class Training:
     def ports(self) -> list[int]:
         """TCP ports on the loopback interface."""
         places = [one.place for one in self.listeners() if not one.place.startswith("unix:")]
-        assert {place.rpartition(":")[0] for place in places} <= {"127.0.0.1", "::1"}
+        assert {place.rpartition(":")[0] for place in places} == {"127.0.0.1"}
         return sorted({int(place.rpartition(":")[2]) for place in places})
 
 
@@ -120,22 +117,16 @@ def training(start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
     monkeypatch.setenv("IPYTHONDIR", str(directory / "ipython"))
     there = listeners([os.getpid()])
-    with contextlib.ExitStack() as stack:
-        pool = start_pool(2, plane="gloo", keep="strange", timeout=120)
-        assert pool.run(BEGIN).errors == {}
-        assert pool.cluster is not None
-        trace = tmp_path / "trace.json"
-        trace.write_text("[]")
-        viewer = None
-        with contextlib.suppress(UnsupportedError):
-            viewer = stack.enter_context(PerfettoViewer(trace))
-        found = Training(pool, mark, viewer, directory, tmp_path / "stop")
-        assert not there & found.listeners(), "the test's own process listens"
-        yield found
-        for child in (directory / "ipython").rglob("*"):
-            if child.is_file():
-                child.unlink()
-        pool.stop()
+    pool = start_pool(2, plane="gloo", keep="strange", timeout=120)
+    assert pool.run(BEGIN).errors == {}
+    assert pool.cluster is not None
+    found = Training(pool, mark, directory, tmp_path / "stop")
+    assert not there & found.listeners(), "the test's own process listens"
+    yield found
+    for child in (directory / "ipython").rglob("*"):
+        if child.is_file():
+            child.unlink()
+    pool.stop()
     shutil.rmtree(directory)
 
 
@@ -152,9 +143,6 @@ def row_of(training: Training, listener: Listener, processes: dict[int, str]) ->
             "warm": "fork server of a kept pool",
             "socket": "parameter server",
         }[path.name]
-    port = int(place.rpartition(":")[2])
-    if training.viewer is not None and port == training.viewer.port:
-        return "Perfetto's page and trace"
     return {
         "hvd-controller": "ipyparallel's controller",
         "hvdlab-server": "parameter server, for other hosts",
@@ -175,8 +163,7 @@ ELSEWHERE = {
 def test_the_table_of_ports_and_the_sockets_are_the_same(training: Training) -> None:
     processes = training.processes()
     rows = [row_of(training, one, processes) for one in training.listeners()]
-    missing = {"Perfetto's page and trace"} if training.viewer is None else set()
-    assert set(rows) == names("Ports") - ELSEWHERE - missing
+    assert set(rows) == names("Ports") - ELSEWHERE
     (said,) = re.findall(r"ipyparallel's controller \| TCP, (\d+) ports of the loopback interface", PAGE)
     assert rows.count("ipyparallel's controller") == int(said)
     training.begin()

@@ -14,12 +14,10 @@ export function button(label: string, title: string, act: () => void): HTMLButto
   return element;
 }
 
-export interface Item {
-  label: string;
-  act: () => void;
-}
+/** An entry of a menu: something to do, or a link to another page. */
+export type Item = { label: string; act: () => void } | { label: string; href: string };
 
-/** A button that opens a list of things to do; `null` without any. Arrow keys move in it, Escape closes it. */
+/** A button that opens a list of actions and links; `null` without any. Arrow keys move in it, Escape closes it. */
 export function menu(label: string, title: string, items: readonly Item[]): HTMLElement | null {
   if (!items.length) return null;
   const list = h('div', { class: 'hvd-menu', role: 'menu', hidden: '', 'aria-label': title });
@@ -31,21 +29,24 @@ export function menu(label: string, title: string, items: readonly Item[]): HTML
     if (on) (list.firstElementChild as HTMLElement).focus();
   };
   show(false);
-  for (const { label: text, act } of items) {
-    const item = button(text, text, () => {
-      show(false);
-      open.focus();
-      act();
-    });
+  for (const entry of items) {
+    const text = entry.label;
+    // A link, not a script that opens the page: editors such as VS Code only follow links.
+    const item = 'href' in entry ? h('a', { href: entry.href, target: '_blank', rel: 'noopener noreferrer', title: text }, text) : button(text, text, entry.act);
     item.setAttribute('role', 'menuitem');
     list.append(item);
   }
+  const close = () => {
+    show(false);
+    open.focus();
+  };
+  // Captured, so that it comes before the action, which may move the focus.
+  list.addEventListener('click', close, { capture: true });
   list.addEventListener('keydown', event => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (event.key === 'Escape') {
-      show(false);
-      open.focus();
-    } else if (step) {
+    if (event.key === 'Escape') close();
+    else if (event.key === ' ' && event.target instanceof HTMLAnchorElement) event.target.click();
+    else if (step) {
       const all = [...list.children] as HTMLElement[];
       const at = all.findIndex(item => item.matches(':focus'));
       all[(at + step + all.length) % all.length].focus();

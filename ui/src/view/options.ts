@@ -1,13 +1,15 @@
 import type { Store } from '../model/store.ts';
 import type { Viewport } from '../model/viewport.ts';
 
+/** The page that opens saved traces; it uploads nothing. */
+export const PERFETTO = 'https://ui.perfetto.dev';
+
 /** What the place that shows a timeline can do for it. Where one is missing, its button is, too. */
 export interface Actions {
   /** Goes to a line of code, as `Store.sites` names it. */
   open?(site: string): void;
-  save?(kind: 'chrome' | 'perfetto'): void;
-  /** Opens what was recorded in Perfetto's own page. */
-  perfetto?(): void;
+  /** Saves what was recorded as a Chrome trace. */
+  save?(): void;
 }
 
 /** Charts on the same time axis as the lanes. */

@@ -1,7 +1,7 @@
 import { count, duration, ranks as ranksText } from '../draw/format.ts';
 import type { Store } from '../model/store.ts';
 import { button, h, menu } from './dom.ts';
-import type { Actions } from './options.ts';
+import { type Actions, PERFETTO } from './options.ts';
 import { t } from './texts.ts';
 
 /** What the toolbar asks for. */
@@ -41,12 +41,13 @@ export class Toolbar {
     this.follow.className = 'hvd-follow';
     this.graph = button('∿', t('Charts under the lanes (G)'), () => commands.charts?.());
     this.charts(false);
-    const { save, perfetto } = actions;
-    const items = [
-      save && { label: t('Save as Chrome trace (JSON)'), act: () => save('chrome') },
-      save && { label: t('Save as Perfetto trace'), act: () => save('perfetto') },
-      perfetto && { label: t('Open in Perfetto'), act: () => perfetto() },
-    ].filter(item => item !== undefined);
+    const { save } = actions;
+    const items = save
+      ? [
+          { label: t('Save as Chrome trace (JSON)'), act: () => save() },
+          { label: t('Perfetto, which opens it (ui.perfetto.dev)'), href: PERFETTO },
+        ]
+      : [];
     const buttons = h(
       'span',
       { class: 'hvd-buttons', role: 'group', 'aria-label': t('View') },

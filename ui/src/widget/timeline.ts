@@ -54,9 +54,9 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const all = share(model);
   const { store, view, views } = all;
   const actions: Actions = {
-    save: kind => {
+    save: () => {
       timeline.tell(t('saving…'));
-      model.send({ type: 'save', kind });
+      model.send({ type: 'save' });
     },
     open: canJump() ? site => void (jump(site) || timeline.tell(t('%1 is not in this page', site))) : undefined,
   };

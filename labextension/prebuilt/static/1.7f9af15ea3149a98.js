@@ -101,7 +101,9 @@
   background: var(--hvd-background);
   box-shadow: 0 4px 18px rgba(0, 0, 0, 0.22);
 }
-.hvd-buttons .hvd-menu button { display: block; width: 100%; height: 28px; padding: 0 14px; border: 0; font-size: 12px; text-align: left; white-space: nowrap; }
+.hvd-buttons .hvd-menu a { box-sizing: border-box; color: inherit; line-height: 28px; text-decoration: none; }
+.hvd-buttons .hvd-menu a:hover { background: var(--hvd-fill); }
+.hvd-buttons .hvd-menu :is(button, a) { display: block; width: 100%; height: 28px; padding: 0 14px; border: 0; font-size: 12px; text-align: left; white-space: nowrap; }
 .hvd-link {
   margin: 0;
   padding: 0 6px;

@@ -32,7 +32,7 @@ export function menu(label: string, title: string, items: readonly Item[]): HTML
   for (const entry of items) {
     const text = entry.label;
     // A link, not a script that opens the page: editors such as VS Code only follow links.
-    const item = 'href' in entry ? h('a', { href: entry.href, target: '_blank', rel: 'noopener noreferrer', title: text }, text) : button(text, text, entry.act);
+    const item = 'href' in entry ? h('a', { href: entry.href, target: '_blank', rel: 'noopener', title: text }, text) : button(text, text, entry.act);
     item.setAttribute('role', 'menuitem');
     list.append(item);
   }

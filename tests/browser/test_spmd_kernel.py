@@ -103,4 +103,4 @@ def check_panel(lab: LabPage) -> None:
     lab.page.locator(f"{VIEW} input[type=search]").fill("loss")
     lab.page.keyboard.press("Enter")
     lab.page.locator(f"{VIEW} .hvd-details :text('cell {executed} line 5')").first.click()
-    lab.page.locator(".jp-StatusBar-Widget :text('Ln 4, Col 1')").wait_for()
+    lab.page.locator(".jp-StatusBar-Widget :text('Ln 5, Col 1')").wait_for()

@@ -348,7 +348,13 @@ class Client:
 
     # -- a successor of the coordinator ---------------------------------------------------------------------------
 
-    def reconnect(self, cells: Mapping[str, Sequence[int]] | None = None, timeout: float = 30) -> Membership:
+    def reconnect(
+        self,
+        cells: Mapping[str, Sequence[int]] | None = None,
+        timeout: float = 30,
+        *,
+        process: int = 0,
+    ) -> Membership:
         """After the connection was lost: connect to the coordinator, or to its successor, and wait for its world.
 
         The client tells it which ranks were expected, which lived, and which had died. Callbacks stay registered; events
@@ -358,6 +364,7 @@ class Client:
         Args:
             cells: The cells that run as far as the caller knows, each with its ranks.
             timeout: Seconds that all of it may take.
+            process: The coordinator's process, if it is on this host: its end ends the wait for its answer.
 
         Returns:
             The membership: ranks that have not come back have died.
@@ -370,7 +377,7 @@ class Client:
         deadline = Deadline(timeout)
         with self._reconnecting:
             self._wait_lost(deadline)
-            self._go_on(*self._door.enter(self.generation, deadline), cells or {})
+            self._go_on(*self._door.enter(self.generation, deadline, process), cells or {})
             self._wait(lambda: self._world_seen, deadline, "the world of the coordinator's successor")
         membership = self._membership
         for callback in tuple(self._on_reconnected):

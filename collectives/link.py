@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.heartbeat import Heartbeat
 from hvdlab.collectives.linux import process_state
 from hvdlab.collectives.protocol import messages as m
@@ -36,10 +37,60 @@ class Door:
         """Whether the coordinator is on this host."""
         return self.address.startswith("unix:")
 
-    def enter(self, generation: int, deadline: Deadline) -> tuple[Endpoint, m.Welcome]:
-        """Connect as a peer that was connected to this generation of the coordinator before, or to none (-1)."""
+    def enter(self, generation: int, deadline: Deadline, process: int = 0) -> tuple[Endpoint, m.Welcome]:
+        """Connect as a peer that was connected to this generation of the coordinator before, or to none (-1).
+
+        Args:
+            generation: How many coordinators had died before the one that this peer was connected to.
+            deadline: Limit of all steps together.
+            process: The coordinator's process, if its end is to end the wait. The connection alone would not: a starter keeps the
+                listening socket, in whose queue it stays for a successor.
+        """
         hello = m.Hello(m.PROTOCOL_VERSION, self.token, self.role, pid=os.getpid(), generation=generation)
-        return connect(self.address, hello, certificate=self.certificate, deadline=deadline)
+        with _shut_down_with(process) as opened:
+            return connect(
+                self.address, hello, certificate=self.certificate, deadline=deadline, opened=opened
+            )
+
+
+@contextlib.contextmanager
+def _shut_down_with(process: int) -> Iterator[Callable[[socket.socket], None] | None]:
+    """Yield a function that takes each socket of an attempt to connect: the latest is shut down when this process ends."""
+    if not process:
+        yield None
+        return
+    try:
+        ended = os.pidfd_open(process)
+    except OSError:  # it has been waited for already, or no descriptor is left: the deadline ends the wait
+        yield None
+        return
+    finish_reader, finish = os.pipe()
+    sockets: list[socket.socket] = []
+    over = threading.Event()
+
+    def opened(sock: socket.socket) -> None:
+        # The socket is stored before the event is read, and watch() sets that before it reads the sockets: one of them sees it.
+        sockets.append(sock)
+        if over.is_set():
+            raise StartError("The coordinator has ended before it answered.")
+
+    def watch() -> None:
+        ready, _, _ = select.select([ended, finish_reader], [], [])
+        if ended in ready:
+            over.set()
+            for sock in sockets[-1:]:
+                with contextlib.suppress(OSError):  # not connected yet, or closed again
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    watcher = threading.Thread(target=watch, name="hvdlab-successor", daemon=True)
+    watcher.start()
+    try:
+        yield opened
+    finally:
+        os.write(finish, b"\0")
+        watcher.join()
+        for descriptor in (ended, finish_reader, finish):
+            os.close(descriptor)
 
 
 class Link:

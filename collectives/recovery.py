@@ -50,7 +50,7 @@ class Coordinator(Protocol):
 class Connection(Protocol):
     """What :class:`Recovery` needs of the client."""
 
-    def reconnect(self, cells: Cells | None = ..., timeout: float = ...) -> Membership:
+    def reconnect(self, cells: Cells | None = ..., timeout: float = ..., *, process: int = ...) -> Membership:
         """As :meth:`Client.reconnect`."""
         ...
 
@@ -136,6 +136,19 @@ class Recovery:
         return Recovered(world, False, cells)
 
     def _replace(self) -> Recovered:
-        self._coordinator.respawn(self._respawn_within)
-        cells = self._cells()
-        return Recovered(self._client.reconnect(cells, self._reconnect_within), True, cells)
+        """Start successors until one answers: also one that has just come up may be killed before it has taken this client in."""
+        for attempt in range(OFTEN):
+            self._coordinator.respawn(self._respawn_within)
+            cells = self._cells()
+            try:
+                world = self._client.reconnect(cells, self._reconnect_within, process=self._coordinator.pid)
+            except CoordinatorLostError:
+                raise
+            except (StartError, TimeoutError, OSError):
+                ending = self._find_ending()
+                if not ending or attempt == OFTEN - 1:
+                    raise
+                self.ending = ending
+            else:
+                return Recovered(world, True, cells)
+        raise AssertionError

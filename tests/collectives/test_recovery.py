@@ -7,6 +7,7 @@ import queue
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -37,10 +38,12 @@ class Fakes:
     def respawn(self, timeout: float = 0) -> None:
         self.did.append("respawn")
 
-    def reconnect(self, cells: Cells | None = None, timeout: float = 0) -> Membership:
+    def reconnect(self, cells: Cells | None = None, timeout: float = 0, *, process: int = 0) -> Membership:
         assert cells == CELLS
         self.did.append("reconnect")
         if self.answers and (error := self.answers.pop(0)) is not None:
+            if "killed" in str(error):
+                self.how = "killed by SIGKILL"
             raise error
         return Membership()
 
@@ -117,4 +120,49 @@ def test_with_a_coordinator() -> None:
         lost.get(timeout=GONE)
         assert recovery.run().replaced
         assert (client.generation, recovery.ending) == (1, "killed by SIGKILL")
+        client.flush()
+
+
+def test_a_successor_that_ends_before_it_answers_has_a_successor(living: int) -> None:
+    fakes = Fakes(living, [StartError("killed")] * 2)
+    fakes.how = "killed by SIGKILL"
+    recovery = recovering(fakes)
+    assert recovery.run().replaced
+    assert fakes.did == ["respawn", "reconnect"] * 3
+    fakes = Fakes(living, [StartError("killed")] * 99)
+    fakes.how = "killed by SIGKILL"
+    with pytest.raises(StartError):
+        recovering(fakes).run()
+
+
+class KilledSuccessor:
+    """A coordinator whose first successor stands still, and is killed while the client waits for its answer."""
+
+    def __init__(self, coordinator: CoordinatorProcess) -> None:
+        self.coordinator, self.respawns = coordinator, 0
+
+    @property
+    def pid(self) -> int:
+        return self.coordinator.pid
+
+    def ending(self) -> str:
+        return self.coordinator.ending()
+
+    def respawn(self, timeout: float = 10) -> None:
+        self.coordinator.respawn(timeout)
+        self.respawns += 1
+        if self.respawns == 1:
+            os.kill(self.pid, signal.SIGSTOP)
+            threading.Timer(0.3, os.kill, (self.pid, signal.SIGKILL)).start()
+
+
+def test_the_wait_for_a_successor_ends_with_it() -> None:
+    with (
+        CoordinatorProcess.start(keep=True, timeout=PATIENCE) as coordinator,
+        Client.connect(coordinator.address, coordinator.client_token) as client,
+    ):
+        killed = KilledSuccessor(coordinator)
+        os.kill(coordinator.pid, signal.SIGKILL)
+        recovered = Recovery(killed, client, reconnect_within=PATIENCE).run()
+        assert (recovered.replaced, killed.respawns, client.generation) == (True, 2, 2)
         client.flush()

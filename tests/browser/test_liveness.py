@@ -16,6 +16,8 @@ pytest.importorskip("jupyterlab")
 pytest.importorskip("anywidget")
 pytest.importorskip("playwright.sync_api")
 
+from playwright.sync_api import TimeoutError as NotInTime
+
 from chromium import CHROMIUM
 from lab_page import LabPage, lab_page
 
@@ -83,15 +85,23 @@ def wait_for_end(lab: LabPage, selector: str, text: str) -> None:
     A kernel that ends may close its widgets' comms as the last thing that it does, if it gets to that before the page has let go of it:
     JupyterLab then takes the widget away.
     """
-    lab.page.wait_for_function(
-        """([selector, text]) => {
-            const view = document.querySelector(selector);
-            const stills = [...document.querySelectorAll(".hvd-still")].filter(one => one.offsetParent);
-            return view ? view.innerText.includes(text) : stills.length > 0;
-        }""",
-        arg=[selector, text],
-        timeout=WAIT_MS,
-    )
+    try:
+        lab.page.wait_for_function(
+            """([selector, text]) => {
+                const view = document.querySelector(selector);
+                const stills = [...document.querySelectorAll(".hvd-still")].filter(one => one.offsetParent);
+                return view ? view.innerText.includes(text) : stills.length > 0;
+            }""",
+            arg=[selector, text],
+            timeout=WAIT_MS,
+        )
+    except NotInTime:
+        views = lab.page.evaluate(
+            """() => [".hvd-strip", ".hvd-timeline", ".hvd-ranks", ".hvd-still", ".jp-Notebook-ExecutionIndicator"].map(
+                selector => [selector, [...document.querySelectorAll(selector)].map(view =>
+                    [view.isConnected, Boolean(view.offsetParent), view.innerText || view.dataset.status])])"""
+        )
+        pytest.fail(f"{selector} does not say {text!r}; the page shows {views}")
 
 
 def check_still(lab: LabPage, selector: str) -> None:

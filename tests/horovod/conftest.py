@@ -1,14 +1,16 @@
-"""Fresh interpreters, with and without a Horovod that is installed."""
+"""Fresh interpreters, with and without a Horovod that is installed, and a world of one."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+import hvdlab.torch as hvd
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -43,3 +45,13 @@ def real_horovod(tmp_path: Path) -> str:
     (package / "__init__.py").write_text("__version__ = '0.28.1'\nREAL = True\n")
     (package / "torch" / "__init__.py").write_text("REAL = True\n")
     return str(package.parent)
+
+
+@pytest.fixture
+def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A world of this process alone, whatever launcher the environment names."""
+    for name in [name for name in os.environ if name.startswith(("HVDLAB_", "HOROVOD_"))]:
+        monkeypatch.delenv(name)
+    hvd.init()
+    yield
+    hvd.shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,15 +14,6 @@ import hvdlab.numpy as hvd_numpy
 import hvdlab.torch as hvd
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError
 from ranks import Ranks
-
-
-@pytest.fixture
-def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith(("HVDLAB_", "HOROVOD_"))]:
-        monkeypatch.delenv(name)
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 @pytest.fixture(scope="module")

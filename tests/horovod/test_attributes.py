@@ -1,4 +1,4 @@
-"""``docs/reference/horovod-attributes.md`` is what a machine finds on Horovod's objects, and what is set takes effect."""
+"""The page of attributes agrees with Horovod's objects as they are here, and an attribute that is set takes effect."""
 
 from __future__ import annotations
 
@@ -14,23 +14,13 @@ import torch
 
 import hvdlab.torch as hvd
 from hvdlab.collectives.errors import InvalidRequestError
+from page_scripts import load_script
 from patience import PATIENCE
 from ranks import Ranks
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "reference" / "horovod" / "attributes.py"
 
-
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("horovod_attributes", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["horovod_attributes"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-attributes = _load()
+attributes = load_script(SCRIPT, "horovod_attributes")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="tensorflow is not installed")

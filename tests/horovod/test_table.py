@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,21 +17,11 @@ import hvdlab.torch as hvd
 from hvdlab.data import AsyncDataLoaderMixin
 from hvdlab.horovod.common.basics import HorovodBasics
 from hvdlab.horovod.common.exceptions import HorovodVersionMismatchError
+from page_scripts import load_script
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "reference" / "horovod" / "table.py"
 
-
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("horovod_table", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["horovod_table"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-table = _load()
+table = load_script(SCRIPT, "horovod_table")
 
 
 def test_the_table_is_what_the_code_says() -> None:
@@ -145,15 +133,6 @@ SEEN = [
 @pytest.mark.parametrize(("name", "described", "verdict"), SEEN)
 def test_what_a_look_at_the_code_says(module: ModuleType, name: str, described: str, verdict: str) -> None:
     assert table.look("standing_in", name, described).verdict == verdict
-
-
-@pytest.fixture
-def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith(("HVDLAB_", "HOROVOD_"))]:
-        monkeypatch.delenv(name)
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 def _sgd() -> torch.optim.SGD:

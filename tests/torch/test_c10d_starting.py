@@ -264,17 +264,20 @@ def test_ranks_are_not_left_waiting_if_the_card_can_not_be_written(
     assert "can't tell the others" in Card.decode(store.get(f"hvdlab.world.{number + 1}")).error
 
 
+class GoneStore(dist.HashStore):
+    """A store whose server has ended."""
+
+    def set(self, key: str, value: object) -> None:
+        raise dist.DistStoreError("the store is gone")
+
+
 def test_nothing_stays_of_a_world_that_torchs_store_could_not_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HVDLAB_RENDEZVOUS_DIR", str(tmp_path))
 
-    class Gone(dist.HashStore):
-        def set(self, key: str, value: object) -> None:
-            raise dist.DistStoreError("the store is gone")
-
     with pytest.raises(dist.DistStoreError, match="the store is gone"):
-        world._founded(Gone(), 0, 2, Settings())
+        world._founded(GoneStore(), 0, 2, Settings())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -285,12 +288,8 @@ def test_nothing_stays_of_a_world_whose_failure_torchs_store_could_not_take(
     full.write_text("no directory")
     monkeypatch.setenv("HVDLAB_RENDEZVOUS_DIR", str(full))
 
-    class Gone(dist.HashStore):
-        def set(self, key: str, value: object) -> None:
-            raise dist.DistStoreError("the store is gone")
-
     with pytest.raises(dist.DistStoreError, match="the store is gone"):
-        world._founded(Gone(), 0, 2, Settings())
+        world._founded(GoneStore(), 0, 2, Settings())
 
 
 def test_nothing_stays_of_a_world_whose_card_an_interrupt_kept_from_being_written(

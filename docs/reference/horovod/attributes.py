@@ -11,7 +11,6 @@ there or can't be set: a reason that is missing, and one for what works, are err
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import sys
@@ -20,6 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pages import Stale, write_or_check
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "horovod-attributes.md"
@@ -41,13 +42,9 @@ have a parameter for each of Horovod's names, with its `get…` and `set…`: [S
 """
 
 
-class Stale(Exception):
-    """Attributes without a reason that they need, or with one that is not true."""
-
-
 @dataclass(frozen=True)
 class Attribute:
-    """What was found by reading an attribute of an object and setting it.
+    """Result of reading an attribute of an object, and of setting it.
 
     Attributes:
         kind: The name of its value's type; empty if it is not there.
@@ -168,7 +165,10 @@ def makers() -> dict[str, Callable[[], Any]]:
 
 
 def other_than(value: Any, name: str) -> Any:
-    """Return another value that an attribute with this value can have; of what is not known here, the value itself."""
+    """Return another value that an attribute with this value can have.
+
+    A value of a type that this function does not know is returned itself.
+    """
     import torch
 
     import hvdlab.torch as hvd
@@ -315,23 +315,8 @@ def page() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true")
-    chosen = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    try:
-        made = page()
-    except Stale as problems:
-        print(problems, file=sys.stderr)
-        return 1
-    if not chosen.check:
-        PAGE.write_text(made)
-    elif not PAGE.is_file() or PAGE.read_text() != made:
-        print(f"{PAGE.name} is stale; run `make tables`", file=sys.stderr)
-        return 1
-    return 0
+    return write_or_check(PAGE, page, __doc__)
 
 
 if __name__ == "__main__":

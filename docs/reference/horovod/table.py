@@ -11,7 +11,6 @@ can be seen by looking at the code is not said there, and what is said there is 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import inspect
@@ -28,14 +27,12 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from pages import Stale, write_or_check
+
 HERE = Path(__file__).parent
 PAGE = HERE.with_name("horovod.md")
 VERDICTS = ("same", "extended", "different", "absent")
 LATER = "later"
-
-
-class Stale(Exception):
-    """A row without a verdict, or with one that is not true."""
 
 
 @dataclass(frozen=True)
@@ -421,22 +418,7 @@ def page() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true")
-    chosen = parser.parse_args()
-    try:
-        made = page()
-    except Stale as problems:
-        print(problems, file=sys.stderr)
-        return 1
-    if not chosen.check:
-        PAGE.write_text(made)
-    elif not PAGE.is_file() or PAGE.read_text() != made:
-        print(f"{PAGE.name} is stale; run `make tables`", file=sys.stderr)
-        return 1
-    return 0
+    return write_or_check(PAGE, page, __doc__)
 
 
 if __name__ == "__main__":

@@ -350,7 +350,7 @@ class CellRun:
 
     @_on.register
     def _pool_news(self, event: PoolNews, now: float) -> list[Effect]:
-        # The pool only speaks unasked of what was lost, replaced or can't be done.
+        # A pool sends news only when something was lost, was replaced or failed.
         return [Note(event.text, warning=True)]
 
     # -- helpers ------------------------------------------------------------------------------------------------------

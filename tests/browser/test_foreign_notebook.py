@@ -1,4 +1,4 @@
-"""A notebook of somebody else's, and ranks that say what somebody else wrote: nothing of it runs in the page."""
+"""A notebook from an attacker, and ranks that print an attacker's text: none of their scripts runs in the page."""
 
 from __future__ import annotations
 

@@ -202,9 +202,10 @@ def _buckets(places: list[int], gradients: list[Any]) -> list[list[int]]:
 
 
 class DistributedGradients:
-    """The attributes that say, on Horovod's distributed optimizers and tapes, how their gradients are reduced.
+    """Base of distributed optimizers and tapes with Horovod's attributes for the reduction of gradients.
 
-    They can be set: what is reduced next, and in graphs what is traced next, is reduced so. All ranks must set them alike.
+    A program may set these attributes, to the same values on all ranks. The next reduction then uses them; in a ``tf.function``,
+    the next one that is traced.
     """
 
     def _hvdlab_parts(self) -> list[Any]:

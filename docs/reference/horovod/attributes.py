@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pages import Stale, write_or_check
+from generated_page import Stale, write_or_check
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "horovod-attributes.md"

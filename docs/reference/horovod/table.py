@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from pages import Stale, write_or_check
+from generated_page import Stale, write_or_check
 
 HERE = Path(__file__).parent
 PAGE = HERE.with_name("horovod.md")

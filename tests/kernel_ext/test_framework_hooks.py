@@ -134,6 +134,19 @@ def test_memory_on_gpus_is_what_torch_holds_on_all_of_them(monkeypatch: pytest.M
     assert framework_hooks.device_memory() == 0
 
 
+def test_finding_live_tensors_leaves_tuples_that_are_being_filled_alone() -> None:
+    """A thread that fills a tuple from a generator meanwhile would get a SystemError if anything referred to the tuple."""
+    torch = pytest.importorskip("torch")
+    hooks = framework_hooks.hooks_of("torch")
+    tensor, parameter = torch.zeros(3), torch.nn.Parameter(torch.ones(2))
+
+    def search(_: int) -> set[int]:
+        return {id(one) for one in hooks.live_arrays()}
+
+    for found in tuple(search(index) for index in range(5)):
+        assert {id(tensor), id(parameter)} <= found
+
+
 def test_each_has_hooks_of_its_own() -> None:
     assert {"numpy", "torch", "pandas"} <= set(names())
     assert all(type(hooks_of(name)) is not FrameworkHooks for name in names())

@@ -8,6 +8,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, compress, repeat
 from typing import TYPE_CHECKING, Any
 
 from hvdlab.bindings import word_sums
@@ -106,9 +107,10 @@ class TorchHooks(FrameworkHooks):
         raise NotOurs
 
     def live_arrays(self) -> Iterator[Any]:
-        for value in gc.get_objects():
-            if is_instance_type(type(value), "torch", "Tensor"):
-                yield value
+        base = getattr(
+            sys.modules.get("torch"), "Tensor", None
+        )  # it has none while another thread imports it
+        return iter(_tracked_instances(base) if isinstance(base, type) else ())
 
     def memory(self, value: Any) -> tuple[str, int, int] | None:
         if not is_instance_type(type(value), "torch", "Tensor"):
@@ -249,6 +251,22 @@ def _autocast_depth(torch: Any) -> int:
     """In how many autocast contexts the calling thread is."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
+
+
+def _tracked_instances(base: type) -> list[Any]:
+    """Return the instances of a type, and of those derived from it, that the garbage collector tracks.
+
+    The list of all objects refers also to tuples that other threads are still filling, and ``tuple(...)`` of a generator raises
+    SystemError if anything else refers to its result when it is full. So that list exists only inside of one call into C,
+    during which no other thread runs, and nothing keeps a part of it: ``tee`` would keep itself, as it is among the objects.
+    """
+    return list(_instances(chain.from_iterable(map(gc.get_objects, (None,))), base))
+
+
+def _instances(objects: Iterator[Any], base: type) -> Iterator[Any]:
+    """Return an iterator over the instances of a type among objects that runs no Python code."""
+    twice = chain.from_iterable(map(repeat, objects, repeat(2)))  # one for the result, one for its type
+    return compress(twice, map(issubclass, map(type, twice), repeat(base)))
 
 
 def _of_tensor(tensor: Any) -> ArraySource | None:

@@ -177,9 +177,9 @@ def result_of(output: str) -> dict[str, float]:
     raise SystemExit(f"no result in:\n{output}")
 
 
-def run_hvdlab(workers: int, what: str, update: str = "workers") -> dict[str, float]:
+def run_hvdlab(workers: int, what: str) -> dict[str, float]:
     """One job of hvdlab's."""
-    environment = {**os.environ, "HVDLAB_KV_UPDATE": update, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "hvdlab", "run", "-np", str(workers), *command("hvdlab", what)]
     done = subprocess.run(launch, env=environment, capture_output=True, text=True, check=True, timeout=90)
     return result_of(done.stdout)
@@ -273,8 +273,6 @@ def main() -> None:
                 for servers in (1, 2):
                     keep(f"MXNet, {servers} server{'s' * (servers > 1)}", run_mxnet(workers, servers, what))
             keep("hvdlab", run_hvdlab(workers, what))
-            if what == "updates":
-                keep("hvdlab, updates on a server", run_hvdlab(workers, what, "servers"))
         keep("hvdlab", run_alone("hvdlab"))
         if theirs:
             keep("MXNet, 1 server", run_alone("mxnet"))  # which it has nothing to do with

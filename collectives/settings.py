@@ -57,10 +57,7 @@ class Settings:
         require_encryption: Empty if data may travel between hosts in the clear; ``1`` if it may not; or the networks, separated by
             commas, that count as encrypted.
         kv_optimizers: Modules that parameter servers import.
-        kv_replicas: Further hosts on which servers keep a copy of each value.
         kv_servers: Parameter servers on each host.
-        kv_staleness: How many pushes of a key a worker may be ahead of the slowest; ``None`` for no bound.
-        kv_update: Where the optimizer of a ``dist_sync`` store runs, ``workers`` or ``servers``.
         kv_bigarray_bound: Elements from which on a key is spread over all servers.
         kv_partition_bytes: Bytes of the parts in which a ``byteps`` store sums a large array that the caller does not wait for.
         thread_affinity: Cores for the engine's threads, by local rank; empty leaves them alone.
@@ -97,10 +94,7 @@ class Settings:
     cache_capacity: int = 4096
     require_encryption: str = ""
     kv_optimizers: tuple[str, ...] = ()
-    kv_replicas: int = 0
     kv_servers: int = 1
-    kv_staleness: int | None = None
-    kv_update: str = "workers"
     kv_bigarray_bound: int = 1_000_000
     kv_partition_bytes: int = 4_096_000
     thread_affinity: tuple[int, ...] = ()

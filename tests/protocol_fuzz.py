@@ -259,7 +259,7 @@ def one_server(chance: random.Random) -> None:
     state, now = servers.ServerState(), 0.0
     outboxes = [_Outbox(remote=chance.random() < 0.3) for _ in range(3)]
     peers: dict[int, int] = {}
-    workers, asynchronous = (0, 1, 2), chance.random() < 0.8
+    workers = (0, 1, 2)
     try:
         for step in range(chance.randint(4, 60)):
             now += chance.choice((0.0, 0.0, 0.1, 1.0, 11.0))
@@ -274,7 +274,7 @@ def one_server(chance: random.Random) -> None:
             elif action < 0.15:
                 event = servers.Died(rank, 7, "killed")
             else:
-                message = _from_worker(chance, step, workers, asynchronous, first=step < 6)
+                message = _from_worker(chance, step, workers, first=step < 6)
                 file = _brought(chance) if isinstance(message, kv.Bring) else None
                 event = servers.Received(chance.choice(list(peers)), message, file)
             answered = set()
@@ -284,9 +284,9 @@ def one_server(chance: random.Random) -> None:
                 else:
                     kv.encode(effect.message)
                     answered.add((effect.peer, getattr(effect.message, "sequence", None)))
-            # A push of a round may wait, and a store's first requests for its memory.
+            # A store's first requests may wait for its memory.
             if isinstance(event, servers.Received) and isinstance(event.message, _ANSWERED_AT_ONCE):
-                waits = not asynchronous or outboxes[peers.get(event.peer, 0)].remote
+                waits = outboxes[peers.get(event.peer, 0)].remote
                 assert waits or event.peer not in peers or (event.peer, event.message.sequence) in answered
             state.next_tick()
             state.stock()
@@ -306,7 +306,7 @@ def _brought(chance: random.Random) -> SharedFile | None:
         file.grow(4096)
         words = file.array(0, np.dtype(np.uint64), (64,))
         words[:8] = (
-            0x6876646B76310002,
+            0x6876646B76310003,
             chance.choice((64, 4096)),
             chance.choice((0, 0, 64, 65)),
             0,
@@ -319,12 +319,10 @@ def _brought(chance: random.Random) -> SharedFile | None:
     return file
 
 
-def _from_worker(
-    chance: random.Random, step: int, workers: tuple[int, ...], asynchronous: bool, *, first: bool
-) -> Any:
+def _from_worker(chance: random.Random, step: int, workers: tuple[int, ...], *, first: bool) -> Any:
     """A message of a worker; mostly one that gets further than the door."""
     if first:
-        return kv.Bring(0) if step == 3 else kv.Open(step, 0, workers, not asynchronous)
+        return kv.Bring(0) if step == 3 else kv.Open(step, 0, workers)
     kind = chance.choice(FROM_WORKER)
     message = make(kind, chance, tame=chance.random() < 0.9)
     fields = set(kind.__struct_fields__)

@@ -230,7 +230,6 @@ def depart(state: CoordinatorState, rank: RankPeer, now: float) -> None:
     state.elastic.drop(rank.rank)
     state.restoring.drop(rank.rank)
     state.blocked.discard(rank.rank)
-    state.awaiting.discard(rank.rank)
     for ps in state.sets:
         ps.former.pop(rank.rank, None)
     state.history.unsubscribe(rank.peer)

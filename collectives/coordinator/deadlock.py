@@ -16,13 +16,13 @@ class Stuck(NamedTuple):
     """A rank in a wait, and the ranks that it waits for.
 
     Attributes:
-        process_set: Process set of the collective; ``None`` if the wait is for something else.
+        process_set: Process set of the collective.
         what: What it waits in, such as ``allreduce `loss```.
         site: The user's line.
         missing: The ranks that it waits for. If one of them can go on, so may this rank.
     """
 
-    process_set: ProcessSet | None
+    process_set: ProcessSet
     what: str
     site: str
     missing: tuple[int, ...]
@@ -37,7 +37,7 @@ def _in_round(ps: ProcessSet, current: Round, site: str, missing: tuple[int, ...
 
 
 def find_deadlock(
-    sets: Mapping[int, ProcessSet], ranks: Mapping[int, RankPeer], idle: set[int], *, awaits: bool = False
+    sets: Mapping[int, ProcessSet], ranks: Mapping[int, RankPeer], idle: set[int]
 ) -> dict[int, Stuck]:
     """The ranks that can never go on, because each waits for ranks that can't go on either.
 
@@ -47,13 +47,10 @@ def find_deadlock(
         sets: The process sets.
         ranks: The ranks that may be stuck.
         idle: Those that do nothing, and free no other rank.
-        awaits: Whether what ranks wait for outside of collectives counts.
     """
     stuck: dict[int, Stuck] = {}
     for rank, peer in ranks.items():
         waits = _waits_for(sets, peer)
-        if waits is None and awaits:
-            waits = _awaits(peer)
         if waits is not None:
             stuck[rank] = waits
     changed = True
@@ -91,24 +88,16 @@ def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
     return None
 
 
-def _awaits(peer: RankPeer) -> Stuck | None:
-    first = next(iter(peer.awaits.values()), None)
-    if first is None or peer.wait is not None:
-        return None
-    return Stuck(None, first.message.what, first.message.site, first.message.ranks)
-
-
 def describe_deadlock(stuck: Mapping[int, Stuck]) -> str:
     """Which ranks wait where, those in the same place together."""
-    places: dict[tuple[int | None, str, str], list[int]] = {}
+    places: dict[tuple[int, str, str], list[int]] = {}
     for rank in sorted(stuck):
         s = stuck[rank]
-        id = None if s.process_set is None else s.process_set.id
-        places.setdefault((id, s.what, s.site), []).append(rank)
-    several = len({id for id, _, _ in places if id is not None}) > 1
+        places.setdefault((s.process_set.id, s.what, s.site), []).append(rank)
+    several = len({id for id, _, _ in places}) > 1
     parts = []
     for (id, what, site), ranks in places.items():
         where = f" ({site})" if site else ""
-        of = f" of process set {id}" if several and id is not None else ""
+        of = f" of process set {id}" if several else ""
         parts.append(f"{format_ranks(ranks)} in {what}{where}{of}")
     return "deadlock, all wait for each other: " + "; ".join(parts)

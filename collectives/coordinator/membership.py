@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdlab.collectives.coordinator.signatures import Defined
-from hvdlab.collectives.protocol.messages import MOST_RANKS, Await, Death, Hello, Member, World
+from hvdlab.collectives.protocol.messages import MOST_RANKS, Death, Hello, Member, World
 from hvdlab.collectives.versions import AgreedVersions
 
 WORLD_INTERVAL = 0.2
@@ -22,21 +21,6 @@ class Wait(NamedTuple):
     epoch: int
     local: int
     since: float
-
-
-@dataclass(slots=True)
-class Awaited:
-    """What a thread of a rank waits for outside of collectives.
-
-    Attributes:
-        message: The rank's message.
-        asked: Whether the coordinator has asked it, since the last mail to it, if it still waits.
-        confirmed: Whether it has answered that it does.
-    """
-
-    message: Await
-    asked: bool = False
-    confirmed: bool = False
 
 
 class RankPeer:
@@ -53,11 +37,10 @@ class RankPeer:
         definitions: What its local ids stand for.
         wait: The undecided collective in which its user is blocked, or ``None``.
         executing: The executing operation for whose end its user is blocked, or ``None``.
-        awaits: The waits of its user's threads outside of collectives, by number.
     """
 
     __slots__ = (
-        "admitted", "awaits", "behind", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "versions",
+        "admitted", "behind", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "versions",
         "wait",
     )  # fmt: skip
 
@@ -75,7 +58,6 @@ class RankPeer:
         self.definitions: dict[int, Defined] = {}
         self.wait: Wait | None = None
         self.executing: Wait | None = None
-        self.awaits: dict[int, Awaited] = {}
 
 
 class Membership:

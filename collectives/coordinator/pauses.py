@@ -70,7 +70,7 @@ def end(state: CoordinatorState, rank: int, now: float) -> None:
         for current, _ in ps.matcher.waiting():
             current.since = put_off(current.since, since, now)
     state.stalls.put_off(since, now)
-    state.check_blocked = bool(state.blocked or state.awaiting)
+    state.check_blocked = bool(state.blocked)
 
 
 def paused_ranks(state: CoordinatorState) -> m.PausedRanks:

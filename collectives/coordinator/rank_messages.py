@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hvdlab.collectives.coordinator import awaits
 from hvdlab.collectives.coordinator.arrivals import depart
 from hvdlab.collectives.coordinator.common import answer_ping, peers_of, subscribe
 from hvdlab.collectives.coordinator.elastic import on_elastic, on_regroup
@@ -191,7 +190,6 @@ def _on_events(state: CoordinatorState, rank: RankPeer, message: m.Events, now: 
 
 def _on_post(state: CoordinatorState, rank: RankPeer, message: m.Post, now: float) -> None:
     peers = peers_of(state, message.to) if message.to else tuple(state.membership.clients)
-    awaits.on_mail(state, message.to)
     state.outbox.send(peers, m.Mail(message.topic, rank.rank, message.body))
 
 
@@ -237,7 +235,6 @@ TO_RANKS: dict[type, Reaction] = {
     m.Resume: on_resume,
     m.Duplicate: _on_duplicate,
     m.Blocked: _on_blocked,
-    m.Await: awaits.on_await,
     m.Paused: on_paused,
     m.Resumed: on_resumed,
     m.Pong: _on_pong,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.coordinator import awaits, set_changes
+from hvdlab.collectives.coordinator import set_changes
 from hvdlab.collectives.coordinator.fusion import fuse
 from hvdlab.collectives.coordinator.orders import execute
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
@@ -136,8 +136,6 @@ def free_from_idle(state: CoordinatorState, now: float) -> None:
                     why = state.cells.absence(absent, current.heads)
                     state.sets.abort(ps, why.kind, why.ranks, why.text)
                     break
-    if state.awaiting:
-        awaits.free_from_idle(state, idle)
 
 
 def _free_messages(state: CoordinatorState, ps: ProcessSet, idle: AbstractSet[int], now: float) -> None:

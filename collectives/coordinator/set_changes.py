@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.coordinator import awaits
-from hvdlab.collectives.coordinator.cells import Absence
 from hvdlab.collectives.coordinator.deadlock import describe_deadlock, find_deadlock
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
 from hvdlab.collectives.coordinator.rounds import Round
@@ -87,15 +85,7 @@ def end_deadlock(state: CoordinatorState) -> None:
     ranks = {rank: peer for rank, peer in state.membership.ranks.items() if rank not in state.pauses}
     idle = state.cells.idle - state.pauses.reasons.keys()
     stuck = find_deadlock(state.sets.by_id, ranks, idle)
-    if not stuck and state.awaiting:
-        stuck = find_deadlock(state.sets.by_id, ranks, idle, awaits=True)
-        if stuck and not awaits.are_confirmed(state, stuck):
-            return
     if stuck:
         text = describe_deadlock(stuck)
-        for ps in {s.process_set.id: s.process_set for s in stuck.values() if s.process_set}.values():
+        for ps in {s.process_set.id: s.process_set for s in stuck.values()}.values():
             state.sets.abort(ps, CauseKind.DEADLOCK, sorted(stuck), text)
-        why = Absence(CauseKind.DEADLOCK, tuple(sorted(stuck)), text)
-        for rank in stuck:
-            for number in list(ranks[rank].awaits) if stuck[rank].process_set is None else ():
-                awaits.end(state, rank, number, why)

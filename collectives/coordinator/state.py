@@ -93,7 +93,6 @@ class CoordinatorState:
         self.check_admission = False
         self.check_blocked = False
         self.blocked: set[int] = set()  # ranks whose user waits for a collective that is not decided
-        self.awaiting: set[int] = set()  # ranks that wait for others outside of collectives
         self._check_due: float | None = None
         self.stalls = Stalls(self.options.stall_seconds, self.options.stall_shutdown)
         self.pauses = Pauses()
@@ -319,7 +318,7 @@ class CoordinatorState:
 
     def _settle(self, now: float) -> None:
         if self._check_due is not None and now >= self._check_due:
-            self._check_due, self.check_blocked = None, bool(self.blocked or self.awaiting)
+            self._check_due, self.check_blocked = None, bool(self.blocked)
         urgent = bool(self.cells.idle) or self.check_blocked
         if self.holding.due is not None:
             self.touched |= dict.fromkeys(self.holding.over(now, all=urgent))
@@ -360,7 +359,7 @@ class CoordinatorState:
 
     def check_later(self, now: float) -> None:
         """Look for ranks that wait for each other, once ranks that do not wait any more have had the time to say so."""
-        if (self.blocked or self.awaiting) and self._check_due is None:
+        if self.blocked and self._check_due is None:
             self._check_due = now + _CHECK_AGAIN
             self._due = None
 
@@ -382,7 +381,6 @@ class CoordinatorState:
         assert self.by_peer == {peer.peer: peer for peer in ranks.values()}
         assert not self.by_peer.keys() & self.membership.clients.keys()
         assert self.blocked == {rank for rank, peer in ranks.items() if peer.wait is not None}
-        assert self.awaiting == {rank for rank, peer in ranks.items() if peer.awaits}
         assert self.pauses.reasons.keys() <= ranks.keys()
         assert not self.outbox.effects
         references = sum(len(peer.definitions) for peer in ranks.values())

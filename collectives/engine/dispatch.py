@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from hvdlab.collectives import logs
-from hvdlab.collectives.engine.awaits import Awaits
 from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.effects import (
     AbortPlane,
@@ -73,7 +72,6 @@ class Dispatcher:
         self._tickets = Tickets()
         self._members = KnownMembers()  # of this connection
         self.lacking = Lacking(self.send, self._call_later)
-        self.awaits = Awaits(self.send)
         self.mailbox.on(m.COLLECT, lambda sender, body: self._collect_events(body))
         self._handlers: dict[type, Callable[[m.Message], None]] = {
             m.Ping: self._on_ping,
@@ -86,8 +84,6 @@ class Dispatcher:
             m.Leave: self._on_leave,
             m.RankEvents: self.mailbox.events,
             m.Stalled: self.mailbox.stalled,
-            m.Absent: self.awaits.absent,
-            m.AwaitStill: self.awaits.asked,
         }
 
     def receive(self) -> None:
@@ -343,7 +339,6 @@ class Dispatcher:
             self._members = KnownMembers()
             self._guarded.resume(endpoint, self.world.alive, self.world.leaving)
         control.renewed()
-        self.awaits.reconnected()
         self.mailbox.reconnected()
 
     def _on_leave(self, message: m.Message) -> None:

@@ -13,7 +13,6 @@ from hvdlab.collectives import logs
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.affinity import bind
-from hvdlab.collectives.engine.awaits import Awaiting
 from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.direct import Direct
 from hvdlab.collectives.engine.dispatch import Dispatcher
@@ -281,12 +280,8 @@ class Engine(Groups):
         self._guarded.tell(lambda state: state.unblocked(handle))
 
     def pending(self) -> list[PendingCollective]:
-        """Collectives in flight on this rank, oldest first, then its waits outside of them (:meth:`begin_await`).
-
-        Any thread, also while others are stuck.
-        """
-        now = _monotonic_ns()
-        return self._guarded.pending(now) + self._dispatcher.awaits.pending(now)
+        """Return the collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""
+        return self._guarded.pending(_monotonic_ns())
 
     # -- looking around -------------------------------------------------------------------------------------------
 
@@ -322,9 +317,9 @@ class Engine(Groups):
         self.recorder.metric(name, value, step, time_ns)
         self._dispatcher.schedule_events()
 
-    def introduce_group(self, group: int, size: int) -> None:
-        """Let the timeline know how many workers take part in each round of a store; see :meth:`record_request`."""
-        self._spans.members(group, 0, size)
+    def introduce_group(self, group: int) -> None:
+        """Let the timeline know that each request of this group is one rank's alone; see :meth:`record_request`."""
+        self._spans.members(group, 0, 1)
 
     def record_request(
         self,
@@ -382,32 +377,6 @@ class Engine(Groups):
     def post(self, topic: str, body: bytes, to: Sequence[int] | None = None) -> None:
         """Send mail to ranks, or to all clients if ``to`` is ``None``. Silently lost if the coordinator is gone."""
         self._dispatcher.send(m.Post(topic, body, tuple(to or ())))
-
-    def begin_await(
-        self, ranks: Sequence[int], what: str, waiter: Awaiting, *, any: bool, site: str = ""
-    ) -> int:
-        """Let the coordinator know that this thread begins to wait for ranks outside of collectives.
-
-        The coordinator then watches over the wait as it does over collectives: it is in vain when those ranks end their cells,
-        or when all wait for each other.
-
-        Args:
-            ranks: The ranks that this thread waits for.
-            what: What the thread does, for texts.
-            waiter: Is called when the wait is in vain.
-            any: Whether one of the ranks is enough; else all are needed.
-            site: The user's line.
-
-        Returns:
-            What :meth:`end_await` takes.
-        """
-        number = self._dispatcher.awaits.begin(ranks, what, site, waiter, any=any)
-        self.flush()
-        return number
-
-    def end_await(self, number: int) -> None:
-        """End the wait that :meth:`begin_await` began. Idempotent."""
-        self._dispatcher.awaits.end(number)
 
     def on_mail(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
         """Call ``callback(sender, body)`` on the control thread; it must not block. Sender -1 is a client."""

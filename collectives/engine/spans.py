@@ -204,7 +204,7 @@ class SpanLog:
             self.recorder.clock(*sample)
 
     def members(self, process_set: int, epoch: int, size: int, plane: str = "") -> None:
-        """A process set was configured, or a store has workers that make rounds. Any thread."""
+        """A process set was configured, or a store introduces a group of requests. Any thread."""
         self._members[process_set] = (epoch, size, plane)
         self.recorder.members(process_set, epoch, size, plane)
 

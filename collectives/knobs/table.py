@@ -96,10 +96,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("HOROVOD_GLOO_TIMEOUT_SECONDS", SECONDS, _R, "60", "the same, if `HVDLAB_START_TIMEOUT` is unset", "start_timeout"),
     # -- key-value stores -----------------------------------------------------------------------------------------
     Knob("HVDLAB_KV_OPTIMIZERS", MODULES, _R, "-", "modules, with commas between them, that parameter servers import, so that they have the [optimizers of your own](../how-to/kvstore.md#optimizers-of-your-own-on-servers) which these register", "kv_optimizers"),
-    Knob("HVDLAB_KV_REPLICAS", COUNT, _R, "0", "on how many further hosts servers keep a copy of each value, which [takes over](../how-to/kvstore.md#servers) when a host is lost", "kv_replicas"),
     Knob("HVDLAB_KV_SERVERS", POSITIVE, _R, "1", "processes on each host that keep the values of [key-value stores](../how-to/kvstore.md#servers) which need servers", "kv_servers"),
-    Knob("HVDLAB_KV_STALENESS", COUNT, _R, "-", "how many pushes of a key a worker may be ahead of the slowest one in a `dist_async` store; a push that would go further waits; unset there is no bound", "kv_staleness"),
-    Knob("HVDLAB_KV_UPDATE", choice("workers", "servers"), _R, "workers", "where the optimizer of a `dist_sync` store runs", "kv_update"),
     Knob("MXNET_KVSTORE_BIGARRAY_BOUND", COUNT, _R, "1000000", "elements from which on a key is spread over all servers", "kv_bigarray_bound"),
     Knob("BYTEPS_PARTITION_BYTES", POSITIVE, _R, "4096000", "bytes of the parts in which [`pushpull_async`](../how-to/kvstore.md#priorities) sums a large array, so that a more urgent one can go between them; equal on all ranks", "kv_partition_bytes"),
     # -- elastic training -----------------------------------------------------------------------------------------

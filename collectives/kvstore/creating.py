@@ -8,7 +8,6 @@ from hvdlab.collectives import basics
 from hvdlab.collectives.errors import KVStoreError
 from hvdlab.collectives.kvstore.allreduce_stores import RankStore
 from hvdlab.collectives.kvstore.base import KVStoreBase
-from hvdlab.collectives.kvstore.collectives import joined
 from hvdlab.collectives.kvstore.distributed import DistSyncStore
 from hvdlab.collectives.kvstore.served import ServerStore
 from hvdlab.collectives.kvstore.store import KVStore
@@ -113,11 +112,8 @@ def create_native(
             )
         return one_process(wanted, on_devices=True)
     if wanted in _SYNC or wanted in _DEVICE_SYNC:
-        on_devices = wanted in _DEVICE_SYNC
-        if joined().settings.kv_update == "servers":
-            return served(wanted, on_devices=on_devices, synchronous=True, process_set=process_set)
-        return synchronous(wanted, on_devices=on_devices, process_set=process_set)
+        return synchronous(wanted, on_devices=wanted in _DEVICE_SYNC, process_set=process_set)
     if wanted in _ASYNC or wanted in _DEVICE_ASYNC:
-        return served(wanted, on_devices=wanted in _DEVICE_ASYNC, synchronous=False, process_set=process_set)
+        return served(wanted, on_devices=wanted in _DEVICE_ASYNC, process_set=process_set)
     known = sorted({*TYPES, *KVStoreBase.kv_registry})
     raise ValueError(f"there is no key-value store {wanted!r}; known are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Stores whose values are on parameter servers: ``dist_async``, and ``dist_sync`` if the servers make its updates."""
+"""Stores whose values are on parameter servers: ``dist_async``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import secrets
 import threading
 import time
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,21 +34,69 @@ from hvdlab.collectives.kvstore.arrays import (
 from hvdlab.collectives.kvstore.collectives import Workers, completed, joined
 from hvdlab.collectives.kvstore.keys import Key, pairs
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, portable, restored
-from hvdlab.collectives.kvstore.parts import Part, Parts
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.finding import servers_of
-from hvdlab.collectives.kvstore.servers.link import Answer, ServerLostError, Ticket
+from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, Ticket
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, StoreSpans
 from hvdlab.collectives.kvstore.state_format import OptimizerSpec
 from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
 from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
-from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.process_sets import ProcessSet
 
 _WAITED_SECONDS = 0.01
-"""Seconds from which on a pull counts as having waited, for other workers or for a busy server, which is recorded."""
+"""Seconds from which on a pull counts as having waited for a busy server, which is recorded."""
 
 _INT64: np.dtype[Any] = np.dtype(np.int64)
+
+
+PlaceOfPart = tuple[int, int, int, tuple[int, ...]]
+"""A part as another worker gets to know it: number of the server, begin, end, and shape."""
+
+
+@dataclass(slots=True)
+class Part:
+    """The part of a key that one server has: elements of the flat value, or rows of a row-sparse one.
+
+    Attributes:
+        server: Number of the server.
+        link: The connection to the server.
+        start, stop: First element, or row, of the part, and the one behind its last.
+        shape: Shape of this part.
+        pushed: Pushes whose answer this worker has not looked at.
+        seen: Version of the value that this worker pulled last, plus its pushes since.
+    """
+
+    server: int
+    link: ServerLink
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    pushed: deque[Ticket] = field(default_factory=deque)
+    seen: int = 0
+
+
+def _as_mxnet(
+    key: Key, shape: tuple[int, ...], links: Sequence[ServerLink], bound: int, *, by_rows: bool
+) -> list[Part]:
+    """Return the parts as MXNet places a key: the whole on one server, or equal parts on all servers if it is large.
+
+    Args:
+        key, shape: The key, and the shape of its value.
+        links: The connections to all servers, in the same order on all workers.
+        bound: Number of elements from which on a key is divided among all servers.
+        by_rows: Divide it into whole rows; else into the elements of the flat value.
+    """
+    n, size = len(links), int(np.prod(shape, dtype=np.int64))
+    whole = shape[0] if by_rows else size
+    if size < bound or n == 1 or not shape:
+        server = (key * 9973 if isinstance(key, int) else zlib.crc32(key.encode())) % n
+        return [Part(server, links[server], 0, whole, shape)]
+    ends = [int(np.floor(whole / n * i + 0.5)) for i in range(n + 1)]
+    rest = shape[1:] if by_rows else ()
+    return [
+        Part(server, link, start, stop, (stop - start, *rest))
+        for server, (link, start, stop) in enumerate(zip(links, ends, ends[1:], strict=False))
+    ]
 
 
 class _Pulled(NamedTuple):
@@ -64,17 +114,13 @@ class ServerStore(KVStore):
     Args:
         name: The value of ``type``.
         on_devices: Add the arrays of one worker from left to right; else by groups of four.
-        synchronous: Whether a round of a key ends when every worker has pushed it; else every push is applied when it comes.
         process_set: The process set whose ranks are the workers; ``None`` for all ranks.
     """
 
-    def __init__(
-        self, name: str, *, on_devices: bool, synchronous: bool, process_set: ProcessSet | None = None
-    ) -> None:
+    def __init__(self, name: str, *, on_devices: bool, process_set: ProcessSet | None = None) -> None:
         super().__init__(name, on_devices=on_devices)
         engine = joined()
         self._workers = Workers(process_set)
-        self._synchronous = synchronous
         servers = servers_of(engine)
         self._id, number = self._workers.largest([secrets.randbits(62), servers.stores], "kv.create")
         servers.stores = number + 1
@@ -82,65 +128,39 @@ class ServerStore(KVStore):
         self._links, self._hosts = servers.find(self._workers)
         #: How many stores on servers the workers had made before.
         self._number = number
-        #: The workers' processes: ranks and process ids.
-        self._processes = _present(engine, self._workers.ranks)
-        bound = engine.settings.kv_staleness
-        self._staleness = -1 if synchronous or bound is None else bound
         self._multi_precision = False
-        replicas = engine.settings.kv_replicas
-        self._begin(engine, replicas)
-        if replicas > self._places.replicas and self._workers.rank == 0:
-            LOG.warning(
-                "HVDLAB_KV_REPLICAS=%d needs as many further hosts with workers: there are %d",
-                replicas,
-                self._places.replicas,
-            )
-        self._open(self._staleness, first=True)
+        self._begin(engine)
+        self._open(first=True)
         self.barrier()
 
-    def _begin(self, engine: Engine, replicas: int) -> None:
+    def _begin(self, engine: Engine) -> None:
         """Set the attributes that are this process's own."""
         #: Records pushes and pulls; ``None`` if nothing is recorded.
         self._spans = None
         if engine.settings.record:
-            workers = len(self._hosts) if self._synchronous else 1
             # Stores of several process sets may have the same number.
-            self._spans = StoreSpans(engine, self._workers.id << 10 | self._number, len(self._links), workers)
-        self._places = Parts(self._links, engine.settings.kv_bigarray_bound, replicas)
-        self._parts = self._places.by_key
-        #: How many epochs this worker knows to have ended, and how many of these by rounds that were given up.
-        self._epoch = self._given_up = 0
-        #: Whether this worker counts at some server as one that has left the store, and whether a worker has closed it.
-        self._left = self._closed = False
-        self._cells = _cells_of(engine)
+            self._spans = StoreSpans(engine, self._workers.id << 10 | self._number, len(self._links))
+        self._bigarray_bound = engine.settings.kv_bigarray_bound
+        #: The parts of each key.
+        self._parts: dict[Key, list[Part]] = {}
         self._record = engine.metric if engine.settings.record else None
 
-    def _open(self, staleness: int, *, first: bool, again: bool = False) -> None:
-        """Open the store at all servers; the ``first`` time one worker of each host makes the memory.
-
-        ``again``: this worker has used it before, and is back.
-        """
+    def _open(self, *, first: bool) -> None:
+        """Open the store at all servers; the ``first`` time one worker of each host makes the memory."""
         rank, ranks = context.engine("kvstore").rank, tuple(rank for rank, _ in self._hosts)
+        message = functools.partial(m.Open, store=self._id, workers=ranks)
         opened = []
-        for link in self._places.links():
+        for link in self._links:
             makes = min((rank for rank, host in self._hosts if host == link.place.host), default=-1)
-            message = functools.partial(
-                m.Open,
-                store=self._id,
-                workers=ranks,
-                synchronous=self._synchronous,
-                staleness=staleness,
-                again=again,
-            )
-            used = (
-                link.request(message)
-                if again
-                else link.use(self._id, makes_memory=first and rank == makes, message=message)
-            )
+            used = link.use(self._id, makes_memory=first and rank == makes, message=message)
             opened.append((link, used))
         for link, ticket in opened:
-            self._done(None, link.wait(ticket), "create")
-        for link in () if again else self._links:
+            answer = link.wait(ticket)
+            if isinstance(answer, m.Failed) and answer.ranks:
+                cause = Cause(CauseKind.RANK_DIED, answer.ranks, answer.text)
+                raise AbortedError(Pending("create", f"kv.{self._id}", (rank,), answer.ranks), cause)
+            self._done(None, answer)
+        for link in self._links:
             weakref.finalize(self, link.close_store, self._id).atexit = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,18 +185,18 @@ class ServerStore(KVStore):
                 key: (value.dtype.str, tuple(value.shape), isinstance(value, RowSparse))
                 for key, value in self._values.items()
             }
+            places = {
+                key: [(part.server, part.start, part.stop, part.shape) for part in parts]
+                for key, parts in self._parts.items()
+            }
             return {
                 "settings": self._settings(),
                 "workers": self._workers,
-                "synchronous": self._synchronous,
                 "numbers": (self._id, self._number),
                 "hosts": self._hosts,
-                "processes": self._processes,
                 "multi_precision": self._multi_precision,
-                "staleness": self._staleness,
-                "replicas": self._places.replicas,
                 "kinds": kinds,
-                "parts": self._places.places(),
+                "parts": places,
                 # Places have secrets, which the data plane must not carry; the coordinator may.
                 "left": servers_of(context.engine("kvstore")).leave_places(self._links),
             }
@@ -203,23 +223,25 @@ class ServerStore(KVStore):
 
     def _restore(self, engine: Engine, state: dict[str, Any]) -> None:
         self._take_settings(state["settings"])
-        self._workers, self._synchronous = state["workers"], state["synchronous"]
+        self._workers, self._hosts = state["workers"], state["hosts"]
         self._id, self._number = state["numbers"]
-        self._hosts, self._processes = state["hosts"], state["processes"]
-        self._multi_precision, self._staleness = state["multi_precision"], state["staleness"]
+        self._multi_precision = state["multi_precision"]
         servers = servers_of(engine)
         servers.stores = max(servers.stores, self._number + 1)
         self._links = servers.find_left(state["left"])
-        self._begin(engine, state["replicas"])
-        self._places.put(state["parts"])
-        self._open(self._staleness, first=False)
+        self._begin(engine)
+        places: dict[Key, list[PlaceOfPart]] = state["parts"]
+        for key, parts in places.items():
+            self._parts[key] = [
+                Part(server, self._links[server], start, stop, shape) for server, start, stop, shape in parts
+            ]
+        self._open(first=False)
         for key, (dtype, shape, sparse) in state["kinds"].items():
             self._values[key] = _nothing(np.dtype(dtype), shape, sparse=sparse)
-            for part in self._places.kept([key]):
+            for part in self._parts[key]:
                 part.link.has(
                     self._id, key, np.dtype(dtype).itemsize * int(np.prod(part.shape, dtype=np.int64))
                 )
-        self._ask_epoch()
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -255,25 +277,23 @@ class ServerStore(KVStore):
             tickets = []
             for one, given in found:
                 array, sparse = own[one], isinstance(given, RowSparse)
-                self._places.add(one, array.shape, by_rows=sparse)
+                parts = _as_mxnet(one, array.shape, self._links, self._bigarray_bound, by_rows=sparse)
+                self._parts[one] = parts
                 if self._workers.rank == 0:
-                    tickets += [
-                        (one, part.link, self._first(one, part, array, sparse))
-                        for part in self._places.kept([one])
-                    ]
+                    tickets += [(one, part.link, self._first(one, part, array, sparse)) for part in parts]
                 nothing = _nothing(array.dtype, array.shape, sparse=sparse)
                 new[one] = (nothing, NUMPY if sparse else array_type_of(given) or NUMPY)
             refused: KVStoreError | None = None
             for one, link, ticket in tickets:
                 try:
-                    self._done(one, link.wait(ticket), "init")
+                    self._done(one, link.wait(ticket))
                 except KVStoreError as error:
                     refused = refused or error
             text = self._workers.first_says("" if refused is None else str(refused), f"kv.{self._id}.init")
             if refused is not None or text:
                 raise refused or KVStoreError(text)
             for one, array in own.items():
-                for part in self._places.kept([one]):
+                for part in self._parts[one]:
                     nbytes = array.dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
                     part.link.has(self._id, one, nbytes)
             self._add(new)
@@ -285,9 +305,7 @@ class ServerStore(KVStore):
         np.copyto(part.link.array(region, given.dtype, given.shape), given)
         name, offset = array.dtype.str[1:], region.offset
         return part.link.request(
-            lambda sequence: m.Init(
-                sequence, self._id, part.name, part.shape, name, offset, None if part.name == key else key
-            ),
+            lambda sequence: m.Init(sequence, self._id, key, part.shape, name, offset),
             region,
             given.nbytes,
         )
@@ -304,109 +322,22 @@ class ServerStore(KVStore):
 
         Raises:
             AssertionError, TypeError, ValueError: A key or value is none.
-            KVStoreError: A key was not initialised, a value has another shape than the stored one, there is no optimizer (in a
-                ``dist_async`` store), or a server is lost. What a server refuses is raised by the next pull of the key.
+            KVStoreError: A key was not initialised, a value has another shape than the stored one, there is no optimizer, or a server
+                is lost. What a server refuses is raised by the next pull of the key.
         """
         with self._lock:
             self._push(pairs(key, value))
 
-    def _begin_cell(self) -> None:
-        """At the first push of a cell, or of an attempt of elastic training: let the workers begin with equal rounds.
-
-        Whatever the one before has left is dropped, and a worker that was cut off meanwhile takes part again.
-        """
-        begun = _cells_of(context.engine("kvstore"))
-        if not self._synchronous or begun == self._cells:
-            return
-        self._ask_epoch()  # a worker that has waited for nothing does not know yet which workers have left, or are back
-        # The collectives below wait for all workers that have made the store: only if these take part, in the processes of then.
-        if self._processes <= _present(context.engine("kvstore"), self._workers.ranks) and not self._closed:
-            self._begin_together()
-        self._cells = begun
-
-    def _begin_together(self) -> None:
-        """Let all workers begin with equal rounds, also those that count as dead since they were cut off, and are back."""
-        name = f"kv.{self._id}.cell"
-        left = any(ticket.answer is None for ticket in self._in_flight())
-        own = [left, self._given_up, self._epoch, self._left]
-        some_left, given_up, epoch, back = self._workers.largest(own, name)
-        if some_left:
-            given_up, epoch = given_up + 1, epoch + 1
-            text = "what was pushed in a cell that did not end well is dropped"
-            self._tell_all(m.EndRounds(self._id, given_up, (), CauseKind.WITHDRAWN.value, text))
-        self._epoch, self._given_up = epoch, given_up
-        for part in self._places.kept(self._parts):
-            for ticket in part.pushed:
-                part.link.wait(ticket)
-            part.pushed.clear()
-        if back:
-            if self._left:
-                self._open(self._staleness, first=False, again=True)
-                self._left = False
-            self._workers.barrier(name)  # no round may end without those that are back
-
-    def _in_flight(self) -> Iterator[Ticket]:
-        for part in self._places.kept(self._parts):
-            yield from part.pushed
-
-    def _ask_epoch(self) -> None:
-        asked = [
-            (link, link.request(functools.partial(m.StockRequest, store=self._id)))
-            for link in self._places.links()
-        ]
-        self._left = self._closed = False
-        for link, ticket in asked:
-            answer = self._done(None, link.wait(ticket), "push")
-            assert isinstance(answer, m.Stock)
-            self._epoch = max(self._epoch, answer.epoch)
-            self._given_up = max(self._given_up, answer.given_up)
-            self._left, self._closed = self._left or answer.left, self._closed or answer.closed
-
-    def _tell_all(self, message: m.EndRounds) -> None:
-        for link in self._places.links():
-            link.tell(message)
-
     def _push(self, found: list[tuple[Key, Any]]) -> None:
-        self._begin_cell()
-        if not self._synchronous and self._updater is None:
+        if self._updater is None:
             raise KVStoreError(
                 f"a {self.type} store applies pushes by an optimizer: call set_optimizer first"
             )
-        try:
-            sums = self._sums(found)
-        except KVStoreError:
-            if self._synchronous:
-                self._refuse_elsewhere(found)
-            raise
-        for key, total in sums.items():
+        for key, total in self._sums(found).items():
             if isinstance(total, RowSparse) and not isinstance(self._values[key], RowSparse):
                 total = _as_elements(total) if len(self._parts[key]) > 1 else total
             for part in self._parts[key]:
-                self._send_to_all(key, part, total)
-
-    def _send_to_all(self, key: Key, part: Part, total: Value) -> None:
-        """Push to the server of a part and to those of its copies; leave out a server that is found to be lost meanwhile."""
-        lost: ServerLostError | None = None
-        kept = part.kept()
-        for one in kept:
-            if one is not part:  # the part's own answers say what has become of it
-                one.pushed = deque(ticket for ticket in one.pushed if ticket.answer is None)
-            try:
-                self._send(key, one, total)
-            except ServerLostError as error:
-                lost = error
-        if lost is not None and all(one.link.lost for one in kept):
-            raise lost
-
-    def _refuse_elsewhere(self, found: list[tuple[Key, Any]]) -> None:
-        """Push what servers refuse, so that the others' round of these keys fails and does not wait for this worker."""
-        for key in dict.fromkeys(key for key, _ in found):
-            for part in self._places.kept([key]):
-                part.link.request(
-                    functools.partial(
-                        m.Push, store=self._id, key=part.name, dtype="", offset=0, epoch=self._epoch
-                    )
-                )
+                self._send(key, part, total)
 
     def _span(
         self, kind: OpKind, key: Key, part: Part, dtype: np.dtype[Any], nbytes: int
@@ -431,7 +362,7 @@ class ServerStore(KVStore):
             np.copyto(part.link.array(region, data.dtype, data.shape), data)
         name, offset, seen = data.dtype.str[1:], region.offset, part.seen
         ticket = part.link.request(
-            lambda sequence: m.Push(sequence, self._id, part.name, name, offset, seen, rows, self._epoch),
+            lambda sequence: m.Push(sequence, self._id, key, name, offset, seen, rows),
             region,
             nbytes,
             span=span,
@@ -444,8 +375,7 @@ class ServerStore(KVStore):
         pushed = part.pushed
         while pushed and isinstance(answer := pushed[0].answer, m.Done):
             pushed.popleft()
-            part.version = max(part.version, answer.version)
-            if not self._synchronous and self._record is not None:
+            if self._record is not None:
                 self._record("kv.staleness", answer.staleness)
 
     def _sum(self, key: Key, arrays: Sequence[Any]) -> Value:
@@ -481,16 +411,10 @@ class ServerStore(KVStore):
             else:
                 wanted.setdefault(key, []).append(target)
         by_rows = {key: wanted.pop(key) for key in tuple(wanted) if isinstance(self._values[key], RowSparse)}
-        while True:
-            try:
-                self._pull_dense(wanted)
-                break
-            except ServerLostError:
-                if not self._places.fail_over():
-                    raise
+        self._pull_dense(wanted)
         for key, targets in by_rows.items():
             # Servers give the rows of a row-sparse value by number, and have all of them.
-            value = self._pull_rows_from_any(key, np.arange(self._values[key].shape[0], dtype=np.int64))
+            value = self._pull_rows(key, np.arange(self._values[key].shape[0], dtype=np.int64))
             for target in targets:
                 write(target, value)
 
@@ -514,7 +438,7 @@ class ServerStore(KVStore):
         region = part.link.allocate(nbytes)
         name, offset = dtype.str[1:], region.offset
         ticket = part.link.request(
-            lambda sequence: m.Pull(sequence, self._id, part.name, name, offset),
+            lambda sequence: m.Pull(sequence, self._id, key, name, offset),
             region,
             keeps=True,
             span=span,
@@ -532,20 +456,10 @@ class ServerStore(KVStore):
         failed = [ticket.answer for ticket in part.pushed if isinstance(ticket.answer, m.Failed)]
         if failed:
             part.pushed = deque(ticket for ticket in part.pushed if ticket.answer is None)
-            for one in failed:
-                if not one.ranks or one.epoch > self._epoch:  # else another key's error has said it
-                    self._done(key, one, "push")
-        done = self._done(key, answer, "pull")
+            self._done(key, failed[0])
+        done = self._done(key, answer)
         assert isinstance(done, m.Done)
-        if (
-            self._synchronous and done.version < part.expected
-        ):  # else others' pushes may still be on their way
-            LOG.warning(
-                "the copy of key %r lacks %d updates that the lost server had made",
-                key,
-                part.expected - done.version,
-            )
-        part.seen, part.version, part.expected = done.version + len(part.pushed), done.version, -1
+        part.seen = done.version + len(part.pushed)
 
     def _copy(self, key: Key, pulls: list[_Pulled], targets: list[Any]) -> None:
         stored = self._values[key]
@@ -587,15 +501,7 @@ class ServerStore(KVStore):
                 except ValueError as error:
                     raise KVStoreError(f"row_sparse_pull of key {one!r}: {error}", one) from None
             for (one, target), rows in zip(found, numbers, strict=True):
-                target.replace(rows, self._pull_rows_from_any(one, rows))
-
-    def _pull_rows_from_any(self, key: Key, rows: npt.NDArray[np.int64]) -> Array:
-        while True:
-            try:
-                return self._pull_rows(key, rows)
-            except ServerLostError:
-                if not self._places.fail_over():
-                    raise
+                target.replace(rows, self._pull_rows(one, rows))
 
     def _pull_rows(self, key: Key, rows: npt.NDArray[np.int64]) -> Array:
         stored = self._values[key]
@@ -610,7 +516,7 @@ class ServerStore(KVStore):
             message = functools.partial(
                 m.Pull,
                 store=self._id,
-                key=part.name,
+                key=key,
                 dtype=stored.dtype.str[1:],
                 offset=region.offset,
                 rows=len(numbers),
@@ -634,7 +540,6 @@ class ServerStore(KVStore):
         Raises:
             AssertionError, TypeError, ValueError: A key, value or output is none.
             KVStoreError: As :meth:`push` and :meth:`pull` do; or an array is row-sparse.
-            AbortedError: A worker that this one waited for has died.
         """
         found = pairs(key, value)
         targets = found if out is None else pairs(key, out)
@@ -642,15 +547,10 @@ class ServerStore(KVStore):
             if isinstance(array, RowSparse):
                 raise KVStoreError(f"key {one!r}: use push and row_sparse_pull for row-sparse arrays", one)
         with self._lock:
-            try:
-                self._check_known(targets)
-                self._check_outputs(targets, self._values)
-            except KVStoreError:
-                if self._synchronous:
-                    self._refuse_elsewhere(found)
-                raise
+            self._check_known(targets)
+            self._check_outputs(targets, self._values)
             with contextlib.ExitStack() as links:
-                for link in self._places.links():
+                for link in self._links:
                     links.enter_context(link.together())
                 self._push(found)
                 self._write(targets, ignore_sparse=True)
@@ -701,16 +601,16 @@ class ServerStore(KVStore):
         if self._workers.rank != 0:
             return
         message = functools.partial(m.SetOptimizer, store=self._id, optimizer=spec, keeps_states=keeps_states)
-        tickets = [(link, link.request(message)) for link in self._places.links()]
+        tickets = [(link, link.request(message)) for link in self._links]
         for link, ticket in tickets:
-            self._done(None, link.wait(ticket), "set_optimizer")
+            self._done(None, link.wait(ticket))
 
     def set_learning_rate(self, lr: float) -> None:
         """Change the learning rate on the servers; see :meth:`KVStore.set_learning_rate`. Returns when all workers have called it.
 
         Args:
-            lr: The learning rate, before the keys' factors. What workers have pushed before is applied at the old rate; in a
-                ``dist_async`` store what is still on its way may be applied at the new one.
+            lr: The learning rate, before the keys' factors. What workers have pushed before is applied at the old rate, unless it is
+                still on its way.
 
         Raises:
             KVStoreError: The store has no optimizer, or a server is lost.
@@ -720,12 +620,6 @@ class ServerStore(KVStore):
         with self._lock:
             optimizer = self._running_optimizer()
             optimizer.set_learning_rate(float(lr))
-            # Not in an asynchronous store, where a bound on staleness may hold a push back until others have pushed more.
-            pushed = self._places.kept(self._parts) if self._synchronous else []
-            for part in pushed:
-                for ticket in part.pushed:
-                    if not part.link.lost:
-                        part.link.wait(ticket)  # the next pull of the key raises what a server has refused
             self.barrier()
             self._send_optimizer(portable(optimizer, _importable()), keeps_states=True)
             self.barrier()
@@ -739,20 +633,11 @@ class ServerStore(KVStore):
 
     # -- workers and servers ------------------------------------------------------------------------------------------
 
-    def _done(self, key: Key | None, answer: Answer, what: str) -> Answer:
-        if not isinstance(answer, m.Failed):
-            return answer
-        if answer.ranks:
-            self._epoch = max(self._epoch, answer.epoch)
-            if answer.given_up > self._given_up:
-                self._given_up = answer.given_up
-                for link in self._places.links():  # the one that has given rounds up knows already
-                    link.tell(m.EndRounds(self._id, answer.given_up, answer.ranks, answer.kind, answer.text))
-            cause = Cause(CauseKind(answer.kind), answer.ranks, answer.text)
-            raise AbortedError(
-                Pending(what, f"kv.{key}", (context.engine("kvstore").rank,), answer.ranks), cause
-            )
-        raise KVStoreError(answer.text if key is None else f"key {key!r}: {answer.text}", key)
+    @staticmethod
+    def _done(key: Key | None, answer: Answer) -> Answer:
+        if isinstance(answer, m.Failed):
+            raise KVStoreError(answer.text if key is None else f"key {key!r}: {answer.text}", key)
+        return answer
 
     def barrier(self) -> None:
         """Wait until all workers have called it. It orders calls, not pushes that are still on their way."""
@@ -779,7 +664,7 @@ class ServerStore(KVStore):
             ]
             infos = []
             for index, link, ticket in asked:
-                answer = self._done(None, link.wait(ticket), "servers")
+                answer = self._done(None, link.wait(ticket))
                 assert isinstance(answer, m.Stock)
                 host = link.place.host.partition("#")[0]
                 infos.append(ServerInfo(index, host, link.pid, answer.keys, answer.bytes))
@@ -807,17 +692,6 @@ class ServerStore(KVStore):
 def _importable() -> tuple[str, ...]:
     """The modules that servers have imported."""
     return context.engine("kvstore").settings.kv_optimizers
-
-
-def _cells_of(engine: Engine) -> tuple[int, int]:
-    """Changes on all workers with each cell, and with each attempt of elastic training."""
-    return engine.cells_begun, engine.failed_cells
-
-
-def _present(engine: Engine, ranks: Iterable[int]) -> frozenset[tuple[int, int]]:
-    """Those of these ranks that are in the world now, each with its process."""
-    wanted = set(ranks)
-    return frozenset((rank, pid) for rank, _, pid in engine.processes()[1] if rank in wanted)
 
 
 def _nothing(dtype: np.dtype[Any], shape: tuple[int, ...], *, sparse: bool) -> Value:

@@ -243,35 +243,6 @@ class Blocked(Message, frozen=True):
     executing: bool = False
 
 
-class Await(Message, frozen=True):
-    """The user's thread waits for ranks outside of collectives, such as for a message of any of them.
-
-    ``number`` is the sender's own number for the wait. Without ``ranks`` it is over. ``any``: one of the ranks is enough; else all
-    are needed. ``what`` and ``site`` are for texts. Sent again as the answer to :class:`AwaitStill`.
-    """
-
-    number: int
-    ranks: tuple[int, ...] = ()
-    any: bool = False
-    what: str = ""
-    site: str = ""
-
-
-class AwaitStill(Message, frozen=True):
-    """Does wait ``number`` still go on, after all mail that was sent before this? A rank that does not wait any more sends no answer."""
-
-    number: int
-
-
-class Absent(Message, frozen=True):
-    """The ranks that an :class:`Await` waits for won't do what would end it: the wait is in vain, and over."""
-
-    number: int
-    kind: str
-    ranks: tuple[int, ...]
-    text: str
-
-
 class Paused(Message, frozen=True):
     """The user looks around here (at a prompt, in a debugger): no rank that waits for this one waits in vain."""
 
@@ -752,7 +723,6 @@ FromRank = (
     | Announce
     | Duplicate
     | Blocked
-    | Await
     | Paused
     | Resumed
     | Withdraw
@@ -811,7 +781,5 @@ ToPeer = (
     | World
     | RankEvents
     | Stalled
-    | AwaitStill
-    | Absent
     | PausedRanks
 )

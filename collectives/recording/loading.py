@@ -170,8 +170,6 @@ class _Reader:
         began = called + _ns(args["waited_us"]) if ok else None
         tensor = {**args, "kind": OpKind[event["name"]], "arrival": called}
         self._put(rank, _span(tensor, args, began, began, called + _ns(event["dur"])))
-        if ok and tensor["kind"] is OpKind.PUSH and "arrival_offset_us" in args:
-            self._learn_size(args, rank, zlib.crc32(args["tensor"].encode()))
 
     def _complete(
         self, rank: int, ready: int, args: dict[str, Any], started: int | None, finished: int

@@ -185,7 +185,7 @@ class ChromeTrace:
     def failed(self, rank: int, placed: Placed) -> list[TraceEvent]:
         """A span that never became an operation, so that there is nothing to match it with."""
         if placed.span.kind.asks_server:
-            return self._request(rank, placed, None)
+            return self._request(rank, placed)
         return self._negotiation(rank, placed, None)
 
     # -- one operation ------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class ChromeTrace:
     def operations(self, operations: Iterable[Operation]) -> list[TraceEvent]:
         """Operations with all that is known of them."""
         out: list[TraceEvent] = []
-        requests: list[tuple[int, int, Placed, Arrivals | None]] = []
+        requests: list[tuple[int, int, Placed]] = []
         for operation in operations:
             for rank in operation.ranks:
                 out += self._tracks.introduce(rank)
@@ -201,7 +201,7 @@ class ChromeTrace:
                 came = arrivals(by_rank, operation.size)
                 for rank, placed in by_rank.items():
                     if placed.span.kind.asks_server:
-                        requests.append((placed.arrival_ns, rank, placed, came))
+                        requests.append((placed.arrival_ns, rank, placed))
                     else:
                         out += self._negotiation(rank, placed, came)
                 if came is not None and came.spread_ns and not (operation.size and came.ranks_missing):
@@ -209,11 +209,11 @@ class ChromeTrace:
             for rank, spans in operation.ranks.items():
                 if not spans[0].span.kind.asks_server:
                     out += self._operation(rank, spans)
-        for _, rank, placed, came in sorted(requests, key=lambda one: one[:2]):
-            out += self._request(rank, placed, came)
+        for _, rank, placed in sorted(requests, key=lambda one: one[:2]):
+            out += self._request(rank, placed)
         return out
 
-    def _request(self, rank: int, placed: Placed, came: Arrivals | None) -> list[TraceEvent]:
+    def _request(self, rank: int, placed: Placed) -> list[TraceEvent]:
         """A push or a pull: a slice on its rank, and one on the server; arrows tie what follows from each other.
 
         A value goes from the server to the rank that pulls it, on to the push that was computed from it, and to the server again: one
@@ -234,10 +234,6 @@ class ChromeTrace:
         args |= {"transfer_us": micros(span.transfer_ns)}
         if span.kind is OpKind.PUSH:
             args["staleness"] = asked.staleness
-        if asked.waited_for is not None:
-            args["waited_for_rank"] = asked.waited_for
-        if came is not None:
-            args |= {"arrival_offset_us": micros(came.offsets_ns[rank]), **_who_was_last(came)}
         own = self._tracks.slice_lane(
             rank, STORES, span.kind.name, placed.arrival_ns, span.finished_ns + offset, args
         )
@@ -252,7 +248,6 @@ class ChromeTrace:
     def _tie(
         self, own: TraceEvent, there: TraceEvent, placed: Placed, value: tuple[int, int, int, str]
     ) -> None:
-        # Pushes of a round are held until those of other ranks are here: pulls that came after may be known before.
         pulled = self._pulled.setdefault(value, deque(maxlen=PULLS_KEPT))
         self._flows += 1
         number = self._flows

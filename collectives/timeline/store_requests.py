@@ -3,8 +3,7 @@
 =============== ==================================================================================================
 process set     which store, which of its servers, and whether it is a pull; beyond all numbers of process sets
 sequence        version of the value that a push made, or that a pull read: the low 32 bits
-batch           of a push outside of rounds: its staleness, and which worker it waited for; of one in a round 0, so that
-                the pushes of all workers are one operation; of a pull a number that no other rank's pull has
+batch           of a push its staleness; of a pull a number that no other rank's pull has
 =============== ==================================================================================================
 
 A span's ``ready`` and ``started`` are when the server began to carry out the request, ``finished`` when the server had applied a push, or
@@ -31,14 +30,12 @@ class StoreRequest(NamedTuple):
         server: Number of the server.
         version: Version of the value that a push made or a pull read; the low 32 bits.
         staleness: Pushes of other workers that were applied after the value from which this push was computed; at most 65535.
-        waited_for: Rank whose push ended this push's wait; ``None`` if this one did not wait, or belongs to a round.
     """
 
     store: int
     server: int
     version: int
     staleness: int
-    waited_for: int | None
 
 
 def group_of(store: int, server: int, kind: OpKind) -> int:
@@ -47,21 +44,14 @@ def group_of(store: int, server: int, kind: OpKind) -> int:
     return FIRST_GROUP | number & (FIRST_GROUP - 1)
 
 
-def push_batch(staleness: int, waited_for: int) -> int:
-    """The number that stands in place of a batch's, for a push outside of rounds; ``waited_for`` is -1 if it did not wait."""
-    return min(staleness, _MOST_STALE) | (waited_for + 1 & 0xFFFF) << 16
+def push_batch(staleness: int) -> int:
+    """Return the number that stands in place of a batch's, for a push."""
+    return min(staleness, _MOST_STALE)
 
 
 def request_of(span: Span) -> StoreRequest:
     """What the numbers of a push's or pull's span mean."""
     number = span.process_set & (FIRST_GROUP - 1)
     server = number >> 1 & (1 << _SERVER_BITS) - 1
-    batch = span.batch if span.kind is OpKind.PUSH else 0
-    waited_for = (batch >> 16) - 1
-    return StoreRequest(
-        number >> _SERVER_BITS + 1,
-        server,
-        span.sequence,
-        batch & _MOST_STALE,
-        waited_for if waited_for >= 0 else None,
-    )
+    staleness = span.batch & _MOST_STALE if span.kind is OpKind.PUSH else 0
+    return StoreRequest(number >> _SERVER_BITS + 1, server, span.sequence, staleness)

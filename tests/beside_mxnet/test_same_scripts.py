@@ -15,8 +15,6 @@ from beside_mxnet.real_servers import played_by_mxnet
 from hvdlab import kvstore
 from ranks import Ranks
 
-ON_SERVERS = {"HVDLAB_KV_UPDATE": "servers", "HVDLAB_KV_SERVERS": "2"}
-
 
 @dataclass(frozen=True)
 class Case:
@@ -27,14 +25,12 @@ class Case:
         scripts: They run on one store, one after the other.
         servers: How many MXNet has.
         env: Settings of MXNet's processes, and of hvdlab's.
-        on_servers: Whether hvdlab's stores give the same with their updates on servers, too.
     """
 
     store: str
     scripts: Sequence[str]
     servers: int = 1
     env: dict[str, str] = field(default_factory=dict)
-    on_servers: bool = True
 
 
 CASES = [
@@ -46,7 +42,7 @@ CASES = [
         {"MXNET_KVSTORE_BIGARRAY_BOUND": "100"},
     ),
     Case("dist_sync", ["schedules"]),
-    Case("dist_sync", ["half_precision_by_default"], on_servers=False),
+    Case("dist_sync", ["half_precision_by_default"]),
     Case("dist_sync", ["compressed"], 2, {"MXNET_KVSTORE_BIGARRAY_BOUND": "100"}),
     Case("dist", ["names"]),
     Case("dist_async", ["turns", "counting"], 2, {"MXNET_KVSTORE_BIGARRAY_BOUND": "20"}),
@@ -85,13 +81,12 @@ def start_servers() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case.store, case.scripts[-1]]))
 def test_workers_see_the_same(case: Case) -> None:
     theirs = played_by_mxnet(case.store, case.scripts, servers=case.servers, env=case.env)
-    for settings in ({},) if "async" in case.store or not case.on_servers else ({}, ON_SERVERS):
-        with Ranks(2, env={**case.env, **settings}) as ranks:
-            ranks.run(start_servers, timeout=60)
-            ours = ranks.run(play, case.store, list(case.scripts), timeout=100)
-        for rank in (0, 1):
-            for name, mine, other in zip(case.scripts, ours[rank], theirs[rank], strict=True):
-                compare(f"{name} on rank {rank} with {settings}", mine, other)
+    with Ranks(2, env=case.env) as ranks:
+        ranks.run(start_servers, timeout=60)
+        ours = ranks.run(play, case.store, list(case.scripts), timeout=100)
+    for rank in (0, 1):
+        for name, mine, other in zip(case.scripts, ours[rank], theirs[rank], strict=True):
+            compare(f"{name} on rank {rank}", mine, other)
 
 
 GLUON = ["mxnets_optimizers", "trainer_on_the_store", "trainer_itself"]

@@ -18,19 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.errors import (
-    Cause,
-    HvdlabError,
-    KVStoreError,
-    ProtocolError,
-    StartError,
-    format_ranks,
-)
+from hvdlab.collectives.errors import HvdlabError, KVStoreError, ProtocolError, StartError
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.keys import Key
 from hvdlab.collectives.kvstore.servers import messages as m
@@ -38,7 +30,7 @@ from hvdlab.collectives.kvstore.servers.launch import Place
 from hvdlab.collectives.kvstore.servers.memory import PAGE, SharedFile
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, ServerClock
 from hvdlab.collectives.kvstore.servers.starting import SOCKET, Starter
-from hvdlab.collectives.kvstore.servers.state import PIECE, STALL_SECONDS
+from hvdlab.collectives.kvstore.servers.state import PIECE
 from hvdlab.collectives.linux import process_state, require_own_peer
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
@@ -51,6 +43,8 @@ RECOVER_WITHIN = 120.0
 _CONNECT_SECONDS = 5.0
 """Seconds for one try to connect: while the network is gone the system's own tries are ever longer apart, up to a minute."""
 _LOOK_MILLISECONDS = 1000
+STALL_SECONDS = 10.0
+"""Seconds after which a worker logs that its server is gone, and after which it logs that again."""
 _MOST_ENDS = 8
 """Ends of the server while it carried out the same repeated request, after which the request fails and is not sent again.
 
@@ -70,10 +64,6 @@ _IN_FLIGHT = 256 << 20
 """Bytes of unanswered requests above which a worker waits for answers before it sends more."""
 
 Answer = m.Done | m.Failed | m.Stock
-
-
-class ServerLostError(KVStoreError):
-    """The server is gone and does not come back."""
 
 
 class Region:
@@ -96,10 +86,9 @@ class Ticket:
         keeps: Whether the caller reads the region after the answer, and frees it; else the answer's arrival frees it.
         span: What is recorded of it.
         ends: How often the server has ended while it carried this request out again.
-        failure: Why the request counts as failed, whatever the server answers to the message that is sent in its place.
     """
 
-    __slots__ = ("answer", "ends", "failure", "keeps", "message", "region", "sent", "span")
+    __slots__ = ("answer", "ends", "keeps", "message", "region", "sent", "span")
 
     def __init__(
         self, message: Message, region: Region | None, sent: int, *, keeps: bool, span: RequestSpan | None
@@ -108,36 +97,6 @@ class Ticket:
         self.span = span
         self.answer: Answer | None = None
         self.ends = 0
-        self.failure = ""
-
-
-class _Watch:
-    """A wait of this worker for pushes of others, announced to the coordinator, which says if they won't come.
-
-    Args:
-        link: The connection.
-        waits: The workers that a push waits for.
-    """
-
-    def __init__(self, link: ServerLink, waits: m.Waits) -> None:
-        self._link, self.waits = link, waits
-        #: Why the pushes won't come.
-        self.cause: Cause | None = None
-        what = f"a push of key {waits.key!r} that others lack"
-        self._number = link.engine.begin_await(waits.ranks, what, self, any=False)
-
-    def still_waits(self) -> bool:
-        """Whether the push is not answered. Control thread."""
-        return self._link.is_unanswered(self.waits.sequence)
-
-    def in_vain(self, cause: Cause) -> None:
-        """The pushes won't come, for this reason. Control thread."""
-        self.cause = cause
-        self._link.notify()
-
-    def close(self) -> None:
-        """This worker does not wait for them any more."""
-        self._link.engine.end_await(self._number)
 
 
 class _Outbox:
@@ -223,8 +182,6 @@ class ServerLink:
         self._unanswered: dict[int, Ticket] = {}
         #: The repeated request that the server carries out, as it announced last; 0 for none.
         self._begun = 0
-        #: The workers that a push waits for, as the server said last.
-        self._waits: m.Waits | None = None
         #: Bytes of the regions of unanswered requests.
         self._in_flight = 0
         #: At how many unanswered requests to look for answers next: a busy server has not answered each of them at once.
@@ -328,68 +285,24 @@ class ServerLink:
         Raises:
             KVStoreError: The server is lost.
         """
-        watch: _Watch | None = None
         begun = time.monotonic()
-        try:
-            with self._changed:
-                while ticket.answer is None:
-                    self._require_usable()
-                    self._look_after_server(begun)
-                    if self._held:
-                        self._carry_out(self._send_held)
-                    watch = self._watched(watch)
-                    if self._reading:
-                        self._changed.wait(1.0)
-                    else:
-                        self._read_once()
-                return ticket.answer
-        finally:
-            if watch is not None:
-                watch.close()
-
-    def _watched(self, watch: _Watch | None) -> _Watch | None:
-        """Have the coordinator watch over the wait of a push; once it says that the wait is in vain, give the round up. With the lock."""
-        waits = self._waits
-        if waits is not None and waits.sequence not in self._unanswered:
-            waits = self._waits = None
-        if watch is not None and (waits is None or watch.waits.sequence != waits.sequence):
-            watch.close()
-            watch = None
-        if watch is None and waits is not None and waits.ranks:
-            watch = _Watch(self, waits)
-        if watch is not None and watch.cause is not None:
-            cause, waits = watch.cause, watch.waits
-            self._waits = None  # if the push then waits for other workers, the server says so anew
-            self._carry_out(
-                lambda: self._send(
-                    m.GiveUp(
-                        waits.sequence, waits.store, waits.key, cause.ranks, cause.kind.value, cause.text
-                    )
-                )
-            )
-            return None
-        return watch
-
-    def is_unanswered(self, sequence: int) -> bool:
-        """Whether the server has not answered a request. Any thread."""
-        return sequence in self._unanswered
-
-    def notify(self) -> None:
-        """Let threads that wait look again. Any thread."""
         with self._changed:
-            self._changed.notify_all()
+            while ticket.answer is None:
+                self._require_usable()
+                self._look_after_server(begun)
+                if self._held:
+                    self._carry_out(self._send_held)
+                if self._reading:
+                    self._changed.wait(1.0)
+                else:
+                    self._read_once()
+            return ticket.answer
 
     def take_answers(self) -> None:
         """Take in the answers that have come; does not wait."""
         with self._changed:
             self._require_usable()
             self._carry_out(self._take)
-
-    def tell(self, message: Message) -> None:
-        """Send a message that has no answer. It is lost if the connection is."""
-        with self._changed:
-            self._require_usable()
-            self._carry_out(lambda: self._send(message))
 
     def use(self, store: int, *, makes_memory: bool, message: Callable[[int], Message]) -> Ticket:
         """Open a store; the worker that ``makes_memory`` creates the store's memory and brings it to a server of its host."""
@@ -486,7 +399,7 @@ class ServerLink:
         more = f" and {len(keys) - _NAMED_KEYS} more" if len(keys) > _NAMED_KEYS else ""
         kept = f", which kept the values of {named}{more}" if keys else ""
         text = f"{self._name()} is lost{kept}: {error}"
-        self._lost = ServerLostError(text)
+        self._lost = KVStoreError(text)
         self._held.clear()
         LOG.warning("%s", text)
 
@@ -612,23 +525,11 @@ class ServerLink:
             self._outbox.file.array(message.offset, data.dtype, data.shape)[:] = data
         elif isinstance(message, m.Share):
             self._keep_memory(message.store, endpoint.take_descriptor())
-        elif isinstance(message, m.Waits):
-            self._waits = message
-            self._changed.notify_all()
-            if message.seconds >= STALL_SECONDS:
-                LOG.warning(
-                    "key %r has waited for %.0f s for a push of %s",
-                    message.key,
-                    message.seconds,
-                    format_ranks(message.ranks),
-                )
 
     def _answer(self, message: Answer) -> None:
         ticket = self._unanswered.pop(message.sequence, None)
         if ticket is None:
             return  # it was repeated, and this is the second answer
-        if ticket.failure:
-            message = m.Failed(message.sequence, ticket.failure, epoch=getattr(message, "epoch", 0))
         ticket.answer = message
         if ticket.span is not None and not isinstance(message, m.Stock):
             ticket.span.answered(message, self._clock)
@@ -727,17 +628,12 @@ class ServerLink:
         message: Any = ticket.message
         kind, key = type(message).__name__, getattr(message, "key", None)
         about = "" if key is None else f" of key {key!r}"
-        ticket.failure = (
+        failure = (
             f"the parameter server of {self.place.host.partition('#')[0]} ended each time it carried out this request "
             f"({kind}{about}), {ticket.ends + 1} times by now, and the request is not sent again; the server's output on stderr, "
             "or the kernel's log if memory was short, says why"
         )
-        if isinstance(
-            message, m.Push
-        ):  # without a gradient, so that the round that others wait in fails as well
-            ticket.message = msgspec.structs.replace(message, dtype="", rows=-1)
-        else:
-            self._answer(m.Failed(begun, ticket.failure))
+        self._answer(m.Failed(begun, failure))
 
     def _patience(self) -> float:
         """Seconds that the server may be gone.

@@ -30,7 +30,7 @@ from hvdlab.collectives.protocol.messages import Message
 
 ALIGNMENT = 64
 PAGE = 4096
-_MAGIC = 0x6876646B76310002
+_MAGIC = 0x6876646B76310003
 _HEADER = 16
 """Bytes before a record: its length, and the bytes of its place."""
 # Places are multiples of ALIGNMENT, so that the lowest bits of their size can say what they hold.
@@ -128,32 +128,19 @@ class SharedFile:
 class StoreRecord(Message, frozen=True):
     """How a store is used; ``generation`` counts the optimizers that it has had.
 
-    ``gone`` are the workers that use the store no more, and why; ``returned`` counts workers that were gone and use it again.
-    ``given_up`` counts how often rounds were given up; each of these events ends an epoch. ``cause`` is that of the last end: the ranks,
-    the kind of the cause, and its text.
+    ``gone`` are the workers that use the store no more.
     """
 
     workers: tuple[int, ...]
-    synchronous: bool
-    staleness: int
     generation: int = 0
     optimizer: OptimizerSpec | None = None
-    gone: tuple[tuple[int, str], ...] = ()
-    given_up: int = 0
-    cause: tuple[tuple[int, ...], str, str] = ((), "", "")
-    returned: int = 0
-
-    @property
-    def epoch(self) -> int:
-        """How many epochs have ended."""
-        return len(self.gone) + self.returned + self.given_up
+    gone: tuple[int, ...] = ()
 
 
 class KeyRecord(Message, frozen=True):
     """A key and where its block is. The one with the highest ``serial`` number of a key counts.
 
-    ``states`` are the element types and shapes of the arrays that the optimizer keeps for the key. ``copy_of`` is the key of which this
-    one is a copy, if it is one.
+    ``states`` are the element types and shapes of the arrays that the optimizer keeps for the key.
     """
 
     key: Key
@@ -161,13 +148,7 @@ class KeyRecord(Message, frozen=True):
     dtype: str
     states: tuple[tuple[str, tuple[int, ...]], ...]
     block: int
-    copy_of: Key | None = None
     serial: int = 0
-
-    @property
-    def index(self) -> Key:
-        """The key by which the optimizer, whose settings may differ by key, knows it: that of the original for a copy."""
-        return self.key if self.copy_of is None else self.copy_of
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -181,14 +162,12 @@ class Slot:
     Attributes:
         head: Version; generation of the optimizer that the states belong to; updates by it.
         applied: The last sequence number that was applied, for each worker of the store.
-        pushes: How many pushes of each worker were applied.
         value: The value.
         states: The arrays of the optimizer.
     """
 
     head: Words
     applied: Words
-    pushes: Words
     value: Array
     states: tuple[Array, ...]
 
@@ -196,7 +175,6 @@ class Slot:
         """Copy everything but the version."""
         other.head[1:] = self.head[1:]
         other.applied[:] = self.applied
-        other.pushes[:] = self.pushes
         np.copyto(other.value, self.value)
         for mine, its in zip(self.states, other.states, strict=True):
             np.copyto(its, mine)
@@ -242,19 +220,17 @@ def _slot_at(file: SharedFile, at: int, record: KeyRecord, workers: int) -> tupl
     head = file.array(at, words, (3,))
     at += 3 * 8
     applied = file.array(at, words, (workers,))
-    at += workers * 8
-    pushes = file.array(at, words, (workers,))
     at = aligned(at + workers * 8)
     arrays = []
     for name, shape in ((record.dtype, record.shape), *record.states):
         array = file.array(at, element_type(name), shape)
         arrays.append(array)
         at = aligned(at + array.nbytes)
-    return Slot(head, applied, pushes, arrays[0], tuple(arrays[1:])), at
+    return Slot(head, applied, arrays[0], tuple(arrays[1:])), at
 
 
 def _block_size(record: KeyRecord, workers: int) -> int:
-    slot = aligned((3 + 2 * workers) * 8)
+    slot = aligned((3 + workers) * 8)
     for name, shape in ((record.dtype, record.shape), *record.states):
         slot += aligned(element_type(name).itemsize * int(np.prod(shape, dtype=np.int64)))
     return ALIGNMENT + 2 * (slot + ALIGNMENT)
@@ -383,7 +359,7 @@ class StoreMemory:
         # An earlier block or server may have written here: clear what the caller does not set.
         block.current_word[0] = 0
         for slot in (block.current, block.other):
-            for words in (slot.head, slot.applied, slot.pushes):
+            for words in (slot.head, slot.applied):
                 words[:] = 0
         return block
 

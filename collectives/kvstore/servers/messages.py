@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import msgspec
 
-from hvdlab.collectives.errors import CauseKind, ProtocolError
+from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.kvstore.keys import Key
 from hvdlab.collectives.kvstore.state_format import OptimizerSpec
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.frames import encode_frame
 from hvdlab.collectives.protocol.messages import Message
 
-VERSION = 1
+VERSION = 2
 
 # -- from workers -----------------------------------------------------------------------------------------------------
 
@@ -44,17 +44,11 @@ class Bring(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """This worker uses a store, as all of ``workers`` do. The worker that makes the store's memory sends :class:`Bring` before.
-
-    ``again``: this process has used it before, and was counted as one that has left; its numbers of requests go on.
-    """
+    """This worker uses a store, as all of ``workers`` do. The worker that makes the store's memory sends :class:`Bring` before."""
 
     sequence: int
     store: int
     workers: tuple[int, ...]
-    synchronous: bool
-    staleness: int = -1
-    again: bool = False
 
 
 class Close(Message, frozen=True):
@@ -71,10 +65,7 @@ class Data(Message, frozen=True):
 
 
 class Init(Message, frozen=True):
-    """The first value of a key, or of this server's part of it. The value of an existing key stays.
-
-    A copy of another server's part has a key of its own; ``copy_of`` is the key whose settings of the optimizer count for it.
-    """
+    """The first value of a key, or of this server's part of it. The value of an existing key stays."""
 
     sequence: int
     store: int
@@ -82,16 +73,13 @@ class Init(Message, frozen=True):
     shape: tuple[int, ...]
     dtype: str
     offset: int
-    copy_of: Key | None = None
 
 
 class Push(Message, frozen=True):
-    """A gradient, or a value without an optimizer.
+    """A gradient.
 
     ``seen`` is the version of the value that it was computed from: the one last pulled, plus this worker's pushes since. With
-    ``rows`` >= 0 the outbox has as many row numbers (int64) before as many rows. An empty ``dtype`` means that there is no gradient: this
-    worker had nothing that fits the key, and the round fails for the others, too. ``epoch`` is how many epochs this worker knows to have
-    ended, by workers that left the store or rounds that were given up: a round of a synchronous store is made of pushes with the same.
+    ``rows`` >= 0 the outbox has as many row numbers (int64) before as many rows.
     """
 
     sequence: int
@@ -101,7 +89,6 @@ class Push(Message, frozen=True):
     offset: int
     seen: int = 0
     rows: int = -1
-    epoch: int = 0
 
 
 class Pull(Message, frozen=True):
@@ -134,47 +121,11 @@ class StockRequest(Message, frozen=True):
     store: int
 
 
-class GiveUp(Message, frozen=True):
-    """The pushes that :class:`Waits` named won't come, as the coordinator knows: give the round up, unless they have come meanwhile, or what
-    has waited for them, the request ``sequence``, waits no more.
-    """
-
-    sequence: int
-    store: int
-    key: Key
-    ranks: tuple[int, ...]
-    kind: str
-    text: str
-
-
-class EndRounds(Message, frozen=True):
-    """Another server of the store has given up rounds, ``given_up`` times by now: do so as well. Comes from each worker."""
-
-    store: int
-    given_up: int
-    ranks: tuple[int, ...]
-    kind: str
-    text: str
-
-
 class Leave(Message, frozen=True):
     """This worker ends its connection on purpose."""
 
 
-FromWorker = (
-    Bring
-    | Open
-    | Close
-    | Data
-    | Init
-    | Push
-    | Pull
-    | SetOptimizer
-    | StockRequest
-    | GiveUp
-    | EndRounds
-    | Leave
-)
+FromWorker = Bring | Open | Close | Data | Init | Push | Pull | SetOptimizer | StockRequest | Leave
 
 
 # -- from servers -----------------------------------------------------------------------------------------------------
@@ -210,59 +161,35 @@ class Share(Message, frozen=True):
 class Done(Message, frozen=True):
     """A request was carried out, and its effect outlives the server.
 
-    For a push: the version that it made; as ``staleness`` how many pushes of others were applied between the version that it was
-    computed from and this one; and the worker whose push ended its wait, -1 if it did not wait. For a pull: the version that was read.
+    For a push: the version that it made; and as ``staleness`` how many pushes of others were applied between the version that it
+    was computed from and this one. For a pull: the version that was read.
     ``began`` is when the server began with it, in ns of its monotonic clock, and ``took`` how long it took.
     """
 
     sequence: int
     version: int = 0
     staleness: int = 0
-    waited_for: int = -1
     began: int = 0
     took: int = 0
 
 
 class Failed(Message, frozen=True):
-    """A request was refused, or what it waited for can't come any more because of ``ranks``; ``epoch`` epochs have ended by now.
-
-    ``kind`` is that of the cause, and ``given_up`` how often rounds were given up since the store was made.
-    """
+    """A request was refused, or a store could not be opened because ``ranks`` have died."""
 
     sequence: int
     text: str
     ranks: tuple[int, ...] = ()
-    epoch: int = 0
-    kind: str = CauseKind.RANK_DIED.value
-    given_up: int = 0
-
-
-class Waits(Message, frozen=True):
-    """A push has waited ``seconds`` for these workers. Sent after a while, again after long, and anew once it waits for others."""
-
-    sequence: int
-    store: int
-    key: Key
-    seconds: float
-    ranks: tuple[int, ...]
 
 
 class Stock(Message, frozen=True):
-    """The answer to :class:`StockRequest`: keys and the bytes of their values, and how many epochs have ended.
-
-    ``left``: the worker that asks counts as one that has left the store. ``closed``: a worker has closed it.
-    """
+    """The answer to :class:`StockRequest`: keys, and the bytes of their values."""
 
     sequence: int
     keys: int
     bytes: int
-    epoch: int = 0
-    given_up: int = 0
-    left: bool = False
-    closed: bool = False
 
 
-ToWorker = Attached | Refused | Begun | Share | Data | Done | Failed | Waits | Stock
+ToWorker = Attached | Refused | Begun | Share | Data | Done | Failed | Stock
 
 _encoder = msgspec.msgpack.Encoder()
 _attach = msgspec.msgpack.Decoder(Attach)

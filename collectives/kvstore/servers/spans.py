@@ -25,20 +25,18 @@ class StoreSpans:
         engine: This rank's engine.
         store: The store's number, equal on all workers.
         servers: How many servers it has.
-        workers: How many workers push in a round; 1 if there are no rounds.
     """
 
-    def __init__(self, engine: Engine, store: int, servers: int, workers: int) -> None:
+    def __init__(self, engine: Engine, store: int, servers: int) -> None:
         self._engine = engine
-        self._rounds = workers > 1
         self._elements: dict[np.dtype[Any], DType] = {}
         self._groups = {
             (server, kind): group_of(store, server, kind)
             for server in range(servers)
             for kind in (OpKind.PUSH, OpKind.PULL)
         }
-        for (_, kind), group in self._groups.items():
-            engine.introduce_group(group, workers if kind is OpKind.PUSH else 1)
+        for group in self._groups.values():
+            engine.introduce_group(group)
 
     def begin(self, kind: OpKind, key: Key, server: int, dtype: np.dtype[Any], nbytes: int) -> RequestSpan:
         """This worker begins a request now. The user's line is that of the caller's caller.
@@ -63,8 +61,8 @@ class StoreSpans:
             if span.kind is OpKind.PULL:
                 batch = answer.sequence << 12 | self._engine.rank  # no other rank's
                 took = min(took, answer.took)
-            elif not self._rounds:
-                batch = push_batch(answer.staleness, answer.waited_for)
+            else:
+                batch = push_batch(answer.staleness)
         self._engine.record_request(
             span.name,
             span.site,

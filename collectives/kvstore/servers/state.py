@@ -1,8 +1,8 @@
 """What a parameter server decides: requests of workers in, updates of its memory and answers out. No I/O.
 
-Requests of one worker for one key are carried out in order, those of different workers or keys in any order. A request that was
-answered with ``Done`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next to each
-value say which pushes were applied already.
+A request is carried out when it comes, so those of one worker are carried out in order, and none waits for another worker. A request
+that was answered with ``Done`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next
+to each value say which pushes were applied already.
 
 Whatever a request raises is answered to its sender by ``Failed``: a server that ended of it would meet the same request in its
 successor, which its worker repeats it to. A message without an answer that raises ends its connection alone.
@@ -11,7 +11,6 @@ successor, which its worker repeats it to. A message without an answer that rais
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from hvdlab.collectives.errors import CauseKind, HvdlabError, KVStoreError, ProtocolError, format_ranks
+from hvdlab.collectives.errors import HvdlabError, KVStoreError, ProtocolError, format_ranks
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse
 from hvdlab.collectives.kvstore.keys import Key
 from hvdlab.collectives.kvstore.optimizers import Gradient, Optimizer, State, restored
@@ -34,24 +33,14 @@ from hvdlab.collectives.kvstore.servers.memory import (
     element_type,
 )
 from hvdlab.collectives.kvstore.state_format import OptimizerSpec
-from hvdlab.collectives.kvstore.summing import add_up_rows
 from hvdlab.collectives.protocol.messages import Message
 
 AWAY_SECONDS = 10.0
 """How long a worker whose connection has ended may take to come back before it counts as dead; the coordinator says so earlier."""
-WAITS_SECONDS = 0.5
-"""Seconds after which the server tells a worker which workers its push waits for, so that it can find out whether they will come."""
-STALL_SECONDS = 10.0
-"""Seconds after which the server tells it that again, and the worker logs it."""
-_REPORTS = (WAITS_SECONDS, STALL_SECONDS, math.inf)
-GIVE_UP_AFTER = 0.1
-"""Seconds before a round is given up: pushes sent over other connections before a worker asked for that may still arrive."""
-_CLOSED = "has closed its store"
-"""Why a worker has left that uses the store no more, and will not again."""
 PIECE = 1 << 20
 """Bytes of an outbox that go over a connection at once."""
 _MOST_COUNTED = 1 << 62
-"""Bound of counts that come from a worker or an optimizer: far from the largest that a message and a slot have room for."""
+"""Bound of counts that come from an optimizer: far from the largest that a slot has room for."""
 _LONGEST_TEXT = 4000
 """Characters of an exception's text that are sent."""
 _RAISED = (Exception, SystemExit)
@@ -161,32 +150,15 @@ class _Worker:
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """A request that is not answered yet."""
-
-    request: m.Push | m.Pull
-    since: float
-    #: How many reports of the workers that it waits for were sent to its worker: how many times of ``_REPORTS`` have passed.
-    reports: int = 0
-
-    def next_report(self) -> float:
-        """When the next of these times is."""
-        return self.since + _REPORTS[self.reports]
-
-
-@dataclass(slots=True)
 class _Store:
     memory: StoreMemory
     record: StoreRecord
     optimizer: Optimizer | None
-    #: Requests of each worker by key, oldest first.
-    queues: dict[Key, dict[int, deque[_Waiting]]] = field(default_factory=dict)
     #: What the optimizer's ``create_state`` gave for each key, for its structure.
     structures: dict[Key, Any] = field(default_factory=dict)
 
     def participants(self) -> list[int]:
-        gone = {rank for rank, _ in self.record.gone}
-        return [rank for rank in self.record.workers if rank not in gone]
+        return [rank for rank in self.record.workers if rank not in self.record.gone]
 
 
 class ServerState:
@@ -208,10 +180,8 @@ class ServerState:
         #: Requests for stores whose memory was not brought yet: their worker, and since when.
         self._early: dict[int, list[tuple[int, _Request, float]]] = {}
         self._effects: list[Effect] = []
-        #: When rounds have to be given up, the ranks that ask for it, and what they ask.
-        self._giving_up: list[tuple[float, int, m.GiveUp]] = []
-        #: How each dead rank has died. A store that is brought later goes on without them.
-        self._dead: dict[int, str] = {}
+        #: Ranks that have died. A store that is brought later goes on without them.
+        self._dead: set[int] = set()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """React to an event at ``now``, in seconds. Returns the effects, which the caller carries out in order."""
@@ -235,8 +205,6 @@ class ServerState:
         """When :class:`Tick` is due; ``inf`` if it is not."""
         due = [worker.away_since + AWAY_SECONDS for worker in self._workers.values()]
         due += [since + AWAY_SECONDS for early in self._early.values() for _, _, since in early]
-        due += [waiting.next_report() for _, _, _, waiting in self._all_waiting()]
-        due += [when for when, _, _ in self._giving_up]
         return min(due, default=math.inf)
 
     def stock(self) -> tuple[int, int]:
@@ -261,10 +229,7 @@ class ServerState:
                 self._leave(event.rank, "was started anew")
         self._workers[event.rank] = _Worker(event.rank, event.pid, event.peer, event.outbox)
         self._ranks[event.peer] = event.rank
-        for store in self._stores.values():
-            for queues in store.queues.values():
-                queues.pop(event.rank, None)  # the worker repeats these requests
-        self._forget_early(event.rank)
+        self._forget_early(event.rank)  # the worker repeats these requests
 
     def _forget_early(self, rank: int) -> None:
         self._early = {
@@ -279,8 +244,8 @@ class ServerState:
     def _die(self, event: Died) -> None:
         worker = self._workers.get(event.rank)
         if worker is None or worker.pid == event.pid:
-            reason = self._dead[event.rank] = f"died: {event.reason}" if event.reason else "has left"
-            self._leave(event.rank, reason)
+            self._dead.add(event.rank)
+            self._leave(event.rank, f"died: {event.reason}" if event.reason else "has left")
 
     def _leave(self, rank: int, reason: str) -> None:
         """A worker takes part in no store any more."""
@@ -289,7 +254,7 @@ class ServerState:
             self._effects.append(Disconnect(worker.peer))
         self._forget_early(rank)
         for number in list(self._stores):
-            self._leave_store(number, rank, reason)
+            self._leave_store(number, rank)
         for number, openings in list(self._opening.items()):
             for opener, request in openings:
                 if rank in request.workers and opener != rank:
@@ -297,87 +262,18 @@ class ServerState:
             if any(rank in request.workers for _, request in openings):
                 del self._opening[number]
 
-    def _leave_store(self, number: int, rank: int, reason: str) -> None:
+    def _leave_store(self, number: int, rank: int) -> None:
         store = self._stores[number]
         if rank not in store.participants():
             return
-        record = msgspec.structs.replace(
-            store.record,
-            gone=(*store.record.gone, (rank, reason)),
-            cause=((rank,), CauseKind.RANK_DIED.value, f"rank {rank} {reason}"),
-        )
-        self._describe(store, record)
-        for queues in store.queues.values():
-            queues.pop(rank, None)
+        self._describe(store, msgspec.structs.replace(store.record, gone=(*store.record.gone, rank)))
         if not store.participants():
             store.memory.close()
             del self._stores[number]
-            return
-        for key in list(store.queues):
-            if store.record.synchronous:
-                # Workers that have pushed wait for one that will not: their pushes are dropped, and the value stays.
-                self._drop_pushes(store, key)
-            self._advance(store, key)
-
-    def _drop_pushes(self, store: _Store, key: Key) -> None:
-        """Fail the pushes of epochs that have ended.
-
-        Another server may have learned earlier that one has, and told its workers: what they push since then belongs to the next
-        one, and stays.
-        """
-        epoch = store.record.epoch
-        for rank, queue in store.queues[key].items():
-            for waiting in list(queue):
-                if isinstance(waiting.request, m.Push) and waiting.request.epoch < epoch:
-                    self._end_epoch(store, rank, waiting.request.sequence)
-                    queue.remove(waiting)
-
-    def _end_epoch(self, store: _Store, rank: int, sequence: int) -> None:
-        """Fail a push of an epoch that has ended."""
-        record = store.record
-        ranks, kind, text = record.cause
-        self._send(rank, m.Failed(sequence, text, ranks, record.epoch, kind, record.given_up))
-
-    def _refuse_left(self, store: _Store, rank: int, sequence: int) -> None:
-        """Fail a push of a worker that has left: the others' rounds go on without it, so that it would wait for ever."""
-        why = next(reason for gone, reason in store.record.gone if gone == rank)
-        text = f"rank {rank} {why}, and the others go on without it"
-        record = store.record
-        failed = m.Failed(sequence, text, (rank,), record.epoch, CauseKind.RANK_DIED.value, record.given_up)
-        self._send(rank, failed)
-
-    def _give_up(self, rank: int, request: m.GiveUp, now: float) -> None:
-        """End an epoch, unless the awaited pushes have come since the worker asked for that, or its own request has ended."""
-        store = self._stores.get(request.store)
-        if store is None or request.key not in store.queues:
-            return
-        # Several workers ask for the same. Once one has been heard, all may have begun with their next cell, whose rounds must go on.
-        own = store.queues[request.key].get(rank, ())
-        if not any(each.request.sequence == request.sequence for each in own):
-            return
-        missing = self._missing(store, request.key, -1)
-        culprits = tuple(rank for rank in request.ranks if rank in missing)
-        if culprits:
-            self._end_rounds(store, store.record.given_up + 1, culprits, request.kind, request.text)
-            return
-        for queue in store.queues[
-            request.key
-        ].values():  # the pushes wait for other workers now: report these anew
-            for waiting in queue:
-                waiting.since, waiting.reports = now, 0
-
-    def _end_rounds(self, store: _Store, given_up: int, ranks: tuple[int, ...], kind: str, text: str) -> None:
-        record = msgspec.structs.replace(store.record, given_up=given_up, cause=(ranks, kind, text))
-        self._describe(store, record)
-        for key in list(store.queues):
-            self._drop_pushes(store, key)
-            self._advance(store, key)
 
     @staticmethod
     def _describe(store: _Store, record: StoreRecord) -> None:
-        """Use a store so from now on. Raises ``ProtocolError``, and changes nothing, if answers could not carry the record."""
-        ranks, kind, text = record.cause
-        m.encode(m.Failed(0, text, ranks, record.epoch, kind, record.given_up))
+        """Use a store so from now on."""
         store.memory.describe(record)
         store.record = record
 
@@ -392,23 +288,6 @@ class ServerState:
                         rank, request.sequence, "no worker of this server's host has the store any more"
                     )
             self._early[number] = [one for one in early if now < one[2] + AWAY_SECONDS]
-        for store, key, rank, waiting in list(self._all_waiting()):
-            if now >= waiting.next_report():
-                waiting.reports = sum(now >= waiting.since + seconds for seconds in _REPORTS)
-                missing = self._missing(store, key, rank)
-                sequence, number = waiting.request.sequence, waiting.request.store
-                self._send(rank, m.Waits(sequence, number, key, now - waiting.since, missing))
-        due = [asked for asked in self._giving_up if now >= asked[0]]
-        self._giving_up = [asked for asked in self._giving_up if now < asked[0]]
-        for _, worker_rank, give_up in due:
-            self._give_up(worker_rank, give_up, now)
-
-    def _all_waiting(self) -> Iterator[tuple[_Store, Key, int, _Waiting]]:
-        for store in self._stores.values():
-            for key, queues in store.queues.items():
-                for rank, queue in queues.items():
-                    for waiting in queue:
-                        yield store, key, rank, waiting
 
     def _send(self, rank: int, message: Message, file: SharedFile | None = None) -> None:
         worker = self._workers.get(rank)
@@ -439,17 +318,7 @@ class ServerState:
             self._open(rank, message)
         elif isinstance(message, m.Close):
             if message.store in self._stores:
-                self._leave_store(message.store, rank, _CLOSED)
-        elif isinstance(message, m.GiveUp):
-            _check_cause(message)
-            self._giving_up.append((now + GIVE_UP_AFTER, rank, message))
-        elif isinstance(message, m.EndRounds):
-            _check_cause(message)
-            if message.given_up > _MOST_COUNTED:
-                raise ProtocolError(f"rounds were given up {message.given_up} times")
-            store = self._stores.get(message.store)
-            if store is not None and store.record.given_up < message.given_up:
-                self._end_rounds(store, message.given_up, message.ranks, message.kind, message.text)
+                self._leave_store(message.store, rank)
         else:
             self._leave(rank, "has left")
 
@@ -480,7 +349,7 @@ class ServerState:
         elif store is None or rank not in store.record.workers:
             self._fail(rank, request.sequence, "this server has no such store")
         elif isinstance(request, m.Push | m.Pull):
-            self._enqueue(store, rank, request, now)
+            self._access(store, rank, request)
         elif isinstance(request, m.Init):
             self._init(store, rank, request)
         elif isinstance(request, m.SetOptimizer):
@@ -488,12 +357,7 @@ class ServerState:
         else:
             blocks = store.memory.blocks.values()
             nbytes = sum(block.current.value.nbytes for block in blocks)
-            record, left = store.record, rank not in store.participants()
-            closed = any(reason == _CLOSED for _, reason in record.gone)
-            stock = m.Stock(
-                request.sequence, len(blocks), nbytes, record.epoch, record.given_up, left, closed
-            )
-            self._send(rank, stock)
+            self._send(rank, m.Stock(request.sequence, len(blocks), nbytes))
 
     def _bring(self, message: m.Bring, file: SharedFile | None) -> None:
         if file is None:
@@ -524,9 +388,9 @@ class ServerState:
             ]
             optimizer.num_update = max([optimizer.num_update, *updates])
         self._stores[number] = _Store(memory, record, optimizer)
-        for rank, reason in self._dead.items():
+        for rank in self._dead:
             if rank not in self._workers and number in self._stores:
-                self._leave_store(number, rank, reason)
+                self._leave_store(number, rank)
 
     def _restored(self, spec: OptimizerSpec) -> Optimizer:
         """The optimizer that a server before this one had."""
@@ -552,14 +416,14 @@ class ServerState:
             if memory is None:
                 self._opening.setdefault(request.store, []).append((rank, request))
                 return
-            memory.describe(StoreRecord(request.workers, request.synchronous, request.staleness))
+            memory.describe(StoreRecord(request.workers))
             self._use(request.store, memory)
         store = self._stores[request.store]
         if rank not in store.record.workers:
             raise ProtocolError(f"rank {rank} opens a store of {format_ranks(store.record.workers)}")
         if rank not in store.participants():
-            self._return_to(store, rank, anew=not request.again)
-        if not (self._workers[rank].outbox.remote or request.again):  # it has the memory
+            self._return_to(store, rank, anew=True)
+        if not self._workers[rank].outbox.remote:
             self._send(rank, m.Share(request.store), store.memory.file)
         self._send(rank, m.Done(request.sequence))
 
@@ -568,47 +432,36 @@ class ServerState:
 
         If the server is killed in the middle of this, the worker still counts as one that has left, and asks again.
         """
-        index = store.record.workers.index(rank)
-        others = [store.record.workers.index(other) for other in store.participants()]
-        for block in store.memory.blocks.values():
-            slot = block.current
-            if anew:
-                slot.applied[index] = 0
-            # So that a bound on staleness does not hold other workers back until this one has caught up.
-            fewest = min((int(slot.pushes[other]) for other in others), default=int(slot.pushes[index]))
-            slot.pushes[index] = fewest if anew else max(fewest, int(slot.pushes[index]))
-        record = msgspec.structs.replace(
-            store.record,
-            gone=tuple(one for one in store.record.gone if one[0] != rank),
-            returned=store.record.returned + 1,
-        )
-        self._describe(store, record)
+        if anew:
+            index = store.record.workers.index(rank)
+            for block in store.memory.blocks.values():
+                block.current.applied[index] = 0
+        gone = tuple(one for one in store.record.gone if one != rank)
+        self._describe(store, msgspec.structs.replace(store.record, gone=gone))
 
     def _init(self, store: _Store, rank: int, request: m.Init) -> None:
         if request.key not in store.memory.blocks:
             given = self._workers[rank].outbox.array(
                 request.offset, element_type(request.dtype), request.shape
             )
-            self._make_block(store, request.key, given, copy_of=request.copy_of)
+            self._make_block(store, request.key, given)
         self._send(rank, m.Done(request.sequence, self._version(store, request.key)))
 
-    def _make_block(
-        self, store: _Store, key: Key, value: Array, before: Slot | None = None, copy_of: Key | None = None
-    ) -> Block:
+    def _make_block(self, store: _Store, key: Key, value: Array, before: Slot | None = None) -> Block:
         """A block for a key with this value, and with new states of the present optimizer."""
         optimizer = store.optimizer
         if optimizer is not None and optimizer.multi_precision:
             value = value.astype(np.float32)
         arrays: list[Array] = []
         if optimizer is not None:
-            store.structures[key] = _new_state(optimizer, key if copy_of is None else copy_of, value)
+            store.structures[key] = _new_state(optimizer, key, value)
             arrays = list(_arrays_of(store.structures[key]))
         states = tuple((array.dtype.str[1:], array.shape) for array in arrays)
-        record = KeyRecord(key, value.shape, value.dtype.str[1:], states, 0, copy_of)
+        record = KeyRecord(key, value.shape, value.dtype.str[1:], states, 0)
         block = store.memory.add(record)
         slot = block.current
         if before is not None:
-            slot.head[0], slot.applied[:], slot.pushes[:] = before.head[0], before.applied, before.pushes
+            slot.head[0], slot.applied[:] = before.head[0], before.applied
         slot.head[1] = store.record.generation
         slot.head[2] = 0 if optimizer is None else optimizer.begin_num_update
         np.copyto(slot.value, value)
@@ -639,90 +492,15 @@ class ServerState:
 
     # -- pushes and pulls ---------------------------------------------------------------------------------------------
 
-    def _enqueue(self, store: _Store, rank: int, request: m.Push | m.Pull, now: float) -> None:
-        block = store.memory.blocks.get(request.key)
-        if block is None:
+    def _access(self, store: _Store, rank: int, request: m.Push | m.Pull) -> None:
+        if request.key not in store.memory.blocks:
             self._fail(rank, request.sequence, f"this server has no key {request.key!r}")
-            return
-        if isinstance(request, m.Push):
-            slot, index = block.current, store.record.workers.index(rank)
-            if request.sequence <= int(slot.applied[index]):  # the first answer was lost with the connection
-                self._send(rank, m.Done(request.sequence, int(slot.head[0])))
-                return
-            if store.record.synchronous and request.epoch < store.record.epoch:
-                # Its worker goes on once it knows: all workers begin again with the same round.
-                self._end_epoch(store, rank, request.sequence)
-                return
-            if rank not in store.participants():
-                if store.record.synchronous:
-                    self._refuse_left(store, rank, request.sequence)
-                    return
-                self._return_to(store, rank, anew=False)  # no round of others is disturbed by its push
-            if store.optimizer is None and not store.record.synchronous:
-                self._fail(
-                    rank, request.sequence, "a dist_async store needs an optimizer: call set_optimizer"
-                )
-                return
-        queues = store.queues.setdefault(request.key, {})
-        queues.setdefault(rank, deque()).append(_Waiting(request, now))
-        self._advance(store, request.key, rank)
-
-    def _advance(self, store: _Store, key: Key, newest: int = -1) -> None:
-        """Carry out the requests that can be now, after ``newest`` has sent one, or a worker has left (-1)."""
-        queues = store.queues[key]
-        went_on = True
-        while went_on:
-            went_on = False
-            for rank, queue in queues.items():
-                while queue:
-                    request = queue[0].request
-                    if isinstance(request, m.Pull):
-                        queue.popleft()
-                        self._pull(store, rank, request)
-                    elif not store.record.synchronous and self._within_bound(store, key, rank):
-                        queue.popleft()
-                        self._push(store, key, {rank: request}, newest)
-                    else:
-                        break
-                    went_on = True
-            if store.record.synchronous and not self._missing(store, key, -1):
-                heads = {rank: queues[rank].popleft().request for rank in store.participants()}
-                self._push(store, key, {r: p for r, p in heads.items() if isinstance(p, m.Push)}, newest)
-                went_on = True
-        if not any(queues.values()):
-            del store.queues[key]
-
-    def _within_bound(self, store: _Store, key: Key, rank: int) -> bool:
-        bound = store.record.staleness
-        if bound < 0:
-            return True
-        pushes = store.memory.blocks[key].current.pushes
-        return int(pushes[store.record.workers.index(rank)]) - self._fewest(store, key, rank) <= bound
-
-    def _fewest(self, store: _Store, key: Key, rank: int) -> float:
-        pushes = store.memory.blocks[key].current.pushes
-        others = [other for other in store.participants() if other != rank]
-        return min((int(pushes[store.record.workers.index(other)]) for other in others), default=math.inf)
-
-    def _missing(self, store: _Store, key: Key, rank: int) -> tuple[int, ...]:
-        """The workers that a push of this worker waits for."""
-        if store.record.synchronous:
-            queues = store.queues.get(key, {})
-            return tuple(other for other in store.participants() if not queues.get(other))
-        pushes, fewest = store.memory.blocks[key].current.pushes, self._fewest(store, key, rank)
-        return tuple(
-            other
-            for other in store.participants()
-            if other != rank and int(pushes[store.record.workers.index(other)]) <= fewest
-        )
+        elif isinstance(request, m.Push):
+            self._push(store, rank, request)
+        else:
+            self._pull(store, rank, request)
 
     def _pull(self, store: _Store, rank: int, request: m.Pull) -> None:
-        try:
-            self._read(store, rank, request)
-        except _RAISED as error:
-            self._refuse(rank, request.sequence, error)
-
-    def _read(self, store: _Store, rank: int, request: m.Pull) -> None:
         slot, outbox = store.memory.blocks[request.key].current, self._workers[rank].outbox
         dtype = element_type(request.dtype)
         start = request.offset
@@ -744,50 +522,28 @@ class ServerState:
                 self._send(rank, m.Data(start + first, data[first : first + PIECE]))
         self._send(rank, m.Done(request.sequence, int(slot.head[0])))
 
-    def _push(self, store: _Store, key: Key, pushes: dict[int, m.Push], newest: int) -> None:
-        """Apply one push, or the pushes of a round in the order of the ranks, and answer them.
-
-        ``newest`` is the worker whose request made that possible, for which the others waited; -1 if it was none.
-        """
-        refusing = tuple(rank for rank, push in pushes.items() if not push.dtype)
-        if refusing:
-            for rank, push in pushes.items():
-                text = f"{format_ranks(refusing)} gave what does not fit the key, so this round was dropped"
-                self._fail(rank, push.sequence, text)
+    def _push(self, store: _Store, rank: int, push: m.Push) -> None:
+        """Apply a push and answer it, unless it was applied before: then the first answer was lost with the connection."""
+        slot, index = store.memory.blocks[push.key].current, store.record.workers.index(rank)
+        if push.sequence <= int(slot.applied[index]):
+            self._send(rank, m.Done(push.sequence, int(slot.head[0])))
             return
-        before = self._version(store, key)
-        try:
-            gradient = self._gradient(store, key, pushes)
-            self._apply(store, key, gradient, pushes)
-        except _RAISED as error:  # the value is as before
-            for rank, push in pushes.items():
-                self._refuse(rank, push.sequence, error)
+        if rank not in store.participants():
+            self._return_to(store, rank, anew=False)  # it was only cut off
+        if store.optimizer is None:
+            self._fail(rank, push.sequence, "a dist_async store needs an optimizer: call set_optimizer")
             return
-        for rank, push in pushes.items():
-            waited_for = newest if rank != newest else -1
-            self._send(rank, m.Done(push.sequence, before + 1, max(0, before - push.seen), waited_for))
+        before = int(slot.head[0])
+        self._apply(store, store.optimizer, rank, push)  # should it raise, the value is as before
+        self._send(rank, m.Done(push.sequence, before + 1, max(0, before - push.seen)))
 
-    def _gradient(self, store: _Store, key: Key, pushes: dict[int, m.Push]) -> Array | RowSparse:
-        block = store.memory.blocks[key]
-        found = [self._pushed(block, rank, pushes[rank]) for rank in sorted(pushes)]
-        first = found[0]
-        if len({isinstance(gradient, RowSparse) for gradient in found}) > 1:
-            raise KVStoreError(f"workers gave dense and row-sparse gradients of key {key!r} in one round")
-        masters = store.optimizer is not None and store.optimizer.multi_precision
-        if isinstance(first, RowSparse):
-            rows = [gradient for gradient in found if isinstance(gradient, RowSparse)]
-            total = rows[0] if len(rows) == 1 else add_up_rows(rows)
-            return RowSparse(total.data.astype(np.float32), total.indices, total.shape) if masters else total
-        dense = [gradient for gradient in found if isinstance(gradient, np.ndarray)]
-        if masters:
-            dense = [gradient.astype(np.float32, copy=False) for gradient in dense]
-        if len(dense) == 1:
-            return dense[0]
-        with np.errstate(over="ignore", invalid="ignore"):
-            sum_ = np.add(dense[0], dense[1])
-            for gradient in dense[2:]:
-                np.add(sum_, gradient, out=sum_)
-        return sum_
+    def _gradient(self, optimizer: Optimizer, block: Block, rank: int, push: m.Push) -> Array | RowSparse:
+        found = self._pushed(block, rank, push)
+        if not optimizer.multi_precision:
+            return found
+        if isinstance(found, RowSparse):
+            return RowSparse(found.data.astype(np.float32), found.indices, found.shape)
+        return found.astype(np.float32, copy=False)
 
     def _pushed(self, block: Block, rank: int, push: m.Push) -> Array | RowSparse:
         outbox, dtype, shape = self._workers[rank].outbox, element_type(push.dtype), block.record.shape
@@ -802,34 +558,26 @@ class ServerState:
         except ValueError as error:
             raise ProtocolError(f"rows of key {push.key!r}: {error}") from error
 
-    def _apply(self, store: _Store, key: Key, gradient: Array | RowSparse, pushes: dict[int, m.Push]) -> None:
-        optimizer, block = store.optimizer, store.memory.blocks[key]
-        if optimizer is not None and int(block.current.head[1]) != store.record.generation:
-            block = self._make_block(
-                store, key, block.current.value.copy(), block.current, block.record.copy_of
-            )
+    def _apply(self, store: _Store, optimizer: Optimizer, rank: int, push: m.Push) -> None:
+        block = store.memory.blocks[push.key]
+        gradient = self._gradient(optimizer, block, rank, push)
+        if int(block.current.head[1]) != store.record.generation:
+            block = self._make_block(store, push.key, block.current.value.copy(), block.current)
         new = block.other
         block.current.copy_to(new)
-        if optimizer is None:
-            np.copyto(new.value, gradient.todense() if isinstance(gradient, RowSparse) else gradient)
-        else:
-            counts, index = optimizer._index_update_count, block.record.index
-            counts[index] = int(new.head[2])
-            state = self._state(store, key, new.value, new.states)
-            _update(optimizer, index, new.value, gradient, state)
-            new.head[2] = counts[index]
-        for rank, push in pushes.items():
-            index = store.record.workers.index(rank)
-            new.applied[index] = push.sequence
-            new.pushes[index] += np.uint64(1)
+        counts = optimizer._index_update_count
+        counts[push.key] = int(new.head[2])
+        state = self._state(store, push.key, new.value, new.states)
+        _update(optimizer, push.key, new.value, gradient, state)
+        new.head[2] = counts[push.key]
+        new.applied[store.record.workers.index(rank)] = push.sequence
         block.commit()
 
     def _state(self, store: _Store, key: Key, value: Array, arrays: Sequence[Array]) -> Any:
         """The optimizer's state of a key, with these arrays in it."""
         assert store.optimizer is not None
         if key not in store.structures:  # a server before this one made it
-            index = store.memory.blocks[key].record.index
-            store.structures[key] = _new_state(store.optimizer, index, value)
+            store.structures[key] = _new_state(store.optimizer, key, value)
         return _with_arrays(store.structures[key], iter(arrays))
 
 
@@ -889,13 +637,6 @@ def _text_of(error: BaseException) -> str:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     # Lone surrogates, as in names of files, can't be sent.
     return text[:_LONGEST_TEXT].encode(errors="replace").decode()
-
-
-def _check_cause(message: m.GiveUp | m.EndRounds) -> None:
-    try:
-        CauseKind(message.kind)
-    except ValueError as error:
-        raise ProtocolError(f"a {type(message).__name__} of an unknown kind of cause") from error
 
 
 def _arrays_of(state: Any) -> Iterator[Array]:

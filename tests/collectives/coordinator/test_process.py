@@ -38,7 +38,7 @@ from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.protocol import messages as m
 
 def break_state(state, *arguments):
-    state.awaiting.add(99)
+    state.blocked.add(99)
     raise ZeroDivisionError("made to fail")
 
 TO_RANKS[m.Ping] = break_state

@@ -663,7 +663,7 @@ def test_a_server_whose_state_is_broken_ends_after_it_has_told_the_sender(tmp_pa
     raised: list[BaseException] = []
 
     def break_state(*arguments: object) -> None:
-        server.state.awaiting.add(99)
+        server.state.blocked.add(99)
         raise ZeroDivisionError("made to fail")
 
     def serve() -> None:

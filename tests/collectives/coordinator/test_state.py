@@ -838,7 +838,7 @@ def test_a_handler_that_fails_and_leaves_a_broken_state_is_reported(monkeypatch:
     sim = simulate()
 
     def spoil(*arguments: object) -> None:
-        sim.state.awaiting.add(99)
+        sim.state.blocked.add(99)
         fail()
 
     monkeypatch.setitem(TO_RANKS, m.Ping, spoil)

@@ -20,7 +20,7 @@ from hvdlab.collectives.process_sets import ProcessSet
 from patience import PATIENCE
 from ranks import Ranks
 
-SERVERS = {"HVDLAB_KV_UPDATE": "servers", "HVDLAB_KV_SERVERS": "2", "MXNET_KVSTORE_BIGARRAY_BOUND": "20"}
+SERVERS = {"HVDLAB_KV_SERVERS": "2", "MXNET_KVSTORE_BIGARRAY_BOUND": "20"}
 """Each of two servers has a part of the value."""
 SIZE = 50
 SOME = (0, 2, 3)
@@ -37,14 +37,14 @@ def cut() -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def train(name: str, cut_rank: int) -> tuple[list[int], list[float], bytes]:
+def train(cut_rank: int) -> tuple[list[int], list[float], bytes]:
     """Train until the worker that was cut off has taken part for some steps again.
 
     Returns:
         How many workers there were at the beginning of each attempt; by how much the value grew in each of the steps with the worker
         that is back; and the value in the end.
     """
-    store = kvstore.create(name)
+    store = kvstore.create("dist_async")
     store.set_optimizer(kvstore.optimizer.SGD(learning_rate=-1.0))
     store.init("w", np.zeros(SIZE, np.float32))
     begun: list[int] = []
@@ -78,7 +78,7 @@ def train(name: str, cut_rank: int) -> tuple[list[int], list[float], bytes]:
     return begun, grown, value.tobytes()
 
 
-def train_some(name: str, cut_rank: int) -> tuple[tuple[int, int, int], list[float], bytes] | None:
+def train_some(cut_rank: int) -> tuple[tuple[int, int, int], list[float], bytes] | None:
     """The same with a store of a process set, which elastic training registers with each attempt, while the store stays.
 
     Returns:
@@ -99,7 +99,7 @@ def train_some(name: str, cut_rank: int) -> tuple[tuple[int, int, int], list[flo
         if context.engine().size == 4:  # else one of the ranks is not there
             sets.append(process_sets.add_process_set(SOME))
         if store is None and rank in SOME:
-            store = kvstore.create(name, process_set=sets[0])
+            store = kvstore.create("dist_async", process_set=sets[0])
             store.set_optimizer(kvstore.optimizer.SGD(learning_rate=-1.0))
             store.init("w", np.zeros(SIZE, np.float32))
         grown.clear()
@@ -141,11 +141,10 @@ def lost_for_good(store: Any, made_of: ProcessSet) -> None:
 # -- tests ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 @pytest.mark.parametrize("cut_rank", [0, 2])
-def test_a_worker_that_was_cut_off_takes_part_again(name: str, cut_rank: int) -> None:
+def test_a_worker_that_was_cut_off_takes_part_again(cut_rank: int) -> None:
     with Ranks(3, env=SERVERS) as ranks:
-        found = ranks.run(train, name, cut_rank, timeout=PATIENCE)
+        found = ranks.run(train, cut_rank, timeout=PATIENCE)
     for begun, grown, value in found:
         assert begun[-1] == 3
         assert grown == [3.0] * MORE
@@ -153,11 +152,10 @@ def test_a_worker_that_was_cut_off_takes_part_again(name: str, cut_rank: int) ->
     assert len(found[cut_rank][0]) > 1
 
 
-@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 @pytest.mark.parametrize("cut_rank", [0, 2])
-def test_in_a_process_set_that_is_registered_anew_it_does_as_well(name: str, cut_rank: int) -> None:
+def test_in_a_process_set_that_is_registered_anew_it_does_as_well(cut_rank: int) -> None:
     with Ranks(4, env=SERVERS) as ranks:
-        found = ranks.run(train_some, name, cut_rank, timeout=PATIENCE)
+        found = ranks.run(train_some, cut_rank, timeout=PATIENCE)
     assert found.pop(1) is None
     for number, (numbers, grown, value) in enumerate(found):
         assert numbers == (number, number, 3)

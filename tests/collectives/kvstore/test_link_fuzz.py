@@ -29,7 +29,7 @@ def test_a_store_is_used_without_its_memory_where_no_descriptor_is_left(
     engine = cast(Engine, SimpleNamespace(rank=0, closed=False, living=frozenset({0})))
     link = PairedLink(engine, Place("host", 0, str(tmp_path), "", "", "token"), Starter(), local=True)
     try:
-        opened = link.request(lambda number: kv.Open(number, 5, (0,), False))
+        opened = link.request(lambda number: kv.Open(number, 5, (0,)))
         assert link._endpoint is not None
         link._endpoint._descriptors.append(LOST)  # as if the system had dropped one that came
         link.hear(kv.encode(kv.Share(5)) + kv.encode(kv.Done(1)))

@@ -1,4 +1,4 @@
-"""Servers that are lost with their host, and servers that are stopped: what is said, and what copies on other hosts do."""
+"""Servers that are lost with their host, and servers that are stopped: what is said."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.kvstore.servers import link as links
 from hvdlab.collectives.logs import LOG
 from hvdlab.kvstore import KVStoreError
@@ -23,7 +21,7 @@ from ranks import Ranks
 
 KEYS = {0: (3,), 1: (2, 2), 2: (5,), 4: (40,)}
 """With three servers each has one of the first three keys, and all have parts of the last."""
-SETTINGS = {"HVDLAB_KV_UPDATE": "servers", "MXNET_KVSTORE_BIGARRAY_BOUND": "30"}
+SETTINGS = {"MXNET_KVSTORE_BIGARRAY_BOUND": "30"}
 
 
 class Said(logging.Handler):
@@ -44,13 +42,13 @@ _said = Said()
 # -- on the ranks -----------------------------------------------------------------------------------------------------
 
 
-def begin(name: str, on_own_hosts: bool) -> list[int]:
+def begin(on_own_hosts: bool) -> list[int]:
     """Three rounds; the servers' process ids."""
     global _kv
     if on_own_hosts:
         os.environ["HVDLAB_HOST"] = f"host{context.engine().rank}"
     LOG.addHandler(_said)
-    _kv = kvstore.create(name)
+    _kv = kvstore.create("dist_async")
     _kv.set_optimizer("test")
     _kv.init(list(KEYS), [np.zeros(shape) for shape in KEYS.values()])
     for _ in range(3):
@@ -65,7 +63,7 @@ def push_all() -> None:
 
 
 def settle(name: str) -> None:
-    """All that was pushed before on any worker has been applied, on copies as well."""
+    """All that was pushed before on any worker has been applied."""
     _kv.pull(list(KEYS), out=[np.zeros(shape) for shape in KEYS.values()])
     _kv._workers.largest([0], name)
 
@@ -76,27 +74,6 @@ def pull_all() -> list[float]:
     for out in outs:
         assert (out == out.flat[0]).all()
     return [float(out.flat[0]) for out in outs]
-
-
-def learn_of_the_death(rank: int) -> None:
-    """In a synchronous store the first pulls say who has died."""
-    for key, shape in KEYS.items():
-        _kv.push(key, np.ones(shape))
-        try:
-            _kv.pull(key, out=np.zeros(shape))
-        except AbortedError as error:
-            assert error.cause.ranks == (rank,)  # noqa: PT017  (others do not, once it is known)
-
-
-def go_on() -> tuple[list[float], list[str]]:
-    """Two more rounds; how much values have grown by them, and what was said."""
-    settle("taken over")
-    before = pull_all()
-    settle("known")  # by all before the first pushes again
-    for _ in range(2):
-        push_all()
-    settle("pushed")
-    return [after - old for old, after in zip(before, pull_all(), strict=True)], _said.texts
 
 
 def name_what_is_lost() -> list[str]:
@@ -154,34 +131,15 @@ def pull_after_a_cut() -> list[float]:
 # -- tests ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def hosts() -> Iterator[Ranks]:
-    with Ranks(3, env={**SETTINGS, "HVDLAB_KV_REPLICAS": "1"}) as started:
-        yield started
-
-
 def lose_host(ranks: Ranks, number: int, pids: list[int]) -> None:
     """Nothing of the host is left that could start its server again."""
     ranks.kill(number)
     os.kill(pids[number], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
-def test_a_copy_on_another_host_takes_over_from_a_lost_one(hosts: Ranks, name: str) -> None:
-    pids = hosts.run(begin, name, True, timeout=100)[0]
-    lose_host(hosts, 1, pids)
-    if name == "dist_sync":
-        hosts.run(learn_of_the_death, 1, ranks=[0, 2], timeout=60)
-    for grown, said in hosts.run(go_on, ranks=[0, 2], timeout=60):
-        assert grown == [2 * 2] * len(KEYS)
-        assert any("host1" in text and "is lost, which kept the values of" in text for text in said), said
-        assert any("copies on host2 take over the values of 1, 4" in text for text in said), said
-        assert not any("lacks" in text for text in said), said
-
-
 def test_keys_of_a_lost_host_are_named() -> None:
     with Ranks(3, env=SETTINGS) as ranks:
-        pids = ranks.run(begin, "dist_async", True, timeout=100)[0]
+        pids = ranks.run(begin, True, timeout=100)[0]
         lose_host(ranks, 1, pids)
         for texts in ranks.run(name_what_is_lost, ranks=[0, 2], timeout=60):
             assert [text.partition(":")[0] for text in texts] == ["1", "4"]
@@ -190,25 +148,15 @@ def test_keys_of_a_lost_host_are_named() -> None:
 
 def test_a_worker_that_is_cut_off_has_its_servers_as_long_as_it_may_come_back() -> None:
     with Ranks(2, env=SETTINGS, tls=True) as ranks:
-        ranks.run(begin, "dist_async", True, timeout=100)
+        ranks.run(begin, True, timeout=100)
         assert ranks.run(pull_after_a_cut, ranks=[1], timeout=60) == [[6.0] * len(KEYS)]
 
 
 def test_a_stopped_server_is_named_and_goes_on() -> None:
     with Ranks(1, env=SETTINGS) as ranks:
-        ((pid,),) = ranks.run(begin, "dist_async", False, timeout=100)
+        ((pid,),) = ranks.run(begin, False, timeout=100)
         (said,) = ranks.run(pull_while_it_is_stopped, pid, timeout=60)
     (named,) = (text for text in said if "it is stopped" in text)
     assert f"(process {pid}) has not answered" in named
     assert f"(kill -CONT {pid} lets it go on)" in named
     assert said[-1].endswith("answers again")
-
-
-def test_replicas_without_a_second_host_are_said_to_be_none() -> None:
-    with Ranks(2, env={**SETTINGS, "HVDLAB_KV_REPLICAS": "1"}) as ranks:
-        ranks.run(begin, "dist_async", False, timeout=100)
-        assert any("HVDLAB_KV_REPLICAS=1 needs" in text for text in ranks.run(what_was_said, ranks=[0])[0])
-
-
-def what_was_said() -> list[str]:
-    return _said.texts

@@ -19,9 +19,9 @@ from ranks import Ranks
 DISTRIBUTED = ("dist_sync", "dist_async", "horovod", "byteps")
 
 
-@pytest.fixture(scope="module", params=["workers", "servers"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(5, env={"HVDLAB_KV_UPDATE": request.param}) as started:
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(5) as started:
         started.run(start_servers)
         yield started
 

@@ -96,13 +96,10 @@ def expected(*, rounds: int, synchronous: bool) -> list[bytes]:
     ("name", "settings"),
     [
         ("dist_sync", {}),
-        (
-            "dist_sync",
-            {"HVDLAB_KV_UPDATE": "servers", "HVDLAB_KV_SERVERS": "2", "MXNET_KVSTORE_BIGARRAY_BOUND": "20"},
-        ),
         ("dist_async", {}),
+        ("dist_async", {"HVDLAB_KV_SERVERS": "2", "MXNET_KVSTORE_BIGARRAY_BOUND": "20"}),
     ],
-    ids=["workers", "servers", "asynchronous"],
+    ids=["synchronous", "asynchronous", "two servers"],
 )
 def test_a_store_goes_on_with_a_worker_that_was_started_anew(name: str, settings: dict[str, str]) -> None:
     synchronous = name == "dist_sync"

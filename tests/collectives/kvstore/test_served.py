@@ -1,4 +1,4 @@
-"""Stores on parameter servers, on real ranks: dist_async, and dist_sync with its updates on servers."""
+"""Stores on parameter servers, on real ranks: dist_async."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import pytest
 
 from hvdlab import kvstore
 from hvdlab.collectives import context
-from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.kvstore import served
 from hvdlab.collectives.kvstore.servers.finding import servers_of
 from hvdlab.collectives.kvstore.servers.messages import VERSION, Attach, encode
@@ -38,22 +37,22 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def synchronous() -> Iterator[Ranks]:
-    with Ranks(3, env={"HVDLAB_KV_UPDATE": "servers", "HVDLAB_KV_SERVERS": "2"}) as started:
+def two_servers() -> Iterator[Ranks]:
+    with Ranks(3, env={"HVDLAB_KV_SERVERS": "2"}) as started:
         started.run(start_servers)
         yield started
 
 
 @pytest.fixture
 def own_ranks() -> Iterator[Ranks]:
-    with Ranks(3, env={"HVDLAB_KV_UPDATE": "servers"}) as started:
+    with Ranks(3) as started:
         yield started
 
 
-def waits_are_recorded(synchronous: bool) -> list[str]:
+def waits_are_recorded() -> list[str]:
     """Every wait here, however short."""
     served._WAITED_SECONDS = 0.0
-    kv = kvstore.create("dist_sync" if synchronous else "dist_async")
+    kv = kvstore.create("dist_async")
     kv.set_optimizer("test")
     kv.init("w", full(0))
     seen: list[tuple[str, float]] = []
@@ -66,7 +65,7 @@ def waits_are_recorded(synchronous: bool) -> list[str]:
 
 def rows_of_dense_weights(name: str) -> None:
     """Lazy updates of weights in parts on two servers, whose border is in the middle of a row; one process is the reference."""
-    kv, alone = kvstore.create("dist_sync"), kvstore.create("local")
+    kv, alone = kvstore.create("dist_async"), kvstore.create("local")
     settings: dict[str, Any] = {"momentum": 0.9, "wd": 0.1} if name == "sgd" else {}
     for store in (kv, alone):
         store.set_optimizer(kvstore.optimizer.create(name, learning_rate=0.1, **settings))
@@ -76,22 +75,19 @@ def rows_of_dense_weights(name: str) -> None:
         kv.init(key, start)
         alone.init(key, start)
         for _ in range(4):
-            pushed = []
-            for _ in range(kv.num_workers):
-                rows = np.sort(rng.choice(shape[0], 2, replace=False))
-                pushed.append(RowSparse(rng.integers(-8, 8, (2, shape[1])).astype("f4"), rows, shape))
-            kv.push(key, pushed[kv.rank])
-            alone.push(key, pushed)
             out, expected = np.empty(shape, "f4"), np.empty(shape, "f4")
+            for turn in range(kv.num_workers):  # in turn, so that there is one order
+                rows = np.sort(rng.choice(shape[0], 2, replace=False))
+                pushed = RowSparse(rng.integers(-8, 8, (2, shape[1])).astype("f4"), rows, shape)
+                if turn == kv.rank:
+                    kv.push(key, pushed)
+                    kv.pull(key, out=out)
+                kv.barrier()
+                alone.push(key, pushed)
             kv.pull(key, out=out)
+            kv.barrier()
             alone.pull(key, out=expected)
             assert out.tobytes() == expected.tobytes()
-    mine = np.zeros((3, 2), "f4") if kv.rank else RowSparse(np.zeros((0, 2), "f4"), [], (3, 2))
-    kv.push(1, mine)
-    with pytest.raises(KVStoreError, match=r"key 1.*dense and row-sparse"):
-        kv.pull(1, out=out)
-    kv.pull(1, out=out)
-    assert out.tobytes() == expected.tobytes()
 
 
 def start_servers() -> None:
@@ -200,10 +196,10 @@ class OwnOptimizer(kvstore.optimizer.SGD):
     """Of a class that servers don't have."""
 
 
-def trained(name: str, settings: dict[str, Any], dtype: str, where: str) -> list[float]:
+def trained(name: str, settings: dict[str, Any], dtype: str) -> list[float]:
     """Train on servers; the same in one process is the reference, to the bit."""
     rng = np.random.default_rng(1)
-    served, local = kvstore.create(where), kvstore.create("device")
+    served, local = kvstore.create("dist_async"), kvstore.create("device")
     n, rank = served.num_workers, served.rank
     optimizer = kvstore.optimizer.create(name, **settings)
     served.set_optimizer(optimizer)
@@ -217,17 +213,13 @@ def trained(name: str, settings: dict[str, Any], dtype: str, where: str) -> list
         gradients = [
             rng.integers(-8, 8, start.shape).astype(dtype) / np.dtype(dtype).type(8) for _ in range(n)
         ]
-        if where == "dist_sync":
-            served.pushpull(0, gradients[rank], out=weights)
-            local.pushpull(0, gradients, out=expected)
-        else:  # in turn, so that there is one order
-            for turn in range(n):
-                if turn == rank:
-                    served.pushpull(0, gradients[rank], out=weights)
-                served.barrier()
-                local.pushpull(0, gradients[turn], out=expected)
-            served.pull(0, out=weights)
+        for turn in range(n):  # in turn, so that there is one order
+            if turn == rank:
+                served.pushpull(0, gradients[rank], out=weights)
             served.barrier()
+            local.pushpull(0, gradients[turn], out=expected)
+        served.pull(0, out=weights)
+        served.barrier()
         assert weights.tobytes() == expected.tobytes()
     return [float(weight) for weight in weights.flat]
 
@@ -267,8 +259,8 @@ def new_rates(where: str) -> None:
 
 def spread() -> None:
     """A large key is in parts on all servers, a small one on one."""
-    kv = kvstore.create("dist_sync")
-    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=0.5, momentum=0.5))
+    kv = kvstore.create("dist_async")
+    kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=0.5))
     kv.init([0, 1, 2], [full(1, 1000, 1001), full(2, 7), full(3, 5)])
     first, second = kv.servers()
     assert (first.index, second.index, first.pid == second.pid) == (0, 1, False)
@@ -277,17 +269,21 @@ def spread() -> None:
     outs = [full(0, 1000, 1001), full(0, 7), full(0, 5)]
     values = np.arange(1_001_000, dtype="f4").reshape(1000, 1001)
     kv.pushpull([0, 1, 2], [values, full(1, 7), full(1, 5)], out=outs)
+    kv.barrier()
+    kv.pull([0, 1, 2], out=outs)
     n = kv.num_workers
     assert (outs[0] == 1 - 0.5 * n * values).all()
     assert (outs[1] == 2 - 0.5 * n).all()
     assert (outs[2] == 3 - 0.5 * n).all()
-    sparse = kvstore.create("dist_sync")
+    sparse = kvstore.create("dist_async")
     sparse.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0))
     shape = (2000, 600)
     sparse.init("s", RowSparse(np.ones(shape, "f4"), np.arange(2000), shape))
     rows = np.array([3, 1500 + sparse.rank])
     sparse.push("s", RowSparse(np.ones((2, 600), "f4"), rows, shape))
     out = RowSparse(np.zeros((0, 600), "f4"), [], shape)
+    sparse.row_sparse_pull("s", out=out, row_ids=np.array([3]))
+    sparse.barrier()
     sparse.row_sparse_pull("s", out=out, row_ids=np.array([3, 1500, 1999]))
     assert out.indices.tolist() == [3, 1500, 1999]
     assert out.data[:, 0].tolist() == [1 - n, 0, 1]
@@ -298,35 +294,6 @@ def spread() -> None:
     assert out.indices.tolist() == [3, 1500, 1999]
     with pytest.raises(KVStoreError, match="row 2000 is out of range"):
         sparse.row_sparse_pull("s", out=out, row_ids=np.array([2000]))
-
-
-def rounds_on_servers() -> None:
-    kv = kvstore.create("dist_sync")
-    n = kv.num_workers
-    kv.init("a", full(kv.rank + 7))
-    assert pulled(kv, "a") == 7
-    for number in (1, 2, 3):  # none of them waits for the others
-        kv.push("a", full(number))
-    assert pulled(kv, "a") == 3 * n
-    keys = list(range(5))
-    other = kvstore.create("dist_sync")
-    other.init(keys, [full(0)] * 5)
-    order = keys if kv.rank % 2 else keys[::-1]
-    for round_ in range(3):
-        for key in order:
-            other.push(key, full(key + round_))
-    for key in order:
-        assert pulled(other, key) == (key + 2) * n
-    if kv.rank == 0:
-        with pytest.raises(KVStoreError, match=r"key 'a' has shape \(3,\)"):
-            kv.push("a", full(1, 4))
-    else:
-        kv.push("a", full(1))
-        with pytest.raises(KVStoreError, match=r"'a'.*rank 0 gave what does not fit"):
-            kv.pull("a", out=full(0))
-    assert pulled(kv, "a") == 3 * n
-    kv.push("a", full(2))
-    assert pulled(kv, "a") == 2 * n
 
 
 def half_precision() -> None:
@@ -384,24 +351,6 @@ def push_around_a_kill(kills: int) -> None:
 
 
 def begins() -> None:
-    global _kv
-    _kv = kvstore.create("dist_sync")
-    _kv.set_optimizer("test")
-    _kv.init("w", full(4))
-    _kv.pushpull("w", full(1), out=full(0))
-
-
-def waits_for_the_dead() -> str:
-    _kv.push("w", full(5))  # the last worker never does
-    with pytest.raises(AbortedError) as caught:
-        _kv.pull("w", out=full(0))
-    assert pulled(_kv, "w") == 7
-    _kv.push("w", full(1))  # goes on without it
-    assert pulled(_kv, "w") == 9
-    return str(caught.value)
-
-
-def begins_asynchronously() -> None:
     global _kv
     _kv = kvstore.create("dist_async")
     _kv.set_optimizer("test")
@@ -597,45 +546,35 @@ OPTIMIZERS = [
 ]
 
 
-def test_an_optimizer_gives_the_bits_that_it_gives_in_one_process(ranks: Ranks, synchronous: Ranks) -> None:
+def test_an_optimizer_gives_the_bits_that_it_gives_in_one_process(ranks: Ranks) -> None:
     for arguments in OPTIMIZERS:
-        for where, started in (("dist_async", ranks), ("dist_sync", synchronous)):
-            results = started.run(trained, *arguments, where)
-            assert results == [results[0]] * started.size
+        results = ranks.run(trained, *arguments)
+        assert results == [results[0]] * ranks.size
 
 
-def test_the_learning_rate_is_set_for_all_workers(ranks: Ranks, synchronous: Ranks) -> None:
-    for where, started in (("dist_async", ranks), ("dist_sync", ranks), ("dist_sync", synchronous)):
-        started.run(new_rates, where)
+def test_the_learning_rate_is_set_for_all_workers(ranks: Ranks) -> None:
+    for where in ("dist_async", "dist_sync"):
+        ranks.run(new_rates, where)
 
 
-def test_rounds_with_updates_on_two_servers(synchronous: Ranks) -> None:
-    synchronous.run(rounds_on_servers)
-    synchronous.run(spread)
+def test_values_are_spread_over_two_servers(two_servers: Ranks) -> None:
+    two_servers.run(spread)
+    two_servers.run(new_rates, "dist_async")
 
 
 def test_rows_of_dense_weights_are_updated() -> None:
-    settings = {"HVDLAB_KV_UPDATE": "servers", "HVDLAB_KV_SERVERS": "2", "MXNET_KVSTORE_BIGARRAY_BOUND": "10"}
+    settings = {"HVDLAB_KV_SERVERS": "2", "MXNET_KVSTORE_BIGARRAY_BOUND": "10"}
     with Ranks(3, env=settings) as ranks:
         for name in ("sgd", "adam"):
             ranks.run(rows_of_dense_weights, name)
 
 
-def test_waits_and_staleness_are_metrics(synchronous: Ranks) -> None:
-    assert synchronous.run(waits_are_recorded, True) == [["kv.wait"]] * 3
-    assert synchronous.run(waits_are_recorded, False) == [["kv.wait", "kv.staleness"]] * 3
+def test_waits_and_staleness_are_metrics(two_servers: Ranks) -> None:
+    assert two_servers.run(waits_are_recorded) == [["kv.wait", "kv.staleness"]] * 3
 
 
 def test_a_killed_server_loses_and_repeats_no_push(own_ranks: Ranks) -> None:
     own_ranks.run(push_around_a_kill, 3, timeout=60)
-
-
-def test_a_dead_worker_ends_what_waits_for_it_and_nothing_else(own_ranks: Ranks) -> None:
-    own_ranks.run(begins)
-    waiting = own_ranks.start(waits_for_the_dead, ranks=[0, 1])
-    own_ranks.kill(2)
-    for text in waiting.results():
-        assert "rank 2" in text
 
 
 def test_secrets_of_servers_do_not_travel_with_the_data(own_ranks: Ranks) -> None:
@@ -643,7 +582,7 @@ def test_secrets_of_servers_do_not_travel_with_the_data(own_ranks: Ranks) -> Non
 
 
 def test_others_go_on_in_an_asynchronous_store(own_ranks: Ranks) -> None:
-    own_ranks.run(begins_asynchronously)
+    own_ranks.run(begins)
     own_ranks.kill(2)
     own_ranks.run(goes_on_alone, ranks=[0, 1])
 
@@ -655,12 +594,12 @@ def test_workers_of_other_hosts_reach_servers_over_tls() -> None:
 
 
 def test_strangers_are_turned_away(own_ranks: Ranks) -> None:
-    own_ranks.run(begins_asynchronously)
+    own_ranks.run(begins)
     own_ranks.run(hostile)
 
 
 def test_a_process_that_is_to_be_a_server_waits_for_the_end(own_ranks: Ranks) -> None:
-    own_ranks.run(begins_asynchronously)
+    own_ranks.run(begins)
     serving = own_ranks.start(serve, ranks=[2])
     own_ranks.run(goes_on_alone, ranks=[0, 1])
     own_ranks.coordinator.close()
@@ -668,6 +607,6 @@ def test_a_process_that_is_to_be_a_server_waits_for_the_end(own_ranks: Ranks) ->
 
 
 def test_a_process_that_becomes_a_server_after_the_end_does_not_wait(own_ranks: Ranks) -> None:
-    own_ranks.run(begins_asynchronously)
+    own_ranks.run(begins)
     own_ranks.coordinator.close()
     assert own_ranks.start(serve_once_it_is_over, ranks=[2]).results() == ["over"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,9 +23,6 @@ from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.memory import SharedFile, StoreMemory
 from hvdlab.collectives.kvstore.servers.state import (
     AWAY_SECONDS,
-    GIVE_UP_AFTER,
-    STALL_SECONDS,
-    WAITS_SECONDS,
     Arrived,
     Died,
     Disconnect,
@@ -153,9 +149,7 @@ class Worker:
 class World:
     """A server and its workers."""
 
-    def __init__(
-        self, size: int, steps: Steps, *, synchronous: bool, staleness: int = -1, remote: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, size: int, steps: Steps, *, remote: tuple[int, ...] = ()) -> None:
         self.remote = remote
         self.steps, self.now, self.peers = steps, 0.0, 0
         self.kills = 0
@@ -167,7 +161,7 @@ class World:
             if worker.rank == 0:
                 worker.files[STORE] = SharedFile.create("store")
             worker.connect()
-            worker.request(lambda number: m.Open(number, STORE, ranks, synchronous, staleness))
+            worker.request(lambda number: m.Open(number, STORE, ranks))
         self.drain()
 
     def handle(self, event: Any) -> None:
@@ -208,6 +202,12 @@ class World:
             if not worker.alive:
                 self.handle(Died(worker.rank, 100 + worker.rank, "killed by SIGKILL"))
 
+    def drain_up(self) -> None:
+        """Whatever workers have sent arrives now."""
+        for worker in self.workers:
+            while worker.up:
+                worker.deliver_up()
+
     def drain(self) -> None:
         """Everything arrives now."""
         while any(w.alive and (w.peer < 0 or w.up or w.down) for w in self.workers):
@@ -229,10 +229,10 @@ class World:
         self.workers[0].request(lambda n: m.SetOptimizer(n, STORE, portable(optimizer), keeps_states))
         self.drain()
 
-    def push(self, rank: int, array: Any, seen: int = 0, epoch: int = 0) -> int:
+    def push(self, rank: int, array: Any, seen: int = 0) -> int:
         worker = self.workers[rank]
         offset = worker.place(array)
-        return worker.request(lambda n: m.Push(n, STORE, KEY, array.dtype.str[1:], offset, seen, -1, epoch))
+        return worker.request(lambda n: m.Push(n, STORE, KEY, array.dtype.str[1:], offset, seen))
 
     def pull(self, rank: int, like: Any) -> tuple[int, Any]:
         worker = self.workers[rank]
@@ -298,14 +298,11 @@ def play(data: st.DataObject, world: World, each: int, make: Callable[[int, int]
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(data=st.data(), size=st.integers(1, 3), synchronous=st.booleans())
-def test_no_push_is_lost_or_applied_twice(
-    steps: Steps, data: st.DataObject, size: int, synchronous: bool
-) -> None:
+@given(data=st.data(), size=st.integers(1, 3))
+def test_no_push_is_lost_or_applied_twice(steps: Steps, data: st.DataObject, size: int) -> None:
     each = 4
     remote = tuple(range(1, size)) if data.draw(st.booleans()) else ()
-    staleness = data.draw(st.sampled_from((-1, 0, 1)))
-    world = World(size, steps, synchronous=synchronous, staleness=staleness, remote=remote)
+    world = World(size, steps, remote=remote)
     world.set_optimizer(create_test())
     zeros = np.zeros(size * each)
     world.init(zeros)
@@ -331,27 +328,29 @@ def create_test() -> Any:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_rounds_give_the_bits_of_one_process_whatever_happens(steps: Steps, data: st.DataObject) -> None:
-    each, size = 3, 2
+def test_a_worker_alone_has_the_bits_of_one_process_whatever_happens(
+    steps: Steps, data: st.DataObject
+) -> None:
+    each = 6
     optimizer = SGD(learning_rate=0.1, momentum=0.9, wd=0.01)
-    world = World(size, steps, synchronous=True)
+    world = World(1, steps)
     world.set_optimizer(optimizer)
     rng = np.random.default_rng(0)
     weight = rng.standard_normal(5).astype("f4")
-    gradients = rng.standard_normal((size, each, 5)).astype("f4")
+    gradients = rng.standard_normal((each, 5)).astype("f4")
     world.init(weight)
-    play(data, world, each, lambda rank, number: gradients[rank, number], weight)
+    play(data, world, each, lambda rank, number: gradients[number], weight)
     updater = Updater(optimizer)
     for number in range(each):
-        updater(KEY, gradients[0, number] + gradients[1, number], weight)
-    assert world.value(1, weight).tobytes() == weight.tobytes()
+        updater(KEY, gradients[number], weight)
+    assert world.value(0, weight).tobytes() == weight.tobytes()
 
 
 def test_a_server_may_end_at_every_step_of_a_training(steps: Steps) -> None:
     """Not at random: one run for each step there is."""
     step, ended = 0, True
     while ended:
-        world = World(2, steps, synchronous=True)
+        world = World(2, steps)
         world.init(np.ones(3, "f4"))
         expected = np.ones(3, "f4")
         for number, optimizer in enumerate((SGD(learning_rate=0.5), SGD(learning_rate=0.5, momentum=0.5))):
@@ -361,8 +360,8 @@ def test_a_server_may_end_at_every_step_of_a_training(steps: Steps) -> None:
             for _ in range(2):
                 for rank in (0, 1):
                     world.push(rank, np.full(3, 1 + rank, "f4"))
-                world.drain()
-                updater(KEY, np.full(3, 3, "f4"), expected)
+                    world.drain()
+                    updater(KEY, np.full(3, 1 + rank, "f4"), expected)
         ended, steps.left = world.kills > 0, -1
         assert world.value(0, expected).tobytes() == expected.tobytes(), f"killed at step {step}"
         step += 1
@@ -372,7 +371,7 @@ def test_a_server_may_end_at_every_step_of_a_training(steps: Steps) -> None:
 def test_a_server_may_end_at_every_step_of_writing_where_an_earlier_block_was(steps: Steps) -> None:
     step, ended = 0, True
     while ended:
-        world = World(1, steps, synchronous=True)
+        world = World(1, steps)
         expected = np.ones(3, "f4")
         world.init(expected)
         for number in range(5):
@@ -392,7 +391,7 @@ def test_a_server_may_end_at_every_step_of_writing_where_an_earlier_block_was(st
 
 
 def test_the_memory_of_a_store_does_not_grow_with_learning_rates(steps: Steps) -> None:
-    world = World(2, steps, synchronous=True)
+    world = World(2, steps)
     world.init(np.zeros(2, "f4"))
     sizes = []
     for number in range(3000):
@@ -405,12 +404,12 @@ def test_the_memory_of_a_store_does_not_grow_with_learning_rates(steps: Steps) -
     world.push(0, np.ones(2, "f4"))
     world.push(1, np.ones(2, "f4"))
     world.drain()
-    assert world.value(0, np.zeros(2, "f4")) == pytest.approx(np.full(2, -2 / 3000))
+    assert world.value(0, np.zeros(2, "f4")) == pytest.approx(np.full(2, -2.5 / 3000))
 
 
 def test_the_memory_of_a_store_does_not_grow_with_optimizers(steps: Steps) -> None:
     """As when the cell of a notebook that makes the optimizer is run repeatedly, also with servers that end meanwhile."""
-    world = World(1, steps, synchronous=True)
+    world = World(1, steps)
     world.init(np.zeros(1000, "f4"))
     sizes = []
     for number in range(20):
@@ -426,7 +425,7 @@ def test_the_memory_of_a_store_does_not_grow_with_optimizers(steps: Steps) -> No
 
 
 def test_a_record_that_counts_already_is_not_written_again(steps: Steps) -> None:
-    world = World(1, steps, synchronous=True)
+    world = World(1, steps)
     world.init(np.zeros(2, "f4"))
     world.set_optimizer(SGD(learning_rate=1.0))
     store = StoreMemory(SharedFile(os.dup(world.workers[0].files[STORE].descriptor)))
@@ -441,7 +440,7 @@ def test_the_learning_rate_goes_on_with_a_server_that_ends_at_any_step(steps: St
     """That of a scheduler, which counts updates; then a new rate, with the states that there are."""
     step, ended = 0, True
     while ended:
-        world = World(1, steps, synchronous=True)
+        world = World(1, steps)
         expected = np.ones(3, "f4")
         world.init(expected)
         world.set_optimizer(SGD(momentum=0.5, lr_scheduler=FactorScheduler(1, 0.5, base_lr=0.25)))
@@ -462,7 +461,7 @@ def test_the_learning_rate_goes_on_with_a_server_that_ends_at_any_step(steps: St
 
 
 def test_states_of_another_optimizer_are_not_kept(steps: Steps) -> None:
-    world = World(1, steps, synchronous=True)
+    world = World(1, steps)
     world.init(np.zeros(2, "f4"))
     world.set_optimizer(SGD(learning_rate=1.0, momentum=0.5))
     world.push(0, np.ones(2, "f4"))
@@ -473,7 +472,7 @@ def test_states_of_another_optimizer_are_not_kept(steps: Steps) -> None:
 
 
 def test_staleness_counts_pushes_of_others_since_the_pull(steps: Steps) -> None:
-    world = World(2, steps, synchronous=False)
+    world = World(2, steps)
     world.set_optimizer(create_test())
     like = np.zeros(2)
     world.init(like)
@@ -488,231 +487,75 @@ def test_staleness_counts_pushes_of_others_since_the_pull(steps: Steps) -> None:
     assert [world.workers[0].answers[number].staleness for number in (first, second)] == [3, 3]
 
 
-def test_a_bound_on_staleness_holds_the_fast_back_and_says_for_whom(steps: Steps) -> None:
-    world = World(3, steps, synchronous=False, staleness=1)
+def gone(world: World) -> tuple[int, ...]:
+    """The workers that use the store no more, as a successor of the server would read it."""
+    store = StoreMemory(SharedFile(os.dup(world.workers[0].files[STORE].descriptor)))
+    assert store.store is not None
+    found = store.store.gone
+    store.close()
+    return found
+
+
+def test_others_go_on_without_a_dead_worker_and_the_last_one_takes_the_memory_with_it(steps: Steps) -> None:
+    world = World(3, steps)
     world.set_optimizer(create_test())
     like = np.zeros(2)
     world.init(like)
-    numbers = [world.push(0, like + 1) for _ in range(3)]
-    world.drain()
-    answers = world.workers[0].answers
-    assert [number in answers for number in numbers] == [True, True, False]
-    world.now = STALL_SECONDS
-    assert world.server.next_tick() == WAITS_SECONDS
-    world.handle(Tick())
-    assert world.workers[0].down == deque([m.Waits(numbers[2], STORE, KEY, STALL_SECONDS, (1, 2))])
-    assert world.server.next_tick() == math.inf
-    world.push(1, like + 1)
-    world.drain()
-    assert numbers[2] not in answers
-    world.workers[2].alive = False
-    world.handle(Died(2, 102, "killed by SIGKILL"))  # it holds nothing back any more
-    world.drain()
-    assert numbers[2] in answers
-
-
-def test_a_dead_worker_ends_the_rounds_that_wait_for_it(steps: Steps) -> None:
-    world = World(3, steps, synchronous=True)
-    world.set_optimizer(create_test())
-    like = np.zeros(2)
-    world.init(like)
-    push = world.push(0, like + 1)
-    pull, _ = world.pull(0, like)
-    other = world.push(1, like + 1)
-    world.drain()
-    assert world.workers[0].unanswered
-    world.workers[2].alive = False
     world.handle(Died(2, 99, "an older process of this rank"))
-    world.drain()
-    assert world.workers[0].unanswered
-    world.handle(Died(2, 102, "killed by SIGKILL"))
-    world.drain()
-    failed = m.Failed(push, "rank 2 died: killed by SIGKILL", (2,), epoch=1)
-    assert world.workers[0].answers[push] == failed
-    assert isinstance(world.workers[0].answers[pull], m.Done)
-    assert world.workers[1].answers[other].ranks == (2,)
-    late = world.push(1, like + 1)  # sent before that worker knew
-    world.drain()
-    assert world.workers[1].answers[late].epoch == 1
-    assert world.value(0, like).tolist() == [0, 0]
-    for rank in (0, 1):
-        world.push(rank, like + 1, epoch=1)
-    world.restart()  # the successor knows who has left
-    world.drain()
-    assert world.value(1, like).tolist() == [2, 2]
-
-
-def test_a_push_that_knows_of_a_death_before_the_server_does_is_not_dropped(steps: Steps) -> None:
-    world = World(3, steps, synchronous=True)
-    world.set_optimizer(create_test())
-    like = np.zeros(2)
-    world.init(like)
-    early, old = world.push(0, like + 1, epoch=1), world.push(1, like + 1)
-    world.drain()
+    assert gone(world) == ()
     world.workers[2].alive = False
     world.handle(Died(2, 102, "killed by SIGKILL"))
+    assert gone(world) == (2,)
+    world.push(0, like + 1)
+    world.restart()
     world.drain()
-    assert world.workers[1].answers[old].epoch == 1
-    assert early in world.workers[0].unanswered
-    other = world.push(1, like + 1, epoch=1)
-    world.drain()
-    assert isinstance(world.workers[0].answers[early], m.Done)
-    assert isinstance(world.workers[1].answers[other], m.Done)
-    assert world.value(1, like).tolist() == [2, 2]
-
-
-def test_rounds_are_given_up_for_all_once_a_worker_will_not_push(steps: Steps) -> None:
-    world = World(3, steps, synchronous=True)
-    world.set_optimizer(create_test())
-    like = np.zeros(2)
-    world.init(like)
-    first, other = world.push(0, like + 1), world.push(2, like + 1)
-    behind = world.push(0, like + 1)
-    world.drain()
-    world.now = WAITS_SECONDS
-    world.handle(Tick())
-    assert world.workers[0].down[0] == m.Waits(first, STORE, KEY, WAITS_SECONDS, (1,))
-    world.tell(0, m.GiveUp(first, STORE, KEY, (1,), "cell_ended", "rank 1 finished its cell without it"))
-    assert world.workers[0].unanswered  # what rank 1 sent before may be on its way
-    world.now += 1
-    world.handle(Tick())
-    world.drain()
-    text = "rank 1 finished its cell without it"
-    assert world.workers[0].answers[first] == m.Failed(first, text, (1,), 1, "cell_ended", 1)
-    assert [world.workers[r].answers[n].given_up for r, n in ((2, other), (0, behind))] == [1, 1]
-    late = world.push(2, like + 1)  # sent before that worker knew
-    world.drain()
-    assert world.workers[2].answers[late].epoch == 1
-    world.restart()  # the successor knows how many epochs have ended
-    for rank in (0, 1, 2):
-        world.push(rank, like + 1, epoch=1)
-    world.drain()
-    assert world.value(0, like).tolist() == [3, 3]
-
-
-def test_what_has_come_meanwhile_is_not_given_up(steps: Steps) -> None:
-    world = World(3, steps, synchronous=True)
-    world.set_optimizer(create_test())
-    like = np.zeros(2)
-    world.init(like)
-    number = world.push(0, like + 1)
-    world.drain()
-    world.tell(0, m.GiveUp(number, STORE, KEY, (1,), "cell_ended", "rank 1 finished its cell without it"))
-    world.push(1, like + 1)
-    world.now = 1.0
-    world.drain()
-    world.handle(Tick())
-    world.drain()
-    assert number in world.workers[0].unanswered
-    world.now += WAITS_SECONDS
-    world.handle(Tick())
-    assert world.workers[0].down[-1].ranks == (2,)  # whom it waits for now
-    world.tell(0, m.GiveUp(number, STORE, KEY, (2,), "cell_failed", "rank 2 failed"))
-    world.push(2, like + 1)
-    world.drain()
-    assert world.value(0, like).tolist() == [3, 3]
-    world.now += 1
-    world.handle(Tick())
-    assert world.value(1, like).tolist() == [3, 3]
-
-
-def test_a_round_is_not_given_up_for_one_before_it(steps: Steps) -> None:
-    """Two workers ask for the same, and the second is heard when all work on the next round."""
-    world = World(3, steps, synchronous=True)
-    world.set_optimizer(create_test())
-    like = np.zeros(2)
-    world.init(like)
-    waiting = {rank: world.push(rank, like + 1) for rank in (0, 2)}
-    world.drain()
-    due = []
-    for rank, number in waiting.items():
-        world.tell(rank, m.GiveUp(number, STORE, KEY, (1,), "cell_failed", "rank 1 failed"))
-        due.append(world.now + GIVE_UP_AFTER)
-        world.now += GIVE_UP_AFTER / 2
-    world.now = due[0]
-    world.handle(Tick())
-    world.drain()
-    assert all(isinstance(world.workers[rank].answers[number], m.Failed) for rank, number in waiting.items())
-    again = {rank: world.push(rank, like + 1, epoch=1) for rank in (0, 2)}
-    world.drain()
-    world.now = due[1]
-    world.handle(Tick())
-    world.drain()
-    assert all(number in world.workers[rank].unanswered for rank, number in again.items())
-    again[1] = world.push(1, like + 1, epoch=1)
-    world.drain()
-    assert all(isinstance(world.workers[rank].answers[number], m.Done) for rank, number in again.items())
-
-
-def test_rounds_that_another_server_has_given_up_end_once_here(steps: Steps) -> None:
-    world = World(2, steps, synchronous=True)
-    world.set_optimizer(create_test())
-    like = np.zeros(2)
-    world.init(like)
-    number = world.push(0, like + 1)
-    world.drain()
-    for rank in (0, 1, 0):
-        world.tell(rank, m.EndRounds(STORE, 1, (1,), "deadlock", "all wait"))
-    world.drain()
-    failed = world.workers[0].answers[number]
-    assert (failed.text, failed.ranks, failed.epoch, failed.kind) == ("all wait", (1,), 1, "deadlock")
+    assert world.value(1, like).tolist() == [1, 1]
     for rank in (0, 1):
-        world.push(rank, like + 1, epoch=1)
+        world.workers[rank].up.append((m.Close(STORE), None))
     world.drain()
-    assert world.value(0, like).tolist() == [2, 2]
+    assert world.server.stock() == (0, 0)
+
+
+def test_a_store_that_waits_for_its_memory_is_refused_once_a_worker_has_died(steps: Steps) -> None:
+    world = World(2, steps)
+    number = world.workers[1].request(lambda n: m.Open(n, STORE + 1, (0, 1)))
+    world.drain_up()
+    world.workers[0].alive = False
+    world.handle(Died(0, 100, "killed by SIGKILL"))
+    world.drain()
+    assert world.workers[1].answers[number] == m.Failed(number, "rank 0 died: killed by SIGKILL", (0,))
 
 
 def test_a_worker_without_a_connection_is_dead_after_a_while(steps: Steps) -> None:
-    world = World(2, steps, synchronous=True)
-    like = np.zeros(2)
-    world.init(like)
-    number = world.push(0, like + 1)
-    world.drain()
+    world = World(2, steps)
+    world.init(np.zeros(2))
     world.workers[1].cut()
-    world.workers[1].alive = False
-    assert world.server.next_tick() == WAITS_SECONDS
+    assert world.server.next_tick() == AWAY_SECONDS
+    world.handle(Tick())
+    assert gone(world) == ()
     world.now = AWAY_SECONDS
     world.handle(Tick())
-    world.drain()
-    assert world.workers[0].answers[number].ranks == (1,)
+    assert gone(world) == (1,)
 
 
-def test_a_worker_that_was_cut_off_takes_part_again_once_it_says_so(steps: Steps) -> None:
-    world = World(3, steps, synchronous=True)
+def test_a_worker_that_was_cut_off_takes_part_again_with_its_first_push(steps: Steps) -> None:
+    world = World(2, steps)
     world.set_optimizer(create_test())
     like = np.zeros(2)
     world.init(like)
-    for rank in range(3):
-        world.push(rank, like + 1)
+    world.handle(Died(1, 101, "no sign of life for 30 s"))  # the process lives, and connects again
+    world.push(0, like + 1)
     world.drain()
-    back = world.workers[2]
-    world.handle(Died(2, 102, "no sign of life for 30 s"))  # the process lives, and connects again
+    assert world.value(1, like).tolist() == [1, 1], "the others go on"
+    assert gone(world) == (1,)
+    world.push(1, like + 1)
     world.drain()
-    for rank in (0, 1):
-        world.push(rank, like + 1, epoch=1)
-    early = world.push(2, like + 1, epoch=1)
-    asked = back.request(lambda number: m.StockRequest(number, STORE))
-    world.drain()
-    assert world.value(0, like).tolist() == [5, 5], "the others go on"
-    text = "rank 2 died: no sign of life for 30 s, and the others go on without it"
-    assert back.answers[early] == m.Failed(early, text, (2,), epoch=1)
-    assert (back.answers[asked].left, back.answers[asked].epoch) == (True, 1)
-
-    back.request(lambda number: m.Open(number, STORE, (0, 1, 2), True, again=True))
-    asked = back.request(lambda number: m.StockRequest(number, STORE))
-    world.drain()
-    assert (back.answers[asked].left, back.answers[asked].epoch) == (False, 1)
-    for rank in (0, 1):
-        world.push(rank, like + 1, epoch=1)
-    world.drain()
-    assert world.value(2, like).tolist() == [5, 5], "they wait for it again"
-    world.push(2, like + 1, epoch=1)
-    world.drain()
-    assert world.value(0, like).tolist() == [8, 8]
+    assert gone(world) == ()
+    assert world.value(0, like).tolist() == [2, 2]
 
 
 def test_a_push_of_before_it_was_cut_off_is_not_applied_twice(steps: Steps) -> None:
-    world = World(2, steps, synchronous=False)
+    world = World(2, steps)
     world.set_optimizer(create_test())
     like = np.zeros(2)
     world.init(like)
@@ -720,33 +563,16 @@ def test_a_push_of_before_it_was_cut_off_is_not_applied_twice(steps: Steps) -> N
     push = world.push(1, like + 1)
     back.deliver_up()  # it is applied, and the answer is lost
     world.handle(Died(1, 101, "no sign of life for 30 s"))
-    back.request(lambda number: m.Open(number, STORE, (0, 1), False, again=True))
     world.drain()
     assert isinstance(back.answers[push], m.Done)
-    assert world.value(0, like).tolist() == [1, 1]
-
-
-def test_a_worker_that_was_cut_off_holds_the_fast_back_again_with_its_first_push(steps: Steps) -> None:
-    world = World(2, steps, synchronous=False, staleness=1)
-    world.set_optimizer(create_test())
-    like = np.zeros(2)
-    world.init(like)
-    world.handle(Died(1, 101, "no sign of life for 30 s"))
-    alone = [world.push(0, like + 1) for _ in range(4)]
+    later = world.push(1, like + 1)
     world.drain()
-    assert all(number in world.workers[0].answers for number in alone)
-    world.push(1, like + 1)  # counts as the fifth
-    world.drain()
-    both = [world.push(0, like + 1) for _ in range(3)]
-    world.drain()
-    assert [number in world.workers[0].answers for number in both] == [True, True, True]
-    late = world.push(0, like + 1)
-    world.drain()
-    assert late not in world.workers[0].answers
+    assert isinstance(back.answers[later], m.Done)
+    assert world.value(0, like).tolist() == [2, 2]
 
 
 def test_a_worker_of_another_host_waits_for_the_memory_to_be_brought(steps: Steps) -> None:
-    world = World(2, steps, synchronous=False, remote=(1,))
+    world = World(2, steps, remote=(1,))
     world.set_optimizer(create_test())
     like = np.zeros(2)
     world.init(like)
@@ -774,7 +600,7 @@ def test_a_worker_of_another_host_waits_for_the_memory_to_be_brought(steps: Step
 
 
 def test_memory_goes_with_the_last_worker(steps: Steps) -> None:
-    world = World(2, steps, synchronous=False)
+    world = World(2, steps)
     world.init(np.zeros(2))
     assert world.server.stock() == (1, 16)
     for worker in world.workers:
@@ -802,7 +628,7 @@ WRONG_REQUESTS = [
     m.Init(99, STORE, "other", (1 << 40,), "f8", 0),
     m.Init(99, STORE, "other", (-1,), "f8", 0),
     m.Init(99, STORE, "other", (1,) * 80, "f8", 0),
-    m.Open(99, STORE + 1, (0,), False),
+    m.Open(99, STORE + 1, (0,)),
     m.SetOptimizer(99, STORE, OptimizerSpec("nosuch", {})),
     m.SetOptimizer(99, STORE, OptimizerSpec("sgd", {})),
     m.SetOptimizer(99, STORE, OptimizerSpec("sgd", {**portable(SGD()).settings, "begin_num_update": -1})),
@@ -812,7 +638,7 @@ WRONG_REQUESTS = [
 
 @pytest.mark.parametrize("wrong", WRONG_REQUESTS, ids=lambda message: type(message).__name__)
 def test_a_request_that_raises_is_answered_to_its_sender(steps: Steps, wrong: Any) -> None:
-    world = World(2, steps, synchronous=False)
+    world = World(2, steps)
     world.set_optimizer(create_test())
     like = np.zeros(2)
     world.init(like)
@@ -834,14 +660,11 @@ def test_a_request_that_raises_is_answered_to_its_sender(steps: Steps, wrong: An
     [
         m.Bring(99),
         m.Data(0, b"x"),
-        m.EndRounds(STORE, (1 << 64) - 1, (), "rank_died", ""),
-        m.EndRounds(STORE, 1, (), "nonsense", ""),
-        m.GiveUp(1, STORE, KEY, (), "nonsense", ""),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_a_message_without_an_answer_that_raises_ends_its_connection_alone(steps: Steps, wrong: Any) -> None:
-    world = World(2, steps, synchronous=False)
+    world = World(2, steps)
     world.set_optimizer(create_test())
     like = np.zeros(2)
     world.init(like)
@@ -902,7 +725,7 @@ def test_what_an_optimizer_raises_is_answered(
     argument: str,
     text: str,
 ) -> None:
-    world = World(2, steps, synchronous=False)
+    world = World(2, steps)
     like = np.zeros(2)
     world.init(like)
     spec = OptimizerSpec("picky", portable(SGD(learning_rate=1.0)).settings)
@@ -927,7 +750,7 @@ def test_what_an_optimizer_raises_is_answered(
 def test_an_optimizer_that_a_successor_cannot_make_refuses_pushes_alone(
     steps: Steps, picky: dict[str, BaseException | None]
 ) -> None:
-    world = World(1, steps, synchronous=False)
+    world = World(1, steps)
     spec = OptimizerSpec("picky", portable(SGD()).settings)
     world.workers[0].request(lambda n: m.SetOptimizer(n, STORE, spec))
     world.init(np.ones(2))
@@ -948,7 +771,7 @@ class Full(Outbox):
 
 
 def test_the_request_behind_data_without_room_is_answered(steps: Steps) -> None:
-    world = World(2, steps, synchronous=False, remote=(1,))
+    world = World(2, steps, remote=(1,))
     world.set_optimizer(create_test())
     like = np.zeros(2)
     world.init(like)
@@ -961,20 +784,6 @@ def test_the_request_behind_data_without_room_is_answered(steps: Steps) -> None:
     assert "MemoryError" in far.answers[lost].text
     assert isinstance(far.answers[kept], m.Done)
     assert world.disconnected == []
-
-
-def test_numbers_that_no_answer_can_carry_are_not_kept(steps: Steps) -> None:
-    """A worker that has died is recorded, and answers are sent, whatever number of rounds another has named."""
-    world = World(3, steps, synchronous=True)
-    like = np.zeros(2)
-    world.init(like)
-    world.tell(1, m.EndRounds(STORE, 1 << 62, (), "withdrawn", "x"))
-    world.handle(Died(2, 102, "killed"))
-    stock = world.workers[0].request(lambda n: m.StockRequest(n, STORE))
-    world.drain()
-    answer = world.workers[0].answers[stock]
-    m.encode(answer)
-    assert answer.epoch == (1 << 62) + 1
 
 
 @pytest.mark.parametrize("end", [4096, 1 << 51])

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.magics.status_table import StatusTable
@@ -84,92 +81,3 @@ def test_servers_outlive_ranks_and_the_coordinator_and_end_with_the_pool(start_p
     assert process.is_running()
     pool.stop()
     process.wait(GONE)
-
-
-TOGETHER = """
-import numpy as np
-from hvdlab import kvstore
-kv = kvstore.create("dist_sync")
-values = {"a": np.zeros(3), "b": np.zeros(3), "large": np.zeros(4000)}
-kv.init(list(values), list(values.values()))
-kv.set_optimizer("test")
-
-def step():
-    for key in values:
-        kv.push(key, np.ones_like(values[key]))
-    for key in values:
-        kv.pull(key, out=values[key])
-    return [float(value.sum()) / value.size for value in values.values()]
-"""
-
-
-def test_a_worker_that_will_not_push_ends_the_rounds_on_all_servers(
-    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {
-        "HVDLAB_KV_UPDATE": "servers",
-        "HVDLAB_KV_SERVERS": "2",
-        "MXNET_KVSTORE_BIGARRAY_BOUND": "1000",
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    pool = start_pool(3)
-    assert pool.run(TOGETHER).errors == {}
-    assert list(pool.run("step()")) == [[3.0] * 3] * 3
-    done = 1
-    for cell, before, why in (
-        ("if kv.rank != 1: step()", 0, "rank 1 finished its cell without it"),
-        ("step()\nif kv.rank != 1: step()", 1, "rank 1 finished its cell without it"),
-        (
-            "step()\nif kv.rank == 1: raise ValueError('no data')\nstep()",
-            1,
-            "rank 1 failed: ValueError: no data",
-        ),
-        ("step()\nif kv.rank == 1: kv.barrier()\nelse: step()", 1, "all wait for each other"),
-        (
-            "step()\nif kv.rank != 1: kv.push('a', np.ones(3))",
-            1,
-            "",
-        ),  # it is seen in the next one that nobody waits
-    ):
-        done += before
-        errors = pool.run(cell).errors
-        for rank in (0, 2) if why else ():
-            # The pool interrupts those that wait in no collective where another has failed.
-            assert why in errors[rank].evalue or errors[rank].interrupted, (cell, errors)
-        for _ in range(2):  # nothing is left of what was pushed, and no error comes twice
-            done += 1
-            found = pool.run("step()")
-            assert found.errors == {}, cell
-            assert list(found) == [[3.0 * done] * 3] * 3, cell
-
-
-LAGGING = """
-import os, threading
-if kv.rank == 0:
-    kv.push("w", np.ones(3))
-    kv.push("w", np.ones(3))
-else:
-    while not os.path.exists(release):
-        threading.Event().wait(0.05)
-    kv.push("w", np.ones(3))
-kv.pull("w", out=np.zeros(3))
-"""
-
-
-def test_the_status_names_whom_a_bounded_push_waits_for(
-    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HVDLAB_KV_STALENESS", "0")
-    pool = start_pool(2)
-    release = tmp_path / "release"
-    assert pool.run(f"{MAKE}\nrelease = {str(release)!r}").errors == {}
-    run = pool.start_run(LAGGING)
-    waits: list[str] = []
-    deadline = time.monotonic() + PATIENCE
-    while not waits and time.monotonic() < deadline:
-        waits = [one.collective for one in pool.status()[0].pending]
-    release.touch()
-    assert waits == ["wait for rank 1 (a push of key 'w' that others lack)"]
-    assert run.wait(PATIENCE).errors == {}
-    assert pool.status()[0].pending == ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlab.collectives.coordinator.matching import Matcher
+from hvdlab.collectives.coordinator.negotiation import Matcher
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
 
 

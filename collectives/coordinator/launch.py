@@ -12,7 +12,7 @@ from hvdlab.collectives.autotune import TuningOptions
 from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
 from hvdlab.collectives.coordinator.history import HISTORY_BYTES
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.scheduling import SCHEDULING_CREDIT
+from hvdlab.collectives.coordinator.priorities import SCHEDULING_CREDIT
 from hvdlab.collectives.knobs import Reader, for_reader
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hvdlab.collectives.autotune import TuningOptions
 from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
 from hvdlab.collectives.coordinator.history import HISTORY_BYTES
-from hvdlab.collectives.coordinator.scheduling import SCHEDULING_CREDIT
+from hvdlab.collectives.coordinator.priorities import SCHEDULING_CREDIT
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from hvdlab.collectives.coordinator.events import Outbox, SendConfigure
-from hvdlab.collectives.coordinator.matching import Matcher
 from hvdlab.collectives.coordinator.membership import Membership
+from hvdlab.collectives.coordinator.negotiation import Matcher
 from hvdlab.collectives.coordinator.planes import AUTOMATIC, Hierarchy, choose_plane, without_memory
 from hvdlab.collectives.coordinator.store import Store
 from hvdlab.collectives.errors import CauseKind

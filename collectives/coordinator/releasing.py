@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from hvdlab.collectives.coordinator import set_changes
 from hvdlab.collectives.coordinator.fusion import fuse
+from hvdlab.collectives.coordinator.negotiation import Rejection, Verdict
 from hvdlab.collectives.coordinator.orders import execute
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
 from hvdlab.collectives.coordinator.rounds import Round
-from hvdlab.collectives.coordinator.verdicts import Rejection, Verdict
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
 

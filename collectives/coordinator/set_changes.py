@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.coordinator.deadlock import describe_deadlock, find_deadlock
+from hvdlab.collectives.coordinator.negotiation import Impossible
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
 from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.coordinator.signatures import describe
-from hvdlab.collectives.coordinator.verdicts import Impossible
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m

@@ -1,6 +1,7 @@
-"""Matching of submissions: per name, the heads of the ranks' queues against each other.
+"""Negotiation: which submissions of the ranks belong together, when they are complete, and with which error they end if not.
 
-A *round* of a name ends when each member has a submission at the head: ready if they are equal, else with a verdict.
+The heads of the ranks' queues are matched by name. A *round* of a name ends when each member has a submission at the head:
+ready if they are equal, else with a verdict.
 Where heads differ, the coordinator waits a little for the ranks that are still missing, so that the error can name all that was
 asked for; then the verdict holds for the whole round: the ranks that have a head get it now, the others owe one
 submission of that name, which gets the same verdict when it arrives. So every rank raises, and none waits long for
@@ -19,21 +20,86 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
-from hvdlab.collectives.coordinator.joining import refuse_incomplete, refuse_with_joined
-from hvdlab.collectives.coordinator.pending import PendingRounds, waits_for_receiver
+from hvdlab.collectives.coordinator.priorities import Schedule
 from hvdlab.collectives.coordinator.rounds import Extra, Item, Round, parties_of
-from hvdlab.collectives.coordinator.signatures import Defined, Interned
-from hvdlab.collectives.coordinator.verdicts import DuplicateName, InVain, Mismatch, Rejection, Verdict
-from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.errors import CauseKind
-from hvdlab.collectives.protocol.messages import AbortedCollective
+from hvdlab.collectives.coordinator.signatures import Channel, Defined, Interned, kind_label
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
+from hvdlab.collectives.protocol.messages import (
+    AbortedCollective,
+    Cancelled,
+    Decline,
+    Message,
+    Party,
+    Reject,
+    RejectDuplicate,
+    Signature,
+)
+
+SITES_LIMIT = 4096
+"""Call sites that one report of pending collectives carries at most."""
 
 _JOIN = int(OpKind.JOIN)
 
 
-class Matcher(PendingRounds):
-    """Takes in submissions, and finds out which of them belong together."""
+class Matcher:
+    """What the members have submitted and what has become of it, in one epoch of a process set.
+
+    Attributes:
+        ranks: Members, by position.
+        rounds: Rounds that are not complete, by name, oldest first.
+        held: Complete rounds whose group is not.
+        ready: Complete rounds to be released, in order.
+        schedule: Complete rounds with a priority, of which some wait for their turn.
+        rejections: Submissions that got a verdict, in order.
+        conflict: Text of a disagreement that can't be limited to one name, or empty.
+        disputes: Incomplete rounds in which ranks disagree, by name, oldest first.
+        joining: The round of the ranks that have joined, or ``None`` if none has.
+        debts: Verdicts on submissions that have not come yet.
+        channels: The rounds of messages and of receives from any rank that are not complete, by channel, oldest first.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.members = frozenset(ranks)
+        self.size = len(ranks)
+        self.rounds: dict[str, Round] = {}
+        self.held: dict[str, list[Round]] = {}
+        self.ready: list[Round] = []
+        self.schedule = Schedule()
+        self.rejections: list[Rejection] = []
+        self.conflict = ""
+        self.disputes: dict[str, Round] = {}
+        self.joining: Round | None = None
+        self.debts = Debts()
+        self.channels: dict[Channel, dict[Round, None]] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether some rank waits for a decision."""
+        return bool(self.rounds or self.held or self.ready or self.schedule)
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Ranks that have joined, lowest first."""
+        return () if self.joining is None else tuple(sorted(self.joining.heads))
+
+    def add(self, current: Round) -> None:
+        """Begin a round."""
+        self.rounds[current.info.name] = current
+        if current.info.channel is not None:
+            self.channels.setdefault(current.info.channel, {})[current] = None
+
+    def remove(self, current: Round) -> None:
+        """A round is complete, or ends before that."""
+        del self.rounds[current.info.name]
+        channel = current.info.channel
+        if channel is not None:
+            del self.channels[channel][current]
+            if not self.channels[channel]:
+                del self.channels[channel]
 
     # -- submissions ----------------------------------------------------------------------------------------------
 
@@ -387,3 +453,262 @@ class Matcher(PendingRounds):
         for rank, queue in (current.behind or {}).items():
             for item in queue:
                 yield rank, item
+
+    # -- which ranks a round waits for ----------------------------------------------------------------------------
+
+    def is_complete(self, current: Round) -> bool:
+        """Whether all ranks that the round concerns have submitted it, or have joined."""
+        joining, heads = self.joining, current.heads
+        if (
+            current.info.from_any
+        ):  # it is given to a message's round as soon as there is one, so only joining can end its wait here
+            return joining is not None and not self.missing(current)
+        if current.info.between:
+            joined = () if joining is None else joining.heads
+            return all(rank in heads or rank in joined for rank in current.info.between)
+        if joining is None or joining is current:
+            return len(heads) == self.size
+        return all(rank in heads or rank in joining.heads for rank in self.ranks)
+
+    def not_joined(self) -> Iterable[int]:
+        """The members that have not joined."""
+        joining = self.joining
+        return self.ranks if joining is None else [rank for rank in self.ranks if rank not in joining.heads]
+
+    def missing(self, current: Round) -> tuple[int, ...]:
+        """The ranks that a round waits for, or any of which a receive from any rank waits for; never one that has joined."""
+        wanted = self.ranks if current is self.joining else self.not_joined()
+        between = () if current.info.from_any else current.info.between
+        return tuple(
+            rank for rank in wanted if rank not in current.heads and (not between or rank in between)
+        )
+
+    def concerned(self, current: Round) -> set[int]:
+        """The ranks that some submission of a round concerns."""
+        return {rank for head in current.heads.values() for rank in head.info.between or self.ranks}
+
+    def oldest_sent(self, channel: Channel) -> Round | None:
+        """The oldest message on a channel that waits for its receiver; ``None`` if none does."""
+        waiting = self.channels.get(channel, ())
+        return next((each for each in waiting if each.disputed is None and waits_for_receiver(each)), None)
+
+    def oldest_received(self, channel: Channel) -> Round | None:
+        """The oldest receive from any rank on a channel; ``None`` if there is none."""
+        waiting = self.channels.get(channel, ())
+        return next((each for each in waiting if each.disputed is None and each.info.from_any), None)
+
+    def waiting(self) -> Iterable[tuple[Round, tuple[int, ...]]]:
+        """Undecided rounds with the ranks that are missing (none for those held back by their group).
+
+        Those that wait for their turn are not among them: nothing is missing, and they will be executed.
+        """
+        for current in self.rounds.values():
+            yield current, self.missing(current)
+        for held in self.held.values():
+            for complete in held:
+                yield complete, ()
+        for complete in self.ready:
+            yield complete, ()
+
+    def report(self) -> tuple[AbortedCollective, ...]:
+        """What is pending, for error texts."""
+        waiting = [*self.waiting(), *((current, ()) for current in self.schedule)]
+        full = sum(len(current.heads) for current, _ in waiting) <= SITES_LIMIT
+        return tuple(self.report_round(current, missing, all_sites=full) for current, missing in waiting)
+
+    def report_round(
+        self, current: Round, missing: tuple[int, ...], *, all_sites: bool = True
+    ) -> AbortedCollective:
+        """A round as messages report it."""
+        waited = tuple(sorted(current.heads))
+        shown = waited if all_sites else waited[:1]
+        sites = tuple(current.heads[rank].site for rank in shown)
+        return AbortedCollective(current.info.kind, current.info.name, waited, missing, sites, self.joined)
+
+    def validate(self) -> None:
+        """Assert what must hold between calls."""
+        members = self.members
+        assert not self.rejections
+        self.schedule.validate()
+        assert all(current.info.fuse_key is not None for current in self.ready), "held, but never fused"
+        for name, current in self.rounds.items():
+            assert name == current.info.name
+            assert current.heads.keys() <= members
+            assert current.heads, name
+            assert len(current.heads) < self.size or current.info.between, (name, current.heads)
+            assert (current.disputed is None) == all(d.info is current.info for d in current.heads.values())
+            assert not self.is_complete(current)
+            for rank, queue in (current.behind or {}).items():
+                assert queue
+                assert rank in current.heads
+        for group, held in self.held.items():
+            assert 0 < len(held) < held[0].info.group_size
+            assert all(r.info.group == group and r.heads.keys() | {*r.absent} == members for r in held)
+        assert self.disputes == {n: r for n, r in self.rounds.items() if r.disputed is not None}
+        for channel in self.channels:
+            assert self.oldest_sent(channel) is None or self.oldest_received(channel) is None, channel
+        on_channels = {current for current in self.rounds.values() if current.info.channel is not None}
+        assert {current for rounds in self.channels.values() for current in rounds} == on_channels
+        assert self.joining is None or self.rounds.get(self.joining.info.name) is self.joining
+        assert self.debts.ranks <= members - {*self.joined}
+
+
+def waits_for_receiver(current: Round) -> bool:
+    """Whether a round is a message that only its sender has submitted."""
+    return not current.info.from_any and current.heads.keys() == {*current.info.between[:1]}
+
+
+class Verdict(Protocol):
+    """How a round ends that is not executed."""
+
+    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
+        """The message to a rank about its submissions with these local ids."""
+        ...
+
+
+class Mismatch:
+    """Verdict on a round in which ranks disagree."""
+
+    __slots__ = ("name", "parties")
+
+    def __init__(self, name: str, parties: tuple[Party, ...]) -> None:
+        self.name, self.parties = name, parties
+
+    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
+        return Reject(process_set, epoch, locals, self.name, self.parties)
+
+
+class DuplicateName:
+    """Verdict on a round whose name one rank has submitted twice."""
+
+    __slots__ = ("first_site", "name", "rank", "second_site")
+
+    def __init__(self, name: str, rank: int, first_site: str, second_site: str) -> None:
+        self.name, self.rank, self.first_site, self.second_site = name, rank, first_site, second_site
+
+    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
+        return RejectDuplicate(
+            process_set, epoch, locals, self.name, self.rank, self.first_site, self.second_site
+        )
+
+
+class Impossible:
+    """Verdict on a round that all agree about, but that can't be done.
+
+    Attributes:
+        name: Its name.
+        reason: Why it can't be done, in one sentence.
+        joined: The ranks that have joined, if it can't be done because of them.
+    """
+
+    __slots__ = ("joined", "name", "reason")
+
+    def __init__(self, name: str, reason: str, joined: tuple[int, ...] = ()) -> None:
+        self.name, self.reason, self.joined = name, reason, joined
+
+    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
+        return Decline(process_set, epoch, locals, self.name, self.reason, self.joined)
+
+
+class InVain:
+    """Verdict on a message whose other rank won't come: it ends alone, since it concerns no third rank.
+
+    Attributes:
+        report: What had been submitted.
+        kind, ranks, text: The cause.
+    """
+
+    __slots__ = ("kind", "ranks", "report", "text")
+
+    def __init__(self, report: AbortedCollective, kind: CauseKind, ranks: tuple[int, ...], text: str) -> None:
+        self.report, self.kind, self.ranks, self.text = report, kind, ranks, text
+
+    def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
+        return Cancelled(process_set, epoch, locals, self.kind.value, self.ranks, self.text, "", self.report)
+
+
+class Rejection(NamedTuple):
+    """A submission that got a verdict.
+
+    Attributes:
+        after: How many rounds were ready before. A rank tells its submissions of one local id apart by their order
+            alone, so they have to end in that order.
+        rank, local: The rank that submitted it, and its local id.
+        verdict: The verdict.
+    """
+
+    after: int
+    rank: int
+    local: int
+    verdict: Verdict
+
+
+class Debts(dict[tuple[int, str, str], deque[tuple[int, Verdict]]]):
+    """Verdicts for which ranks *owe* submissions: a rank gets one when it submits what the verdict is about.
+
+    For each rank, and name or group: how many of its next submissions get which verdict.
+    """
+
+    @property
+    def ranks(self) -> set[int]:
+        return {rank for rank, _, _ in self}
+
+    def owe(self, rank: int, info: Interned, count: int, verdict: Verdict) -> None:
+        """The next ``count`` submissions of this name, or of its group if it has one, get the verdict."""
+        self.setdefault(_key(rank, info), deque()).append((count, verdict))
+
+    def settle(self, rank: int, info: Interned) -> Verdict | None:
+        """The verdict that a submission gets, if the rank owes it; ``None`` otherwise."""
+        key = _key(rank, info)
+        owed = self.get(key)
+        if owed is None:
+            return None
+        count, verdict = owed.popleft()
+        if count > 1:
+            owed.appendleft((count - 1, verdict))
+        elif not owed:
+            del self[key]
+        return verdict
+
+    def forgive(self, rank: int) -> None:
+        """``rank`` will not submit what the verdicts are about."""
+        for key in [key for key in self if key[0] == rank]:
+            del self[key]
+
+
+def _key(rank: int, info: Interned) -> tuple[int, str, str]:
+    return (rank, "", info.group) if info.group else (rank, info.name, "")
+
+
+_WITH_ZEROS = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE})
+"""Operators for which zeros are a contribution like another."""
+
+
+def refuse_with_joined(signature: Signature, joined: tuple[int, ...]) -> Impossible | None:
+    """The verdict on a collective in which the ranks ``joined`` can't take part; ``None`` if they can."""
+    kind = signature.kind
+    if kind == OpKind.BARRIER or (kind == OpKind.ALLREDUCE and signature.op in _WITH_ZEROS):
+        return None
+    what = call_name(kind_label(kind), signature.name)
+    if kind == OpKind.ALLREDUCE:
+        what += f" with op={_operator(signature.op)}"
+    has = "has" if len(joined) == 1 else "have"
+    reason = (
+        f"{what} is not supported with join: {format_ranks(joined)} {has} joined, having no data left. "
+        "Until all ranks have joined only allreduce with Sum or Average, and barrier, can be used"
+    )
+    return Impossible(signature.name, reason, joined)
+
+
+def refuse_incomplete(signature: Signature, joined: tuple[int, ...]) -> Impossible:
+    """The verdict on a group of which some tensors have not been submitted when all ranks have joined."""
+    what = call_name(kind_label(signature.kind), signature.name)
+    reason = f"{what} is one of a group of {signature.group_size} tensors, which was not complete when all ranks joined"
+    return Impossible(signature.name, reason, joined)
+
+
+def _operator(op: int) -> str:
+    try:
+        return ReduceOp(op).name.capitalize()
+    except ValueError:
+        return str(op)

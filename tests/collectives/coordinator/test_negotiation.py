@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from coordinator_simulation import signature
-from hvdlab.collectives.coordinator.matching import Matcher
+from hvdlab.collectives.coordinator.negotiation import DuplicateName, Impossible, Matcher, Mismatch
 from hvdlab.collectives.coordinator.signatures import Defined, SignatureTable
-from hvdlab.collectives.coordinator.verdicts import DuplicateName, Impossible, Mismatch
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.protocol.messages import Definition
 

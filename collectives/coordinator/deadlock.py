@@ -1,15 +1,150 @@
-"""Finding ranks that wait for each other."""
+"""Collectives that can't complete: their ranks wait for each other in a circle, or for ranks that run no cell.
+
+Which cells run on which ranks says why a rank has not submitted what others wait for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+from hvdlab.collectives.coordinator.fusion import decide
 from hvdlab.collectives.coordinator.membership import RankPeer
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
 from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.coordinator.signatures import kind_label
-from hvdlab.collectives.errors import call_name, format_ranks
+from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
+
+
+class Cells:
+    """Cells of the ranks that are tracked.
+
+    Attributes:
+        idle: Living tracked ranks that run no cell.
+    """
+
+    def __init__(self) -> None:
+        self.idle: set[int] = set()
+        self._active: dict[int, dict[str, None]] = {}
+        self._last: dict[int, tuple[str, str]] = {}
+
+    def join(self, rank: int) -> None:
+        """A tracked rank is there; it runs the cells that were announced for it before."""
+        if not self._active.get(rank):
+            self.idle.add(rank)
+
+    def drop(self, rank: int) -> None:
+        """A rank is gone."""
+        self.idle.discard(rank)
+        self._active.pop(rank, None)
+        self._last.pop(rank, None)
+
+    def keep(self, ranks: Iterable[int]) -> None:
+        """Forget cells that were announced for ranks other than these."""
+        kept = set(ranks)
+        for rank in [rank for rank in self._active if rank not in kept]:
+            del self._active[rank]
+
+    def begin(self, cell: str, rank: int) -> None:
+        """A cell is on its way to a rank, or runs there."""
+        self._active.setdefault(rank, {})[cell] = None
+        self.idle.discard(rank)
+
+    def end(self, cell: str, rank: int, error: str) -> bool:
+        """A cell ended on a rank. Returns whether the rank is idle now."""
+        active = self._active.get(rank)
+        if active is not None:
+            active.pop(cell, None)
+        self._last[rank] = (cell, error)
+        if active:
+            return False
+        self._active.pop(rank, None)
+        self.idle.add(rank)
+        return True
+
+    def active(self, rank: int) -> bool:
+        return rank in self._active
+
+    def absence(self, missing: Sequence[int], waiting: Iterable[int]) -> Absence:
+        """Why the idle ranks ``missing`` do not take part in the collective that the ranks ``waiting`` wait for."""
+        cells = {cell for rank in waiting for cell in self._active.get(rank, ())}
+        last = {rank: self._last.get(rank, ("", "")) for rank in missing}
+        failed = [rank for rank in missing if last[rank][1] and (last[rank][0] in cells or not cells)]
+        if failed:
+            text = "; ".join(f"rank {rank} failed: {last[rank][1]}" for rank in failed[:3])
+            more = f"; and {len(failed) - 3} more ranks" if len(failed) > 3 else ""
+            return Absence(CauseKind.CELL_FAILED, tuple(failed), text + more)
+        ended = [rank for rank in missing if last[rank][0] in cells]
+        if ended:
+            its = "its cell" if len(ended) == 1 else "their cells"
+            return Absence(
+                CauseKind.CELL_ENDED, tuple(ended), f"{format_ranks(ended)} finished {its} without it"
+            )
+        runs = "runs" if len(missing) == 1 else "run"
+        return Absence(CauseKind.CELL_ENDED, tuple(missing), f"{format_ranks(missing)} {runs} no cell")
+
+    def validate(self, tracked: Iterable[int]) -> None:
+        """Assert what must hold between rounds."""
+        assert all(self._active.values())
+        assert self.idle == {rank for rank in tracked if rank not in self._active}
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Why ranks will not submit what others wait for."""
+
+    kind: CauseKind
+    ranks: tuple[int, ...]
+    text: str
+
+
+def free_from_idle(state: CoordinatorState, now: float) -> None:
+    """End the collectives that other ranks wait in and that ranks without a cell will not submit."""
+    idle = state.cells.idle - state.pauses.reasons.keys()
+    for ps in list(state.sets):
+        if ps.matcher.debts:
+            for rank in idle & ps.matcher.debts.ranks:
+                ps.matcher.debts.forgive(rank)
+        if ps.matcher.pending and not ps.matcher.members.isdisjoint(idle):
+            _free_messages(state, ps, idle, now)
+            for current, missing in ps.matcher.waiting():
+                absent = [r for r in (missing or ps.members) if r in idle]
+                if absent and not current.info.from_any:  # else another rank may send
+                    why = state.cells.absence(absent, current.heads)
+                    state.sets.abort(ps, why.kind, why.ranks, why.text)
+                    break
+
+
+def _free_messages(state: CoordinatorState, ps: ProcessSet, idle: AbstractSet[int], now: float) -> None:
+    """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
+    vain: dict[str, list[int]] = {}
+    for waiting, missing in ps.matcher.waiting():
+        absent, info = [rank for rank in missing if rank in idle], waiting.info
+        if info.between and absent and (not info.from_any or len(absent) == len(missing)):
+            vain[info.name] = absent
+    for name, absent in vain.items():
+        while (current := ps.matcher.rounds.get(name)) is not None and not current.heads.keys() & {*absent}:
+            why = state.cells.absence(absent, current.heads)
+            ps.matcher.end_message(current, why.kind, why.ranks, why.text, now)
+    if ps.matcher.rejections:
+        decide(state, ps, now)
+
+
+def end_deadlock(state: CoordinatorState) -> None:
+    """End the epochs in which ranks wait for each other."""
+    # A rank in which the user looks around is not stuck: what the user types there may be what others wait for.
+    ranks = {rank: peer for rank, peer in state.membership.ranks.items() if rank not in state.pauses}
+    idle = state.cells.idle - state.pauses.reasons.keys()
+    stuck = find_deadlock(state.sets.by_id, ranks, idle)
+    if stuck:
+        text = describe_deadlock(stuck)
+        for ps in {s.process_set.id: s.process_set for s in stuck.values()}.values():
+            state.sets.abort(ps, CauseKind.DEADLOCK, sorted(stuck), text)
 
 
 class Stuck(NamedTuple):
@@ -26,14 +161,6 @@ class Stuck(NamedTuple):
     what: str
     site: str
     missing: tuple[int, ...]
-
-
-def _in_round(ps: ProcessSet, current: Round, site: str, missing: tuple[int, ...]) -> Stuck:
-    info = current.info
-    what = call_name(kind_label(info.kind), info.name)
-    if info.from_any:  # the same words on all ranks that wait so
-        what = call_name("recv from any rank", info.signature.channel)
-    return Stuck(ps, what, site, missing)
 
 
 def find_deadlock(
@@ -86,6 +213,14 @@ def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
             joined = matcher.joined
             return _in_round(ps, held, defined.site, tuple(r for r in ps.members if r not in joined))
     return None
+
+
+def _in_round(ps: ProcessSet, current: Round, site: str, missing: tuple[int, ...]) -> Stuck:
+    info = current.info
+    what = call_name(kind_label(info.kind), info.name)
+    if info.from_any:  # the same words on all ranks that wait so
+        what = call_name("recv from any rank", info.signature.channel)
+    return Stuck(ps, what, site, missing)
 
 
 def describe_deadlock(stuck: Mapping[int, Stuck]) -> str:

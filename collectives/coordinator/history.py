@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 from hvdlab.collectives.coordinator.events import Outbox
+from hvdlab.collectives.coordinator.options import HISTORY_BYTES
 from hvdlab.collectives.protocol.messages import RankEvents
 
-HISTORY_BYTES = 64 * 1024 * 1024
 UNREAD_BYTES = 4 * 1024 * 1024
 """Size in bytes of the history until the first client comes: only clients ask for the past."""
 

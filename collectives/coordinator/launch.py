@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 
 from hvdlab.collectives.autotune import TuningOptions
-from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
-from hvdlab.collectives.coordinator.history import HISTORY_BYTES
-from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.priorities import SCHEDULING_CREDIT
+from hvdlab.collectives.coordinator.options import (
+    FUSION_THRESHOLD,
+    HISTORY_BYTES,
+    SCHEDULING_CREDIT,
+    CoordinatorOptions,
+)
 from hvdlab.collectives.knobs import Reader, for_reader
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.autotune import TuningOptions
-from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
-from hvdlab.collectives.coordinator.history import HISTORY_BYTES
-from hvdlab.collectives.coordinator.priorities import SCHEDULING_CREDIT
+
+FUSION_THRESHOLD = 64 * 1024 * 1024
+"""Bytes of tensors that are fused into one operation at most (a tensor that alone is larger is not split)."""
+SCHEDULING_CREDIT = 4 * 1024 * 1024
+"""Bytes of tensors with a priority that are ordered and not executed yet, at most (one that alone is larger is ordered nevertheless)."""
+HISTORY_BYTES = 64 * 1024 * 1024
+"""Payload of the event history, in bytes: it is what views that open later can show."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hvdlab.collectives.coordinator.rounds import Round
 
-SCHEDULING_CREDIT = 4 * 1024 * 1024
-"""Bytes of tensors with a priority that are ordered and not executed yet, at most (one that alone is larger is ordered nevertheless)."""
-
 
 class Schedule:
     """The rounds of an epoch that have a priority: those that are kept back, and the batches that are under way.

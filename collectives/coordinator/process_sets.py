@@ -1,21 +1,31 @@
-"""Process sets and their epochs."""
+"""Process sets: how their epochs begin and end, how sets are added and removed, and the values that members exchange to connect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from hvdlab.collectives.coordinator.events import Outbox, SendConfigure
 from hvdlab.collectives.coordinator.membership import Membership
-from hvdlab.collectives.coordinator.negotiation import Matcher
+from hvdlab.collectives.coordinator.negotiation import Impossible, Matcher
 from hvdlab.collectives.coordinator.planes import AUTOMATIC, Hierarchy, choose_plane, without_memory
-from hvdlab.collectives.coordinator.store import Store
-from hvdlab.collectives.errors import CauseKind
-from hvdlab.collectives.protocol.messages import Abort, Configure, Dissolve
+from hvdlab.collectives.coordinator.rounds import Round
+from hvdlab.collectives.coordinator.signatures import describe
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.messages import Abort, Configure, Dissolve, StoreValue
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
 
 WORLD = 0
+
+
 OPEN, SWITCHING, ENDED = range(3)
+
 
 PAST_STORES = 4
 """Former epochs of a process set whose rendezvous stores are kept."""
@@ -306,3 +316,89 @@ class ProcessSets:
             for rank, peer in zip(ps.members, ps.peers, strict=True):
                 assert rank in ps.gone or (ranks[rank].peer == peer), (id, rank)
             ps.matcher.validate()
+
+
+def change_sets(state: CoordinatorState, ps: ProcessSet, current: Round) -> None:
+    """All members have submitted that a process set is added or removed: do it, or refuse it on all."""
+    signature = current.info.signature
+    if signature.kind == OpKind.ADD_PROCESS_SET:
+        _add_set(state, ps, current, tuple(sorted(set(signature.ranks))))
+        return
+    target = _find_set(state, signature)
+    if target is None:
+        _refuse(state, ps, current, "there is no such process set")
+        return
+    state.sets.abort(target, CauseKind.MEMBERSHIP, (), f"process set {target.id} was removed")
+    state.sets.remove(target, ps.peers)
+    for rank, peer in zip(ps.members, ps.peers, strict=True):
+        batch = m.Batch((current.heads[rank].local,))
+        state.outbox.send((peer,), m.Execute(ps.id, ps.epoch, ps.sequence, (batch,)))
+
+
+def _add_set(state: CoordinatorState, ps: ProcessSet, current: Round, ranks: tuple[int, ...]) -> None:
+    absent = [rank for rank in ranks if rank not in ps.members]
+    if absent or not ranks:
+        _refuse(
+            state, ps, current, f"{format_ranks(absent)} not in the world" if absent else "it needs a rank"
+        )
+        return
+    added = state.sets.add(ranks)
+    for rank, peer in zip(ps.members, ps.peers, strict=True):
+        state.outbox.send((peer,), m.ProcessSetAdded(current.heads[rank].local, added.id, ranks))
+
+
+def _find_set(state: CoordinatorState, signature: m.Signature) -> ProcessSet | None:
+    """The process set to remove: by its id in ``root``, or else by its ranks."""
+    if signature.root > 0:
+        return state.sets.by_id.get(signature.root)
+    for ps in state.sets:
+        if ps.id > 0 and ps.members == tuple(sorted(set(signature.ranks))):
+            return ps
+    return None
+
+
+def _refuse(state: CoordinatorState, ps: ProcessSet, current: Round, why: str) -> None:
+    info = current.info
+    verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
+    for rank, peer in zip(ps.members, ps.peers, strict=True):
+        state.outbox.send((peer,), verdict.message(ps.id, ps.epoch, (current.heads[rank].local,)))
+
+
+def end_failures(state: CoordinatorState, now: float) -> None:
+    """End the epochs whose plane failed a moment ago without a better explanation."""
+    for ps in list(state.sets):
+        if ps.failure is not None and now >= ps.failure[0]:
+            _, rank, text = ps.failure
+            state.sets.abort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+        if ps.past_failure is not None and now >= ps.past_failure[0]:
+            _, epoch, rank, text = ps.past_failure
+            ps.past_failure = None
+            state.sets.abort_past(ps, epoch, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+
+
+def _plane_failure(rank: int, text: str) -> str:
+    return f"the data plane failed on rank {rank}: {text}"
+
+
+class Store:
+    """Values by key, and the peers that wait for keys which are not set yet."""
+
+    __slots__ = ("_values", "_waiting")
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, list[tuple[int, int]]] = {}
+
+    def set(self, key: str, value: bytes, outbox: Outbox) -> None:
+        """Keep a value (the last one counts) and answer the peers that wait for it."""
+        self._values[key] = value
+        for peer, ticket in self._waiting.pop(key, ()):
+            outbox.send((peer,), StoreValue(ticket, value))
+
+    def get(self, key: str, peer: int, ticket: int, outbox: Outbox) -> None:
+        """Answer ``peer`` now, or once the key is set."""
+        value = self._values.get(key)
+        if value is None:
+            self._waiting.setdefault(key, []).append((peer, ticket))
+        else:
+            outbox.send((peer,), StoreValue(ticket, value))

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hvdlab.collectives.coordinator import arrivals, elastic, releasing, restoring, set_changes
-from hvdlab.collectives.coordinator.cells import Cells
+from hvdlab.collectives.coordinator import arrivals, deadlock, elastic, fusion, process_sets, restoring
 from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
+from hvdlab.collectives.coordinator.deadlock import Cells
 from hvdlab.collectives.coordinator.elastic import Elastic
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
@@ -25,8 +25,8 @@ from hvdlab.collectives.coordinator.events import (
     PeerLost,
     Received,
 )
+from hvdlab.collectives.coordinator.fusion import Holding, Tuning
 from hvdlab.collectives.coordinator.history import UNREAD_BYTES, History
-from hvdlab.collectives.coordinator.holding import Holding
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.pauses import Pauses
@@ -36,7 +36,6 @@ from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring
 from hvdlab.collectives.coordinator.signatures import SignatureTable
 from hvdlab.collectives.coordinator.stalls import Stalls
-from hvdlab.collectives.coordinator.tuning import Tuning
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
 
@@ -312,7 +311,7 @@ class CoordinatorState:
             if matcher.ready[0].info.kind not in _PLAIN or matcher.schedule.concerns(matcher.ready[0]):
                 return False
             ready, matcher.ready = matcher.ready, []
-            releasing.run(self, ps, ready)
+            fusion.run(self, ps, ready)
         self.touched.clear()
         return True
 
@@ -324,24 +323,24 @@ class CoordinatorState:
             self.touched |= dict.fromkeys(self.holding.over(now, all=urgent))
         if self.cells.idle or self.elastic.ready:
             self.touched |= {ps: None for ps in self.sets if ps.matcher.schedule}
-        if releasing.end_disputes(self, now):
+        if fusion.end_disputes(self, now):
             self.check_later(now)  # what waited behind a dispute may wait in vain now that it is over
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
                 delay = 0.0 if urgent else self.flush_delay
                 if not self.holding.keep(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:
-                    releasing.decide(self, ps, now)
+                    fusion.decide(self, ps, now)
         if self.cells.idle:
-            releasing.free_from_idle(self, now)
+            deadlock.free_from_idle(self, now)
         if self.elastic.ready:
             elastic.end_waits(self)
         if self.check_blocked:
             self.check_blocked = False
-            set_changes.end_deadlock(self)
+            deadlock.end_deadlock(self)
         if self.stalls.due is not None and now >= self.stalls.due and not self.pauses:
             self.stalls.look(self, now)
-        set_changes.end_failures(self, now)
+        process_sets.end_failures(self, now)
         if self.restoring.active:
             restoring.end_wait(self, now)
         if self.membership.changed or self.check_admission:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives import encryption, versions
-from hvdlab.collectives.coordinator import elastic, pauses
+from hvdlab.collectives.coordinator import elastic, stall_inspector
 from hvdlab.collectives.coordinator.elastic import Change
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer
@@ -27,7 +27,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
         outbox.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation, state.options.pid))
         outbox.send((peer,), state.world())
         if state.pauses:
-            outbox.send((peer,), pauses.paused_ranks(state))
+            outbox.send((peer,), stall_inspector.paused_ranks(state))
         if hello.events:
             state.history.subscribe(peer, outbox)
         return
@@ -224,7 +224,7 @@ def refuse_left_out(state: CoordinatorState, rank: RankPeer, message: m.Announce
 def depart(state: CoordinatorState, rank: RankPeer, now: float) -> None:
     """Forget all that the state keeps of a rank's connection."""
     del state.by_peer[rank.peer]
-    pauses.end(state, rank.rank, now)
+    stall_inspector.end_pause(state, rank.rank, now)
     state.signatures.forget(rank.definitions)
     state.cells.drop(rank.rank)
     state.elastic.drop(rank.rank)

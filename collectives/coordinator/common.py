@@ -27,8 +27,3 @@ def peers_of(state: CoordinatorState, ranks: tuple[int, ...]) -> tuple[int, ...]
     """Connections of those of these ranks that live."""
     living = state.membership.ranks
     return tuple(living[rank].peer for rank in ranks if rank in living)
-
-
-def put_off(begun: float, since: float, now: float) -> float:
-    """The begin of a wait that began at ``begun``, moved later by the part of ``since`` to ``now`` in which it went on."""
-    return begun + now - since if begun < since else now

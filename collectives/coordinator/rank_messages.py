@@ -13,9 +13,9 @@ from hvdlab.collectives.coordinator.common import answer_ping, peers_of, subscri
 from hvdlab.collectives.coordinator.elastic import on_elastic, on_regroup
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer, Wait
-from hvdlab.collectives.coordinator.pauses import on_paused, on_resumed
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, Store
 from hvdlab.collectives.coordinator.restoring import on_resume
+from hvdlab.collectives.coordinator.stall_inspector import on_paused, on_resumed
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 

@@ -29,13 +29,12 @@ from hvdlab.collectives.coordinator.fusion import Holding, Tuning
 from hvdlab.collectives.coordinator.history import UNREAD_BYTES, History
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.pauses import Pauses
 from hvdlab.collectives.coordinator.planes import Hierarchy
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
 from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring
 from hvdlab.collectives.coordinator.signatures import SignatureTable
-from hvdlab.collectives.coordinator.stalls import Stalls
+from hvdlab.collectives.coordinator.stall_inspector import Pauses, Stalls
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
 

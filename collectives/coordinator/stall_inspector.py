@@ -1,0 +1,330 @@
+"""Stall inspector: reports collectives that wait or execute for long, and ends those that wait too long if the options say so.
+
+A member of an operation that was stopped, or whose code keeps the interpreter busy, does not do its part, and does not answer a ping
+either. A healthy member answers it on its control thread, whatever its user's code does.
+
+While a rank is paused for its user (at a prompt, in a debugger), no rank that waits for it is late, and no clock of a wait runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from hvdlab.collectives.coordinator.membership import RankPeer
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
+from hvdlab.collectives.coordinator.rounds import Round
+from hvdlab.collectives.coordinator.signatures import Defined, kind_label
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind, call_name, compact_ranks, format_ranks
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.messages import AbortedCollective, Stalled
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.coordinator.state import CoordinatorState
+
+
+class Stalls:
+    """When to look for collectives that wait for long, and what to do about them.
+
+    Args:
+        every: Seconds after which, and then how often, one is reported; 0 never.
+        shutdown: Seconds after which its epoch ends; 0 never.
+
+    Attributes:
+        due: When to look next; ``None`` if nothing waited when that was last asked.
+        executions: Operations that take long.
+    """
+
+    def __init__(self, every: float, shutdown: float) -> None:
+        self._every = every or math.inf
+        self._shutdown = shutdown or math.inf
+        self._first = min(self._every, self._shutdown)
+        self.due: float | None = None
+        self.executions = Executions()
+
+    def watch(self, now: float) -> None:
+        """Something was submitted, and nothing is being watched."""
+        self.due = now + self._first
+
+    def watch_execution(self, since: float, now: float) -> None:
+        """A rank waits for the end of what it executes."""
+        if math.isfinite(self._every):
+            due = max(since + self._every - probe_lead_time(self._every), now)
+            self.due = due if self.due is None else min(self.due, due)
+
+    def exclude_pause(self, since: float, now: float) -> None:
+        """The time from ``since`` to ``now`` does not count for any wait; look at all of them anew."""
+        if self.due is not None:
+            self.due = now
+        self.executions.exclude_pause(since, now)
+
+    def look(self, state: CoordinatorState, now: float) -> None:
+        """Report or end the collectives that wait for long, and set :attr:`due`."""
+        upcoming: list[float] = []
+        for ps in list(state.sets):
+            for current, missing in list(ps.matcher.waiting()):
+                if self._is_over(current, now):
+                    self._end(state, ps, current, missing)
+                    break
+                if now >= self._next_report(current):
+                    current.reported = max(current.reported + 1, int((now - current.since) / self._every))
+                    self._report_round(state, ps, current, missing, now - current.since)
+                upcoming.append(min(self._next_report(current), self._end_of(current)))
+        stuck, times = self.executions.look(state, now, self._every)
+        for ps, seconds, report in stuck:
+            lacking = f"{_ranks_or_rest(report.missing)} do not answer (stopped, or busy in C code)"
+            _report_stall(state, ps, report, seconds, f"has been executed for {seconds:.0f} s: {lacking}")
+        self.due = min(upcoming + times, default=None)
+
+    def _report_round(
+        self,
+        state: CoordinatorState,
+        ps: ProcessSet,
+        current: Round,
+        missing: tuple[int, ...],
+        seconds: float,
+    ) -> None:
+        report = ps.matcher.report_round(current, missing)
+        joined = f", joined {_ranks_or_rest(report.joined)}" if report.joined else ""
+        lacking = (
+            f"submitted by {_ranks_or_rest(report.waited)}, missing {_ranks_or_rest(report.missing)}{joined}"
+        )
+        _report_stall(state, ps, report, seconds, f"has been waiting for {seconds:.0f} s: {lacking}")
+
+    def _next_report(self, current: Round) -> float:
+        return current.since + self._every * (current.reported + 1)
+
+    def _end_of(self, current: Round) -> float:
+        # A rank that has joined waits for the others to run out of data, however long that takes.
+        return math.inf if current.info.kind == OpKind.JOIN else current.since + self._shutdown
+
+    def _is_over(self, current: Round, now: float) -> bool:
+        return now >= self._end_of(current)
+
+    def _end(self, state: CoordinatorState, ps: ProcessSet, current: Round, missing: tuple[int, ...]) -> None:
+        what = call_name(kind_label(current.info.kind), current.info.name)
+        lacking = f"{format_ranks(missing)} did not submit it" if missing else "its group was not complete"
+        text = f"{what}: {lacking} within {self._shutdown:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
+        state.outbox.log(text)
+        if ps.phase == OPEN:
+            state.sets.abort(ps, CauseKind.TIMEOUT, missing, text)
+
+
+def _report_stall(
+    state: CoordinatorState, ps: ProcessSet, report: AbortedCollective, seconds: float, text: str
+) -> None:
+    state.outbox.send(tuple(state.membership.clients), Stalled(ps.id, seconds, report))
+    if _is_shown(state, report.waited):
+        return
+    what = call_name(kind_label(report.kind), report.name)
+    state.outbox.log(f"{what} {text}")
+
+
+def _is_shown(state: CoordinatorState, waited: tuple[int, ...]) -> bool:
+    """Whether a client runs cells on these ranks: it shows its user the stall, better than a line in the log would."""
+    ranks = state.membership.ranks
+    return bool(state.membership.clients) and all(ranks[rank].tracked for rank in waited if rank in ranks)
+
+
+def _ranks_or_rest(ranks: tuple[int, ...]) -> str:
+    return f"ranks {compact_ranks(ranks)}" if ranks else "the rest of its group"
+
+
+class Executions:
+    """What is being executed and waited for, as far as ranks have said so."""
+
+    def __init__(self) -> None:
+        self._operations: dict[OperationKey, AwaitedOperation] = {}
+
+    def answered(self, rank: int) -> None:
+        """A rank has given a sign of life."""
+        for operation in self._operations.values():
+            operation.silent.discard(rank)
+
+    def exclude_pause(self, since: float, now: float) -> None:
+        """The time from ``since`` to ``now`` does not count for any wait. Members that have been asked are asked again."""
+        for operation in self._operations.values():
+            operation.since = shifted_start(operation.since, since, now)
+            operation.asked = None
+
+    def look(
+        self, state: CoordinatorState, now: float, every: float
+    ) -> tuple[list[OverdueOperation], list[float]]:
+        """Ask the members of operations that take long.
+
+        Returns:
+            The operations to report now, and the times at which to look again.
+        """
+        waits = _waits(state)
+        self._operations = {
+            key: self._operations.get(key) or AwaitedOperation(since) for key, (since, _) in waits.items()
+        }
+        stuck: list[OverdueOperation] = []
+        upcoming: list[float] = []
+        for key, operation in self._operations.items():
+            ps = state.sets.by_id[key.process_set]
+            if operation.asked is None and now >= _ask_at(operation, every):
+                info = next(iter(waits[key][1].values())).info
+                members = ps.members if info.from_any else info.between or ps.members
+                operation.asked, operation.silent = now, set(members) - ps.gone
+                state.outbox.send(ps.peers, m.Ping(0))
+            elif operation.asked is not None and now >= operation.asked + ANSWER_WITHIN:
+                operation.asked = None
+                operation.reported = max(operation.reported + 1, int((now - operation.since) / every))
+                if operation.silent:
+                    report = _silence_report(waits[key][1], operation.silent)
+                    stuck.append(OverdueOperation(ps, now - operation.since, report))
+            asked = operation.asked
+            upcoming.append(_ask_at(operation, every) if asked is None else asked + ANSWER_WITHIN)
+        return stuck, upcoming
+
+
+ANSWER_WITHIN = 1.0
+"""Seconds that members have to answer."""
+
+
+class OperationKey(NamedTuple):
+    """An operation, as the ranks that wait for its end name it."""
+
+    process_set: int
+    epoch: int
+    name: str
+
+
+class AwaitedOperation:
+    """An operation for whose end at least one rank has been waiting.
+
+    Attributes:
+        since: When the first rank began to wait.
+        reported: How many times the stall time had passed when the operation was looked at last.
+        asked: When its members were asked for a sign of life, or ``None``.
+        silent: The members that have not answered.
+    """
+
+    __slots__ = ("asked", "reported", "silent", "since")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.reported = 0
+        self.asked: float | None = None
+        self.silent: set[int] = set()
+
+
+class OverdueOperation(NamedTuple):
+    """An operation whose members have been asked for a sign of life and did not all answer."""
+
+    process_set: ProcessSet
+    seconds: float
+    collective: m.AbortedCollective
+
+
+def probe_lead_time(every: float) -> float:
+    """How many seconds before a report the members are asked, so that it comes in time."""
+    return min(ANSWER_WITHIN, every / 2)
+
+
+def _ask_at(operation: AwaitedOperation, every: float) -> float:
+    return operation.since + every * (operation.reported + 1) - probe_lead_time(every)
+
+
+def _waits(state: CoordinatorState) -> dict[OperationKey, tuple[float, dict[int, Defined]]]:
+    """The operations for whose end ranks wait: since when, and with which submission each of these ranks."""
+    found: dict[OperationKey, tuple[float, dict[int, Defined]]] = {}
+    for rank, peer in state.membership.ranks.items():
+        wait = peer.executing
+        defined = peer.definitions.get(wait.local) if wait is not None else None
+        if wait is None or defined is None:
+            continue
+        ps = state.sets.by_id.get(wait.process_set)
+        if ps is None or ps.epoch != wait.epoch:
+            continue
+        since, waiting = found.setdefault(OperationKey(ps.id, ps.epoch, defined.info.name), (wait.since, {}))
+        waiting[rank] = defined
+        if wait.since < since:
+            found[OperationKey(ps.id, ps.epoch, defined.info.name)] = (wait.since, waiting)
+    return found
+
+
+def _silence_report(waiting: dict[int, Defined], silent: set[int]) -> m.AbortedCollective:
+    info = next(iter(waiting.values())).info
+    waited = tuple(sorted(waiting.keys() - silent))
+    sites = tuple(waiting[rank].site for rank in waited)
+    return m.AbortedCollective(info.kind, info.name, waited, tuple(sorted(silent)), sites)
+
+
+class Pauses:
+    """Which ranks are paused, and since when at least one is.
+
+    Attributes:
+        reasons: Why each of them is paused, by rank; empty if none is.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[int, str] = {}
+        self._since = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.reasons)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self.reasons
+
+    def begin(self, rank: int, reason: str, now: float) -> None:
+        """A rank is paused, for this reason."""
+        if not self.reasons:
+            self._since = now
+        self.reasons[rank] = reason
+
+    def end(self, rank: int) -> float | None:
+        """A rank goes on. Returns when the first one was paused if this was the last, else ``None``."""
+        if self.reasons.pop(rank, None) is None or self.reasons:
+            return None
+        return self._since
+
+
+def on_paused(state: CoordinatorState, rank: RankPeer, message: m.Paused, now: float) -> None:
+    """A rank is paused for its user, or goes on to be for another reason."""
+    state.pauses.begin(rank.rank, message.reason, now)
+    _send_paused_ranks(state)
+
+
+def on_resumed(state: CoordinatorState, rank: RankPeer, message: m.Resumed, now: float) -> None:
+    """A rank goes on."""
+    end_pause(state, rank.rank, now)
+
+
+def end_pause(state: CoordinatorState, rank: int, now: float) -> None:
+    """A rank is not paused any more, or gone."""
+    if rank not in state.pauses:
+        return
+    since = state.pauses.end(rank)
+    _send_paused_ranks(state)
+    if since is None:
+        return
+    for peer in state.membership.ranks.values():
+        if peer.wait is not None:
+            peer.wait = peer.wait._replace(since=shifted_start(peer.wait.since, since, now))
+        if peer.executing is not None:
+            peer.executing = peer.executing._replace(since=shifted_start(peer.executing.since, since, now))
+    for ps in state.sets:
+        for current, _ in ps.matcher.waiting():
+            current.since = shifted_start(current.since, since, now)
+    state.stalls.exclude_pause(since, now)
+    state.check_blocked = bool(state.blocked)
+
+
+def paused_ranks(state: CoordinatorState) -> m.PausedRanks:
+    """The message that tells clients which ranks are paused."""
+    reasons = state.pauses.reasons
+    ranks = tuple(sorted(reasons))
+    return m.PausedRanks(ranks, tuple(reasons[rank] for rank in ranks))
+
+
+def _send_paused_ranks(state: CoordinatorState) -> None:
+    state.outbox.send(tuple(state.membership.clients), paused_ranks(state))
+
+
+def shifted_start(begun: float, since: float, now: float) -> float:
+    """The begin of a wait that began at ``begun``, moved later by the part of ``since`` to ``now`` in which it went on."""
+    return begun + now - since if begun < since else now

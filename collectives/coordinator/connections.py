@@ -4,24 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import time
 from collections.abc import Callable
 
-from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, Connection
+from hvdlab.collectives.coordinator.event_history import LaggingSubscriber
 from hvdlab.collectives.coordinator.events import Event, PeerLost
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
-from hvdlab.collectives.coordinator.strangers import TurnedAway
-from hvdlab.collectives.protocol.codec import encode
-from hvdlab.collectives.protocol.endpoint import ConnectionLost
-from hvdlab.collectives.protocol.frames import FRAME_LIMIT
-from hvdlab.collectives.protocol.messages import Hello, Ping
+from hvdlab.collectives.linux import peer_credentials, process_state
+from hvdlab.collectives.protocol.codec import decode_from_client, decode_from_rank, encode
+from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.frames import FRAME_LIMIT, HELLO_LIMIT
+from hvdlab.collectives.protocol.messages import FromClient, FromRank, Hello, Ping
+from hvdlab.collectives.visible import visible
+
+SHAKING, STRANGER, OPEN, CLOSING = range(4)
+
+
+EVERYTHING = -1
+"""For :attr:`Connection.members_sent`: each message to it carries all descriptions of members."""
+
 
 NEVER = float("inf")
-STRANGERS = 256
+
+
+MOST_STRANGERS = 256
 """Connections over the network that may owe their Hello at a time, beyond the ranks that are expected. Each costs some 80 KiB."""
+
+
 _HELLO_SECONDS = 0.5
 """Seconds that a stranger has for its Hello even if others need its place."""
+
+
+LOGGED_PER_MINUTE = 5
+"""Lines of a minute before the rest is only counted: any process that reaches the port could fill the log otherwise."""
+
+
+LONGEST_REJECTION = 300
+"""Characters of a line at most: some lines have text in them that a stranger has sent."""
+
+
+MINUTE = 60.0
 
 
 class Connections:
@@ -48,7 +72,7 @@ class Connections:
         self.met = False
         self._options = options
         self._log = log
-        self.turned_away = TurnedAway(log, self.call_at)
+        self.turned_away = RejectionLog(log, self.call_at)
         self._unsettled: dict[Connection, None] = {}  # neither introduced yet nor quite closed
         self._next_peer = 1
         self._ping = 0
@@ -74,7 +98,7 @@ class Connections:
 
         Any process that reaches the port costs memory until it shows the token. A Unix socket lets in only this user.
         """
-        bound = STRANGERS + (self._options.state.size or 0)
+        bound = MOST_STRANGERS + (self._options.state.size or 0)
         return len(self._unsettled) < bound or self.drop_oldest_stranger()
 
     def introduce(self, connection: Connection, hello: Hello) -> None:
@@ -240,3 +264,121 @@ class Connections:
                 )
             self.drop(connection)
         return upcoming
+
+
+class Connection:
+    """An accepted socket, from the handshake to the last byte.
+
+    Attributes:
+        peer: Number of this connection; never used again.
+        phase: ``SHAKING`` (TLS handshake), ``STRANGER`` (no Hello yet), ``OPEN`` or ``CLOSING`` (only sends what is
+            left).
+        name: For log lines.
+        client: Whether the peer is a client.
+        observer: Whether the peer is an observer, which only learns which ranks there are. A peer that is neither is a rank.
+        tracked: Whether it is a rank of a pool.
+        deadline: When (``time.monotonic()``) it has to have left its present phase, unless that is ``OPEN``.
+        heard: When the last bytes came.
+        writing: Whether the selector watches for writability.
+        broken: Whether sending has failed; the end of the connection is noticed when reading.
+        watcher: How it keeps up with the events, if it gets any.
+        members_sent: Which descriptions of members the server has sent it, as numbered by
+            :class:`~hvdlab.collectives.protocol.rosters.SentMembers`.
+    """
+
+    __slots__ = (
+        "broken", "client", "deadline", "endpoint", "heard", "members_sent", "name", "observer", "peer", "phase", "pid", "sock",
+        "tls", "tracked", "watcher", "writing",
+    )  # fmt: skip
+
+    def __init__(self, sock: socket.socket, peer: int, deadline: float) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.tls = isinstance(sock, ssl.SSLSocket)
+        self.phase = SHAKING if self.tls else STRANGER
+        self.name = f"connection {peer}"
+        self.client = self.observer = self.tracked = False
+        self.deadline = deadline
+        self.heard = 0.0
+        self.writing = False
+        self.broken = False
+        self.watcher: LaggingSubscriber | None = None
+        self.members_sent = EVERYTHING
+        self.pid = 0 if self.tls else _peer_pid(sock)
+        self.endpoint = Endpoint(sock, limit=HELLO_LIMIT)
+
+    def fileno(self) -> int:
+        return self.endpoint.fileno()
+
+    def decode(self, payload: memoryview) -> FromRank | FromClient:
+        return decode_from_client(payload) if self.client or self.observer else decode_from_rank(payload)
+
+    def shake(self) -> bool:
+        """Go on with the TLS handshake. Returns whether it is done; raises ``OSError`` if it failed."""
+        assert isinstance(self.sock, ssl.SSLSocket)
+        try:
+            self.sock.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        self.phase = STRANGER
+        return True
+
+    def may_live(self) -> bool:
+        """Whether a silent peer can only be busy: its process is on this host, and not stopped.
+
+        The end of a local process closes its socket, so silence alone says nothing; a process that holds the interpreter
+        for a minute is healthy and must not lose its place. Nor must a pool's rank that is stopped: it has its memory, and the user,
+        to whom that is shown, decides.
+        """
+        if not self.pid:
+            return False
+        return process_state(self.pid) not in (("Z", "X", "") if self.tracked else ("T", "t", "Z", "X", ""))
+
+
+def _peer_pid(sock: socket.socket) -> int:
+    """Process id at the other end of a Unix socket, or 0 if the system does not tell."""
+    try:
+        return peer_credentials(sock)[0]
+    except OSError:
+        return 0
+
+
+class RejectionLog:
+    """Lines about strangers, few at a time.
+
+    Args:
+        log: Takes a line for the operator.
+        call_at: ``call_at(when, call)`` has something called later.
+        clock: Returns the time, in seconds.
+    """
+
+    def __init__(
+        self,
+        log: Callable[[str], None],
+        call_at: Callable[[float, Callable[[], None]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log, self._call_at, self._clock = log, call_at, clock
+        self._said = 0  # in this minute
+        self._counted = 0
+        self._last = ""
+
+    def tell(self, text: str) -> None:
+        """A connection was turned away, with this line about it."""
+        text = visible(text, LONGEST_REJECTION)
+        if self._said == 0:
+            self._call_at(self._clock() + MINUTE, self._minute_over)
+        if self._said < LOGGED_PER_MINUTE:
+            self._said += 1
+            self._log(text)
+        else:
+            self._counted += 1
+            self._last = text
+
+    def _minute_over(self) -> None:
+        counted, last, self._counted, self._last = self._counted, self._last, 0, ""
+        self._said = 0
+        if counted == 1:
+            self.tell(last)
+        elif counted:
+            self.tell(f"{counted} more connections were turned away within a minute, the last: {last}")

@@ -10,7 +10,7 @@ import msgspec
 from hvdlab.collectives.coordinator.events import Outbox, SendConfigure
 from hvdlab.collectives.coordinator.membership import Membership
 from hvdlab.collectives.coordinator.negotiation import Impossible, Matcher
-from hvdlab.collectives.coordinator.planes import AUTOMATIC, Hierarchy, choose_plane, without_memory
+from hvdlab.collectives.coordinator.plane_selection import AUTOMATIC, Hierarchy, choose_plane, without_memory
 from hvdlab.collectives.coordinator.rounds import Round
 from hvdlab.collectives.coordinator.signatures import describe
 from hvdlab.collectives.dtypes import OpKind

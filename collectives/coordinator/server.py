@@ -15,8 +15,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from hvdlab.collectives.coordinator.connection import CLOSING, EVERYTHING, OPEN, SHAKING, Connection
-from hvdlab.collectives.coordinator.connections import NEVER, Connections
+from hvdlab.collectives.coordinator.connections import (
+    CLOSING,
+    EVERYTHING,
+    NEVER,
+    OPEN,
+    SHAKING,
+    Connection,
+    Connections,
+)
+from hvdlab.collectives.coordinator.event_history import LaggingSubscriber
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     Effect,
@@ -33,7 +41,6 @@ from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE
 from hvdlab.collectives.coordinator.state import CoordinatorState
-from hvdlab.collectives.coordinator.watchers import Watcher
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.codec import decode_hello, encode
@@ -394,7 +401,7 @@ class Server:
             if connection is None:
                 continue
             if connection.watcher is None:
-                connection.watcher = Watcher()
+                connection.watcher = LaggingSubscriber()
             batch = connection.watcher.take(message, connection.endpoint.backlog)
             if batch is not None:
                 self.connections.write(connection, frame if batch is message else encode(batch), bulk=True)

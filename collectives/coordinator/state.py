@@ -16,6 +16,7 @@ from hvdlab.collectives.coordinator import arrivals, deadlock, elastic, fusion, 
 from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
 from hvdlab.collectives.coordinator.deadlock import Cells
 from hvdlab.collectives.coordinator.elastic import Elastic
+from hvdlab.collectives.coordinator.event_history import UNREAD_BYTES, EventHistory
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     Effect,
@@ -26,10 +27,9 @@ from hvdlab.collectives.coordinator.events import (
     Received,
 )
 from hvdlab.collectives.coordinator.fusion import Holding, Tuning
-from hvdlab.collectives.coordinator.history import UNREAD_BYTES, History
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.planes import Hierarchy
+from hvdlab.collectives.coordinator.plane_selection import Hierarchy
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
 from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring
@@ -81,7 +81,7 @@ class CoordinatorState:
         self.signatures = SignatureTable()
         self.cells = Cells()
         self.elastic = Elastic()
-        self.history = History(min(UNREAD_BYTES, self.options.history_bytes))
+        self.history = EventHistory(min(UNREAD_BYTES, self.options.history_bytes))
         self.by_peer: dict[int, RankPeer] = {}
         #: Why peers were refused, the last few reasons.
         self.refused: deque[str] = deque(maxlen=32)

@@ -28,8 +28,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hvdlab.collectives.coordinator.connections import RejectionLog
 from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
-from hvdlab.collectives.coordinator.strangers import TurnedAway
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.kvstore.arrays import Array
@@ -225,7 +225,7 @@ class Server:
         os.set_blocking(self._wake_writer, False)
         self._news: deque[Event | None] = deque()
         self._later: list[tuple[float, Any]] = []
-        self._turned_away = TurnedAway(_log, lambda when, call: self._later.append((when, call)))
+        self._turned_away = RejectionLog(_log, lambda when, call: self._later.append((when, call)))
         #: Listeners at which the server accepts nothing for a while, or until a connection ends.
         self._waiting: list[socket.socket] = []
         self._ending = self._over = False

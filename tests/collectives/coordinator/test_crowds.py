@@ -14,7 +14,7 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOpt
 
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
-    monkeypatch.setattr(connections, "STRANGERS", 2)
+    monkeypatch.setattr(connections, "MOST_STRANGERS", 2)
     server = Connections(ServerOptions("token", state=CoordinatorOptions(size=1)), lambda text: None)
     yield server
     for connection in list(server._unsettled):

@@ -14,7 +14,8 @@ from typing import TypeVar
 
 import pytest
 
-from hvdlab.collectives.coordinator import connection, watchers
+from hvdlab.collectives.coordinator import connections as connections_module
+from hvdlab.collectives.coordinator import event_history
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
 from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
@@ -404,10 +405,10 @@ def test_a_busy_process_of_this_host_is_not_taken_for_dead(start: Start) -> None
 def test_a_stopped_rank_of_a_pool_keeps_its_place(
     monkeypatch: pytest.MonkeyPatch, state: str, script: int, pool: int
 ) -> None:
-    monkeypatch.setattr(connection, "process_state", lambda pid: state)
+    monkeypatch.setattr(connections_module, "process_state", lambda pid: state)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        peer = connection.Connection(ours, 1, 0.0)
+        peer = connections_module.Connection(ours, 1, 0.0)
         assert peer.may_live() == bool(script)
         peer.tracked = True
         assert peer.may_live() == bool(pool)
@@ -629,7 +630,7 @@ def test_mail_overtakes_events_that_wait(start: Start) -> None:
 def test_a_client_that_reads_no_events_keeps_its_connection(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchers, "BEHIND", 2 << 20)
+    monkeypatch.setattr(event_history, "LAG_LIMIT", 2 << 20)
     running = start(backlog_limit=4 << 20)
     hello = m.Hello(m.PROTOCOL_VERSION, CLIENT_TOKEN, "client", pid=os.getpid())
     endpoint, _ = connect(running.address, hello, deadline=Deadline(PATIENCE))

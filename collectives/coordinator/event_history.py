@@ -1,18 +1,26 @@
-"""The ranks' event batches: a bounded history, and the peers that subscribe to new ones."""
+"""Event history: the newest event batches of all ranks, and the peers that subscribe to new ones.
+
+Ranks may record faster than a subscriber reads. Its events wait in this process, and its other messages overtake them. One that
+lags far behind gets no more events until it has read those that wait; then it goes on with the present. The number of events that it
+has missed is added to the number that the batches themselves give as lost.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
+import msgspec
+
 from hvdlab.collectives.coordinator.events import Outbox
 from hvdlab.collectives.coordinator.options import HISTORY_BYTES
 from hvdlab.collectives.protocol.messages import RankEvents
+from hvdlab.collectives.timeline.batches import count_of, with_lost
 
 UNREAD_BYTES = 4 * 1024 * 1024
 """Size in bytes of the history until the first client comes: only clients ask for the past."""
 
 
-class History:
+class EventHistory:
     """Keeps the newest batches, up to ``limit`` bytes of payload.
 
     Attributes:
@@ -57,3 +65,40 @@ class History:
 
     def unsubscribe(self, peer: int) -> None:
         self._subscribers = tuple(p for p in self._subscribers if p != peer)
+
+
+LAG_LIMIT = 16 << 20
+"""Bytes that may wait for a peer that has caught up before."""
+FIRST_LAG_LIMIT = 128 << 20
+"""Bytes that may wait for a peer that is still reading the history."""
+CAUGHT_UP_BYTES = 1 << 20
+"""Bytes that may wait for a peer that counts as having caught up."""
+
+
+class LaggingSubscriber:
+    """How a subscriber keeps up.
+
+    Attributes:
+        behind: Whether it gets no events for now.
+    """
+
+    __slots__ = ("_missed", "_room", "behind")
+
+    def __init__(self) -> None:
+        self.behind = False
+        self._room = FIRST_LAG_LIMIT
+        self._missed: dict[int, int] = {}
+
+    def take(self, message: RankEvents, waiting: int) -> RankEvents | None:
+        """The batch to send while ``waiting`` bytes wait for the peer, with what it has missed before; ``None`` to send nothing."""
+        if waiting <= CAUGHT_UP_BYTES:
+            self.behind, self._room = False, LAG_LIMIT
+        elif waiting > self._room:
+            self.behind = True
+        missed = self._missed.get(message.rank, 0)
+        if self.behind:
+            self._missed[message.rank] = missed + count_of(message.batch)
+            return None
+        if not missed:
+            return message
+        return msgspec.structs.replace(message, batch=with_lost(message.batch, missed))

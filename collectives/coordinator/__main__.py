@@ -1,7 +1,7 @@
 """``python -m hvdlab.collectives.coordinator``: the coordinator's process.
 
-It reads one line of JSON (:class:`Launch`) from standard input, takes over the sockets that its starter has opened,
-answers with one line (:class:`Ready`) on standard output, and serves until standard input ends, its starter ends, or
+It reads one line of JSON (:class:`CoordinatorLaunch`) from standard input, takes over the sockets that its starter has opened,
+answers with one line (:class:`CoordinatorReady`) on standard output, and serves until standard input ends, its starter ends, or
 it gets SIGTERM.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from hvdlab.collectives.coordinator.handover import Handover
-from hvdlab.collectives.coordinator.launch import Launch, Ready, state_options
 from hvdlab.collectives.coordinator.options import ServerOptions
+from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorReady, state_options
 from hvdlab.collectives.coordinator.server import Server, log_to_file, log_to_stderr
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.knobs.kinds import LEVELS
@@ -28,7 +28,7 @@ from hvdlab.collectives.knobs.kinds import LEVELS
 
 def main() -> int:
     """Run the coordinator; returns the exit status."""
-    launch = msgspec.json.decode(_read_line(0), type=Launch)
+    launch = msgspec.json.decode(_read_line(0), type=CoordinatorLaunch)
     wakeup = _catch_sigterm()
     directory = Path(launch.directory)
     server: Server | None = None
@@ -45,7 +45,7 @@ def main() -> int:
         try:
             ready = _listen(server, launch, directory)
         except (OSError, StartError) as error:
-            _answer(Ready(error=str(error)))
+            _answer(CoordinatorReady(error=str(error)))
             return 1
         server.on_alone = _leave_stderr
         server.stop_at_end_of(0, linger=launch.linger)
@@ -70,7 +70,7 @@ def main() -> int:
     return 0
 
 
-def _log(launch: Launch, level: int) -> Callable[[str], None]:
+def _log(launch: CoordinatorLaunch, level: int) -> Callable[[str], None]:
     """A function that writes lines of this level: to ``HVDLAB_COORDINATOR_LOG``, if set, and to stderr if the launch's level says so."""
     sinks: list[Callable[[str], None]] = [log_to_stderr] if level >= launch.log_level else []
     journal = os.environ.get("HVDLAB_COORDINATOR_LOG")
@@ -84,10 +84,10 @@ def _log(launch: Launch, level: int) -> Callable[[str], None]:
     return log
 
 
-def _listen(server: Server, launch: Launch, directory: Path) -> Ready:
+def _listen(server: Server, launch: CoordinatorLaunch, directory: Path) -> CoordinatorReady:
     server.listen(socket.socket(fileno=launch.listener))
     if launch.tls_listener < 0:
-        return Ready()
+        return CoordinatorReady()
     from hvdlab.collectives.protocol.tls import new_certificate, server_context
 
     remote = socket.socket(fileno=launch.tls_listener)
@@ -95,10 +95,10 @@ def _listen(server: Server, launch: Launch, directory: Path) -> Ready:
     if not certificate:
         certificate, key = new_certificate(launch.tcp_host)
     server.listen(remote, server_context(directory, certificate, key))
-    return Ready(certificate, key)
+    return CoordinatorReady(certificate, key)
 
 
-def _watch(server: Server, launch: Launch) -> None:
+def _watch(server: Server, launch: CoordinatorLaunch) -> None:
     """Stop when the starter's process ends, even if a child of it still holds the other end of our lifeline."""
     if not hasattr(os, "pidfd_open"):
         return
@@ -144,7 +144,7 @@ def _has_ended(descriptor: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _answer(ready: Ready) -> None:
+def _answer(ready: CoordinatorReady) -> None:
     os.write(1, msgspec.json.encode(ready) + b"\n")
     # Nothing else is written to stdout: let a reader that waits for its end go on.
     null = os.open(os.devnull, os.O_WRONLY)

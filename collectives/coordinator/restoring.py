@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.coordinator import arrivals
+from hvdlab.collectives.coordinator import admission
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import Membership, RankPeer
 from hvdlab.collectives.protocol import messages as m
@@ -115,8 +115,8 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
         back = state.membership.ranks.get(death.rank)
         if back is not None and back.pid == death.pid:  # the others have gone on without it
             state.outbox.effects.append(CloseConnection(back.peer))
-            arrivals.lose(state, back.peer, death.reason, now)
-    arrivals.resize(state, message.expected)
+            admission.lose(state, back.peer, death.reason, now)
+    admission.resize(state, message.expected)
     state.membership.recall(message.deaths)
     restoring = state.restoring
     restoring.recalled = True
@@ -127,7 +127,7 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
             restoring.alive[member.rank] = member.pid
     else:
         _begin_cells(state)
-    arrivals.release(state, message.released)
+    admission.release(state, message.released)
     state.check_admission = True
 
 
@@ -153,7 +153,7 @@ def end_wait(state: CoordinatorState, now: float) -> None:
     _restore_sets(state)
     _begin_cells(state)
     # A rank that has not resumed is dead, or another process than the one that was to be let go.
-    arrivals.release(state, tuple(restoring.resumed.keys() & restoring.released))
+    admission.release(state, tuple(restoring.resumed.keys() & restoring.released))
     membership.changed = membership.urgent = state.check_admission = True
     count = len(restoring.resumed)
     state.outbox.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks")
@@ -179,7 +179,7 @@ def _restore_sets(state: CoordinatorState) -> None:
             state.outbox.send(tuple(state.membership.ranks[r].peer for r in former if id > 0), m.Dissolve(id))
             for rank in (state.membership.ranks[r] for r in former if id == 0):
                 if rank.tracked or restoring.resumed[rank.rank].elastic:
-                    arrivals.fall_behind(state, rank)
+                    admission.fall_behind(state, rank)
         else:
             knowing = [r for r, said in restoring.resumed.items() if any(k.id == id for k in said.sets)]
             state.outbox.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))

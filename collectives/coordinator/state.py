@@ -1,21 +1,34 @@
 """The coordinator as a pure state machine: events in, effects out.
 
-No sockets, threads or clocks: the server owns them, calls :meth:`CoordinatorState.handle_all` with what has happened
-and ``now`` (monotonic seconds), and carries out the effects in order. Events that are handled in one call make one
-*round*: what becomes ready in it is fused, and changes of membership take effect together at its end.
+No sockets, threads or clocks: the server owns them, calls :meth:`CoordinatorState.handle_all` with the events of one wait
+and ``now`` (monotonic seconds), and carries out the effects in order. Events that are handled in one call make one *batch of events*:
+collectives that become ready in it are fused, and changes of membership take effect together at its end.
+
+The class decides what happens when; the functions below it handle one kind of message each (:data:`RANK_HANDLERS`,
+:data:`CLIENT_HANDLERS`).
 """
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hvdlab.collectives.coordinator import arrivals, deadlock, elastic, fusion, process_sets, restoring
-from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
+import msgspec
+
+from hvdlab.collectives.coordinator import admission, deadlock, fusion, process_sets, restoring
+from hvdlab.collectives.coordinator.admission import (
+    Elastic,
+    depart,
+    lose,
+    on_elastic,
+    on_regroup,
+    release,
+    resize,
+)
 from hvdlab.collectives.coordinator.deadlock import Cells
-from hvdlab.collectives.coordinator.elastic import Elastic
 from hvdlab.collectives.coordinator.event_history import UNREAD_BYTES, EventHistory
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
@@ -27,15 +40,15 @@ from hvdlab.collectives.coordinator.events import (
     Received,
 )
 from hvdlab.collectives.coordinator.fusion import Holding, Tuning
-from hvdlab.collectives.coordinator.membership import Membership, RankPeer
+from hvdlab.collectives.coordinator.membership import Membership, RankPeer, Wait
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
-from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
-from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
-from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets, Store
+from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, on_recall, on_resume
 from hvdlab.collectives.coordinator.signatures import SignatureTable
-from hvdlab.collectives.coordinator.stall_inspector import Pauses, Stalls
+from hvdlab.collectives.coordinator.stall_inspector import Pauses, Stalls, on_paused, on_resumed
 from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 _PLAIN = frozenset(
@@ -130,10 +143,10 @@ class CoordinatorState:
                     continue
                 plain = False
                 if type(event) is PeerConnected:
-                    arrivals.connect(self, event.peer, event.hello, now)
+                    admission.connect(self, event.peer, event.hello, now)
                 elif type(event) is PeerLost:
                     since = now - event.silence
-                    arrivals.lose(self, event.peer, event.reason, now, explained=event.faulty, since=since)
+                    admission.lose(self, event.peer, event.reason, now, explained=event.faulty, since=since)
             except Exception as error:  # noqa: BLE001  (a handler may raise anything)
                 # One peer's message must not end the job of all. The handler may have stopped halfway, though:
                 # the checks at the end of the round decide whether what it left can be used.
@@ -187,7 +200,7 @@ class CoordinatorState:
         if isinstance(event, PeerConnected):  # it waits for an answer, and would come again without one
             self.outbox.send((peer,), m.Refused(f"it sent {text}"))
         self.outbox.effects.append(CloseConnection(peer))
-        arrivals.lose(self, peer, "", now)
+        admission.lose(self, peer, "", now)
 
     def _check_after(self, error: Exception) -> None:
         """Find out whether the state can be used after a handler has failed in this round."""
@@ -230,7 +243,7 @@ class CoordinatorState:
         if ps is None or ps.phase != OPEN or ps.epoch != message.epoch or rank.rank not in ps.matcher.members:
             # The announcement is of an ended epoch: the abort or the new configuration is on its way, unless the rank was left out.
             if rank.leaving and (ps is None or ps.former.get(rank.rank) == (rank.peer, message.epoch)):
-                arrivals.refuse_left_out(self, rank, message)
+                admission.refuse_left_out(self, rank, message)
             return
         self.touched[ps] = None
         submit = ps.matcher.submit
@@ -253,7 +266,7 @@ class CoordinatorState:
         self.check_later(now)  # this may be what makes the others wait in vain
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
-        react = TO_RANKS.get(type(message))
+        react = RANK_HANDLERS.get(type(message))
         if react is None:
             self.violation(rank, f"a {type(message).__name__} out of place", now)
         else:
@@ -263,13 +276,13 @@ class CoordinatorState:
         observes = event.peer in self.membership.observers
         if event.peer not in self.membership.clients and not observes:
             return  # it was closed earlier in this round
-        react = TO_CLIENTS.get(type(event.message))
+        react = CLIENT_HANDLERS.get(type(event.message))
         if react is None or (observes and not isinstance(event.message, m.Pong | m.Bye)):
             self.outbox.log(
                 f"{'observer' if observes else 'client'} {event.peer} sent a {type(event.message).__name__} out of place"
             )
             self.outbox.effects.append(CloseConnection(event.peer))
-            arrivals.lose(self, event.peer, "", now)
+            admission.lose(self, event.peer, "", now)
         else:
             react(self, event.peer, event.message, now)
 
@@ -277,7 +290,7 @@ class CoordinatorState:
         """A rank broke the protocol: its connection ends, which means the rank is lost."""
         self.outbox.log(f"rank {rank.rank} sent {text}")
         self.outbox.effects.append(CloseConnection(rank.peer))
-        arrivals.lose(self, rank.peer, f"it sent {text}", now, explained=True)
+        admission.lose(self, rank.peer, f"it sent {text}", now, explained=True)
 
     def open_set(self, rank: RankPeer, message: Any) -> ProcessSet | None:
         """The process set that a message is about, unless the message is of an ended epoch."""
@@ -333,7 +346,7 @@ class CoordinatorState:
         if self.cells.idle:
             deadlock.free_from_idle(self, now)
         if self.elastic.ready:
-            elastic.end_waits(self)
+            admission.end_waits(self)
         if self.check_blocked:
             self.check_blocked = False
             deadlock.end_deadlock(self)
@@ -344,7 +357,7 @@ class CoordinatorState:
             restoring.end_wait(self, now)
         if self.membership.changed or self.check_admission:
             self.check_admission = False
-            arrivals.admit(self)
+            admission.admit(self)
         self.sets.configure_due()
         if self.membership.has_news:
             audience = self.membership.audience(now)
@@ -389,3 +402,323 @@ class CoordinatorState:
                 assert self.stalls.due is not None
             if ps.matcher.pending:
                 assert not ps.gone
+
+
+def answer_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float) -> None:
+    """Answer a ping, after all other messages of the round."""
+    # The round may have begun before the question was asked, hence not ``now``.
+    state.answers.append((peer, m.Pong(message.number, state.clock(), message.after_events)))
+
+
+def subscribe(state: CoordinatorState, peer: int, message: m.Subscribe, now: float) -> None:
+    if message.events:
+        state.history.subscribe(peer, state.outbox, past=message.history, after=message.after)
+    else:
+        state.history.unsubscribe(peer)
+
+
+def peers_of(state: CoordinatorState, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Connections of those of these ranks that live."""
+    living = state.membership.ranks
+    return tuple(living[rank].peer for rank in ranks if rank in living)
+
+
+RankHandler = Callable[[CoordinatorState, RankPeer, Any, float], None]
+
+
+def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float) -> None:
+    """A rank leaves in order. If others wait in a process set, its epoch ends; otherwise the set goes on until it is used again."""
+    sets = state.sets.containing(rank.rank)
+    past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
+    depart(state, rank, now)
+    state.membership.leave(rank)
+    state.outbox.effects.append(CloseConnection(rank.peer))
+    said = f" ({message.reason})" if message.reason else ""
+    for ps in sets:
+        if ps.phase == OPEN and ps.matcher.pending:
+            state.sets.abort(ps, CauseKind.RANK_LEFT, (rank.rank,), f"rank {rank.rank} left the job{said}")
+            continue
+        ps.gone.add(rank.rank)
+        if ps.declined[0] == ps.epoch:
+            # A member has waited at the board, and may still do; this rank may have left before it had mapped the board.
+            _count_out(state, ps, m.DeclinePost(ps.id, *ps.declined))
+        if len(ps.gone) == len(ps.members):
+            state.sets.switch(ps, ())
+            state.sets.configure(ps)
+    for ps, epoch in past:
+        _count_out(state, ps, m.DeclinePost(ps.id, epoch, 0))
+
+
+def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, now: float) -> None:
+    try:
+        kind = CauseKind(message.kind)
+    except ValueError:
+        kind = CauseKind.WITHDRAWN
+    ps = state.open_set(rank, message)
+    if ps is not None:
+        state.sets.abort(ps, kind, (rank.rank,), message.text, message.site)
+    elif (ps := _past_set(state, rank, message)) is not None:
+        state.sets.abort_past(ps, message.epoch, kind, (rank.rank,), message.text, message.site)
+
+
+def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: float) -> None:
+    ps, defined = state.open_set(rank, message), rank.definitions.get(message.local)
+    report = None
+    if ps is not None and defined is not None:
+        report = ps.matcher.cancel(rank.rank, defined, message.later, now)
+    if ps is None or report is None:
+        # The coordinator has ordered the message meanwhile: the other rank may be in the middle of it.
+        why = message.kind, message.text, message.site
+        _on_withdraw(state, rank, m.Withdraw(message.process_set, message.epoch, *why), now)
+        return
+    state.touched[ps] = None
+    answer = m.Cancelled(
+        ps.id, ps.epoch, (), message.kind, (rank.rank,), message.text, message.site, report, message.ticket
+    )
+    state.outbox.send((rank.peer,), answer)
+
+
+def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.DeclinePost, now: float) -> None:
+    """Pass the request on to the members that may have to decline."""
+    ps = state.open_set(rank, message)
+    if ps is not None and ps.gone:
+        # A rank that has left has declined everything for good, but perhaps it left before it had mapped the board.
+        left = tuple(sorted(ps.gone))
+        state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+        return
+    if ps is not None:
+        if (message.epoch, message.number) > ps.declined:
+            ps.declined = message.epoch, message.number
+            state.outbox.send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
+    elif (past := _past_set(state, rank, message)) is not None:
+        _count_out(state, past, message)
+
+
+def _on_board_missing(state: CoordinatorState, rank: RankPeer, message: m.BoardMissing, now: float) -> None:
+    ps = state.open_set(rank, message) or _past_set(state, rank, message)
+    if ps is not None:
+        _count_out(state, ps, m.DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
+
+
+def _count_out(
+    state: CoordinatorState, ps: ProcessSet, message: m.DeclinePost, *, without: int | None = None
+) -> None:
+    """Pass the message on to all ranks that may be at that board, with the process ids of those that are there, but ``without``."""
+    there = {*ps.peers, *(peer for peer, _ in ps.former.values())}
+    ranks = [other for other in state.membership.ranks.values() if other.peer in there]
+    peers = tuple(sorted(other.peer for other in ranks))
+    pids = tuple(sorted(other.pid for other in ranks if other.pid != without))
+    state.outbox.send(peers, msgspec.structs.replace(message, pids=pids))
+
+
+def _past_set(
+    state: CoordinatorState,
+    rank: RankPeer,
+    message: m.Withdraw | m.DeclinePost | m.BoardMissing | m.PlaneFailed | m.StoreSet | m.StoreGet,
+) -> ProcessSet | None:
+    """The process set of a message of an earlier epoch, in which ranks may still be executing; else ``None``."""
+    ps = state.sets.by_id.get(message.process_set)
+    if ps is None or message.epoch >= ps.epoch or not (rank.rank in ps.members or rank.rank in ps.former):
+        return None
+    return ps
+
+
+def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFailed, now: float) -> None:
+    """Note that a plane failed. Often that is because a member died; the end of its connection explains it better, if it comes in time."""
+    ps = state.open_set(rank, message)
+    if ps is not None and ps.failure is None:
+        ps.failure = (now + state.options.failure_grace, rank.rank, message.text)
+    elif ps is None and (ps := _past_set(state, rank, message)) is not None:
+        due = now + state.options.failure_grace
+        ps.plane_failed_before(due, message.epoch, rank.rank, message.text)
+
+
+def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, now: float) -> None:
+    """A batch of tensors with a priority has ended: it is the turn of the next ones."""
+    ps = state.open_set(rank, message)
+    if ps is not None:
+        ps.matcher.schedule.executed(message.sequence, message.batch)
+        state.touched[ps] = None
+
+
+def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: float) -> None:
+    ps = state.open_set(rank, message)
+    if ps is not None:
+        state.sets.switch(ps, tuple(member for member in ps.members if member not in ps.gone))
+
+
+def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin, now: float) -> None:
+    if rank.tracked:
+        state.check_admission = True
+        state.cells.begin(message.cell, rank.rank)
+
+
+def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, now: float) -> None:
+    state.check_admission = True
+    if not rank.tracked:
+        return
+    state.restoring.cell_ended(message.cell, rank.rank)
+    if state.cells.end(message.cell, rank.rank, message.error):
+        for ps in state.sets.containing(rank.rank):
+            ps.matcher.debts.forgive(rank.rank)
+
+
+def _rendezvous_values(
+    state: CoordinatorState, rank: RankPeer, message: m.StoreSet | m.StoreGet
+) -> Store | None:
+    """The store that a message is about: of this epoch, or of an earlier one that ended in order."""
+    ps = state.open_set(rank, message)
+    if ps is not None:
+        return ps.store
+    ps = _past_set(state, rank, message)
+    return ps.past_stores.get(message.epoch) if ps is not None else None
+
+
+def _on_store_set(state: CoordinatorState, rank: RankPeer, message: m.StoreSet, now: float) -> None:
+    store = _rendezvous_values(state, rank, message)
+    if store is not None:
+        store.set(message.key, message.value, state.outbox)
+
+
+def _on_store_get(state: CoordinatorState, rank: RankPeer, message: m.StoreGet, now: float) -> None:
+    store = _rendezvous_values(state, rank, message)
+    if store is not None:
+        store.get(message.key, rank.peer, message.ticket, state.outbox)
+
+
+def _on_events(state: CoordinatorState, rank: RankPeer, message: m.Events, now: float) -> None:
+    state.history.add(rank.rank, message.batch, state.outbox)
+
+
+def _on_post(state: CoordinatorState, rank: RankPeer, message: m.Post, now: float) -> None:
+    peers = peers_of(state, message.to) if message.to else tuple(state.membership.clients)
+    state.outbox.send(peers, m.Mail(message.topic, rank.rank, message.body))
+
+
+def _on_ping(state: CoordinatorState, rank: RankPeer, message: m.Ping, now: float) -> None:
+    answer_ping(state, rank.peer, message, now)
+
+
+def _on_subscribe(state: CoordinatorState, rank: RankPeer, message: m.Subscribe, now: float) -> None:
+    subscribe(state, rank.peer, message, now)
+
+
+def _on_pong(state: CoordinatorState, rank: RankPeer, message: m.Pong, now: float) -> None:
+    state.stalls.executions.answered(rank.rank)
+
+
+def _on_duplicate(state: CoordinatorState, rank: RankPeer, message: m.Duplicate, now: float) -> None:
+    ps = state.open_set(rank, message)
+    if ps is not None:
+        state.touched[ps] = None
+        ps.matcher.duplicate(message.name, rank.rank, message.first_site, message.second_site, now)
+
+
+def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now: float) -> None:
+    # NaN and infinity can't be subtracted from a time.
+    seconds = message.seconds if math.isfinite(message.seconds) else 0.0
+    wait = Wait(message.process_set, message.epoch, message.local, now - max(0.0, seconds))
+    over = message.local < 0
+    rank.executing = wait if message.executing and not over else None
+    if not message.executing or (rank.wait is not None and rank.wait[:3] == wait[:3]):
+        rank.wait = None
+        state.blocked.discard(rank.rank)
+    if over:
+        return
+    if message.executing:
+        state.stalls.watch_execution(wait.since, now)
+    else:
+        rank.wait = wait
+        state.blocked.add(rank.rank)
+        state.check_blocked = True
+
+
+RANK_HANDLERS: dict[type, RankHandler] = {
+    m.Resume: on_resume,
+    m.Duplicate: _on_duplicate,
+    m.Blocked: _on_blocked,
+    m.Paused: on_paused,
+    m.Resumed: on_resumed,
+    m.Pong: _on_pong,
+    m.Bye: _on_bye,
+    m.Ping: _on_ping,
+    m.Post: _on_post,
+    m.Withdraw: _on_withdraw,
+    m.Cancel: _on_cancel,
+    m.DeclinePost: _on_decline_post,
+    m.BoardMissing: _on_board_missing,
+    m.PlaneFailed: _on_plane_failed,
+    m.Executed: _on_executed,
+    m.Renew: _on_renew,
+    m.CellBegin: _on_cell_begin,
+    m.CellEnd: _on_cell_end,
+    m.Elastic: on_elastic,
+    m.Regroup: on_regroup,
+    m.StoreSet: _on_store_set,
+    m.StoreGet: _on_store_get,
+    m.Events: _on_events,
+    m.Subscribe: _on_subscribe,
+}
+
+ClientHandler = Callable[[CoordinatorState, int, Any, float], None]
+
+
+def _on_client_bye(state: CoordinatorState, peer: int, message: m.Bye, now: float) -> None:
+    state.membership.clients.pop(peer, None)
+    state.membership.observers.pop(peer, None)
+    state.history.unsubscribe(peer)
+    state.outbox.effects.append(CloseConnection(peer))
+
+
+def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float) -> None:
+    state.restoring.recalled = True
+    resize(state, message.ranks)
+
+
+def _on_release(state: CoordinatorState, peer: int, message: m.Release, now: float) -> None:
+    release(state, message.ranks)
+
+
+def _on_cell_started(state: CoordinatorState, peer: int, message: m.CellStarted, now: float) -> None:
+    ranks = state.membership.ranks
+    state.check_admission = True
+    for rank in message.ranks:
+        if rank in ranks and ranks[rank].tracked:  # a rank that comes later does not get this cell
+            state.cells.begin(message.cell, rank)
+
+
+def _on_interrupt(state: CoordinatorState, peer: int, message: m.InterruptRanks, now: float) -> None:
+    state.outbox.send(peers_of(state, message.ranks), m.Interrupt())
+
+
+def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: float) -> None:
+    """The launcher saw a process end, perhaps before its connection ended; it knows better why, too."""
+    rank = state.membership.ranks.get(message.rank)
+    if rank is None:
+        state.membership.record_death(message.rank, message.pid, message.reason, now, explained=True)
+    elif rank.pid == message.pid:
+        state.outbox.effects.append(CloseConnection(rank.peer))
+        lose(state, rank.peer, message.reason, now, explained=True)
+
+
+def _on_client_post(state: CoordinatorState, peer: int, message: m.Post, now: float) -> None:
+    state.outbox.send(peers_of(state, message.to), m.Mail(message.topic, -1, message.body))
+
+
+def _ignore(state: CoordinatorState, peer: int, message: m.Message, now: float) -> None:
+    """Do nothing for a Pong: it is only a sign of life, and the server has noted that bytes came."""
+
+
+CLIENT_HANDLERS: dict[type, ClientHandler] = {
+    m.Pong: _ignore,
+    m.Bye: _on_client_bye,
+    m.Ping: answer_ping,
+    m.Post: _on_client_post,
+    m.Recall: on_recall,
+    m.Expect: _on_expect,
+    m.Release: _on_release,
+    m.CellStarted: _on_cell_started,
+    m.InterruptRanks: _on_interrupt,
+    m.RankLost: _on_rank_lost,
+    m.Subscribe: subscribe,
+}

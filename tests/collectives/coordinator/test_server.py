@@ -18,8 +18,8 @@ from hvdlab.collectives.coordinator import connections as connections_module
 from hvdlab.collectives.coordinator import event_history
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
-from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
 from hvdlab.collectives.coordinator.server import Server, UnsoundStateError
+from hvdlab.collectives.coordinator.state import RANK_HANDLERS
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
@@ -674,7 +674,7 @@ def test_a_server_whose_state_is_broken_ends_after_it_has_told_the_sender(tmp_pa
             raised.append(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TO_RANKS, m.Ping, break_state)
+        patch.setitem(RANK_HANDLERS, m.Ping, break_state)
         thread = threading.Thread(target=serve)
         thread.start()
         hello = m.Hello(m.PROTOCOL_VERSION, TOKEN, "rank", 0, "h", os.getpid(), planes=("gloo",))

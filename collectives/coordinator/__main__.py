@@ -21,7 +21,7 @@ import msgspec
 from hvdlab.collectives.coordinator.handover import Handover
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorReady, state_options
-from hvdlab.collectives.coordinator.server import Server, log_to_file, log_to_stderr
+from hvdlab.collectives.coordinator.server import CoordinatorServer, log_to_file, log_to_stderr
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.knobs.kinds import LEVELS
 
@@ -31,7 +31,7 @@ def main() -> int:
     launch = msgspec.json.decode(_read_line(0), type=CoordinatorLaunch)
     wakeup = _catch_sigterm()
     directory = Path(launch.directory)
-    server: Server | None = None
+    server: CoordinatorServer | None = None
     try:
         options = ServerOptions(
             launch.token,
@@ -41,7 +41,9 @@ def main() -> int:
             tuning_log=launch.autotune_log,
             state=state_options(launch),
         )
-        server = Server(options, log=_log(launch, LEVELS["warning"]), note=_log(launch, LEVELS["info"]))
+        server = CoordinatorServer(
+            options, log=_log(launch, LEVELS["warning"]), note=_log(launch, LEVELS["info"])
+        )
         try:
             ready = _listen(server, launch, directory)
         except (OSError, StartError) as error:
@@ -84,7 +86,7 @@ def _log(launch: CoordinatorLaunch, level: int) -> Callable[[str], None]:
     return log
 
 
-def _listen(server: Server, launch: CoordinatorLaunch, directory: Path) -> CoordinatorReady:
+def _listen(server: CoordinatorServer, launch: CoordinatorLaunch, directory: Path) -> CoordinatorReady:
     server.listen(socket.socket(fileno=launch.listener))
     if launch.tls_listener < 0:
         return CoordinatorReady()
@@ -98,7 +100,7 @@ def _listen(server: Server, launch: CoordinatorLaunch, directory: Path) -> Coord
     return CoordinatorReady(certificate, key)
 
 
-def _watch(server: Server, launch: CoordinatorLaunch) -> None:
+def _watch(server: CoordinatorServer, launch: CoordinatorLaunch) -> None:
     """Stop when the starter's process ends, even if a child of it still holds the other end of our lifeline."""
     if not hasattr(os, "pidfd_open"):
         return

@@ -19,7 +19,7 @@ from hvdlab.collectives import encryption, versions
 from hvdlab.collectives.coordinator import stall_inspector
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer
-from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSetState
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
@@ -156,7 +156,7 @@ def lose(
 
 
 def _end_past(
-    state: CoordinatorState, past: list[tuple[ProcessSet, int]], rank: RankPeer, reason: str
+    state: CoordinatorState, past: list[tuple[ProcessSetState, int]], rank: RankPeer, reason: str
 ) -> None:
     """Abort what other ranks may still be executing with this one in former epochs, which ended before it was left out."""
     for ps, epoch in past:
@@ -245,10 +245,10 @@ def refuse_left_out(state: CoordinatorState, rank: RankPeer, message: m.Announce
 
 
 def admit(state: CoordinatorState) -> None:
-    """Change over to a larger world once all expected ranks are there (or dead).
+    """WorldChange over to a larger world once all expected ranks are there (or dead).
 
     A tracked newcomer without a cell waits until no member runs one: it would not take part in that cell's
-    collectives, and the ranks that run it would fail for no reason of their own. Elastic training lets newcomers in when its
+    collectives, and the ranks that run it would fail for no reason of their own. ElasticRanks training lets newcomers in when its
     ranks regroup; then not all expected ranks need be there. A rank that the others have gone on without waits until its own training has
     gone back to its last commit, or the cells of the members have ended.
     """
@@ -271,11 +271,11 @@ def admit(state: CoordinatorState) -> None:
         new = [rank for rank in new if rank not in membership.returning]
     going = membership.leaving.intersection(stay)
     change = state.elastic.consider(stay, new, len(going))
-    if going and change is not Change.LATER:
+    if going and change is not WorldChange.LATER:
         _let_go(state, going)
         stay = [rank for rank in stay if rank not in going]
-    membership.wait(tuple(new) if change is Change.LATER else ())
-    if change is Change.NOW or (change is Change.FREE and new and membership.complete):
+    membership.wait(tuple(new) if change is WorldChange.LATER else ())
+    if change is WorldChange.NOW or (change is WorldChange.FREE and new and membership.complete):
         membership.returning.difference_update(new)
         for rank in new:
             membership.ranks[rank].behind = False
@@ -299,7 +299,7 @@ def _may_enter(state: CoordinatorState, rank: int, members: Sequence[int]) -> bo
     return state.membership.ranks[rank].tracked and not busy
 
 
-class Change(Enum):
+class WorldChange(Enum):
     """Whether the world may change."""
 
     FREE = "nobody trains"
@@ -307,7 +307,7 @@ class Change(Enum):
     NOW = "they have, and begin again"
 
 
-class Elastic:
+class ElasticRanks:
     """What the living ranks have said of their elastic training.
 
     Attributes:
@@ -332,7 +332,7 @@ class Elastic:
         self.ready.pop(rank, None)
         self.finished.discard(rank)
 
-    def consider(self, stay: Sequence[int], new: Sequence[int], leaving: int = 0) -> Change:
+    def consider(self, stay: Sequence[int], new: Sequence[int], leaving: int = 0) -> WorldChange:
         """Whether the world may change.
 
         Args:
@@ -341,12 +341,12 @@ class Elastic:
             leaving: How many of ``stay`` leave with the change.
         """
         if not self.training.isdisjoint(stay):
-            return Change.LATER
+            return WorldChange.LATER
         # If no member is left, those that come back begin again by themselves, as soon as there are enough.
         wanted = [self.ready[rank].at_least for rank in stay or new if rank in self.ready]
         if not wanted:
-            return Change.FREE if self.finished.isdisjoint(stay) else Change.LATER
-        return Change.NOW if len(stay) + len(new) - leaving >= max(wanted) else Change.LATER
+            return WorldChange.FREE if self.finished.isdisjoint(stay) else WorldChange.LATER
+        return WorldChange.NOW if len(stay) + len(new) - leaving >= max(wanted) else WorldChange.LATER
 
     def resume(self) -> list[tuple[int, int]]:
         """Put all ranks that have regrouped into training again; returns them with their tickets."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hvdlab.collectives.coordinator.fusion import decide
 from hvdlab.collectives.coordinator.membership import RankPeer
-from hvdlab.collectives.coordinator.process_sets import ProcessSet
-from hvdlab.collectives.coordinator.rounds import Round
+from hvdlab.collectives.coordinator.process_sets import ProcessSetState
+from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import kind_label
 from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.state import CoordinatorState
 
 
-class Cells:
-    """Cells of the ranks that are tracked.
+class RunningCells:
+    """RunningCells of the ranks that are tracked.
 
     Attributes:
         idle: Living tracked ranks that run no cell.
@@ -70,7 +70,7 @@ class Cells:
     def active(self, rank: int) -> bool:
         return rank in self._active
 
-    def absence(self, missing: Sequence[int], waiting: Iterable[int]) -> Absence:
+    def absence(self, missing: Sequence[int], waiting: Iterable[int]) -> AbsenceReason:
         """Why the idle ranks ``missing`` do not take part in the collective that the ranks ``waiting`` wait for."""
         cells = {cell for rank in waiting for cell in self._active.get(rank, ())}
         last = {rank: self._last.get(rank, ("", "")) for rank in missing}
@@ -78,15 +78,15 @@ class Cells:
         if failed:
             text = "; ".join(f"rank {rank} failed: {last[rank][1]}" for rank in failed[:3])
             more = f"; and {len(failed) - 3} more ranks" if len(failed) > 3 else ""
-            return Absence(CauseKind.CELL_FAILED, tuple(failed), text + more)
+            return AbsenceReason(CauseKind.CELL_FAILED, tuple(failed), text + more)
         ended = [rank for rank in missing if last[rank][0] in cells]
         if ended:
             its = "its cell" if len(ended) == 1 else "their cells"
-            return Absence(
+            return AbsenceReason(
                 CauseKind.CELL_ENDED, tuple(ended), f"{format_ranks(ended)} finished {its} without it"
             )
         runs = "runs" if len(missing) == 1 else "run"
-        return Absence(CauseKind.CELL_ENDED, tuple(missing), f"{format_ranks(missing)} {runs} no cell")
+        return AbsenceReason(CauseKind.CELL_ENDED, tuple(missing), f"{format_ranks(missing)} {runs} no cell")
 
     def validate(self, tracked: Iterable[int]) -> None:
         """Assert what must hold between rounds."""
@@ -95,7 +95,7 @@ class Cells:
 
 
 @dataclass(frozen=True, slots=True)
-class Absence:
+class AbsenceReason:
     """Why ranks will not submit what others wait for."""
 
     kind: CauseKind
@@ -120,7 +120,7 @@ def free_from_idle(state: CoordinatorState, now: float) -> None:
                     break
 
 
-def _free_messages(state: CoordinatorState, ps: ProcessSet, idle: AbstractSet[int], now: float) -> None:
+def _free_messages(state: CoordinatorState, ps: ProcessSetState, idle: AbstractSet[int], now: float) -> None:
     """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
     vain: dict[str, list[int]] = {}
     for waiting, missing in ps.matcher.waiting():
@@ -147,7 +147,7 @@ def end_deadlock(state: CoordinatorState) -> None:
             state.sets.abort(ps, CauseKind.DEADLOCK, sorted(stuck), text)
 
 
-class Stuck(NamedTuple):
+class DeadlockedRank(NamedTuple):
     """A rank in a wait, and the ranks that it waits for.
 
     Attributes:
@@ -157,15 +157,15 @@ class Stuck(NamedTuple):
         missing: The ranks that it waits for. If one of them can go on, so may this rank.
     """
 
-    process_set: ProcessSet
+    process_set: ProcessSetState
     what: str
     site: str
     missing: tuple[int, ...]
 
 
 def find_deadlock(
-    sets: Mapping[int, ProcessSet], ranks: Mapping[int, RankPeer], idle: set[int]
-) -> dict[int, Stuck]:
+    sets: Mapping[int, ProcessSetState], ranks: Mapping[int, RankPeer], idle: set[int]
+) -> dict[int, DeadlockedRank]:
     """The ranks that can never go on, because each waits for ranks that can't go on either.
 
     A rank counts only if the coordinator has not decided what it waits for: what was released executes and will end by itself.
@@ -175,7 +175,7 @@ def find_deadlock(
         ranks: The ranks that may be stuck.
         idle: Those that do nothing, and free no other rank.
     """
-    stuck: dict[int, Stuck] = {}
+    stuck: dict[int, DeadlockedRank] = {}
     for rank, peer in ranks.items():
         waits = _waits_for(sets, peer)
         if waits is not None:
@@ -189,7 +189,7 @@ def find_deadlock(
     return stuck
 
 
-def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
+def _waits_for(sets: Mapping[int, ProcessSetState], peer: RankPeer) -> DeadlockedRank | None:
     wait = peer.wait
     if wait is None:
         return None
@@ -215,15 +215,17 @@ def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
     return None
 
 
-def _in_round(ps: ProcessSet, current: Round, site: str, missing: tuple[int, ...]) -> Stuck:
+def _in_round(
+    ps: ProcessSetState, current: NegotiationRound, site: str, missing: tuple[int, ...]
+) -> DeadlockedRank:
     info = current.info
     what = call_name(kind_label(info.kind), info.name)
     if info.from_any:  # the same words on all ranks that wait so
         what = call_name("recv from any rank", info.signature.channel)
-    return Stuck(ps, what, site, missing)
+    return DeadlockedRank(ps, what, site, missing)
 
 
-def describe_deadlock(stuck: Mapping[int, Stuck]) -> str:
+def describe_deadlock(stuck: Mapping[int, DeadlockedRank]) -> str:
     """Which ranks wait where, those in the same place together."""
     places: dict[tuple[int, str, str], list[int]] = {}
     for rank in sorted(stuck):

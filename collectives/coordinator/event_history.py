@@ -11,7 +11,7 @@ from collections import deque
 
 import msgspec
 
-from hvdlab.collectives.coordinator.events import Outbox
+from hvdlab.collectives.coordinator.events import Effects
 from hvdlab.collectives.coordinator.options import HISTORY_BYTES
 from hvdlab.collectives.protocol.messages import RankEvents
 from hvdlab.collectives.timeline.batches import count_of, with_lost
@@ -36,7 +36,7 @@ class EventHistory:
         self._batches: deque[RankEvents] = deque()
         self._subscribers: tuple[int, ...] = ()
 
-    def add(self, rank: int, batch: bytes, outbox: Outbox) -> None:
+    def add(self, rank: int, batch: bytes, outbox: Effects) -> None:
         """Keep a batch of ``rank`` and pass it on."""
         self.number += 1
         message = RankEvents(rank, batch, self.number)
@@ -47,7 +47,7 @@ class EventHistory:
             self.dropped += 1
         outbox.send(self._subscribers, message)
 
-    def subscribe(self, peer: int, outbox: Outbox, *, past: bool = True, after: int = 0) -> None:
+    def subscribe(self, peer: int, outbox: Effects, *, past: bool = True, after: int = 0) -> None:
         """Send ``peer`` the history, oldest first, and everything from now on. Idempotent.
 
         Args:

@@ -88,7 +88,7 @@ class Tuned(NamedTuple):
 Effect = Send | SendConfigure | CloseConnection | Log | Tuned
 
 
-class Outbox:
+class Effects:
     """Effects in the order in which they were caused."""
 
     __slots__ = ("effects",)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from hvdlab.collectives.autotune import Parameters, Sample, Tuner
 from hvdlab.collectives.coordinator import process_sets
-from hvdlab.collectives.coordinator.events import Outbox, Tuned
-from hvdlab.collectives.coordinator.negotiation import Matcher, Rejection, Verdict
+from hvdlab.collectives.coordinator.events import Effects, Tuned
+from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.process_sets import ProcessSet
-from hvdlab.collectives.coordinator.rounds import Round
+from hvdlab.collectives.coordinator.process_sets import ProcessSetState
+from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import FuseKey
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.state import CoordinatorState
 
 
-def decide(state: CoordinatorState, ps: ProcessSet, now: float) -> None:
+def decide(state: CoordinatorState, ps: ProcessSetState, now: float) -> None:
     """Release the ready rounds of an open epoch, and send the verdicts, in order."""
     matcher = ps.matcher
     if matcher.conflict:
@@ -51,7 +51,9 @@ def decide(state: CoordinatorState, ps: ProcessSet, now: float) -> None:
         state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
 
 
-def _schedule(state: CoordinatorState, ps: ProcessSet, ready: list[Round], now: float) -> list[Round]:
+def _schedule(
+    state: CoordinatorState, ps: ProcessSetState, ready: list[NegotiationRound], now: float
+) -> list[NegotiationRound]:
     """Order the rounds with a priority whose turn it is, and keep the others with one back.
 
     Where a round that is kept would be in the way, none is: it would be aborted with what waits for a rank that has no cell, has left or
@@ -70,7 +72,7 @@ def _schedule(state: CoordinatorState, ps: ProcessSet, ready: list[Round], now: 
     if leaving or joined or matcher.rejections or not credit:
         run(state, ps, schedule.next())
         return ready
-    others: list[Round] = []
+    others: list[NegotiationRound] = []
     for current in ready:
         if schedule.concerns(current):
             schedule.add((current,))
@@ -84,9 +86,9 @@ def _schedule(state: CoordinatorState, ps: ProcessSet, ready: list[Round], now: 
     return []
 
 
-def _release(state: CoordinatorState, ps: ProcessSet, ready: Sequence[Round]) -> None:
+def _release(state: CoordinatorState, ps: ProcessSetState, ready: Sequence[NegotiationRound]) -> None:
     """Release rounds in order; a round that changes process sets is released alone, between those before and after it."""
-    plain: list[Round] = []
+    plain: list[NegotiationRound] = []
     for current in ready:
         if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:
             run(state, ps, plain)
@@ -97,7 +99,7 @@ def _release(state: CoordinatorState, ps: ProcessSet, ready: Sequence[Round]) ->
     run(state, ps, plain)
 
 
-def run(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> None:
+def run(state: CoordinatorState, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
     """Have these rounds executed, fused as far as they may be."""
     for between, some in itertools.groupby(rounds, lambda current: current.info.between):
         if between:
@@ -107,7 +109,7 @@ def run(state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round]) -> Non
 
 
 def _run_messages(
-    state: CoordinatorState, ps: ProcessSet, rounds: Sequence[Round], between: tuple[int, ...]
+    state: CoordinatorState, ps: ProcessSetState, rounds: Sequence[NegotiationRound], between: tuple[int, ...]
 ) -> None:
     """Order messages from the two ranks that they go between. All messages have the same order on every rank, so no two ranks
     wait for each other.
@@ -120,15 +122,15 @@ def _run_messages(
 
 def _run_together(
     state: CoordinatorState,
-    ps: ProcessSet,
-    rounds: Sequence[Round],
+    ps: ProcessSetState,
+    rounds: Sequence[NegotiationRound],
     threshold: int,
     *,
     reported: bool = False,
 ) -> None:
     if rounds:
         ps.sequence += 1
-        batches: Sequence[Sequence[Round]] = (rounds,)
+        batches: Sequence[Sequence[NegotiationRound]] = (rounds,)
         if len(rounds) > 1:
             batches = fuse(rounds, threshold, separate_groups=state.options.separate_groups)
         tuned = state.options.tuning is not None
@@ -141,13 +143,13 @@ def _run_together(
             state.tuning.executed(ps, rounds)
 
 
-def _reject(state: CoordinatorState, ps: ProcessSet, rejected: Iterable[Rejection]) -> None:
+def _reject(state: CoordinatorState, ps: ProcessSetState, rejected: Iterable[Rejection]) -> None:
     """Send verdicts; ranks that get the same share a message."""
     peers = dict(zip(ps.members, ps.peers, strict=True))
-    locals: dict[tuple[Verdict, int], list[int]] = {}
+    locals: dict[tuple[RejectReason, int], list[int]] = {}
     for _, rank, local, verdict in rejected:
         locals.setdefault((verdict, rank), []).append(local)
-    audiences: dict[tuple[Verdict, tuple[int, ...]], list[int]] = {}
+    audiences: dict[tuple[RejectReason, tuple[int, ...]], list[int]] = {}
     for (verdict, rank), numbers in locals.items():
         audiences.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
     for (verdict, same), receivers in audiences.items():
@@ -172,14 +174,16 @@ def end_disputes(state: CoordinatorState, now: float) -> bool:
     return ended
 
 
-def fuse(ready: Sequence[Round], threshold: int, *, separate_groups: bool = False) -> list[list[Round]]:
+def fuse(
+    ready: Sequence[NegotiationRound], threshold: int, *, separate_groups: bool = False
+) -> list[list[NegotiationRound]]:
     """Gather allreduces of one kind into batches of up to ``threshold`` bytes.
 
     Batches are in the order in which their first rounds became ready; within a batch that order holds too. A
     threshold of 0 fuses nothing. With ``separate_groups`` tensors of a group are fused with each other only.
     """
-    batches: list[list[Round]] = []
-    open_batches: dict[tuple[FuseKey, str], tuple[list[Round], int]] = {}
+    batches: list[list[NegotiationRound]] = []
+    open_batches: dict[tuple[FuseKey, str], tuple[list[NegotiationRound], int]] = {}
     for current in ready:
         if current.info.fuse_key is None:
             batches.append([current])
@@ -196,19 +200,19 @@ def fuse(ready: Sequence[Round], threshold: int, *, separate_groups: bool = Fals
     return batches
 
 
-class _Held:
+class _FusionWindow:
     """The held rounds of a process set's epoch: until when, and how many and how large they are so far."""
 
     __slots__ = ("count", "matcher", "nbytes", "until")
 
-    def __init__(self, matcher: Matcher, until: float) -> None:
+    def __init__(self, matcher: Negotiation, until: float) -> None:
         self.matcher = matcher
         self.until = until
         self.count = 0
         self.nbytes = 0
 
 
-class Holding:
+class FusionWindows:
     """Process sets whose ready rounds are held.
 
     Attributes:
@@ -216,17 +220,17 @@ class Holding:
     """
 
     def __init__(self) -> None:
-        self._held: dict[ProcessSet, _Held] = {}
+        self._held: dict[ProcessSetState, _FusionWindow] = {}
         self.due: float | None = None
 
-    def __contains__(self, ps: ProcessSet) -> bool:
+    def __contains__(self, ps: ProcessSetState) -> bool:
         return ps in self._held
 
-    def over(self, now: float, *, all: bool) -> list[ProcessSet]:
+    def over(self, now: float, *, all: bool) -> list[ProcessSetState]:
         """The process sets to decide now: those whose time has come, or all."""
         return [ps for ps, held in self._held.items() if all or now >= held.until]
 
-    def keep(self, ps: ProcessSet, now: float, delay: float, enough: int) -> bool:
+    def keep(self, ps: ProcessSetState, now: float, delay: float, enough: int) -> bool:
         """Whether to hold the ready rounds of ``ps``.
 
         Not for longer than ``delay`` seconds, not if they are ``enough`` bytes, not if one of them is never fused, such as a
@@ -240,7 +244,7 @@ class Holding:
             return self._let_go(ps)
         held = self._held.get(ps)
         if held is None or held.matcher is not matcher or held.count > len(ready):
-            held = self._held[ps] = _Held(matcher, now + delay)
+            held = self._held[ps] = _FusionWindow(matcher, now + delay)
         for current in ready[held.count :]:
             if current.info.fuse_key is None:
                 return self._let_go(ps)
@@ -251,7 +255,7 @@ class Holding:
         self._find_due()
         return True
 
-    def _let_go(self, ps: ProcessSet) -> bool:
+    def _let_go(self, ps: ProcessSetState) -> bool:
         if self._held.pop(ps, None) is not None:
             self._find_due()
         return False
@@ -267,10 +271,10 @@ def execute(
     process_set: int,
     epoch: int,
     sequence: int,
-    batches: Sequence[Sequence[Round]],
+    batches: Sequence[Sequence[NegotiationRound]],
     ranks: tuple[int, ...],
     peers: tuple[int, ...],
-    outbox: Outbox,
+    outbox: Effects,
     *,
     reported: bool = False,
 ) -> None:
@@ -308,7 +312,7 @@ def execute(
         outbox.send(tuple(alike), Execute(process_set, epoch, sequence, own))
 
 
-def _locals(batch: Sequence[Round], rank: int) -> tuple[int, ...]:
+def _locals(batch: Sequence[NegotiationRound], rank: int) -> tuple[int, ...]:
     """The rank's local ids, by round of the batch; rounds for which it has none, since it has joined, count as -1, -2, …"""
     numbers = []
     lacking = 0
@@ -322,14 +326,14 @@ def _locals(batch: Sequence[Round], rank: int) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _zeros(batch: Sequence[Round], numbers: tuple[int, ...]) -> tuple[Signature, ...]:
+def _zeros(batch: Sequence[NegotiationRound], numbers: tuple[int, ...]) -> tuple[Signature, ...]:
     """The signatures for which the numbers below zero stand."""
     return tuple(
         [current.info.signature for current, number in zip(batch, numbers, strict=True) if number < 0]
     )
 
 
-def _tables(batch: Sequence[Round], ranks: tuple[int, ...]) -> tuple[Table, ...]:
+def _tables(batch: Sequence[NegotiationRound], ranks: tuple[int, ...]) -> tuple[Table, ...]:
     for current in batch:
         if current.extras:
             break
@@ -341,7 +345,7 @@ def _tables(batch: Sequence[Round], ranks: tuple[int, ...]) -> tuple[Table, ...]
     )
 
 
-def _payloads(batch: Sequence[Round], ranks: tuple[int, ...]) -> tuple[bytes, ...]:
+def _payloads(batch: Sequence[NegotiationRound], ranks: tuple[int, ...]) -> tuple[bytes, ...]:
     """Every member's tensor, if all came along and nothing is fused with them; zeros for members that have joined."""
     only = batch[0]
     payloads = only.payloads
@@ -376,7 +380,7 @@ class Tuning:
         """Whether settings may still change."""
         return self._tuner is not None and not self._tuner.done
 
-    def before(self, state: CoordinatorState, ps: ProcessSet) -> None:
+    def before(self, state: CoordinatorState, ps: ProcessSetState) -> None:
         """An order for ``ps`` is about to be sent."""
         if self._tuner is None:
             return
@@ -390,7 +394,7 @@ class Tuning:
         self._announced[ps.id] = announced
         state.outbox.send(ps.peers, Tune(ps.id, ps.epoch, self._slice))
 
-    def executed(self, ps: ProcessSet, run: Sequence[Round]) -> None:
+    def executed(self, ps: ProcessSetState, run: Sequence[NegotiationRound]) -> None:
         """These rounds have been ordered."""
         if self.active:
             assert self._tuner is not None

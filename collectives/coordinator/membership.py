@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from hvdlab.collectives.coordinator.signatures import Defined
+from hvdlab.collectives.coordinator.signatures import LocalDefinition
 from hvdlab.collectives.protocol.messages import MOST_RANKS, Death, Hello, Member, World
 from hvdlab.collectives.versions import AgreedVersions
 
@@ -55,12 +55,12 @@ class RankPeer:
         self.versions = hello.versions
         self.leaving = False
         self.admitted = self.behind = False
-        self.definitions: dict[int, Defined] = {}
+        self.definitions: dict[int, LocalDefinition] = {}
         self.wait: Wait | None = None
         self.executing: Wait | None = None
 
 
-class Membership:
+class MembershipTable:
     """Ranks by number.
 
     Attributes:

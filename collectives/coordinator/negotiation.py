@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from hvdlab.collectives.coordinator.priorities import Schedule
-from hvdlab.collectives.coordinator.rounds import Extra, Item, Round, parties_of
-from hvdlab.collectives.coordinator.signatures import Channel, Defined, Interned, kind_label
+from hvdlab.collectives.coordinator.priorities import PriorityQueue
+from hvdlab.collectives.coordinator.rounds import Extra, Item, NegotiationRound, parties_of
+from hvdlab.collectives.coordinator.signatures import Channel, InternedSignature, LocalDefinition, kind_label
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
 from hvdlab.collectives.protocol.messages import (
@@ -44,7 +44,7 @@ SITES_LIMIT = 4096
 _JOIN = int(OpKind.JOIN)
 
 
-class Matcher:
+class Negotiation:
     """What the members have submitted and what has become of it, in one epoch of a process set.
 
     Attributes:
@@ -65,16 +65,16 @@ class Matcher:
         self.ranks = ranks
         self.members = frozenset(ranks)
         self.size = len(ranks)
-        self.rounds: dict[str, Round] = {}
-        self.held: dict[str, list[Round]] = {}
-        self.ready: list[Round] = []
-        self.schedule = Schedule()
+        self.rounds: dict[str, NegotiationRound] = {}
+        self.held: dict[str, list[NegotiationRound]] = {}
+        self.ready: list[NegotiationRound] = []
+        self.schedule = PriorityQueue()
         self.rejections: list[Rejection] = []
         self.conflict = ""
-        self.disputes: dict[str, Round] = {}
-        self.joining: Round | None = None
-        self.debts = Debts()
-        self.channels: dict[Channel, dict[Round, None]] = {}
+        self.disputes: dict[str, NegotiationRound] = {}
+        self.joining: NegotiationRound | None = None
+        self.debts = OwedRejections()
+        self.channels: dict[Channel, dict[NegotiationRound, None]] = {}
 
     @property
     def pending(self) -> bool:
@@ -86,13 +86,13 @@ class Matcher:
         """Ranks that have joined, lowest first."""
         return () if self.joining is None else tuple(sorted(self.joining.heads))
 
-    def add(self, current: Round) -> None:
+    def add(self, current: NegotiationRound) -> None:
         """Begin a round."""
         self.rounds[current.info.name] = current
         if current.info.channel is not None:
             self.channels.setdefault(current.info.channel, {})[current] = None
 
-    def remove(self, current: Round) -> None:
+    def remove(self, current: NegotiationRound) -> None:
         """A round is complete, or ends before that."""
         del self.rounds[current.info.name]
         channel = current.info.channel
@@ -106,13 +106,13 @@ class Matcher:
     def submit(
         self,
         rank: int,
-        defined: Defined,
+        defined: LocalDefinition,
         extra: Extra,
         now: float,
         payload: bytes = b"",
         *,
         look: bool = True,
-    ) -> Round | None:
+    ) -> NegotiationRound | None:
         """Take in a submission of a member.
 
         Args:
@@ -134,7 +134,7 @@ class Matcher:
             raise ValueError("a receive from any rank in place of another rank")
         current = self.rounds.get(info.name)
         if current is None:
-            current = Round(info, defined.local, now, defined.priority)
+            current = NegotiationRound(info, defined.local, now, defined.priority)
             self.add(current)
         elif rank in current.heads:
             if current.behind is None:
@@ -169,7 +169,7 @@ class Matcher:
 
         No round waits for a rank that has joined, but what it has submitted before that has to meet the others' submissions.
         """
-        placed: dict[Round, None] = {}
+        placed: dict[NegotiationRound, None] = {}
         for rank, (defined, extra) in items:
             current = self.submit(rank, defined, extra, now, look=False)
             if current is not None:
@@ -178,14 +178,14 @@ class Matcher:
             if self.rounds.get(current.info.name) is current:
                 self._look(current, now)
 
-    def _look(self, current: Round, now: float) -> None:
+    def _look(self, current: NegotiationRound, now: float) -> None:
         if current.info.kind == _JOIN:
             self._join(current, now)
         current = self._pair(current, now)
         if self.is_complete(current):
             self._complete(current, now)
 
-    def _pair(self, current: Round, now: float) -> Round:
+    def _pair(self, current: NegotiationRound, now: float) -> NegotiationRound:
         """If a message and a receive from any rank wait for each other, make one round of them.
 
         Args:
@@ -198,8 +198,8 @@ class Matcher:
         channel = current.info.channel
         if channel is None or current.disputed is not None:
             return current
-        received: Round | None = current
-        sent: Round | None = current
+        received: NegotiationRound | None = current
+        sent: NegotiationRound | None = current
         if current.info.from_any:
             sent = self.oldest_sent(channel)
         elif waits_for_receiver(current):
@@ -222,7 +222,7 @@ class Matcher:
             self._advance(received.info.name, received.behind, now)
         return sent
 
-    def _join(self, joining: Round, now: float) -> None:
+    def _join(self, joining: NegotiationRound, now: float) -> None:
         """A rank has run out of work: no round but the joining itself waits for it any more."""
         self.joining = joining
         if self.debts:
@@ -234,7 +234,7 @@ class Matcher:
             if there and self.is_complete(current):
                 self._complete(current, now)
 
-    def _complete(self, complete: Round, now: float) -> None:
+    def _complete(self, complete: NegotiationRound, now: float) -> None:
         info = complete.info
         if complete.disputed is not None:
             self._mismatch(complete, now)
@@ -260,7 +260,7 @@ class Matcher:
         if complete.behind:
             self._advance(info.name, complete.behind, now)
 
-    def _progress(self, complete: Round, now: float) -> None:
+    def _progress(self, complete: NegotiationRound, now: float) -> None:
         """A round was completed while ranks have joined. If it is the joining itself, all have: add which rank was the last."""
         assert self.joining is not None
         if complete is self.joining:
@@ -301,18 +301,18 @@ class Matcher:
             current.behind = None  # this loop goes on with it, and not a recursion: there may be thousands
             self._complete(current, now)
 
-    def _gets_verdict(self, complete: Round) -> bool:
+    def _gets_verdict(self, complete: NegotiationRound) -> bool:
         if complete.disputed is not None:
             return True
         return self._lacks(complete) and refuse_with_joined(complete.info.signature, self.joined) is not None
 
-    def _lacks(self, complete: Round) -> bool:
+    def _lacks(self, complete: NegotiationRound) -> bool:
         """Whether a complete round lacks some of the ranks that it concerns, because they have joined."""
         return complete.info.from_any or len(complete.heads) < (len(complete.info.between) or self.size)
 
     # -- verdicts -------------------------------------------------------------------------------------------------
 
-    def _mismatch(self, current: Round, now: float) -> None:
+    def _mismatch(self, current: NegotiationRound, now: float) -> None:
         name = current.info.name
         parties = parties_of(current.heads)
         groups = {d.info.group for d in current.heads.values()}
@@ -351,7 +351,7 @@ class Matcher:
     # -- messages that end alone ----------------------------------------------------------------------------------
 
     def end_message(
-        self, current: Round, kind: CauseKind, ranks: tuple[int, ...], text: str, now: float
+        self, current: NegotiationRound, kind: CauseKind, ranks: tuple[int, ...], text: str, now: float
     ) -> None:
         """The other rank of a message won't come: the rank that waits gets this verdict, and its next submission of the name is due."""
         verdict = InVain(self.report_round(current, self.missing(current)), kind, ranks, text)
@@ -361,7 +361,7 @@ class Matcher:
             self._reject(rank, defined, verdict)
         self._submit_all(left, now)
 
-    def cancel(self, rank: int, defined: Defined, later: int, now: float) -> AbortedCollective | None:
+    def cancel(self, rank: int, defined: LocalDefinition, later: int, now: float) -> AbortedCollective | None:
         """A rank gives up a message that waits for the other rank.
 
         Args:
@@ -386,7 +386,7 @@ class Matcher:
         self._submit_all(items, now)
         return report
 
-    def _take_out(self, name: str) -> Round:
+    def _take_out(self, name: str) -> NegotiationRound:
         """Take out a round that ends before it is complete."""
         current = self.rounds[name]
         self.remove(current)
@@ -395,7 +395,7 @@ class Matcher:
             self.joining = None
         return current
 
-    def _decide(self, current: Round, verdict: Verdict, now: float) -> None:
+    def _decide(self, current: NegotiationRound, verdict: RejectReason, now: float) -> None:
         info = current.info
         self._take_out(info.name)
         for rank, defined in current.heads.items():
@@ -412,8 +412,8 @@ class Matcher:
 
     def _decide_group(
         self,
-        info: Interned,
-        verdict: Verdict,
+        info: InternedSignature,
+        verdict: RejectReason,
         taken: dict[int, int],
         now: float,
         behind: dict[int, deque[Item]] | None = None,
@@ -441,11 +441,11 @@ class Matcher:
                 self.debts.owe(rank, info, size - taken.get(rank, 0), verdict)
         self._submit_all(again, now)
 
-    def _reject(self, rank: int, defined: Defined, verdict: Verdict) -> None:
+    def _reject(self, rank: int, defined: LocalDefinition, verdict: RejectReason) -> None:
         self.rejections.append(Rejection(len(self.ready), rank, defined.local, verdict))
 
     @staticmethod
-    def _withdraw(current: Round) -> Iterable[tuple[int, Item]]:
+    def _withdraw(current: NegotiationRound) -> Iterable[tuple[int, Item]]:
         """All submissions of a round and behind it, oldest first for each rank."""
         extras = current.extras or {}
         for rank, defined in current.heads.items():
@@ -456,7 +456,7 @@ class Matcher:
 
     # -- which ranks a round waits for ----------------------------------------------------------------------------
 
-    def is_complete(self, current: Round) -> bool:
+    def is_complete(self, current: NegotiationRound) -> bool:
         """Whether all ranks that the round concerns have submitted it, or have joined."""
         joining, heads = self.joining, current.heads
         if (
@@ -475,7 +475,7 @@ class Matcher:
         joining = self.joining
         return self.ranks if joining is None else [rank for rank in self.ranks if rank not in joining.heads]
 
-    def missing(self, current: Round) -> tuple[int, ...]:
+    def missing(self, current: NegotiationRound) -> tuple[int, ...]:
         """The ranks that a round waits for, or any of which a receive from any rank waits for; never one that has joined."""
         wanted = self.ranks if current is self.joining else self.not_joined()
         between = () if current.info.from_any else current.info.between
@@ -483,21 +483,21 @@ class Matcher:
             rank for rank in wanted if rank not in current.heads and (not between or rank in between)
         )
 
-    def concerned(self, current: Round) -> set[int]:
+    def concerned(self, current: NegotiationRound) -> set[int]:
         """The ranks that some submission of a round concerns."""
         return {rank for head in current.heads.values() for rank in head.info.between or self.ranks}
 
-    def oldest_sent(self, channel: Channel) -> Round | None:
+    def oldest_sent(self, channel: Channel) -> NegotiationRound | None:
         """The oldest message on a channel that waits for its receiver; ``None`` if none does."""
         waiting = self.channels.get(channel, ())
         return next((each for each in waiting if each.disputed is None and waits_for_receiver(each)), None)
 
-    def oldest_received(self, channel: Channel) -> Round | None:
+    def oldest_received(self, channel: Channel) -> NegotiationRound | None:
         """The oldest receive from any rank on a channel; ``None`` if there is none."""
         waiting = self.channels.get(channel, ())
         return next((each for each in waiting if each.disputed is None and each.info.from_any), None)
 
-    def waiting(self) -> Iterable[tuple[Round, tuple[int, ...]]]:
+    def waiting(self) -> Iterable[tuple[NegotiationRound, tuple[int, ...]]]:
         """Undecided rounds with the ranks that are missing (none for those held back by their group).
 
         Those that wait for their turn are not among them: nothing is missing, and they will be executed.
@@ -517,7 +517,7 @@ class Matcher:
         return tuple(self.report_round(current, missing, all_sites=full) for current, missing in waiting)
 
     def report_round(
-        self, current: Round, missing: tuple[int, ...], *, all_sites: bool = True
+        self, current: NegotiationRound, missing: tuple[int, ...], *, all_sites: bool = True
     ) -> AbortedCollective:
         """A round as messages report it."""
         waited = tuple(sorted(current.heads))
@@ -553,12 +553,12 @@ class Matcher:
         assert self.debts.ranks <= members - {*self.joined}
 
 
-def waits_for_receiver(current: Round) -> bool:
+def waits_for_receiver(current: NegotiationRound) -> bool:
     """Whether a round is a message that only its sender has submitted."""
     return not current.info.from_any and current.heads.keys() == {*current.info.between[:1]}
 
 
-class Verdict(Protocol):
+class RejectReason(Protocol):
     """How a round ends that is not executed."""
 
     def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
@@ -567,7 +567,7 @@ class Verdict(Protocol):
 
 
 class Mismatch:
-    """Verdict on a round in which ranks disagree."""
+    """RejectReason on a round in which ranks disagree."""
 
     __slots__ = ("name", "parties")
 
@@ -579,7 +579,7 @@ class Mismatch:
 
 
 class DuplicateName:
-    """Verdict on a round whose name one rank has submitted twice."""
+    """RejectReason on a round whose name one rank has submitted twice."""
 
     __slots__ = ("first_site", "name", "rank", "second_site")
 
@@ -593,7 +593,7 @@ class DuplicateName:
 
 
 class Impossible:
-    """Verdict on a round that all agree about, but that can't be done.
+    """RejectReason on a round that all agree about, but that can't be done.
 
     Attributes:
         name: Its name.
@@ -611,7 +611,7 @@ class Impossible:
 
 
 class InVain:
-    """Verdict on a message whose other rank won't come: it ends alone, since it concerns no third rank.
+    """RejectReason on a message whose other rank won't come: it ends alone, since it concerns no third rank.
 
     Attributes:
         report: What had been submitted.
@@ -640,10 +640,10 @@ class Rejection(NamedTuple):
     after: int
     rank: int
     local: int
-    verdict: Verdict
+    verdict: RejectReason
 
 
-class Debts(dict[tuple[int, str, str], deque[tuple[int, Verdict]]]):
+class OwedRejections(dict[tuple[int, str, str], deque[tuple[int, RejectReason]]]):
     """Verdicts for which ranks *owe* submissions: a rank gets one when it submits what the verdict is about.
 
     For each rank, and name or group: how many of its next submissions get which verdict.
@@ -653,11 +653,11 @@ class Debts(dict[tuple[int, str, str], deque[tuple[int, Verdict]]]):
     def ranks(self) -> set[int]:
         return {rank for rank, _, _ in self}
 
-    def owe(self, rank: int, info: Interned, count: int, verdict: Verdict) -> None:
+    def owe(self, rank: int, info: InternedSignature, count: int, verdict: RejectReason) -> None:
         """The next ``count`` submissions of this name, or of its group if it has one, get the verdict."""
         self.setdefault(_key(rank, info), deque()).append((count, verdict))
 
-    def settle(self, rank: int, info: Interned) -> Verdict | None:
+    def settle(self, rank: int, info: InternedSignature) -> RejectReason | None:
         """The verdict that a submission gets, if the rank owes it; ``None`` otherwise."""
         key = _key(rank, info)
         owed = self.get(key)
@@ -676,7 +676,7 @@ class Debts(dict[tuple[int, str, str], deque[tuple[int, Verdict]]]):
             del self[key]
 
 
-def _key(rank: int, info: Interned) -> tuple[int, str, str]:
+def _key(rank: int, info: InternedSignature) -> tuple[int, str, str]:
     return (rank, "", info.group) if info.group else (rank, info.name, "")
 
 

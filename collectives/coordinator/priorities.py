@@ -10,10 +10,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
-from hvdlab.collectives.coordinator.rounds import Round
+from hvdlab.collectives.coordinator.rounds import NegotiationRound
 
 
-class Schedule:
+class PriorityQueue:
     """The rounds of an epoch that have a priority: those that are kept back, and the batches that are under way.
 
     Iterating over it gives the rounds that are kept back.
@@ -24,7 +24,7 @@ class Schedule:
 
     def __init__(self) -> None:
         #: A heap of (-priority, order of becoming ready, round).
-        self._kept: list[tuple[int, int, Round]] = []
+        self._kept: list[tuple[int, int, NegotiationRound]] = []
         self._added = 0
         #: How many rounds of each name are kept, and the lowest priority that any of them has.
         self._names: dict[str, tuple[int, int]] = {}
@@ -33,16 +33,16 @@ class Schedule:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __iter__(self) -> Iterator[Round]:
+    def __iter__(self) -> Iterator[NegotiationRound]:
         return (current for _, _, current in self._kept)
 
-    def concerns(self, current: Round) -> bool:
+    def concerns(self, current: NegotiationRound) -> bool:
         """Whether a ready round has its place here: it has a priority, or an earlier round of its name is kept."""
         if current.priority is not None:
             return True
         return current.info.name in self._names and current.info.fuse_key is not None
 
-    def add(self, rounds: Iterable[Round]) -> None:
+    def add(self, rounds: Iterable[NegotiationRound]) -> None:
         """Keep these rounds until it is their turn.
 
         Rounds of one name stay in order whatever their priorities, since a rank may have submitted all of them under one local id.
@@ -57,10 +57,10 @@ class Schedule:
             self._added += 1
             heapq.heappush(self._kept, (-priority, self._added, current))
 
-    def next(self, credit: int | None = None) -> list[Round]:
+    def next(self, credit: int | None = None) -> list[NegotiationRound]:
         """Take out the rounds whose turn it is, most urgent first, until ``credit`` bytes are under way; ``None`` for all rounds."""
         room = None if credit is None else credit - sum(self.under_way.values())
-        due: list[Round] = []
+        due: list[NegotiationRound] = []
         while self._kept and (room is None or room > 0):
             _, _, current = heapq.heappop(self._kept)
             name = current.info.name
@@ -72,7 +72,7 @@ class Schedule:
             due.append(current)
         return due
 
-    def ordered(self, sequence: int, batches: Iterable[Sequence[Round]]) -> None:
+    def ordered(self, sequence: int, batches: Iterable[Sequence[NegotiationRound]]) -> None:
         """These batches are the ``sequence``-th order, and the end of each will be reported."""
         for number, batch in enumerate(batches):
             self.under_way[sequence, number] = sum(current.info.nbytes for current in batch)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hvdlab.collectives.coordinator.events import Outbox, SendConfigure
-from hvdlab.collectives.coordinator.membership import Membership
-from hvdlab.collectives.coordinator.negotiation import Impossible, Matcher
+from hvdlab.collectives.coordinator.events import Effects, SendConfigure
+from hvdlab.collectives.coordinator.membership import MembershipTable
+from hvdlab.collectives.coordinator.negotiation import Impossible, Negotiation
 from hvdlab.collectives.coordinator.plane_selection import AUTOMATIC, Hierarchy, choose_plane, without_memory
-from hvdlab.collectives.coordinator.rounds import Round
+from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import describe
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
@@ -31,7 +31,7 @@ PAST_STORES = 4
 """Former epochs of a process set whose rendezvous stores are kept."""
 
 
-class ProcessSet:
+class ProcessSetState:
     """A process set in its current epoch.
 
     Attributes:
@@ -71,9 +71,9 @@ class ProcessSet:
         self.past_failure: tuple[float, int, int, str] | None = None
         self.failure: tuple[float, int, str] | None = None
         self.sequence = 0
-        self.matcher = Matcher(())
-        self.store = Store()
-        self.past_stores: dict[int, Store] = {}
+        self.matcher = Negotiation(())
+        self.store = RendezvousValues()
+        self.past_stores: dict[int, RendezvousValues] = {}
 
     @property
     def current(self) -> tuple[int, ...]:
@@ -91,8 +91,8 @@ class ProcessSet:
 
     def clear(self) -> None:
         """Forget everything about the epoch but its members."""
-        self.matcher = Matcher(self.members)
-        self.store = Store()
+        self.matcher = Negotiation(self.members)
+        self.store = RendezvousValues()
         self.failure = None
         self.sequence = 0
 
@@ -102,15 +102,15 @@ class ProcessSets:
 
     def __init__(
         self,
-        membership: Membership,
-        outbox: Outbox,
+        membership: MembershipTable,
+        outbox: Effects,
         hierarchy: Hierarchy = AUTOMATIC,
         first_epoch: int = 1,
         *,
         by_seniority: bool = False,
     ) -> None:
-        self.world = ProcessSet(WORLD)
-        self.by_id: dict[int, ProcessSet] = {WORLD: self.world}
+        self.world = ProcessSetState(WORLD)
+        self.by_id: dict[int, ProcessSetState] = {WORLD: self.world}
         self._membership = membership
         self._outbox = outbox
         self._hierarchy = hierarchy
@@ -120,16 +120,18 @@ class ProcessSets:
         # The first epoch that a set of this world gets, and the last that any removed set had.
         self._first_epoch, self._last_epoch = first_epoch, first_epoch - 1
 
-    def __iter__(self) -> Iterator[ProcessSet]:
+    def __iter__(self) -> Iterator[ProcessSetState]:
         return iter(self.by_id.values())
 
-    def containing(self, rank: int) -> list[ProcessSet]:
+    def containing(self, rank: int) -> list[ProcessSetState]:
         """The sets that have ``rank`` as a member that has not left."""
         return [ps for ps in self if rank in ps.members and rank not in ps.gone]
 
     # -- ends of epochs -------------------------------------------------------------------------------------------
 
-    def abort(self, ps: ProcessSet, kind: CauseKind, ranks: Iterable[int], text: str, site: str = "") -> None:
+    def abort(
+        self, ps: ProcessSetState, kind: CauseKind, ranks: Iterable[int], text: str, site: str = ""
+    ) -> None:
         """End the epoch: everything pending fails on every member. Without effect if it was aborted and the next has not begun."""
         if ps.phase == ENDED:
             return
@@ -139,13 +141,19 @@ class ProcessSets:
         self._end(ps, ENDED)
 
     def abort_past(
-        self, ps: ProcessSet, epoch: int, kind: CauseKind, ranks: Iterable[int], text: str, site: str = ""
+        self,
+        ps: ProcessSetState,
+        epoch: int,
+        kind: CauseKind,
+        ranks: Iterable[int],
+        text: str,
+        site: str = "",
     ) -> None:
         """End what is still executed of the epochs up to ``epoch``, which ended in order."""
         if ps.aborted < epoch < ps.epoch:
             self._tell(ps, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
 
-    def _tell(self, ps: ProcessSet, abort: Abort) -> None:
+    def _tell(self, ps: ProcessSetState, abort: Abort) -> None:
         """Send an abort to members that live, and to former members that may be executing something with them."""
         ps.aborted = abort.epoch
         ps.past_stores = {epoch: store for epoch, store in ps.past_stores.items() if epoch > abort.epoch}
@@ -156,14 +164,14 @@ class ProcessSets:
             if last <= abort.epoch:
                 del ps.former[rank]
 
-    def switch(self, ps: ProcessSet, members: tuple[int, ...]) -> None:
+    def switch(self, ps: ProcessSetState, members: tuple[int, ...]) -> None:
         """Change over to new members in order: ranks finish in the old epoch what they were ordered to execute, and announce
         again in the new one what is pending."""
         ps.next_members = members
         if ps.phase == OPEN:
             self._end(ps, SWITCHING)
 
-    def _end(self, ps: ProcessSet, phase: int) -> None:
+    def _end(self, ps: ProcessSetState, phase: int) -> None:
         if ps.phase == OPEN:
             if phase == SWITCHING:
                 if ps.failure is not None:
@@ -180,12 +188,12 @@ class ProcessSets:
 
     # -- beginnings -----------------------------------------------------------------------------------------------
 
-    def add(self, ranks: tuple[int, ...]) -> ProcessSet:
+    def add(self, ranks: tuple[int, ...]) -> ProcessSetState:
         """Add a process set, and configure it at once. Ids begin anew with a new world; together with the epoch each is unique."""
         if self._anew and len(self.by_id) == 1:
             self._next_id, self._first_epoch = 1, self._last_epoch + 1
         self._anew = False
-        ps = ProcessSet(self._next_id)
+        ps = ProcessSetState(self._next_id)
         self._next_id += 1
         self.by_id[ps.id] = ps
         ps.epoch = self._first_epoch
@@ -206,22 +214,22 @@ class ProcessSets:
         self._next_id = max(self._next_id, last_id + 1)
         self._first_epoch = max(self._first_epoch, epoch)
         for id, members in sets.items():
-            ps = self.by_id.setdefault(id, ProcessSet(id))
+            ps = self.by_id.setdefault(id, ProcessSetState(id))
             ps.epoch = self._first_epoch
             ps.aborted = ps.epoch - 1
             ps.next_members = members
             ps.peers = tuple(ranks[rank].peer for rank in members)  # these are no newcomers
 
-    def remove(self, ps: ProcessSet, peers: tuple[int, ...]) -> None:
+    def remove(self, ps: ProcessSetState, peers: tuple[int, ...]) -> None:
         """Dissolve a process set; its pending collectives have been aborted before."""
         self._forget(ps)
         self._outbox.send(peers, Dissolve(ps.id))
 
-    def _forget(self, ps: ProcessSet) -> None:
+    def _forget(self, ps: ProcessSetState) -> None:
         del self.by_id[ps.id]
         self._last_epoch = max(self._last_epoch, ps.epoch)
 
-    def configure(self, ps: ProcessSet) -> None:
+    def configure(self, ps: ProcessSetState) -> None:
         """Open the epoch that is due, with those of its members that live."""
         ranks = self._membership.ranks
         members = self._in_order(ps, [r for r in ps.next_members or () if self._may_enter(ps, r)])
@@ -264,7 +272,7 @@ class ProcessSets:
         )
         self._outbox.effects.append(SendConfigure(ps.peers, message, choice.memory, fallback))
 
-    def _in_order(self, ps: ProcessSet, entering: Iterable[int]) -> tuple[int, ...]:
+    def _in_order(self, ps: ProcessSetState, entering: Iterable[int]) -> tuple[int, ...]:
         """The members of the epoch that is due, by position.
 
         With ``by_seniority``, ranks that were members before keep their order and newcomers come behind them, also one that has
@@ -281,7 +289,7 @@ class ProcessSets:
         old = [rank for rank in before if rank in members and self._membership.ranks[rank].peer in ps.peers]
         return (*old, *(rank for rank in members if rank not in old))
 
-    def _may_enter(self, ps: ProcessSet, rank: int) -> bool:
+    def _may_enter(self, ps: ProcessSetState, rank: int) -> bool:
         """Whether a rank lives and knows of the set: one that has left and come back on a new connection is a member of nothing."""
         peer = self._membership.ranks.get(rank)
         if peer is None or peer.leaving or peer.behind:
@@ -296,7 +304,7 @@ class ProcessSets:
             if ps.phase != OPEN and ps.next_members is not None:
                 self.configure(ps)
 
-    def _living_peers(self, ps: ProcessSet) -> tuple[int, ...]:
+    def _living_peers(self, ps: ProcessSetState) -> tuple[int, ...]:
         ranks = self._membership.ranks
         return tuple(
             peer
@@ -318,7 +326,7 @@ class ProcessSets:
             ps.matcher.validate()
 
 
-def change_sets(state: CoordinatorState, ps: ProcessSet, current: Round) -> None:
+def change_sets(state: CoordinatorState, ps: ProcessSetState, current: NegotiationRound) -> None:
     """All members have submitted that a process set is added or removed: do it, or refuse it on all."""
     signature = current.info.signature
     if signature.kind == OpKind.ADD_PROCESS_SET:
@@ -335,7 +343,9 @@ def change_sets(state: CoordinatorState, ps: ProcessSet, current: Round) -> None
         state.outbox.send((peer,), m.Execute(ps.id, ps.epoch, ps.sequence, (batch,)))
 
 
-def _add_set(state: CoordinatorState, ps: ProcessSet, current: Round, ranks: tuple[int, ...]) -> None:
+def _add_set(
+    state: CoordinatorState, ps: ProcessSetState, current: NegotiationRound, ranks: tuple[int, ...]
+) -> None:
     absent = [rank for rank in ranks if rank not in ps.members]
     if absent or not ranks:
         _refuse(
@@ -347,7 +357,7 @@ def _add_set(state: CoordinatorState, ps: ProcessSet, current: Round, ranks: tup
         state.outbox.send((peer,), m.ProcessSetAdded(current.heads[rank].local, added.id, ranks))
 
 
-def _find_set(state: CoordinatorState, signature: m.Signature) -> ProcessSet | None:
+def _find_set(state: CoordinatorState, signature: m.Signature) -> ProcessSetState | None:
     """The process set to remove: by its id in ``root``, or else by its ranks."""
     if signature.root > 0:
         return state.sets.by_id.get(signature.root)
@@ -357,7 +367,7 @@ def _find_set(state: CoordinatorState, signature: m.Signature) -> ProcessSet | N
     return None
 
 
-def _refuse(state: CoordinatorState, ps: ProcessSet, current: Round, why: str) -> None:
+def _refuse(state: CoordinatorState, ps: ProcessSetState, current: NegotiationRound, why: str) -> None:
     info = current.info
     verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
     for rank, peer in zip(ps.members, ps.peers, strict=True):
@@ -380,7 +390,7 @@ def _plane_failure(rank: int, text: str) -> str:
     return f"the data plane failed on rank {rank}: {text}"
 
 
-class Store:
+class RendezvousValues:
     """Values by key, and the peers that wait for keys which are not set yet."""
 
     __slots__ = ("_values", "_waiting")
@@ -389,13 +399,13 @@ class Store:
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[tuple[int, int]]] = {}
 
-    def set(self, key: str, value: bytes, outbox: Outbox) -> None:
+    def set(self, key: str, value: bytes, outbox: Effects) -> None:
         """Keep a value (the last one counts) and answer the peers that wait for it."""
         self._values[key] = value
         for peer, ticket in self._waiting.pop(key, ()):
             outbox.send((peer,), StoreValue(ticket, value))
 
-    def get(self, key: str, peer: int, ticket: int, outbox: Outbox) -> None:
+    def get(self, key: str, peer: int, ticket: int, outbox: Effects) -> None:
         """Answer ``peer`` now, or once the key is set."""
         value = self._values.get(key)
         if value is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hvdlab.collectives.coordinator import admission
 from hvdlab.collectives.coordinator.events import CloseConnection
-from hvdlab.collectives.coordinator.membership import Membership, RankPeer
+from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Restoring:
         self.resumed.pop(rank, None)
         self.alive.pop(rank, None)
 
-    def awaited(self, membership: Membership) -> list[int]:
+    def awaited(self, membership: MembershipTable) -> list[int]:
         """Ranks that lived and have not come, and that still have a place in the world."""
         known = self.resumed.keys() | membership.deaths.keys() | self.renewed
         expected = membership.expected

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from hvdlab.collectives.coordinator.signatures import Defined, Interned, describe
+from hvdlab.collectives.coordinator.signatures import InternedSignature, LocalDefinition, describe
 from hvdlab.collectives.protocol.messages import Party
 
 Extra = tuple[int, ...]
-Item = tuple[Defined, Extra]
+Item = tuple[LocalDefinition, Extra]
 
 
-class Round:
+class NegotiationRound:
     """The submissions of one name that belong together.
 
     Attributes:
@@ -34,11 +34,13 @@ class Round:
         "since",
     )  # fmt: skip
 
-    def __init__(self, info: Interned, local: int, since: float, priority: int | None = None) -> None:
+    def __init__(
+        self, info: InternedSignature, local: int, since: float, priority: int | None = None
+    ) -> None:
         self.info = info
         self.local = local
         self.agree = True
-        self.heads: dict[int, Defined] = {}
+        self.heads: dict[int, LocalDefinition] = {}
         self.extras: dict[int, Extra] | None = None
         self.payloads: dict[int, bytes] | None = None
         self.behind: dict[int, deque[Item]] | None = None
@@ -49,9 +51,9 @@ class Round:
         self.priority = priority
 
 
-def parties_of(heads: Mapping[int, Defined]) -> tuple[Party, ...]:
+def parties_of(heads: Mapping[int, LocalDefinition]) -> tuple[Party, ...]:
     """The ranks, grouped by what they asked for; each group's site is that of its lowest rank."""
-    groups: dict[Interned, list[int]] = {}
+    groups: dict[InternedSignature, list[int]] = {}
     for rank in sorted(heads):
         groups.setdefault(heads[rank].info, []).append(rank)
     devices = len({info.signature.device for info in groups}) > 1

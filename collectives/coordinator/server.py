@@ -86,7 +86,7 @@ class UnsoundStateError(Exception):
     """The failure of a handler that left the coordinator's state broken; the process must end."""
 
 
-class Server:
+class CoordinatorServer:
     """Serves listeners until it is stopped.
 
     Args:

@@ -15,7 +15,7 @@ Channel = tuple[str, int]
 FuseKey = tuple[int, int, str, float, float]
 
 
-class Interned:
+class InternedSignature:
     """The one object for all equal signatures.
 
     Attributes:
@@ -59,18 +59,18 @@ class Interned:
                 signature.postscale,
             )
 
-    def may_get(self, message: Interned) -> bool:
+    def may_get(self, message: InternedSignature) -> bool:
         """Whether this receive from any rank fits a message of its channel."""
         own, other = self.signature, message.signature
         return (own.dtype, own.shape, own.device) == (other.dtype, other.shape, other.device)
 
 
-class Defined:
+class LocalDefinition:
     """What a rank's local id stands for. Only allreduces have a priority."""
 
     __slots__ = ("info", "local", "priority", "site")
 
-    def __init__(self, local: int, info: Interned, site: str, priority: int | None = None) -> None:
+    def __init__(self, local: int, info: InternedSignature, site: str, priority: int | None = None) -> None:
         self.local, self.info, self.site = local, info, site
         self.priority = priority if info.fuse_key is not None else None
 
@@ -79,33 +79,35 @@ class SignatureTable:
     """Interns signatures for as long as some rank's definition uses them."""
 
     def __init__(self) -> None:
-        self._interned: dict[Signature, Interned] = {}
+        self._interned: dict[Signature, InternedSignature] = {}
 
     def __len__(self) -> int:
         return len(self._interned)
 
-    def __iter__(self) -> Iterator[Interned]:
+    def __iter__(self) -> Iterator[InternedSignature]:
         return iter(self._interned.values())
 
-    def define(self, definitions: dict[int, Defined], definition: Definition) -> None:
+    def define(self, definitions: dict[int, LocalDefinition], definition: Definition) -> None:
         """Enter a rank's definition; a local id may be defined anew."""
         signature = _comparable(definition.signature)
         info = self._interned.get(signature)
         if info is None:
-            info = self._interned[signature] = Interned(signature)
+            info = self._interned[signature] = InternedSignature(signature)
         info.references += 1
         old = definitions.get(definition.local)
-        definitions[definition.local] = Defined(definition.local, info, definition.site, definition.priority)
+        definitions[definition.local] = LocalDefinition(
+            definition.local, info, definition.site, definition.priority
+        )
         if old is not None:
             self._release(old.info)
 
-    def forget(self, definitions: dict[int, Defined]) -> None:
+    def forget(self, definitions: dict[int, LocalDefinition]) -> None:
         """Drop all definitions of a rank that is gone."""
         for defined in definitions.values():
             self._release(defined.info)
         definitions.clear()
 
-    def _release(self, info: Interned) -> None:
+    def _release(self, info: InternedSignature) -> None:
         info.references -= 1
         if info.references == 0:
             del self._interned[info.signature]

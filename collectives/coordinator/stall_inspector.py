@@ -12,9 +12,9 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdlab.collectives.coordinator.membership import RankPeer
-from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
-from hvdlab.collectives.coordinator.rounds import Round
-from hvdlab.collectives.coordinator.signatures import Defined, kind_label
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSetState
+from hvdlab.collectives.coordinator.rounds import NegotiationRound
+from hvdlab.collectives.coordinator.signatures import LocalDefinition, kind_label
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, call_name, compact_ranks, format_ranks
 from hvdlab.collectives.protocol import messages as m
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.state import CoordinatorState
 
 
-class Stalls:
+class StallInspector:
     """When to look for collectives that wait for long, and what to do about them.
 
     Args:
@@ -80,8 +80,8 @@ class Stalls:
     def _report_round(
         self,
         state: CoordinatorState,
-        ps: ProcessSet,
-        current: Round,
+        ps: ProcessSetState,
+        current: NegotiationRound,
         missing: tuple[int, ...],
         seconds: float,
     ) -> None:
@@ -92,17 +92,23 @@ class Stalls:
         )
         _report_stall(state, ps, report, seconds, f"has been waiting for {seconds:.0f} s: {lacking}")
 
-    def _next_report(self, current: Round) -> float:
+    def _next_report(self, current: NegotiationRound) -> float:
         return current.since + self._every * (current.reported + 1)
 
-    def _end_of(self, current: Round) -> float:
+    def _end_of(self, current: NegotiationRound) -> float:
         # A rank that has joined waits for the others to run out of data, however long that takes.
         return math.inf if current.info.kind == OpKind.JOIN else current.since + self._shutdown
 
-    def _is_over(self, current: Round, now: float) -> bool:
+    def _is_over(self, current: NegotiationRound, now: float) -> bool:
         return now >= self._end_of(current)
 
-    def _end(self, state: CoordinatorState, ps: ProcessSet, current: Round, missing: tuple[int, ...]) -> None:
+    def _end(
+        self,
+        state: CoordinatorState,
+        ps: ProcessSetState,
+        current: NegotiationRound,
+        missing: tuple[int, ...],
+    ) -> None:
         what = call_name(kind_label(current.info.kind), current.info.name)
         lacking = f"{format_ranks(missing)} did not submit it" if missing else "its group was not complete"
         text = f"{what}: {lacking} within {self._shutdown:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
@@ -112,7 +118,7 @@ class Stalls:
 
 
 def _report_stall(
-    state: CoordinatorState, ps: ProcessSet, report: AbortedCollective, seconds: float, text: str
+    state: CoordinatorState, ps: ProcessSetState, report: AbortedCollective, seconds: float, text: str
 ) -> None:
     state.outbox.send(tuple(state.membership.clients), Stalled(ps.id, seconds, report))
     if _is_shown(state, report.waited):
@@ -214,7 +220,7 @@ class AwaitedOperation:
 class OverdueOperation(NamedTuple):
     """An operation whose members have been asked for a sign of life and did not all answer."""
 
-    process_set: ProcessSet
+    process_set: ProcessSetState
     seconds: float
     collective: m.AbortedCollective
 
@@ -228,9 +234,9 @@ def _ask_at(operation: AwaitedOperation, every: float) -> float:
     return operation.since + every * (operation.reported + 1) - probe_lead_time(every)
 
 
-def _waits(state: CoordinatorState) -> dict[OperationKey, tuple[float, dict[int, Defined]]]:
+def _waits(state: CoordinatorState) -> dict[OperationKey, tuple[float, dict[int, LocalDefinition]]]:
     """The operations for whose end ranks wait: since when, and with which submission each of these ranks."""
-    found: dict[OperationKey, tuple[float, dict[int, Defined]]] = {}
+    found: dict[OperationKey, tuple[float, dict[int, LocalDefinition]]] = {}
     for rank, peer in state.membership.ranks.items():
         wait = peer.executing
         defined = peer.definitions.get(wait.local) if wait is not None else None
@@ -246,7 +252,7 @@ def _waits(state: CoordinatorState) -> dict[OperationKey, tuple[float, dict[int,
     return found
 
 
-def _silence_report(waiting: dict[int, Defined], silent: set[int]) -> m.AbortedCollective:
+def _silence_report(waiting: dict[int, LocalDefinition], silent: set[int]) -> m.AbortedCollective:
     info = next(iter(waiting.values())).info
     waited = tuple(sorted(waiting.keys() - silent))
     sites = tuple(waiting[rank].site for rank in waited)

@@ -20,7 +20,7 @@ import msgspec
 
 from hvdlab.collectives.coordinator import admission, deadlock, fusion, process_sets, restoring
 from hvdlab.collectives.coordinator.admission import (
-    Elastic,
+    ElasticRanks,
     depart,
     lose,
     on_elastic,
@@ -28,25 +28,25 @@ from hvdlab.collectives.coordinator.admission import (
     release,
     resize,
 )
-from hvdlab.collectives.coordinator.deadlock import Cells
+from hvdlab.collectives.coordinator.deadlock import RunningCells
 from hvdlab.collectives.coordinator.event_history import UNREAD_BYTES, EventHistory
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     Effect,
+    Effects,
     Event,
-    Outbox,
     PeerConnected,
     PeerLost,
     Received,
 )
-from hvdlab.collectives.coordinator.fusion import Holding, Tuning
-from hvdlab.collectives.coordinator.membership import Membership, RankPeer, Wait
+from hvdlab.collectives.coordinator.fusion import FusionWindows, Tuning
+from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer, Wait
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
-from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets, Store
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState, RendezvousValues
 from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, on_recall, on_resume
 from hvdlab.collectives.coordinator.signatures import SignatureTable
-from hvdlab.collectives.coordinator.stall_inspector import Pauses, Stalls, on_paused, on_resumed
+from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector, on_paused, on_resumed
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
@@ -61,7 +61,7 @@ _CHECK_AGAIN = 0.5
 
 
 class CoordinatorState:
-    """Membership, readiness and order of one job.
+    """MembershipTable, readiness and order of one job.
 
     Args:
         options: Settings.
@@ -78,9 +78,9 @@ class CoordinatorState:
     ) -> None:
         self.options = options or CoordinatorOptions()
         self.clock = clock
-        self.outbox = Outbox()
+        self.outbox = Effects()
         size = self.options.size
-        self.membership = Membership(None if size is None else range(size), wall)
+        self.membership = MembershipTable(None if size is None else range(size), wall)
         hierarchy = Hierarchy(self.options.hierarchical_allreduce, self.options.hierarchical_allgather)
         generation = self.options.generation
         self.sets = ProcessSets(
@@ -92,22 +92,22 @@ class CoordinatorState:
         )
         self.restoring = Restoring(generation, self.options.reattach)
         self.signatures = SignatureTable()
-        self.cells = Cells()
-        self.elastic = Elastic()
+        self.cells = RunningCells()
+        self.elastic = ElasticRanks()
         self.history = EventHistory(min(UNREAD_BYTES, self.options.history_bytes))
         self.by_peer: dict[int, RankPeer] = {}
         #: Why peers were refused, the last few reasons.
         self.refused: deque[str] = deque(maxlen=32)
-        self.touched: dict[ProcessSet, None] = {}
+        self.touched: dict[ProcessSetState, None] = {}
         # Sent last in a round: they tell a peer that all before has been handled.
         self.answers: list[tuple[int, m.Pong | m.Regrouped]] = []
         self.check_admission = False
         self.check_blocked = False
         self.blocked: set[int] = set()  # ranks whose user waits for a collective that is not decided
         self._check_due: float | None = None
-        self.stalls = Stalls(self.options.stall_seconds, self.options.stall_shutdown)
+        self.stalls = StallInspector(self.options.stall_seconds, self.options.stall_shutdown)
         self.pauses = Pauses()
-        self.holding = Holding()
+        self.holding = FusionWindows()
         self.fusion_threshold = self.options.fusion_threshold
         self.flush_delay = self.options.flush_delay
         self.tuning = Tuning(self.options)
@@ -292,7 +292,7 @@ class CoordinatorState:
         self.outbox.effects.append(CloseConnection(rank.peer))
         admission.lose(self, rank.peer, f"it sent {text}", now, explained=True)
 
-    def open_set(self, rank: RankPeer, message: Any) -> ProcessSet | None:
+    def open_set(self, rank: RankPeer, message: Any) -> ProcessSetState | None:
         """The process set that a message is about, unless the message is of an ended epoch."""
         ps = self.sets.by_id.get(message.process_set)
         if ps is None or ps.phase != OPEN or ps.epoch != message.epoch or rank.rank not in ps.matcher.members:
@@ -501,7 +501,7 @@ def _on_board_missing(state: CoordinatorState, rank: RankPeer, message: m.BoardM
 
 
 def _count_out(
-    state: CoordinatorState, ps: ProcessSet, message: m.DeclinePost, *, without: int | None = None
+    state: CoordinatorState, ps: ProcessSetState, message: m.DeclinePost, *, without: int | None = None
 ) -> None:
     """Pass the message on to all ranks that may be at that board, with the process ids of those that are there, but ``without``."""
     there = {*ps.peers, *(peer for peer, _ in ps.former.values())}
@@ -515,7 +515,7 @@ def _past_set(
     state: CoordinatorState,
     rank: RankPeer,
     message: m.Withdraw | m.DeclinePost | m.BoardMissing | m.PlaneFailed | m.StoreSet | m.StoreGet,
-) -> ProcessSet | None:
+) -> ProcessSetState | None:
     """The process set of a message of an earlier epoch, in which ranks may still be executing; else ``None``."""
     ps = state.sets.by_id.get(message.process_set)
     if ps is None or message.epoch >= ps.epoch or not (rank.rank in ps.members or rank.rank in ps.former):
@@ -565,7 +565,7 @@ def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, no
 
 def _rendezvous_values(
     state: CoordinatorState, rank: RankPeer, message: m.StoreSet | m.StoreGet
-) -> Store | None:
+) -> RendezvousValues | None:
     """The store that a message is about: of this epoch, or of an earlier one that ended in order."""
     ps = state.open_set(rank, message)
     if ps is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from coordinator_simulation import signature
-from hvdlab.collectives.coordinator.negotiation import DuplicateName, Impossible, Matcher, Mismatch
-from hvdlab.collectives.coordinator.signatures import Defined, SignatureTable
+from hvdlab.collectives.coordinator.negotiation import DuplicateName, Impossible, Mismatch, Negotiation
+from hvdlab.collectives.coordinator.signatures import LocalDefinition, SignatureTable
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.protocol.messages import Definition
 
@@ -15,9 +15,9 @@ class Bench:
     """A matcher with ranks 0, 1, 2 whose local ids are made up as needed."""
 
     def __init__(self, size: int = 3) -> None:
-        self.matcher = Matcher(tuple(range(size)))
+        self.matcher = Negotiation(tuple(range(size)))
         self.table = SignatureTable()
-        self.definitions: list[dict[int, Defined]] = [{} for _ in range(size)]
+        self.definitions: list[dict[int, LocalDefinition]] = [{} for _ in range(size)]
 
     def submit(
         self,
@@ -257,7 +257,7 @@ def test_equal_signatures_are_one_object_until_nobody_defines_them() -> None:
 
 
 def test_a_local_id_may_be_defined_anew() -> None:
-    table, known = SignatureTable(), dict[int, Defined]()
+    table, known = SignatureTable(), dict[int, LocalDefinition]()
     table.define(known, Definition(0, signature("a"), ""))
     table.define(known, Definition(0, signature("b"), ""))
     assert [info.name for info in table] == ["b"]

@@ -18,7 +18,7 @@ from hvdlab.collectives.coordinator import connections as connections_module
 from hvdlab.collectives.coordinator import event_history
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
-from hvdlab.collectives.coordinator.server import Server, UnsoundStateError
+from hvdlab.collectives.coordinator.server import CoordinatorServer, UnsoundStateError
 from hvdlab.collectives.coordinator.state import RANK_HANDLERS
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
@@ -68,7 +68,7 @@ class Running:
         self.log, self.notes = Lines(), Lines()
         state = CoordinatorOptions(size=2)
         settings = ServerOptions(TOKEN, client_token, state=state, **options)  # type: ignore[arg-type]  # tests give the right ones
-        self.server = Server(settings, log=self.log, note=self.notes, memory=memory)
+        self.server = CoordinatorServer(settings, log=self.log, note=self.notes, memory=memory)
         self.address = f"unix:{path}/s"
         self.certificate: str | None = None
         listener = socket.socket(socket.AF_UNIX)
@@ -656,7 +656,7 @@ def test_a_client_that_reads_no_events_keeps_its_connection(
 
 def test_a_server_whose_state_is_broken_ends_after_it_has_told_the_sender(tmp_path: Path) -> None:
     """So that the ranks go on with a successor, and no rank waits for ever."""
-    server = Server(ServerOptions(TOKEN, CLIENT_TOKEN, state=CoordinatorOptions(size=2)))
+    server = CoordinatorServer(ServerOptions(TOKEN, CLIENT_TOKEN, state=CoordinatorOptions(size=2)))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{tmp_path}/s")
     listener.listen()

@@ -549,8 +549,8 @@ class Schedule:
         assert not state.by_peer
         assert len(state.signatures) == 0
         assert set(state.sets.by_id) == {0}, "process sets of nobody"
-        assert not state.sets.world.matcher.pending
-        assert not state.sets.world.matcher.debts
+        assert not state.sets.world.negotiation.pending
+        assert not state.sets.world.negotiation.owed
         assert not state.cells.idle
         assert not state.touched
         assert not state.answers

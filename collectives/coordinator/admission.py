@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> None:
     """A peer has introduced itself: welcome or refuse it."""
-    membership, outbox = state.membership, state.outbox
+    membership, effects = state.membership, state.effects
     if hello.role == "client":
         membership.clients[peer] = None
         state.history.limit = state.options.history_bytes
-        outbox.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation, state.options.pid))
-        outbox.send((peer,), state.world())
+        effects.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation, state.options.pid))
+        effects.send((peer,), state.world())
         if state.pauses:
-            outbox.send((peer,), stall_inspector.paused_ranks(state))
+            effects.send((peer,), stall_inspector.paused_ranks(state))
         if hello.events:
-            state.history.subscribe(peer, outbox)
+            state.history.subscribe(peer, effects)
         return
     if hello.role == "observer":
         membership.observers[peer] = None
-        outbox.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation, state.options.pid))
-        outbox.send((peer,), state.world())
+        effects.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation, state.options.pid))
+        effects.send((peer,), state.world())
         return
     rank = membership.free_rank() if hello.rank < 0 else hello.rank
     reason = membership.refusal(rank) if hello.role == "rank" else f"there is no role {hello.role!r}"
@@ -53,9 +53,9 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
         early = _is_early(state, rank, hello)
         if not early and reason not in state.refused:  # a rank that is started again and again is logged once
             state.refused.append(reason)
-            outbox.log(f"refused: {reason}")
-        outbox.send((peer,), m.Refused(reason, early))
-        outbox.effects.append(CloseConnection(peer))
+            effects.log(f"refused: {reason}")
+        effects.send((peer,), m.Refused(reason, early))
+        effects.add(CloseConnection(peer))
         return
     since = membership.cut_off_since(rank, hello.pid) if hello.generation >= 0 else None
     newcomer = membership.join(peer, rank, hello, now)
@@ -64,19 +64,19 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
         state.restoring.renewed.add(rank)
     if newcomer.tracked:
         state.cells.join(rank)
-    outbox.send((peer,), m.Welcome(rank, int(now * 1e9), state.options.generation, state.options.pid))
+    effects.send((peer,), m.Welcome(rank, int(now * 1e9), state.options.generation, state.options.pid))
     if since is not None:
-        outbox.note(f"rank {rank} (pid {hello.pid}) is back after {now - since:.1f} s")
-        outbox.send(tuple(membership.clients), m.Returned(rank, hello.pid, now - since))
+        effects.note(f"rank {rank} (pid {hello.pid}) is back after {now - since:.1f} s")
+        effects.send(tuple(membership.clients), m.Returned(rank, hello.pid, now - since))
     if hello.generation >= 0 and hello.returns and not state.restoring.active:
         fall_behind(state, newcomer)
 
 
 def fall_behind(state: CoordinatorState, rank: RankPeer) -> None:
     """The others have gone on without this rank, which has come back with its memory: have it learn that, and wait to be let in."""
-    rank.behind = True
+    rank.outdated = True
     text = f"rank {rank.rank} was cut off, and the others have gone on without it"
-    state.outbox.send((rank.peer,), m.Outdated(text))
+    state.effects.send((rank.peer,), m.Outdated(text))
 
 
 def _differs(state: CoordinatorState, rank: int, hello: m.Hello) -> str:
@@ -148,7 +148,7 @@ def lose(
     if rank.leaving:
         state.membership.leave(rank)
     else:
-        state.outbox.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
+        state.effects.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
         state.membership.die(rank, reason, now, explained=explained, since=since)
     for ps in sets:
         state.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), f"rank {rank.rank} died: {reason}")
@@ -183,14 +183,14 @@ def resize(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
     dropped = state.membership.expect(ranks)
     state.cells.keep({*ranks, *state.membership.ranks})
     for rank in dropped:
-        state.outbox.send((rank.peer,), m.Leave("the world was resized"))
+        state.effects.send((rank.peer,), m.Leave("the world was resized"))
     leaving = {rank.rank for rank in dropped}
     busy = any(state.cells.active(rank) for rank in leaving)
     for ps in list(state.sets):
         going = leaving & (set(ps.members) - ps.gone)
         if not going:
             continue
-        if busy or (ps.phase == OPEN and ps.matcher.pending):
+        if busy or (ps.phase == OPEN and ps.negotiation.pending):
             text = f"{format_ranks(sorted(going))} left, because the world was resized"
             state.sets.abort(ps, CauseKind.MEMBERSHIP, sorted(going), text)
         else:
@@ -221,7 +221,7 @@ def _let_go(state: CoordinatorState, going: set[int]) -> None:
     left = [rank for rank in state.membership.expected or () if rank not in going]
     for rank in state.membership.expect(left):
         state.elastic.drop(rank.rank)
-        state.outbox.send((rank.peer,), m.Leave("its host is not part of the job any more"))
+        state.effects.send((rank.peer,), m.Leave("its host is not part of the job any more"))
     for ps in list(state.sets):
         if going & (set(ps.members) - ps.gone):
             state.sets.switch(ps, tuple(rank for rank in ps.members if rank not in going))
@@ -241,7 +241,7 @@ def refuse_left_out(state: CoordinatorState, rank: RankPeer, message: m.Announce
             scope = message.process_set, message.epoch
             kind = CauseKind.MEMBERSHIP.value
             refusal = m.Cancelled(*scope, (local,), kind, (rank.rank,), text, "", pending)
-            state.outbox.send((rank.peer,), refusal)
+            state.effects.send((rank.peer,), refusal)
 
 
 def admit(state: CoordinatorState) -> None:
@@ -260,10 +260,10 @@ def admit(state: CoordinatorState) -> None:
     there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
     current = world.current
     gone = world.gone | membership.returning
-    behind = {rank for rank in there if membership.ranks[rank].behind}
-    stay = [rank for rank in there if rank in current and rank not in gone | behind]
+    outdated = {rank for rank in there if membership.ranks[rank].outdated}
+    stay = [rank for rank in there if rank in current and rank not in gone | outdated]
     new = [
-        rank for rank in there if rank not in stay and (rank not in behind or _may_enter(state, rank, stay))
+        rank for rank in there if rank not in stay and (rank not in outdated or _may_enter(state, rank, stay))
     ]
     if any(cells.active(rank) for rank in current):
         new = [rank for rank in new if rank not in cells.idle]
@@ -278,7 +278,7 @@ def admit(state: CoordinatorState) -> None:
     if change is WorldChange.NOW or (change is WorldChange.FREE and new and membership.complete):
         membership.returning.difference_update(new)
         for rank in new:
-            membership.ranks[rank].behind = False
+            membership.ranks[rank].outdated = False
         # The members keep their order: a restored world has no other record of which rank came first.
         state.sets.switch(world, (*(rank for rank in current if rank in stay), *sorted(new)))
         regroup(state)
@@ -366,9 +366,9 @@ def end_waits(state: CoordinatorState) -> None:
     """End the collectives that other ranks wait in and that a rank which has regrouped will not submit."""
     ready = state.elastic.ready
     for ps in list(state.sets):
-        if ps.phase != OPEN or not ps.matcher.pending:
+        if ps.phase != OPEN or not ps.negotiation.pending:
             continue
-        absent = sorted(ps.matcher.members & ready.keys())
+        absent = sorted(ps.negotiation.members & ready.keys())
         if absent:
             whose = "its" if len(absent) == 1 else "their"
             why = ready[absent[0]].reason

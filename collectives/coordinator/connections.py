@@ -72,7 +72,7 @@ class Connections:
         self.met = False
         self._options = options
         self._log = log
-        self.turned_away = RejectionLog(log, self.call_at)
+        self.rejections = RejectionLog(log, self.call_at)
         self._unsettled: dict[Connection, None] = {}  # neither introduced yet nor quite closed
         self._next_peer = 1
         self._ping = 0
@@ -137,7 +137,7 @@ class Connections:
         until = time.monotonic() + self._options.hello_timeout - _HELLO_SECONDS
         for connection in self._unsettled:
             if connection.phase != CLOSING and connection.deadline <= until:
-                self.turned_away.tell(
+                self.rejections.tell(
                     f"{connection.name} is closed: it has not said Hello, and others need its place"
                 )
                 self.drop(connection)
@@ -259,7 +259,7 @@ class Connections:
                 upcoming = min(upcoming, connection.deadline)
                 continue
             if connection.phase != CLOSING:
-                self.turned_away.tell(
+                self.rejections.tell(
                     f"{connection.name} is closed: no Hello within {self._options.hello_timeout:g} s"
                 )
             self.drop(connection)

@@ -107,15 +107,15 @@ def free_from_idle(state: CoordinatorState, now: float) -> None:
     """End the collectives that other ranks wait in and that ranks without a cell will not submit."""
     idle = state.cells.idle - state.pauses.reasons.keys()
     for ps in list(state.sets):
-        if ps.matcher.debts:
-            for rank in idle & ps.matcher.debts.ranks:
-                ps.matcher.debts.forgive(rank)
-        if ps.matcher.pending and not ps.matcher.members.isdisjoint(idle):
+        if ps.negotiation.owed:
+            for rank in idle & ps.negotiation.owed.ranks:
+                ps.negotiation.owed.forgive(rank)
+        if ps.negotiation.pending and not ps.negotiation.members.isdisjoint(idle):
             _free_messages(state, ps, idle, now)
-            for current, missing in ps.matcher.waiting():
+            for current, missing in ps.negotiation.waiting():
                 absent = [r for r in (missing or ps.members) if r in idle]
                 if absent and not current.info.from_any:  # else another rank may send
-                    why = state.cells.absence(absent, current.heads)
+                    why = state.cells.absence(absent, current.submissions)
                     state.sets.abort(ps, why.kind, why.ranks, why.text)
                     break
 
@@ -123,15 +123,17 @@ def free_from_idle(state: CoordinatorState, now: float) -> None:
 def _free_messages(state: CoordinatorState, ps: ProcessSetState, idle: AbstractSet[int], now: float) -> None:
     """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
     vain: dict[str, list[int]] = {}
-    for waiting, missing in ps.matcher.waiting():
+    for waiting, missing in ps.negotiation.waiting():
         absent, info = [rank for rank in missing if rank in idle], waiting.info
         if info.between and absent and (not info.from_any or len(absent) == len(missing)):
             vain[info.name] = absent
     for name, absent in vain.items():
-        while (current := ps.matcher.rounds.get(name)) is not None and not current.heads.keys() & {*absent}:
-            why = state.cells.absence(absent, current.heads)
-            ps.matcher.end_message(current, why.kind, why.ranks, why.text, now)
-    if ps.matcher.rejections:
+        while (current := ps.negotiation.rounds.get(name)) is not None and not current.submissions.keys() & {
+            *absent
+        }:
+            why = state.cells.absence(absent, current.submissions)
+            ps.negotiation.end_message(current, why.kind, why.ranks, why.text, now)
+    if ps.negotiation.rejections:
         decide(state, ps, now)
 
 
@@ -197,20 +199,20 @@ def _waits_for(sets: Mapping[int, ProcessSetState], peer: RankPeer) -> Deadlocke
     defined = peer.definitions.get(wait.local)
     if ps is None or ps.epoch != wait.epoch or defined is None:
         return None
-    matcher = ps.matcher
-    if any(kept.heads.get(peer.rank) is defined for kept in matcher.schedule):
+    negotiation = ps.negotiation
+    if any(kept.submissions.get(peer.rank) is defined for kept in negotiation.priorities):
         return None  # it will be executed; a later round of the name, which may be incomplete, is not what the rank waits for
-    current = matcher.rounds.get(defined.info.name)
-    if current is not None and peer.rank in current.heads:
-        if current.disputed is not None:
+    current = negotiation.rounds.get(defined.info.name)
+    if current is not None and peer.rank in current.submissions:
+        if current.mismatch_since is not None:
             return None  # the round will get a verdict
-        queued = (current.behind or {}).get(peer.rank, ())
-        if current.heads[peer.rank] is defined or any(item[0] is defined for item in queued):
-            return _in_round(ps, current, defined.site, matcher.missing(current))
-    for held in matcher.held.get(defined.info.group, ()):
-        if held.heads.get(peer.rank) is defined:
+        queued = (current.queued or {}).get(peer.rank, ())
+        if current.submissions[peer.rank] is defined or any(item[0] is defined for item in queued):
+            return _in_round(ps, current, defined.site, negotiation.missing(current))
+    for held in negotiation.incomplete_groups.get(defined.info.group, ()):
+        if held.submissions.get(peer.rank) is defined:
             # Complete by itself; what its group lacks may have to come from any member that has not joined.
-            joined = matcher.joined
+            joined = negotiation.joined
             return _in_round(ps, held, defined.site, tuple(r for r in ps.members if r not in joined))
     return None
 

@@ -36,7 +36,7 @@ class EventHistory:
         self._batches: deque[RankEvents] = deque()
         self._subscribers: tuple[int, ...] = ()
 
-    def add(self, rank: int, batch: bytes, outbox: Effects) -> None:
+    def add(self, rank: int, batch: bytes, effects: Effects) -> None:
         """Keep a batch of ``rank`` and pass it on."""
         self.number += 1
         message = RankEvents(rank, batch, self.number)
@@ -45,9 +45,9 @@ class EventHistory:
         while self.nbytes > self.limit:
             self.nbytes -= len(self._batches.popleft().batch)
             self.dropped += 1
-        outbox.send(self._subscribers, message)
+        effects.send(self._subscribers, message)
 
-    def subscribe(self, peer: int, outbox: Effects, *, past: bool = True, after: int = 0) -> None:
+    def subscribe(self, peer: int, effects: Effects, *, past: bool = True, after: int = 0) -> None:
         """Send ``peer`` the history, oldest first, and everything from now on. Idempotent.
 
         Args:
@@ -60,7 +60,7 @@ class EventHistory:
             return
         for message in self._batches if past else ():
             if message.number > after:
-                outbox.send((peer,), message)
+                effects.send((peer,), message)
         self._subscribers += (peer,)
 
     def unsubscribe(self, peer: int) -> None:
@@ -82,21 +82,21 @@ class LaggingSubscriber:
         behind: Whether it gets no events for now.
     """
 
-    __slots__ = ("_missed", "_room", "behind")
+    __slots__ = ("_missed", "_room", "lagging")
 
     def __init__(self) -> None:
-        self.behind = False
+        self.lagging = False
         self._room = FIRST_LAG_LIMIT
         self._missed: dict[int, int] = {}
 
     def take(self, message: RankEvents, waiting: int) -> RankEvents | None:
         """The batch to send while ``waiting`` bytes wait for the peer, with what it has missed before; ``None`` to send nothing."""
         if waiting <= CAUGHT_UP_BYTES:
-            self.behind, self._room = False, LAG_LIMIT
+            self.lagging, self._room = False, LAG_LIMIT
         elif waiting > self._room:
-            self.behind = True
+            self.lagging = True
         missed = self._missed.get(message.rank, 0)
-        if self.behind:
+        if self.lagging:
             self._missed[message.rank] = missed + count_of(message.batch)
             return None
         if not missed:

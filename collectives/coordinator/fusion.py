@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 def decide(state: CoordinatorState, ps: ProcessSetState, now: float) -> None:
     """Release the ready rounds of an open epoch, and send the verdicts, in order."""
-    matcher = ps.matcher
-    if matcher.conflict:
-        state.sets.abort(ps, CauseKind.MISMATCH, (), matcher.conflict)
+    negotiation = ps.negotiation
+    if negotiation.conflict:
+        state.sets.abort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
         return
-    ready, matcher.ready = matcher.ready, []
-    if matcher.schedule or any(current.priority is not None for current in ready):
+    ready, negotiation.ready = negotiation.ready, []
+    if negotiation.priorities or any(current.priority is not None for current in ready):
         ready = _schedule(state, ps, ready, now)
-    if matcher.rejections:
-        rejections, matcher.rejections = matcher.rejections, []
+    if negotiation.rejections:
+        rejections, negotiation.rejections = negotiation.rejections, []
         done = 0
         for after, rejected in itertools.groupby(rejections, lambda r: r.after):
             _release(state, ps, ready[done:after])
@@ -46,7 +46,7 @@ def decide(state: CoordinatorState, ps: ProcessSetState, now: float) -> None:
         ready = ready[done:]
     if ready:
         _release(state, ps, ready)
-    if ps.gone and matcher.pending:
+    if ps.gone and negotiation.pending:
         left = tuple(sorted(ps.gone))
         state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
 
@@ -63,23 +63,23 @@ def _schedule(
     Returns:
         The rounds that are still to be released, in order.
     """
-    matcher, credit = ps.matcher, state.options.scheduling_credit
-    schedule = matcher.schedule
-    if schedule:  # a rank was not taken to wait while a round of that name was kept; what it waits for may be the next one, and in vain
+    negotiation, credit = ps.negotiation, state.options.scheduling_credit
+    priorities = negotiation.priorities
+    if priorities:  # a rank was not taken to wait while a round of that name was kept; what it waits for may be the next one, and in vain
         state.check_later(now)
-    leaving = ps.gone or state.elastic.ready or not matcher.members.isdisjoint(state.cells.idle)
+    leaving = ps.gone or state.elastic.ready or not negotiation.members.isdisjoint(state.cells.idle)
     joined = any(current.info.kind == OpKind.JOIN for current in ready)
-    if leaving or joined or matcher.rejections or not credit:
-        run(state, ps, schedule.next())
+    if leaving or joined or negotiation.rejections or not credit:
+        run(state, ps, priorities.next())
         return ready
     others: list[NegotiationRound] = []
     for current in ready:
-        if schedule.concerns(current):
-            schedule.add((current,))
+        if priorities.concerns(current):
+            priorities.add((current,))
         else:
             others.append(current)
     _release(state, ps, others)
-    due = schedule.next(credit)
+    due = priorities.next(credit)
     if due:
         # Two batches at least, so that ranks execute one of them while the end of the other is reported.
         _run_together(state, ps, due, min(state.fusion_threshold, credit // 2), reported=True)
@@ -117,7 +117,7 @@ def _run_messages(
     ps.sequence += 1
     two = [(rank, peer) for rank, peer in zip(ps.members, ps.peers, strict=True) if rank in between]
     ranks, peers = zip(*two, strict=True)
-    execute(ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, state.outbox)
+    execute(ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, state.effects)
 
 
 def _run_together(
@@ -137,8 +137,8 @@ def _run_together(
         if tuned:
             state.tuning.before(state, ps)
         if reported:
-            ps.matcher.schedule.ordered(ps.sequence, batches)
-        execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.outbox, reported=reported)
+            ps.negotiation.priorities.ordered(ps.sequence, batches)
+        execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.effects, reported=reported)
         if tuned:
             state.tuning.executed(ps, rounds)
 
@@ -153,10 +153,10 @@ def _reject(state: CoordinatorState, ps: ProcessSetState, rejected: Iterable[Rej
     for (verdict, rank), numbers in locals.items():
         audiences.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
     for (verdict, same), receivers in audiences.items():
-        state.outbox.send(tuple(receivers), verdict.message(ps.id, ps.epoch, same))
+        state.effects.send(tuple(receivers), verdict.message(ps.id, ps.epoch, same))
 
 
-def end_disputes(state: CoordinatorState, now: float) -> bool:
+def reject_mismatches(state: CoordinatorState, now: float) -> bool:
     """Give verdicts where ranks disagree and the others have had their time to submit theirs.
 
     Returns whether any was given.
@@ -164,11 +164,11 @@ def end_disputes(state: CoordinatorState, now: float) -> bool:
     idle = state.cells.idle
     ended = False
     for ps in state.sets:
-        matcher = ps.matcher
-        if matcher.disputes:
-            vain = ps.gone or not matcher.members.isdisjoint(idle)
-            matcher.end_disputes(0.0 if vain else state.options.dispute_grace, now)
-            if matcher.rejections or matcher.conflict:
+        negotiation = ps.negotiation
+        if negotiation.mismatches:
+            vain = ps.gone or not negotiation.members.isdisjoint(idle)
+            negotiation.reject_mismatches(0.0 if vain else state.options.dispute_grace, now)
+            if negotiation.rejections or negotiation.conflict:
                 state.touched[ps] = None
                 ended = True
     return ended
@@ -203,10 +203,10 @@ def fuse(
 class _FusionWindow:
     """The held rounds of a process set's epoch: until when, and how many and how large they are so far."""
 
-    __slots__ = ("count", "matcher", "nbytes", "until")
+    __slots__ = ("count", "nbytes", "negotiation", "until")
 
-    def __init__(self, matcher: Negotiation, until: float) -> None:
-        self.matcher = matcher
+    def __init__(self, negotiation: Negotiation, until: float) -> None:
+        self.negotiation = negotiation
         self.until = until
         self.count = 0
         self.nbytes = 0
@@ -236,15 +236,15 @@ class FusionWindows:
         Not for longer than ``delay`` seconds, not if they are ``enough`` bytes, not if one of them is never fused, such as a
         barrier, and not if it is the turn of rounds that were kept back for their priority.
         """
-        matcher = ps.matcher
-        ready = matcher.ready
-        if matcher.schedule and not matcher.schedule.under_way:
+        negotiation = ps.negotiation
+        ready = negotiation.ready
+        if negotiation.priorities and not negotiation.priorities.under_way:
             return self._let_go(ps)
-        if delay <= 0 or not ready or matcher.rejections or matcher.conflict or ps.gone:
+        if delay <= 0 or not ready or negotiation.rejections or negotiation.conflict or ps.gone:
             return self._let_go(ps)
         held = self._held.get(ps)
-        if held is None or held.matcher is not matcher or held.count > len(ready):
-            held = self._held[ps] = _FusionWindow(matcher, now + delay)
+        if held is None or held.negotiation is not negotiation or held.count > len(ready):
+            held = self._held[ps] = _FusionWindow(negotiation, now + delay)
         for current in ready[held.count :]:
             if current.info.fuse_key is None:
                 return self._let_go(ps)
@@ -274,7 +274,7 @@ def execute(
     batches: Sequence[Sequence[NegotiationRound]],
     ranks: tuple[int, ...],
     peers: tuple[int, ...],
-    outbox: Effects,
+    effects: Effects,
     *,
     reported: bool = False,
 ) -> None:
@@ -284,20 +284,20 @@ def execute(
     """
     if len(batches) == 1 and len(batches[0]) == 1:
         (only,) = batches[0]
-        if only.agree and not only.extras:  # a short way for the common case
+        if only.same_local_id and not only.extras:  # a short way for the common case
             one = Batch((only.local,), (), _payloads(batches[0], ranks), (), reported)
-            outbox.send(peers, Execute(process_set, epoch, sequence, (one,)))
+            effects.send(peers, Execute(process_set, epoch, sequence, (one,)))
             return
     tables = [_tables(batch, ranks) for batch in batches]
     payloads = [_payloads(batch, ranks) for batch in batches]
-    if all(current.agree for batch in batches for current in batch):
+    if all(current.same_local_id for batch in batches for current in batch):
         same = tuple(
             [
                 Batch(tuple([current.local for current in batch]), table, payload, (), reported)
                 for batch, table, payload in zip(batches, tables, payloads, strict=True)
             ]
         )
-        outbox.send(peers, Execute(process_set, epoch, sequence, same))
+        effects.send(peers, Execute(process_set, epoch, sequence, same))
         return
     by_locals: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for rank, peer in zip(ranks, peers, strict=True):
@@ -309,7 +309,7 @@ def execute(
                 for batch, numbers, table, payload in zip(batches, locals, tables, payloads, strict=True)
             ]
         )
-        outbox.send(tuple(alike), Execute(process_set, epoch, sequence, own))
+        effects.send(tuple(alike), Execute(process_set, epoch, sequence, own))
 
 
 def _locals(batch: Sequence[NegotiationRound], rank: int) -> tuple[int, ...]:
@@ -317,7 +317,7 @@ def _locals(batch: Sequence[NegotiationRound], rank: int) -> tuple[int, ...]:
     numbers = []
     lacking = 0
     for current in batch:
-        head = current.heads.get(rank)
+        head = current.submissions.get(rank)
         if head is None:
             lacking -= 1
             numbers.append(lacking)
@@ -392,7 +392,7 @@ class Tuning:
             for id in [id for id in self._announced if id not in state.sets.by_id]:
                 del self._announced[id]
         self._announced[ps.id] = announced
-        state.outbox.send(ps.peers, Tune(ps.id, ps.epoch, self._slice))
+        state.effects.send(ps.peers, Tune(ps.id, ps.epoch, self._slice))
 
     def executed(self, ps: ProcessSetState, run: Sequence[NegotiationRound]) -> None:
         """These rounds have been ordered."""
@@ -411,12 +411,12 @@ class Tuning:
         if sample is None:
             return
         if sample.number == 1:
-            state.outbox.effects.append(Tuned(sample.header()))
-        state.outbox.effects.append(Tuned(sample.line()))
+            state.effects.add(Tuned(sample.header()))
+        state.effects.add(Tuned(sample.line()))
         best = tuner.finish()
         if best is not None:
-            state.outbox.effects.append(Tuned(best.line()))
-            state.outbox.note(_summary(best))
+            state.effects.add(Tuned(best.line()))
+            state.effects.note(_summary(best))
         chosen = tuner.parameters
         state.fusion_threshold, state.flush_delay = chosen.fusion_threshold, chosen.flush_delay
         self._slice = chosen.slice_bytes

@@ -40,7 +40,17 @@ class RankPeer:
     """
 
     __slots__ = (
-        "admitted", "behind", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "versions",
+        "admitted",
+        "definitions",
+        "executing",
+        "leaving",
+        "member",
+        "outdated",
+        "peer",
+        "pid",
+        "rank",
+        "tracked",
+        "versions",
         "wait",
     )  # fmt: skip
 
@@ -54,7 +64,7 @@ class RankPeer:
         self.tracked = hello.cells_tracked
         self.versions = hello.versions
         self.leaving = False
-        self.admitted = self.behind = False
+        self.admitted = self.outdated = False
         self.definitions: dict[int, LocalDefinition] = {}
         self.wait: Wait | None = None
         self.executing: Wait | None = None

@@ -66,25 +66,25 @@ class Negotiation:
         self.members = frozenset(ranks)
         self.size = len(ranks)
         self.rounds: dict[str, NegotiationRound] = {}
-        self.held: dict[str, list[NegotiationRound]] = {}
+        self.incomplete_groups: dict[str, list[NegotiationRound]] = {}
         self.ready: list[NegotiationRound] = []
-        self.schedule = PriorityQueue()
+        self.priorities = PriorityQueue()
         self.rejections: list[Rejection] = []
         self.conflict = ""
-        self.disputes: dict[str, NegotiationRound] = {}
+        self.mismatches: dict[str, NegotiationRound] = {}
         self.joining: NegotiationRound | None = None
-        self.debts = OwedRejections()
+        self.owed = OwedRejections()
         self.channels: dict[Channel, dict[NegotiationRound, None]] = {}
 
     @property
     def pending(self) -> bool:
         """Whether some rank waits for a decision."""
-        return bool(self.rounds or self.held or self.ready or self.schedule)
+        return bool(self.rounds or self.incomplete_groups or self.ready or self.priorities)
 
     @property
     def joined(self) -> tuple[int, ...]:
         """Ranks that have joined, lowest first."""
-        return () if self.joining is None else tuple(sorted(self.joining.heads))
+        return () if self.joining is None else tuple(sorted(self.joining.submissions))
 
     def add(self, current: NegotiationRound) -> None:
         """Begin a round."""
@@ -127,7 +127,7 @@ class Negotiation:
             Its round, or ``None`` if it got a verdict or waits behind another one.
         """
         info = defined.info
-        if self.debts and (verdict := self.debts.settle(rank, info)) is not None:
+        if self.owed and (verdict := self.owed.settle(rank, info)) is not None:
             self._reject(rank, defined, verdict)
             return None
         if info.from_any and info.between != (rank,):
@@ -136,13 +136,13 @@ class Negotiation:
         if current is None:
             current = NegotiationRound(info, defined.local, now, defined.priority)
             self.add(current)
-        elif rank in current.heads:
-            if current.behind is None:
-                current.behind = {}
-            current.behind.setdefault(rank, deque()).append((defined, extra))
+        elif rank in current.submissions:
+            if current.queued is None:
+                current.queued = {}
+            current.queued.setdefault(rank, deque()).append((defined, extra))
             return None
-        heads = current.heads
-        heads[rank] = defined
+        submissions = current.submissions
+        submissions[rank] = defined
         if extra:
             if current.extras is None:
                 current.extras = {}
@@ -152,15 +152,15 @@ class Negotiation:
                 current.payloads = {}
             current.payloads[rank] = payload
         if info is not current.info:
-            if current.disputed is None:
-                current.disputed = now
-                self.disputes[info.name] = current
+            if current.mismatch_since is None:
+                current.mismatch_since = now
+                self.mismatches[info.name] = current
         elif defined.local != current.local:
-            current.agree = False
+            current.same_local_id = False
         if look:
             if self.joining is not None or info.kind == _JOIN or current.info.between:
-                self._look(current, now)
-            elif len(heads) == self.size:
+                self._complete_if_ready(current, now)
+            elif len(submissions) == self.size:
                 self._complete(current, now)
         return current
 
@@ -176,16 +176,16 @@ class Negotiation:
                 placed[current] = None
         for current in placed:
             if self.rounds.get(current.info.name) is current:
-                self._look(current, now)
+                self._complete_if_ready(current, now)
 
-    def _look(self, current: NegotiationRound, now: float) -> None:
+    def _complete_if_ready(self, current: NegotiationRound, now: float) -> None:
         if current.info.kind == _JOIN:
             self._join(current, now)
-        current = self._pair(current, now)
+        current = self._match_any_source(current, now)
         if self.is_complete(current):
             self._complete(current, now)
 
-    def _pair(self, current: NegotiationRound, now: float) -> NegotiationRound:
+    def _match_any_source(self, current: NegotiationRound, now: float) -> NegotiationRound:
         """If a message and a receive from any rank wait for each other, make one round of them.
 
         Args:
@@ -196,7 +196,7 @@ class Negotiation:
             The round of the message, which is complete now; else ``current``.
         """
         channel = current.info.channel
-        if channel is None or current.disputed is not None:
+        if channel is None or current.mismatch_since is not None:
             return current
         received: NegotiationRound | None = current
         sent: NegotiationRound | None = current
@@ -208,26 +208,26 @@ class Negotiation:
             return current
         if received is None or sent is None:
             return current
-        (target, defined), *_ = received.heads.items()
-        self._take_out(received.info.name)
-        sent.heads[target] = defined
-        sent.agree = False
+        (target, defined), *_ = received.submissions.items()
+        self._remove_incomplete(received.info.name)
+        sent.submissions[target] = defined
+        sent.same_local_id = False
         sent.extras = dict.fromkeys(
             sent.info.between, sent.info.between[:1]
         )  # tells the receiver which rank has sent
         if not defined.info.may_get(sent.info):
-            sent.disputed = now
-            self.disputes[sent.info.name] = sent
-        if received.behind:
-            self._advance(received.info.name, received.behind, now)
+            sent.mismatch_since = now
+            self.mismatches[sent.info.name] = sent
+        if received.queued:
+            self._start_queued(received.info.name, received.queued, now)
         return sent
 
     def _join(self, joining: NegotiationRound, now: float) -> None:
         """A rank has run out of work: no round but the joining itself waits for it any more."""
         self.joining = joining
-        if self.debts:
-            for rank in joining.heads:
-                self.debts.forgive(rank)
+        if self.owed:
+            for rank in joining.submissions:
+                self.owed.forgive(rank)
         for current in list(self.rounds.values()):
             # Completing one may complete others of its name, or of its group, as well.
             there = current is not joining and self.rounds.get(current.info.name) is current
@@ -236,15 +236,17 @@ class Negotiation:
 
     def _complete(self, complete: NegotiationRound, now: float) -> None:
         info = complete.info
-        if complete.disputed is not None:
+        if complete.mismatch_since is not None:
             self._mismatch(complete, now)
             return
         if self._lacks(complete):
-            complete.agree = False
-            complete.absent = tuple(rank for rank in info.between or self.ranks if rank not in complete.heads)
+            complete.same_local_id = False
+            complete.absent = tuple(
+                rank for rank in info.between or self.ranks if rank not in complete.submissions
+            )
             verdict = refuse_with_joined(info.signature, self.joined)
             if verdict is not None:
-                self._decide(complete, verdict, now)
+                self._reject_round(complete, verdict, now)
                 return
         self.remove(complete)
         if self.joining is not None:
@@ -252,44 +254,46 @@ class Negotiation:
         if not info.group:
             self.ready.append(complete)
         else:
-            held = self.held.setdefault(info.group, [])
+            held = self.incomplete_groups.setdefault(info.group, [])
             held.append(complete)
             if len(held) == info.group_size:
                 self.ready += held
-                del self.held[info.group]
-        if complete.behind:
-            self._advance(info.name, complete.behind, now)
+                del self.incomplete_groups[info.group]
+        if complete.queued:
+            self._start_queued(info.name, complete.queued, now)
 
     def _progress(self, complete: NegotiationRound, now: float) -> None:
         """A round was completed while ranks have joined. If it is the joining itself, all have: add which rank was the last."""
         assert self.joining is not None
         if complete is self.joining:
-            for held in list(self.held.values()):  # no rank is left that might complete these groups
+            for held in list(
+                self.incomplete_groups.values()
+            ):  # no rank is left that might complete these groups
                 info = held[0].info
-                self._decide_group(info, refuse_incomplete(info.signature, self.joined), {}, now)
-            complete.extras = dict.fromkeys(self.ranks, (next(reversed(complete.heads)),))
+                self._reject_group(info, refuse_incomplete(info.signature, self.joined), {}, now)
+            complete.extras = dict.fromkeys(self.ranks, (next(reversed(complete.submissions)),))
             self.joining = None
         else:
             self.joining.since, self.joining.reported = now, 0
 
-    def _advance(self, name: str, behind: dict[int, deque[Item]], now: float) -> None:
+    def _start_queued(self, name: str, queued: dict[int, deque[Item]], now: float) -> None:
         """Begin the next rounds of ``name`` with what waited behind the last one."""
-        while behind:
-            for rank, queue in behind.items():
+        while queued:
+            for rank, queue in queued.items():
                 while queue:
                     defined, extra = queue.popleft()
                     if self.submit(rank, defined, extra, now, look=False) is not None:
                         break
-            behind = {rank: queue for rank, queue in behind.items() if queue}
+            queued = {rank: queue for rank, queue in queued.items() if queue}
             current = self.rounds.get(name)
             if current is None:
                 continue
-            for rank, queue in (current.behind or {}).items():
-                behind.setdefault(rank, deque()).extend(queue)
-            current.behind = behind or None
+            for rank, queue in (current.queued or {}).items():
+                queued.setdefault(rank, deque()).extend(queue)
+            current.queued = queued or None
             if current.info.kind == _JOIN:
                 self._join(current, now)
-            paired = self._pair(current, now)
+            paired = self._match_any_source(current, now)
             if paired is not current:
                 self._complete(paired, now)
                 return  # what waits behind went on when the first one was given to the message
@@ -298,55 +302,57 @@ class Negotiation:
             if current.info.group and self._gets_verdict(current):
                 self._complete(current, now)  # the verdict concerns what waits behind as well
                 return
-            current.behind = None  # this loop goes on with it, and not a recursion: there may be thousands
+            current.queued = None  # this loop goes on with it, and not a recursion: there may be thousands
             self._complete(current, now)
 
     def _gets_verdict(self, complete: NegotiationRound) -> bool:
-        if complete.disputed is not None:
+        if complete.mismatch_since is not None:
             return True
         return self._lacks(complete) and refuse_with_joined(complete.info.signature, self.joined) is not None
 
     def _lacks(self, complete: NegotiationRound) -> bool:
         """Whether a complete round lacks some of the ranks that it concerns, because they have joined."""
-        return complete.info.from_any or len(complete.heads) < (len(complete.info.between) or self.size)
+        return complete.info.from_any or len(complete.submissions) < (len(complete.info.between) or self.size)
 
     # -- verdicts -------------------------------------------------------------------------------------------------
 
     def _mismatch(self, current: NegotiationRound, now: float) -> None:
         name = current.info.name
-        parties = parties_of(current.heads)
-        groups = {d.info.group for d in current.heads.values()}
+        parties = parties_of(current.submissions)
+        groups = {d.info.group for d in current.submissions.values()}
         if len(groups) > 1:
             # The ranks disagree about which tensors go together, so it can't be said which others the verdict concerns.
             said = "; ".join(f"ranks {list(p.ranks)} ({p.site}): {p.request}" for p in parties)
             self.conflict = f"the ranks disagree about `{name}`: {said}"
             return
-        self._decide(current, Mismatch(name, parties), now)
+        self._reject_round(current, Mismatch(name, parties), now)
 
     def duplicate(self, name: str, rank: int, first_site: str, second_site: str, now: float) -> None:
         """A rank has submitted ``name`` again: end the round with an error, if it has not been released yet."""
         verdict = DuplicateName(name, rank, first_site, second_site)
         current = self.rounds.get(name)
         if current is None:
-            for held in self.held.values():
+            for held in self.incomplete_groups.values():
                 for complete in held:
                     if complete.info.name == name:
-                        self._decide_group(complete.info, verdict, {}, now)
+                        self._reject_group(complete.info, verdict, {}, now)
                         return
-        elif rank in current.heads:
-            self._decide(current, verdict, now)
+        elif rank in current.submissions:
+            self._reject_round(current, verdict, now)
 
-    def end_disputes(self, grace: float, now: float) -> None:
+    def reject_mismatches(self, grace: float, now: float) -> None:
         """Give verdicts on the rounds that have been disputed for ``grace`` seconds."""
-        for current in list(self.disputes.values()):
-            there = self.disputes.get(current.info.name) is current
-            if there and current.disputed is not None and now >= current.disputed + grace:
+        for current in list(self.mismatches.values()):
+            there = self.mismatches.get(current.info.name) is current
+            if there and current.mismatch_since is not None and now >= current.mismatch_since + grace:
                 self._mismatch(current, now)
 
     @property
-    def disputed_since(self) -> float | None:
+    def oldest_mismatch(self) -> float | None:
         """When the oldest dispute began, or ``None`` if there is none."""
-        return min((r.disputed for r in self.disputes.values() if r.disputed is not None), default=None)
+        return min(
+            (r.mismatch_since for r in self.mismatches.values() if r.mismatch_since is not None), default=None
+        )
 
     # -- messages that end alone ----------------------------------------------------------------------------------
 
@@ -355,9 +361,9 @@ class Negotiation:
     ) -> None:
         """The other rank of a message won't come: the rank that waits gets this verdict, and its next submission of the name is due."""
         verdict = InVain(self.report_round(current, self.missing(current)), kind, ranks, text)
-        left = list(self._withdraw(current))[len(current.heads) :]  # the heads come first
-        self._take_out(current.info.name)
-        for rank, defined in current.heads.items():
+        left = list(self._all_submissions(current))[len(current.submissions) :]  # the heads come first
+        self._remove_incomplete(current.info.name)
+        for rank, defined in current.submissions.items():
             self._reject(rank, defined, verdict)
         self._submit_all(left, now)
 
@@ -376,59 +382,59 @@ class Negotiation:
         current = self.rounds.get(defined.info.name)
         if current is None or not defined.info.between:
             return None
-        items = list(self._withdraw(current))
+        items = list(self._all_submissions(current))
         alike = [place for place, (of, item) in enumerate(items) if of == rank and item[0] is defined]
         if len(alike) <= later:
             return None
         report = self.report_round(current, self.missing(current))
-        self._take_out(current.info.name)
+        self._remove_incomplete(current.info.name)
         del items[alike[-1 - later]]
         self._submit_all(items, now)
         return report
 
-    def _take_out(self, name: str) -> NegotiationRound:
+    def _remove_incomplete(self, name: str) -> NegotiationRound:
         """Take out a round that ends before it is complete."""
         current = self.rounds[name]
         self.remove(current)
-        self.disputes.pop(name, None)
+        self.mismatches.pop(name, None)
         if current is self.joining:
             self.joining = None
         return current
 
-    def _decide(self, current: NegotiationRound, verdict: RejectReason, now: float) -> None:
+    def _reject_round(self, current: NegotiationRound, verdict: RejectReason, now: float) -> None:
         info = current.info
-        self._take_out(info.name)
-        for rank, defined in current.heads.items():
+        self._remove_incomplete(info.name)
+        for rank, defined in current.submissions.items():
             self._reject(rank, defined, verdict)
         if info.group:
-            self._decide_group(info, verdict, dict.fromkeys(current.heads, 1), now, current.behind)
+            self._reject_group(info, verdict, dict.fromkeys(current.submissions, 1), now, current.queued)
             return
         concerned = self.concerned(current)
         for rank in self.not_joined():
-            if rank not in current.heads and rank in concerned:
-                self.debts.owe(rank, info, 1, verdict)
-        if current.behind:
-            self._advance(info.name, current.behind, now)
+            if rank not in current.submissions and rank in concerned:
+                self.owed.owe(rank, info, 1, verdict)
+        if current.queued:
+            self._start_queued(info.name, current.queued, now)
 
-    def _decide_group(
+    def _reject_group(
         self,
         info: InternedSignature,
         verdict: RejectReason,
         taken: dict[int, int],
         now: float,
-        behind: dict[int, deque[Item]] | None = None,
+        queued: dict[int, deque[Item]] | None = None,
     ) -> None:
         """Extend a verdict to the whole group: its tensors are released together or not at all."""
         group, size = info.group, info.group_size
-        for complete in self.held.pop(group, ()):
-            for rank, defined in complete.heads.items():
+        for complete in self.incomplete_groups.pop(group, ()):
+            for rank, defined in complete.submissions.items():
                 self._reject(rank, defined, verdict)
                 taken[rank] = taken.get(rank, 0) + 1
-        left = [(rank, item) for rank, queue in (behind or {}).items() for item in queue]
+        left = [(rank, item) for rank, queue in (queued or {}).items() for item in queue]
         for name in [
-            n for n, r in self.rounds.items() if any(d.info.group == group for d in r.heads.values())
+            n for n, r in self.rounds.items() if any(d.info.group == group for d in r.submissions.values())
         ]:
-            left += self._withdraw(self._take_out(name))
+            left += self._all_submissions(self._remove_incomplete(name))
         again: list[tuple[int, Item]] = []
         for rank, item in left:
             if item[0].info.group == group and taken.get(rank, 0) < size:
@@ -438,19 +444,19 @@ class Negotiation:
                 again.append((rank, item))
         for rank in self.not_joined():
             if taken.get(rank, 0) < size:
-                self.debts.owe(rank, info, size - taken.get(rank, 0), verdict)
+                self.owed.owe(rank, info, size - taken.get(rank, 0), verdict)
         self._submit_all(again, now)
 
     def _reject(self, rank: int, defined: LocalDefinition, verdict: RejectReason) -> None:
         self.rejections.append(Rejection(len(self.ready), rank, defined.local, verdict))
 
     @staticmethod
-    def _withdraw(current: NegotiationRound) -> Iterable[tuple[int, Item]]:
+    def _all_submissions(current: NegotiationRound) -> Iterable[tuple[int, Item]]:
         """All submissions of a round and behind it, oldest first for each rank."""
         extras = current.extras or {}
-        for rank, defined in current.heads.items():
+        for rank, defined in current.submissions.items():
             yield rank, (defined, extras.get(rank, ()))
-        for rank, queue in (current.behind or {}).items():
+        for rank, queue in (current.queued or {}).items():
             for item in queue:
                 yield rank, item
 
@@ -458,44 +464,50 @@ class Negotiation:
 
     def is_complete(self, current: NegotiationRound) -> bool:
         """Whether all ranks that the round concerns have submitted it, or have joined."""
-        joining, heads = self.joining, current.heads
+        joining, submissions = self.joining, current.submissions
         if (
             current.info.from_any
         ):  # it is given to a message's round as soon as there is one, so only joining can end its wait here
             return joining is not None and not self.missing(current)
         if current.info.between:
-            joined = () if joining is None else joining.heads
-            return all(rank in heads or rank in joined for rank in current.info.between)
+            joined = () if joining is None else joining.submissions
+            return all(rank in submissions or rank in joined for rank in current.info.between)
         if joining is None or joining is current:
-            return len(heads) == self.size
-        return all(rank in heads or rank in joining.heads for rank in self.ranks)
+            return len(submissions) == self.size
+        return all(rank in submissions or rank in joining.submissions for rank in self.ranks)
 
     def not_joined(self) -> Iterable[int]:
         """The members that have not joined."""
         joining = self.joining
-        return self.ranks if joining is None else [rank for rank in self.ranks if rank not in joining.heads]
+        return (
+            self.ranks
+            if joining is None
+            else [rank for rank in self.ranks if rank not in joining.submissions]
+        )
 
     def missing(self, current: NegotiationRound) -> tuple[int, ...]:
         """The ranks that a round waits for, or any of which a receive from any rank waits for; never one that has joined."""
         wanted = self.ranks if current is self.joining else self.not_joined()
         between = () if current.info.from_any else current.info.between
         return tuple(
-            rank for rank in wanted if rank not in current.heads and (not between or rank in between)
+            rank for rank in wanted if rank not in current.submissions and (not between or rank in between)
         )
 
     def concerned(self, current: NegotiationRound) -> set[int]:
         """The ranks that some submission of a round concerns."""
-        return {rank for head in current.heads.values() for rank in head.info.between or self.ranks}
+        return {rank for head in current.submissions.values() for rank in head.info.between or self.ranks}
 
     def oldest_sent(self, channel: Channel) -> NegotiationRound | None:
         """The oldest message on a channel that waits for its receiver; ``None`` if none does."""
         waiting = self.channels.get(channel, ())
-        return next((each for each in waiting if each.disputed is None and waits_for_receiver(each)), None)
+        return next(
+            (each for each in waiting if each.mismatch_since is None and waits_for_receiver(each)), None
+        )
 
     def oldest_received(self, channel: Channel) -> NegotiationRound | None:
         """The oldest receive from any rank on a channel; ``None`` if there is none."""
         waiting = self.channels.get(channel, ())
-        return next((each for each in waiting if each.disputed is None and each.info.from_any), None)
+        return next((each for each in waiting if each.mismatch_since is None and each.info.from_any), None)
 
     def waiting(self) -> Iterable[tuple[NegotiationRound, tuple[int, ...]]]:
         """Undecided rounds with the ranks that are missing (none for those held back by their group).
@@ -504,7 +516,7 @@ class Negotiation:
         """
         for current in self.rounds.values():
             yield current, self.missing(current)
-        for held in self.held.values():
+        for held in self.incomplete_groups.values():
             for complete in held:
                 yield complete, ()
         for complete in self.ready:
@@ -512,50 +524,52 @@ class Negotiation:
 
     def report(self) -> tuple[AbortedCollective, ...]:
         """What is pending, for error texts."""
-        waiting = [*self.waiting(), *((current, ()) for current in self.schedule)]
-        full = sum(len(current.heads) for current, _ in waiting) <= SITES_LIMIT
+        waiting = [*self.waiting(), *((current, ()) for current in self.priorities)]
+        full = sum(len(current.submissions) for current, _ in waiting) <= SITES_LIMIT
         return tuple(self.report_round(current, missing, all_sites=full) for current, missing in waiting)
 
     def report_round(
         self, current: NegotiationRound, missing: tuple[int, ...], *, all_sites: bool = True
     ) -> AbortedCollective:
         """A round as messages report it."""
-        waited = tuple(sorted(current.heads))
+        waited = tuple(sorted(current.submissions))
         shown = waited if all_sites else waited[:1]
-        sites = tuple(current.heads[rank].site for rank in shown)
+        sites = tuple(current.submissions[rank].site for rank in shown)
         return AbortedCollective(current.info.kind, current.info.name, waited, missing, sites, self.joined)
 
     def validate(self) -> None:
         """Assert what must hold between calls."""
         members = self.members
         assert not self.rejections
-        self.schedule.validate()
+        self.priorities.validate()
         assert all(current.info.fuse_key is not None for current in self.ready), "held, but never fused"
         for name, current in self.rounds.items():
             assert name == current.info.name
-            assert current.heads.keys() <= members
-            assert current.heads, name
-            assert len(current.heads) < self.size or current.info.between, (name, current.heads)
-            assert (current.disputed is None) == all(d.info is current.info for d in current.heads.values())
+            assert current.submissions.keys() <= members
+            assert current.submissions, name
+            assert len(current.submissions) < self.size or current.info.between, (name, current.submissions)
+            assert (current.mismatch_since is None) == all(
+                d.info is current.info for d in current.submissions.values()
+            )
             assert not self.is_complete(current)
-            for rank, queue in (current.behind or {}).items():
+            for rank, queue in (current.queued or {}).items():
                 assert queue
-                assert rank in current.heads
-        for group, held in self.held.items():
+                assert rank in current.submissions
+        for group, held in self.incomplete_groups.items():
             assert 0 < len(held) < held[0].info.group_size
-            assert all(r.info.group == group and r.heads.keys() | {*r.absent} == members for r in held)
-        assert self.disputes == {n: r for n, r in self.rounds.items() if r.disputed is not None}
+            assert all(r.info.group == group and r.submissions.keys() | {*r.absent} == members for r in held)
+        assert self.mismatches == {n: r for n, r in self.rounds.items() if r.mismatch_since is not None}
         for channel in self.channels:
             assert self.oldest_sent(channel) is None or self.oldest_received(channel) is None, channel
         on_channels = {current for current in self.rounds.values() if current.info.channel is not None}
         assert {current for rounds in self.channels.values() for current in rounds} == on_channels
         assert self.joining is None or self.rounds.get(self.joining.info.name) is self.joining
-        assert self.debts.ranks <= members - {*self.joined}
+        assert self.owed.ranks <= members - {*self.joined}
 
 
 def waits_for_receiver(current: NegotiationRound) -> bool:
     """Whether a round is a message that only its sender has submitted."""
-    return not current.info.from_any and current.heads.keys() == {*current.info.between[:1]}
+    return not current.info.from_any and current.submissions.keys() == {*current.info.between[:1]}
 
 
 class RejectReason(Protocol):

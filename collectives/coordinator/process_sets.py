@@ -53,8 +53,22 @@ class ProcessSetState:
     """
 
     __slots__ = (
-        "aborted", "declined", "epoch", "failure", "former", "gone", "id", "matcher", "members", "next_members",
-        "past_failure", "past_stores", "peers", "phase", "sequence", "store",
+        "aborted",
+        "declined",
+        "epoch",
+        "failure",
+        "former",
+        "gone",
+        "id",
+        "members",
+        "negotiation",
+        "next_members",
+        "past_failure",
+        "past_stores",
+        "peers",
+        "phase",
+        "sequence",
+        "store",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
@@ -71,7 +85,7 @@ class ProcessSetState:
         self.past_failure: tuple[float, int, int, str] | None = None
         self.failure: tuple[float, int, str] | None = None
         self.sequence = 0
-        self.matcher = Negotiation(())
+        self.negotiation = Negotiation(())
         self.store = RendezvousValues()
         self.past_stores: dict[int, RendezvousValues] = {}
 
@@ -91,7 +105,7 @@ class ProcessSetState:
 
     def clear(self) -> None:
         """Forget everything about the epoch but its members."""
-        self.matcher = Negotiation(self.members)
+        self.negotiation = Negotiation(self.members)
         self.store = RendezvousValues()
         self.failure = None
         self.sequence = 0
@@ -103,7 +117,7 @@ class ProcessSets:
     def __init__(
         self,
         membership: MembershipTable,
-        outbox: Effects,
+        effects: Effects,
         hierarchy: Hierarchy = AUTOMATIC,
         first_epoch: int = 1,
         *,
@@ -112,7 +126,7 @@ class ProcessSets:
         self.world = ProcessSetState(WORLD)
         self.by_id: dict[int, ProcessSetState] = {WORLD: self.world}
         self._membership = membership
-        self._outbox = outbox
+        self._effects = effects
         self._hierarchy = hierarchy
         self._by_seniority = by_seniority
         self._next_id = 1
@@ -136,7 +150,7 @@ class ProcessSets:
         if ps.phase == ENDED:
             return
         old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
-        pending = ps.matcher.report()
+        pending = ps.negotiation.report()
         self._tell(ps, Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending))
         self._end(ps, ENDED)
 
@@ -157,10 +171,10 @@ class ProcessSets:
         """Send an abort to members that live, and to former members that may be executing something with them."""
         ps.aborted = abort.epoch
         ps.past_stores = {epoch: store for epoch, store in ps.past_stores.items() if epoch > abort.epoch}
-        self._outbox.send(self._living_peers(ps), abort)
+        self._effects.send(self._living_peers(ps), abort)
         for rank, (peer, last) in list(ps.former.items()):
             mine = abort if last >= abort.epoch else msgspec.structs.replace(abort, epoch=last, pending=())
-            self._outbox.send((peer,), mine)
+            self._effects.send((peer,), mine)
             if last <= abort.epoch:
                 del ps.former[rank]
 
@@ -223,7 +237,7 @@ class ProcessSets:
     def remove(self, ps: ProcessSetState, peers: tuple[int, ...]) -> None:
         """Dissolve a process set; its pending collectives have been aborted before."""
         self._forget(ps)
-        self._outbox.send(peers, Dissolve(ps.id))
+        self._effects.send(peers, Dissolve(ps.id))
 
     def _forget(self, ps: ProcessSetState) -> None:
         del self.by_id[ps.id]
@@ -259,18 +273,18 @@ class ProcessSets:
         described = tuple(ranks[r].member for r in members)
         choice = choose_plane(described, self._hierarchy)
         for note in choice.notes:
-            self._outbox.log(f"process set {ps.id}: {note}")
+            self._effects.log(f"process set {ps.id}: {note}")
         message = Configure(
             ps.id, ps.epoch, described, choice.plane, choice.options, choice.memory > 0, choice.device_planes
         )
         if not choice.memory:
-            self._outbox.send(ps.peers, message)
+            self._effects.send(ps.peers, message)
             return
         other = without_memory(choice)
         fallback = msgspec.structs.replace(
             message, plane=other.plane, options=other.options, has_memory=False
         )
-        self._outbox.effects.append(SendConfigure(ps.peers, message, choice.memory, fallback))
+        self._effects.add(SendConfigure(ps.peers, message, choice.memory, fallback))
 
     def _in_order(self, ps: ProcessSetState, entering: Iterable[int]) -> tuple[int, ...]:
         """The members of the epoch that is due, by position.
@@ -292,7 +306,7 @@ class ProcessSets:
     def _may_enter(self, ps: ProcessSetState, rank: int) -> bool:
         """Whether a rank lives and knows of the set: one that has left and come back on a new connection is a member of nothing."""
         peer = self._membership.ranks.get(rank)
-        if peer is None or peer.leaving or peer.behind:
+        if peer is None or peer.leaving or peer.outdated:
             return False
         if ps is self.world:
             return rank not in self._membership.returning
@@ -320,10 +334,10 @@ class ProcessSets:
             assert ps.phase == OPEN or not ps.members, (id, ps.phase)
             assert ps.next_members is None
             assert ps.gone <= set(ps.members)
-            assert ps.matcher.ranks == ps.members
+            assert ps.negotiation.ranks == ps.members
             for rank, peer in zip(ps.members, ps.peers, strict=True):
                 assert rank in ps.gone or (ranks[rank].peer == peer), (id, rank)
-            ps.matcher.validate()
+            ps.negotiation.validate()
 
 
 def change_sets(state: CoordinatorState, ps: ProcessSetState, current: NegotiationRound) -> None:
@@ -339,8 +353,8 @@ def change_sets(state: CoordinatorState, ps: ProcessSetState, current: Negotiati
     state.sets.abort(target, CauseKind.MEMBERSHIP, (), f"process set {target.id} was removed")
     state.sets.remove(target, ps.peers)
     for rank, peer in zip(ps.members, ps.peers, strict=True):
-        batch = m.Batch((current.heads[rank].local,))
-        state.outbox.send((peer,), m.Execute(ps.id, ps.epoch, ps.sequence, (batch,)))
+        batch = m.Batch((current.submissions[rank].local,))
+        state.effects.send((peer,), m.Execute(ps.id, ps.epoch, ps.sequence, (batch,)))
 
 
 def _add_set(
@@ -354,7 +368,7 @@ def _add_set(
         return
     added = state.sets.add(ranks)
     for rank, peer in zip(ps.members, ps.peers, strict=True):
-        state.outbox.send((peer,), m.ProcessSetAdded(current.heads[rank].local, added.id, ranks))
+        state.effects.send((peer,), m.ProcessSetAdded(current.submissions[rank].local, added.id, ranks))
 
 
 def _find_set(state: CoordinatorState, signature: m.Signature) -> ProcessSetState | None:
@@ -371,7 +385,7 @@ def _refuse(state: CoordinatorState, ps: ProcessSetState, current: NegotiationRo
     info = current.info
     verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
     for rank, peer in zip(ps.members, ps.peers, strict=True):
-        state.outbox.send((peer,), verdict.message(ps.id, ps.epoch, (current.heads[rank].local,)))
+        state.effects.send((peer,), verdict.message(ps.id, ps.epoch, (current.submissions[rank].local,)))
 
 
 def end_failures(state: CoordinatorState, now: float) -> None:
@@ -399,16 +413,16 @@ class RendezvousValues:
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[tuple[int, int]]] = {}
 
-    def set(self, key: str, value: bytes, outbox: Effects) -> None:
+    def set(self, key: str, value: bytes, effects: Effects) -> None:
         """Keep a value (the last one counts) and answer the peers that wait for it."""
         self._values[key] = value
         for peer, ticket in self._waiting.pop(key, ()):
-            outbox.send((peer,), StoreValue(ticket, value))
+            effects.send((peer,), StoreValue(ticket, value))
 
-    def get(self, key: str, peer: int, ticket: int, outbox: Effects) -> None:
+    def get(self, key: str, peer: int, ticket: int, effects: Effects) -> None:
         """Answer ``peer`` now, or once the key is set."""
         value = self._values.get(key)
         if value is None:
             self._waiting.setdefault(key, []).append((peer, ticket))
         else:
-            outbox.send((peer,), StoreValue(ticket, value))
+            effects.send((peer,), StoreValue(ticket, value))

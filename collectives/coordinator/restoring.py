@@ -106,7 +106,7 @@ def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: f
         return
     for known in message.sets:
         if known.id > 0:
-            state.outbox.send((rank.peer,), m.Dissolve(known.id))
+            state.effects.send((rank.peer,), m.Dissolve(known.id))
 
 
 def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float) -> None:
@@ -114,7 +114,7 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
     for death in message.deaths:
         back = state.membership.ranks.get(death.rank)
         if back is not None and back.pid == death.pid:  # the others have gone on without it
-            state.outbox.effects.append(CloseConnection(back.peer))
+            state.effects.add(CloseConnection(back.peer))
             admission.lose(state, back.peer, death.reason, now)
     admission.resize(state, message.expected)
     state.membership.recall(message.deaths)
@@ -156,7 +156,7 @@ def end_wait(state: CoordinatorState, now: float) -> None:
     admission.release(state, tuple(restoring.resumed.keys() & restoring.released))
     membership.changed = membership.urgent = state.check_admission = True
     count = len(restoring.resumed)
-    state.outbox.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks")
+    state.effects.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks")
     restoring.resumed, restoring.alive = {}, {}
 
 
@@ -176,13 +176,15 @@ def _restore_sets(state: CoordinatorState) -> None:
             kept[id] = members
             # A rank that was cut off when the others went on without it is no member any more, and must not wait to be one.
             former = [r for r, said in restoring.resumed.items() if r not in members and _is_in(said, id, r)]
-            state.outbox.send(tuple(state.membership.ranks[r].peer for r in former if id > 0), m.Dissolve(id))
+            state.effects.send(
+                tuple(state.membership.ranks[r].peer for r in former if id > 0), m.Dissolve(id)
+            )
             for rank in (state.membership.ranks[r] for r in former if id == 0):
                 if rank.tracked or restoring.resumed[rank.rank].elastic:
                     admission.fall_behind(state, rank)
         else:
             knowing = [r for r, said in restoring.resumed.items() if any(k.id == id for k in said.sets)]
-            state.outbox.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))
+            state.effects.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))
     last_set = max((said.last_set for said in restoring.resumed.values()), default=0)
     state.sets.restore(kept, last_set, max((known.epoch for known in newest.values()), default=0) + 1)
     if newest and not restoring.recalled:

@@ -247,7 +247,7 @@ class CoordinatorServer:
                 sock.getpeername()  # a connection that ended before it was accepted can't be wrapped
                 sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
-            self.connections.turned_away.tell(f"a connection is closed: {error}")
+            self.connections.rejections.tell(f"a connection is closed: {error}")
             sock.close()
             return
         self.connections.add(sock)
@@ -260,7 +260,7 @@ class CoordinatorServer:
 
     def _accept_later(self, listener: socket.socket, context: ssl.SSLContext | None, reason: str) -> None:
         """Let newcomers wait at the listener for a while: it would be readable all the time."""
-        self.connections.turned_away.tell(f"new connections have to wait: {reason}")
+        self.connections.rejections.tell(f"new connections have to wait: {reason}")
         self._poller.unregister(listener)
         self.connections.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._watch(listener, context))
 
@@ -274,14 +274,14 @@ class CoordinatorServer:
         except ConnectionLost:
             self.connections.drop(connection)
         except (OSError, ProtocolError) as error:
-            self.connections.turned_away.tell(f"{connection.name} is closed: {error}")
+            self.connections.rejections.tell(f"{connection.name} is closed: {error}")
             self.connections.drop(connection)
 
     def _introduce(self, connection: Connection, payloads: list[memoryview], events: list[Event]) -> None:
         hello = decode_hello(payloads[0])
         reason = self._refusal(hello)
         if reason:
-            self.connections.turned_away.tell(f"{connection.name} is refused: {reason}")
+            self.connections.rejections.tell(f"{connection.name} is refused: {reason}")
             self.connections.write(connection, encode(Refused(reason)))
             self.connections.finish(connection)
             return

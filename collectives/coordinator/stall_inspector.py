@@ -63,7 +63,7 @@ class StallInspector:
         """Report or end the collectives that wait for long, and set :attr:`due`."""
         upcoming: list[float] = []
         for ps in list(state.sets):
-            for current, missing in list(ps.matcher.waiting()):
+            for current, missing in list(ps.negotiation.waiting()):
                 if self._is_over(current, now):
                     self._end(state, ps, current, missing)
                     break
@@ -85,7 +85,7 @@ class StallInspector:
         missing: tuple[int, ...],
         seconds: float,
     ) -> None:
-        report = ps.matcher.report_round(current, missing)
+        report = ps.negotiation.report_round(current, missing)
         joined = f", joined {_ranks_or_rest(report.joined)}" if report.joined else ""
         lacking = (
             f"submitted by {_ranks_or_rest(report.waited)}, missing {_ranks_or_rest(report.missing)}{joined}"
@@ -112,7 +112,7 @@ class StallInspector:
         what = call_name(kind_label(current.info.kind), current.info.name)
         lacking = f"{format_ranks(missing)} did not submit it" if missing else "its group was not complete"
         text = f"{what}: {lacking} within {self._shutdown:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
-        state.outbox.log(text)
+        state.effects.log(text)
         if ps.phase == OPEN:
             state.sets.abort(ps, CauseKind.TIMEOUT, missing, text)
 
@@ -120,11 +120,11 @@ class StallInspector:
 def _report_stall(
     state: CoordinatorState, ps: ProcessSetState, report: AbortedCollective, seconds: float, text: str
 ) -> None:
-    state.outbox.send(tuple(state.membership.clients), Stalled(ps.id, seconds, report))
+    state.effects.send(tuple(state.membership.clients), Stalled(ps.id, seconds, report))
     if _is_shown(state, report.waited):
         return
     what = call_name(kind_label(report.kind), report.name)
-    state.outbox.log(f"{what} {text}")
+    state.effects.log(f"{what} {text}")
 
 
 def _is_shown(state: CoordinatorState, waited: tuple[int, ...]) -> bool:
@@ -174,7 +174,7 @@ class Executions:
                 info = next(iter(waits[key][1].values())).info
                 members = ps.members if info.from_any else info.between or ps.members
                 operation.asked, operation.silent = now, set(members) - ps.gone
-                state.outbox.send(ps.peers, m.Ping(0))
+                state.effects.send(ps.peers, m.Ping(0))
             elif operation.asked is not None and now >= operation.asked + ANSWER_WITHIN:
                 operation.asked = None
                 operation.reported = max(operation.reported + 1, int((now - operation.since) / every))
@@ -314,7 +314,7 @@ def end_pause(state: CoordinatorState, rank: int, now: float) -> None:
         if peer.executing is not None:
             peer.executing = peer.executing._replace(since=shifted_start(peer.executing.since, since, now))
     for ps in state.sets:
-        for current, _ in ps.matcher.waiting():
+        for current, _ in ps.negotiation.waiting():
             current.since = shifted_start(current.since, since, now)
     state.stalls.exclude_pause(since, now)
     state.check_blocked = bool(state.blocked)
@@ -328,7 +328,7 @@ def paused_ranks(state: CoordinatorState) -> m.PausedRanks:
 
 
 def _send_paused_ranks(state: CoordinatorState) -> None:
-    state.outbox.send(tuple(state.membership.clients), paused_ranks(state))
+    state.effects.send(tuple(state.membership.clients), paused_ranks(state))
 
 
 def shifted_start(begun: float, since: float, now: float) -> float:

@@ -78,14 +78,14 @@ class CoordinatorState:
     ) -> None:
         self.options = options or CoordinatorOptions()
         self.clock = clock
-        self.outbox = Effects()
+        self.effects = Effects()
         size = self.options.size
         self.membership = MembershipTable(None if size is None else range(size), wall)
         hierarchy = Hierarchy(self.options.hierarchical_allreduce, self.options.hierarchical_allgather)
         generation = self.options.generation
         self.sets = ProcessSets(
             self.membership,
-            self.outbox,
+            self.effects,
             hierarchy,
             generation * EPOCHS + 1,
             by_seniority=self.options.by_seniority,
@@ -107,7 +107,7 @@ class CoordinatorState:
         self._check_due: float | None = None
         self.stalls = StallInspector(self.options.stall_seconds, self.options.stall_shutdown)
         self.pauses = Pauses()
-        self.holding = FusionWindows()
+        self.fusion_windows = FusionWindows()
         self.fusion_threshold = self.options.fusion_threshold
         self.flush_delay = self.options.flush_delay
         self.tuning = Tuning(self.options)
@@ -162,7 +162,7 @@ class CoordinatorState:
             if failed is None:
                 raise  # no single peer's message is to blame, so that no connection can be ended instead of this process
             self._mark_unsound(error)
-        effects = self.outbox.take()
+        effects = self.effects.pop_all()
         if failed is not None and not self.unsound:
             self._check_after(failed)
         return effects
@@ -184,7 +184,7 @@ class CoordinatorState:
         else:
             raise error
         for line in traceback.format_exception(error):
-            self.outbox.log(line.rstrip())
+            self.effects.log(line.rstrip())
         try:
             text = f"{text} that the coordinator failed to handle: {error!r}"
             self._end_failed(event.peer, text, event, now)
@@ -196,10 +196,10 @@ class CoordinatorState:
         if rank is not None:
             self.violation(rank, text, now)
             return
-        self.outbox.log(f"peer {peer} sent {text}")
+        self.effects.log(f"peer {peer} sent {text}")
         if isinstance(event, PeerConnected):  # it waits for an answer, and would come again without one
-            self.outbox.send((peer,), m.Refused(f"it sent {text}"))
-        self.outbox.effects.append(CloseConnection(peer))
+            self.effects.send((peer,), m.Refused(f"it sent {text}"))
+        self.effects.add(CloseConnection(peer))
         admission.lose(self, peer, "", now)
 
     def _check_after(self, error: Exception) -> None:
@@ -212,7 +212,7 @@ class CoordinatorState:
 
     def _mark_unsound(self, error: Exception) -> None:
         for line in traceback.format_exception(error):
-            self.outbox.log(line.rstrip())
+            self.effects.log(line.rstrip())
         self.unsound = repr(error)
 
     def next_deadline(self) -> float | None:
@@ -223,12 +223,12 @@ class CoordinatorState:
         times = [ps.failure[0] for ps in self.sets if ps.failure is not None]
         times += [ps.past_failure[0] for ps in self.sets if ps.past_failure is not None]
         for ps in self.sets:
-            if ps.matcher.disputes and (since := ps.matcher.disputed_since) is not None:
+            if ps.negotiation.mismatches and (since := ps.negotiation.oldest_mismatch) is not None:
                 times.append(since + self.options.dispute_grace)
         if self.restoring.active and self.restoring.due is not None:
             times.append(self.restoring.due)
         stall = None if self.pauses else self.stalls.due
-        for time in (stall, self.holding.due, self.membership.next_report(), self._check_due):
+        for time in (stall, self.fusion_windows.due, self.membership.next_report(), self._check_due):
             if time is not None:
                 times.append(time)
         return min(times, default=None)
@@ -240,13 +240,18 @@ class CoordinatorState:
         for definition in message.definitions:
             self.signatures.define(definitions, definition)
         ps = self.sets.by_id.get(message.process_set)
-        if ps is None or ps.phase != OPEN or ps.epoch != message.epoch or rank.rank not in ps.matcher.members:
+        if (
+            ps is None
+            or ps.phase != OPEN
+            or ps.epoch != message.epoch
+            or rank.rank not in ps.negotiation.members
+        ):
             # The announcement is of an ended epoch: the abort or the new configuration is on its way, unless the rank was left out.
             if rank.leaving and (ps is None or ps.former.get(rank.rank) == (rank.peer, message.epoch)):
                 admission.refuse_left_out(self, rank, message)
             return
         self.touched[ps] = None
-        submit = ps.matcher.submit
+        submit = ps.negotiation.submit
         extra = message.extra
         try:
             if message.payload and len(message.locals) == 1:
@@ -278,24 +283,29 @@ class CoordinatorState:
             return  # it was closed earlier in this round
         react = CLIENT_HANDLERS.get(type(event.message))
         if react is None or (observes and not isinstance(event.message, m.Pong | m.Bye)):
-            self.outbox.log(
+            self.effects.log(
                 f"{'observer' if observes else 'client'} {event.peer} sent a {type(event.message).__name__} out of place"
             )
-            self.outbox.effects.append(CloseConnection(event.peer))
+            self.effects.add(CloseConnection(event.peer))
             admission.lose(self, event.peer, "", now)
         else:
             react(self, event.peer, event.message, now)
 
     def violation(self, rank: RankPeer, text: str, now: float) -> None:
         """A rank broke the protocol: its connection ends, which means the rank is lost."""
-        self.outbox.log(f"rank {rank.rank} sent {text}")
-        self.outbox.effects.append(CloseConnection(rank.peer))
+        self.effects.log(f"rank {rank.rank} sent {text}")
+        self.effects.add(CloseConnection(rank.peer))
         admission.lose(self, rank.peer, f"it sent {text}", now, explained=True)
 
     def open_set(self, rank: RankPeer, message: Any) -> ProcessSetState | None:
         """The process set that a message is about, unless the message is of an ended epoch."""
         ps = self.sets.by_id.get(message.process_set)
-        if ps is None or ps.phase != OPEN or ps.epoch != message.epoch or rank.rank not in ps.matcher.members:
+        if (
+            ps is None
+            or ps.phase != OPEN
+            or ps.epoch != message.epoch
+            or rank.rank not in ps.negotiation.members
+        ):
             return None
         return ps
 
@@ -311,18 +321,26 @@ class CoordinatorState:
         due = self._due
         if due is None or now >= due or len(self.touched) != 1:
             return False
-        if self.cells.idle or self.elastic.ready or self.outbox.effects:
+        if self.cells.idle or self.elastic.ready or self.effects:
             return False
         (ps,) = self.touched
-        matcher = ps.matcher
-        if ps.gone or matcher.disputes or matcher.rejections or matcher.conflict or len(matcher.ready) > 1:
+        negotiation = ps.negotiation
+        if (
+            ps.gone
+            or negotiation.mismatches
+            or negotiation.rejections
+            or negotiation.conflict
+            or len(negotiation.ready) > 1
+        ):
             return False
-        if self.flush_delay and matcher.ready:
+        if self.flush_delay and negotiation.ready:
             return False
-        if matcher.ready:
-            if matcher.ready[0].info.kind not in _PLAIN or matcher.schedule.concerns(matcher.ready[0]):
+        if negotiation.ready:
+            if negotiation.ready[0].info.kind not in _PLAIN or negotiation.priorities.concerns(
+                negotiation.ready[0]
+            ):
                 return False
-            ready, matcher.ready = matcher.ready, []
+            ready, negotiation.ready = negotiation.ready, []
             fusion.run(self, ps, ready)
         self.touched.clear()
         return True
@@ -331,17 +349,17 @@ class CoordinatorState:
         if self._check_due is not None and now >= self._check_due:
             self._check_due, self.check_blocked = None, bool(self.blocked)
         urgent = bool(self.cells.idle) or self.check_blocked
-        if self.holding.due is not None:
-            self.touched |= dict.fromkeys(self.holding.over(now, all=urgent))
+        if self.fusion_windows.due is not None:
+            self.touched |= dict.fromkeys(self.fusion_windows.over(now, all=urgent))
         if self.cells.idle or self.elastic.ready:
-            self.touched |= {ps: None for ps in self.sets if ps.matcher.schedule}
-        if fusion.end_disputes(self, now):
+            self.touched |= {ps: None for ps in self.sets if ps.negotiation.priorities}
+        if fusion.reject_mismatches(self, now):
             self.check_later(now)  # what waited behind a dispute may wait in vain now that it is over
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
                 delay = 0.0 if urgent else self.flush_delay
-                if not self.holding.keep(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:
+                if not self.fusion_windows.keep(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:
                     fusion.decide(self, ps, now)
         if self.cells.idle:
             deadlock.free_from_idle(self, now)
@@ -362,11 +380,11 @@ class CoordinatorState:
         if self.membership.has_news:
             audience = self.membership.audience(now)
             if audience:
-                self.outbox.send(audience, self.world())
+                self.effects.send(audience, self.world())
         if self.answers:
             answers, self.answers = self.answers, []
             for peer, answer in answers:
-                self.outbox.send((peer,), answer)
+                self.effects.send((peer,), answer)
 
     def check_later(self, now: float) -> None:
         """Look for ranks that wait for each other, once ranks that do not wait any more have had the time to say so."""
@@ -393,14 +411,14 @@ class CoordinatorState:
         assert not self.by_peer.keys() & self.membership.clients.keys()
         assert self.blocked == {rank for rank, peer in ranks.items() if peer.wait is not None}
         assert self.pauses.reasons.keys() <= ranks.keys()
-        assert not self.outbox.effects
+        assert not self.effects
         references = sum(len(peer.definitions) for peer in ranks.values())
         assert sum(info.references for info in self.signatures) == references
         for ps in self.sets:
-            assert not ps.matcher.ready or ps in self.holding
-            if next(iter(ps.matcher.waiting()), None) is not None:
+            assert not ps.negotiation.ready or ps in self.fusion_windows
+            if next(iter(ps.negotiation.waiting()), None) is not None:
                 assert self.stalls.due is not None
-            if ps.matcher.pending:
+            if ps.negotiation.pending:
                 assert not ps.gone
 
 
@@ -412,7 +430,7 @@ def answer_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float)
 
 def subscribe(state: CoordinatorState, peer: int, message: m.Subscribe, now: float) -> None:
     if message.events:
-        state.history.subscribe(peer, state.outbox, past=message.history, after=message.after)
+        state.history.subscribe(peer, state.effects, past=message.history, after=message.after)
     else:
         state.history.unsubscribe(peer)
 
@@ -432,10 +450,10 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
     past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
     depart(state, rank, now)
     state.membership.leave(rank)
-    state.outbox.effects.append(CloseConnection(rank.peer))
+    state.effects.add(CloseConnection(rank.peer))
     said = f" ({message.reason})" if message.reason else ""
     for ps in sets:
-        if ps.phase == OPEN and ps.matcher.pending:
+        if ps.phase == OPEN and ps.negotiation.pending:
             state.sets.abort(ps, CauseKind.RANK_LEFT, (rank.rank,), f"rank {rank.rank} left the job{said}")
             continue
         ps.gone.add(rank.rank)
@@ -465,7 +483,7 @@ def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: 
     ps, defined = state.open_set(rank, message), rank.definitions.get(message.local)
     report = None
     if ps is not None and defined is not None:
-        report = ps.matcher.cancel(rank.rank, defined, message.later, now)
+        report = ps.negotiation.cancel(rank.rank, defined, message.later, now)
     if ps is None or report is None:
         # The coordinator has ordered the message meanwhile: the other rank may be in the middle of it.
         why = message.kind, message.text, message.site
@@ -475,7 +493,7 @@ def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: 
     answer = m.Cancelled(
         ps.id, ps.epoch, (), message.kind, (rank.rank,), message.text, message.site, report, message.ticket
     )
-    state.outbox.send((rank.peer,), answer)
+    state.effects.send((rank.peer,), answer)
 
 
 def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.DeclinePost, now: float) -> None:
@@ -489,7 +507,7 @@ def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.Decline
     if ps is not None:
         if (message.epoch, message.number) > ps.declined:
             ps.declined = message.epoch, message.number
-            state.outbox.send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
+            state.effects.send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
     elif (past := _past_set(state, rank, message)) is not None:
         _count_out(state, past, message)
 
@@ -508,7 +526,7 @@ def _count_out(
     ranks = [other for other in state.membership.ranks.values() if other.peer in there]
     peers = tuple(sorted(other.peer for other in ranks))
     pids = tuple(sorted(other.pid for other in ranks if other.pid != without))
-    state.outbox.send(peers, msgspec.structs.replace(message, pids=pids))
+    state.effects.send(peers, msgspec.structs.replace(message, pids=pids))
 
 
 def _past_set(
@@ -537,7 +555,7 @@ def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, n
     """A batch of tensors with a priority has ended: it is the turn of the next ones."""
     ps = state.open_set(rank, message)
     if ps is not None:
-        ps.matcher.schedule.executed(message.sequence, message.batch)
+        ps.negotiation.priorities.executed(message.sequence, message.batch)
         state.touched[ps] = None
 
 
@@ -560,7 +578,7 @@ def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, no
     state.restoring.cell_ended(message.cell, rank.rank)
     if state.cells.end(message.cell, rank.rank, message.error):
         for ps in state.sets.containing(rank.rank):
-            ps.matcher.debts.forgive(rank.rank)
+            ps.negotiation.owed.forgive(rank.rank)
 
 
 def _rendezvous_values(
@@ -577,22 +595,22 @@ def _rendezvous_values(
 def _on_store_set(state: CoordinatorState, rank: RankPeer, message: m.StoreSet, now: float) -> None:
     store = _rendezvous_values(state, rank, message)
     if store is not None:
-        store.set(message.key, message.value, state.outbox)
+        store.set(message.key, message.value, state.effects)
 
 
 def _on_store_get(state: CoordinatorState, rank: RankPeer, message: m.StoreGet, now: float) -> None:
     store = _rendezvous_values(state, rank, message)
     if store is not None:
-        store.get(message.key, rank.peer, message.ticket, state.outbox)
+        store.get(message.key, rank.peer, message.ticket, state.effects)
 
 
 def _on_events(state: CoordinatorState, rank: RankPeer, message: m.Events, now: float) -> None:
-    state.history.add(rank.rank, message.batch, state.outbox)
+    state.history.add(rank.rank, message.batch, state.effects)
 
 
 def _on_post(state: CoordinatorState, rank: RankPeer, message: m.Post, now: float) -> None:
     peers = peers_of(state, message.to) if message.to else tuple(state.membership.clients)
-    state.outbox.send(peers, m.Mail(message.topic, rank.rank, message.body))
+    state.effects.send(peers, m.Mail(message.topic, rank.rank, message.body))
 
 
 def _on_ping(state: CoordinatorState, rank: RankPeer, message: m.Ping, now: float) -> None:
@@ -611,7 +629,7 @@ def _on_duplicate(state: CoordinatorState, rank: RankPeer, message: m.Duplicate,
     ps = state.open_set(rank, message)
     if ps is not None:
         state.touched[ps] = None
-        ps.matcher.duplicate(message.name, rank.rank, message.first_site, message.second_site, now)
+        ps.negotiation.duplicate(message.name, rank.rank, message.first_site, message.second_site, now)
 
 
 def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now: float) -> None:
@@ -667,7 +685,7 @@ def _on_client_bye(state: CoordinatorState, peer: int, message: m.Bye, now: floa
     state.membership.clients.pop(peer, None)
     state.membership.observers.pop(peer, None)
     state.history.unsubscribe(peer)
-    state.outbox.effects.append(CloseConnection(peer))
+    state.effects.add(CloseConnection(peer))
 
 
 def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float) -> None:
@@ -688,7 +706,7 @@ def _on_cell_started(state: CoordinatorState, peer: int, message: m.CellStarted,
 
 
 def _on_interrupt(state: CoordinatorState, peer: int, message: m.InterruptRanks, now: float) -> None:
-    state.outbox.send(peers_of(state, message.ranks), m.Interrupt())
+    state.effects.send(peers_of(state, message.ranks), m.Interrupt())
 
 
 def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: float) -> None:
@@ -697,12 +715,12 @@ def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: 
     if rank is None:
         state.membership.record_death(message.rank, message.pid, message.reason, now, explained=True)
     elif rank.pid == message.pid:
-        state.outbox.effects.append(CloseConnection(rank.peer))
+        state.effects.add(CloseConnection(rank.peer))
         lose(state, rank.peer, message.reason, now, explained=True)
 
 
 def _on_client_post(state: CoordinatorState, peer: int, message: m.Post, now: float) -> None:
-    state.outbox.send(peers_of(state, message.to), m.Mail(message.topic, -1, message.body))
+    state.effects.send(peers_of(state, message.to), m.Mail(message.topic, -1, message.body))
 
 
 def _ignore(state: CoordinatorState, peer: int, message: m.Message, now: float) -> None:

@@ -423,7 +423,7 @@ class Schedule:
                     assert group.id == 0, f"{what} waits for an epoch that does not come"
                     awaited = self.sim.coordinator.membership.awaited or me.told_to_leave
                     # Who is not in the world, and has no cell or was cut off, is let in when no other runs one.
-                    waits = not me.cells or self.sim.coordinator.membership.ranks[me.rank].behind
+                    waits = not me.cells or self.sim.coordinator.membership.ranks[me.rank].outdated
                     at_the_door = (
                         self.tracked and waits and any(o.cells for o in self.living() if o is not me)
                     )

@@ -123,7 +123,7 @@ def refusal(name: str, directory: Path) -> str:
 
 def turned_away(name: str, directory: Path) -> str:
     lines: list[str] = []
-    RejectionLog(lines.append, lambda when, call: None).tell(
+    RejectionLog(lines.append, lambda when, call: None).add(
         f"connection 3 is closed: invalid tag {name!s}" * 9000
     )
     (line,) = lines

@@ -51,28 +51,30 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
     reason = reason or _differs(state, rank, hello)
     if reason:
         early = _is_early(state, rank, hello)
-        if not early and reason not in state.refused:  # a rank that is started again and again is logged once
-            state.refused.append(reason)
+        if (
+            not early and reason not in state.refusals
+        ):  # a rank that is started again and again is logged once
+            state.refusals.append(reason)
             effects.log(f"refused: {reason}")
         effects.send((peer,), m.Refused(reason, early))
         effects.add(CloseConnection(peer))
         return
     since = membership.cut_off_since(rank, hello.pid) if hello.generation >= 0 else None
-    newcomer = membership.join(peer, rank, hello, now)
+    newcomer = membership.add(peer, rank, hello, now)
     state.by_peer[peer] = newcomer
     if hello.generation < 0 and state.restoring.active:
         state.restoring.renewed.add(rank)
     if newcomer.tracked:
-        state.cells.join(rank)
+        state.cells.add_rank(rank)
     effects.send((peer,), m.Welcome(rank, int(now * 1e9), state.options.generation, state.options.pid))
     if since is not None:
         effects.note(f"rank {rank} (pid {hello.pid}) is back after {now - since:.1f} s")
         effects.send(tuple(membership.clients), m.Returned(rank, hello.pid, now - since))
     if hello.generation >= 0 and hello.returns and not state.restoring.active:
-        fall_behind(state, newcomer)
+        become_outdated(state, newcomer)
 
 
-def fall_behind(state: CoordinatorState, rank: RankPeer) -> None:
+def become_outdated(state: CoordinatorState, rank: RankPeer) -> None:
     """The others have gone on without this rank, which has come back with its memory: have it learn that, and wait to be let in."""
     rank.outdated = True
     text = f"rank {rank.rank} was cut off, and the others have gone on without it"
@@ -117,7 +119,7 @@ def _is_early(state: CoordinatorState, rank: int, hello: m.Hello) -> bool:
     return state.restoring.active and state.membership.cut_off_since(rank, hello.pid) is not None
 
 
-def lose(
+def peer_lost(
     state: CoordinatorState,
     peer: int,
     reason: str,
@@ -144,7 +146,7 @@ def lose(
         return
     past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
     sets = state.sets.containing(rank.rank)
-    depart(state, rank, now)
+    forget_peer(state, rank, now)
     if rank.leaving:
         state.membership.leave(rank)
     else:
@@ -164,12 +166,12 @@ def _end_past(
         state.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text)
 
 
-def depart(state: CoordinatorState, rank: RankPeer, now: float) -> None:
+def forget_peer(state: CoordinatorState, rank: RankPeer, now: float) -> None:
     """Forget all that the state keeps of a rank's connection."""
     del state.by_peer[rank.peer]
     stall_inspector.end_pause(state, rank.rank, now)
     state.signatures.forget(rank.definitions)
-    state.cells.drop(rank.rank)
+    state.cells.discard_rank(rank.rank)
     state.elastic.drop(rank.rank)
     state.restoring.drop(rank.rank)
     state.blocked.discard(rank.rank)
@@ -178,14 +180,14 @@ def depart(state: CoordinatorState, rank: RankPeer, now: float) -> None:
     state.history.unsubscribe(rank.peer)
 
 
-def resize(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
+def set_expected(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
     """The world is made of these ranks from now on."""
-    dropped = state.membership.expect(ranks)
-    state.cells.keep({*ranks, *state.membership.ranks})
+    dropped = state.membership.set_expected(ranks)
+    state.cells.discard_all_but({*ranks, *state.membership.ranks})
     for rank in dropped:
         state.effects.send((rank.peer,), m.Leave("the world was resized"))
     leaving = {rank.rank for rank in dropped}
-    busy = any(state.cells.active(rank) for rank in leaving)
+    busy = any(state.cells.is_running(rank) for rank in leaving)
     for ps in list(state.sets):
         going = leaving & (set(ps.members) - ps.gone)
         if not going:
@@ -194,10 +196,10 @@ def resize(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
             text = f"{format_ranks(sorted(going))} left, because the world was resized"
             state.sets.abort(ps, CauseKind.MEMBERSHIP, sorted(going), text)
         else:
-            state.sets.switch(ps, tuple(rank for rank in ps.members if rank not in going))
+            state.sets.change_members(ps, tuple(rank for rank in ps.members if rank not in going))
 
 
-def release(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
+def scale_down(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
     """Let ranks go where elastic training lets the world change; at once if no rank trains, or if they are not in the world."""
     if (
         state.restoring.active
@@ -210,24 +212,24 @@ def release(state: CoordinatorState, ranks: tuple[int, ...]) -> None:
     if not state.elastic.active:
         later = set()
     if going - later:
-        resize(state, tuple(sorted(expected - (going - later))))
+        set_expected(state, tuple(sorted(expected - (going - later))))
     if later:
-        state.membership.release(later)
+        state.membership.scale_down(later)
         state.check_admission = True
 
 
-def _let_go(state: CoordinatorState, going: set[int]) -> None:
+def _remove_released(state: CoordinatorState, going: set[int]) -> None:
     """Take out ranks that were released and have come to where the world may change: it goes on without them, and nothing fails."""
     left = [rank for rank in state.membership.expected or () if rank not in going]
-    for rank in state.membership.expect(left):
+    for rank in state.membership.set_expected(left):
         state.elastic.drop(rank.rank)
         state.effects.send((rank.peer,), m.Leave("its host is not part of the job any more"))
     for ps in list(state.sets):
         if going & (set(ps.members) - ps.gone):
-            state.sets.switch(ps, tuple(rank for rank in ps.members if rank not in going))
+            state.sets.change_members(ps, tuple(rank for rank in ps.members if rank not in going))
 
 
-def refuse_left_out(state: CoordinatorState, rank: RankPeer, message: m.Announce) -> None:
+def reject_left_out(state: CoordinatorState, rank: RankPeer, message: m.Announce) -> None:
     """Fail what a rank has submitted that the coordinator has asked to leave: the others go on without it, and no epoch of its own will end.
 
     What it executes with them goes on, so that the epoch is not aborted.
@@ -244,7 +246,7 @@ def refuse_left_out(state: CoordinatorState, rank: RankPeer, message: m.Announce
             state.effects.send((rank.peer,), refusal)
 
 
-def admit(state: CoordinatorState) -> None:
+def admit_newcomers(state: CoordinatorState) -> None:
     """WorldChange over to a larger world once all expected ranks are there (or dead).
 
     A tracked newcomer without a cell waits until no member runs one: it would not take part in that cell's
@@ -265,23 +267,23 @@ def admit(state: CoordinatorState) -> None:
     new = [
         rank for rank in there if rank not in stay and (rank not in outdated or _may_enter(state, rank, stay))
     ]
-    if any(cells.active(rank) for rank in current):
+    if any(cells.is_running(rank) for rank in current):
         new = [rank for rank in new if rank not in cells.idle]
     if any(not membership.ranks[rank].tracked for rank in stay):
         new = [rank for rank in new if rank not in membership.returning]
     going = membership.leaving.intersection(stay)
     change = state.elastic.consider(stay, new, len(going))
     if going and change is not WorldChange.LATER:
-        _let_go(state, going)
+        _remove_released(state, going)
         stay = [rank for rank in stay if rank not in going]
-    membership.wait(tuple(new) if change is WorldChange.LATER else ())
+    membership.set_waiting(tuple(new) if change is WorldChange.LATER else ())
     if change is WorldChange.NOW or (change is WorldChange.FREE and new and membership.complete):
         membership.returning.difference_update(new)
         for rank in new:
             membership.ranks[rank].outdated = False
         # The members keep their order: a restored world has no other record of which rank came first.
-        state.sets.switch(world, (*(rank for rank in current if rank in stay), *sorted(new)))
-        regroup(state)
+        state.sets.change_members(world, (*(rank for rank in current if rank in stay), *sorted(new)))
+        answer_regrouped(state)
 
 
 def _may_enter(state: CoordinatorState, rank: int, members: Sequence[int]) -> bool:
@@ -293,7 +295,7 @@ def _may_enter(state: CoordinatorState, rank: int, members: Sequence[int]) -> bo
     training, ready = state.elastic.training, state.elastic.ready
     if rank in training:
         return False
-    busy = any(state.cells.active(member) for member in members)
+    busy = any(state.cells.is_running(member) for member in members)
     if rank in ready:
         return not busy or any(member in training or member in ready for member in members)
     return state.membership.ranks[rank].tracked and not busy
@@ -356,13 +358,13 @@ class ElasticRanks:
         return answered
 
 
-def regroup(state: CoordinatorState) -> None:
+def answer_regrouped(state: CoordinatorState) -> None:
     """The world has been changed: answer the ranks that have regrouped, after the messages about the new epoch."""
     for rank, ticket in state.elastic.resume():
         state.answers.append((state.membership.ranks[rank].peer, m.Regrouped(ticket)))
 
 
-def end_waits(state: CoordinatorState) -> None:
+def abort_waits_on_regrouped(state: CoordinatorState) -> None:
     """End the collectives that other ranks wait in and that a rank which has regrouped will not submit."""
     ready = state.elastic.ready
     for ps in list(state.sets):

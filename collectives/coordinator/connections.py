@@ -56,9 +56,9 @@ class Connections:
         listeners: Sockets that connections come from.
         open: Connections that were introduced, by peer.
         lost: Events about connections that ended while something was sent to them.
-        next_sweep: When :meth:`sweep` is due.
-        turned_away: Logs, for the operator, the connections that were not let in.
-        excused: Whether a peer may be silent: its user looks around there, perhaps with all its threads stopped.
+        next_check: When :meth:`check_timeouts` is due.
+        rejections: Logs, for the operator, the connections that were not let in.
+        may_be_silent: Whether a peer may be silent: its user looks around there, perhaps with all its threads stopped.
         met: Whether any peer was ever introduced.
     """
 
@@ -67,13 +67,13 @@ class Connections:
         self.listeners: list[socket.socket] = []
         self.open: dict[int, Connection] = {}
         self.lost: list[Event] = []
-        self.next_sweep = NEVER
-        self.excused: Callable[[int], bool] = lambda peer: False
+        self.next_check = NEVER
+        self.may_be_silent: Callable[[int], bool] = lambda peer: False
         self.met = False
         self._options = options
         self._log = log
         self.rejections = RejectionLog(log, self.call_at)
-        self._unsettled: dict[Connection, None] = {}  # neither introduced yet nor quite closed
+        self._transient: dict[Connection, None] = {}  # neither introduced yet nor quite closed
         self._next_peer = 1
         self._ping = 0
         self._calls: list[tuple[float, Callable[[], None]]] = []
@@ -81,7 +81,7 @@ class Connections:
     @property
     def idle(self) -> bool:
         """Whether no rank or client is connected, or about to be. Observers don't count: the coordinator does not stay for them."""
-        return not self._unsettled and all(connection.observer for connection in self.open.values())
+        return not self._transient and all(connection.observer for connection in self.open.values())
 
     # -- beginnings -----------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class Connections:
         deadline = time.monotonic() + self._options.hello_timeout
         connection = Connection(sock, self._next_peer, deadline)
         self._next_peer += 1
-        self._settle_by(connection, deadline)
+        self._set_deadline(connection, deadline)
         self.poller.register(connection, READ, connection)
 
     def has_place_for_stranger(self) -> bool:
@@ -99,11 +99,11 @@ class Connections:
         Any process that reaches the port costs memory until it shows the token. A Unix socket lets in only this user.
         """
         bound = MOST_STRANGERS + (self._options.state.size or 0)
-        return len(self._unsettled) < bound or self.drop_oldest_stranger()
+        return len(self._transient) < bound or self.close_oldest_stranger()
 
     def introduce(self, connection: Connection, hello: Hello) -> None:
         """A connection has shown a valid token in ``hello``: it is open now."""
-        del self._unsettled[connection]
+        del self._transient[connection]
         connection.phase = OPEN
         connection.client, connection.observer = hello.role == "client", hello.role == "observer"
         connection.tracked = hello.cells_tracked
@@ -114,51 +114,53 @@ class Connections:
         connection.heard = time.monotonic()
         self.open[connection.peer] = connection
         self.met = True
-        self.sweep_by(connection.heard + self._options.ping_after)
+        self.schedule_check(connection.heard + self._options.ping_after)
 
-    def _settle_by(self, connection: Connection, deadline: float) -> None:
+    def _set_deadline(self, connection: Connection, deadline: float) -> None:
         connection.deadline = deadline
-        self._unsettled[connection] = None
-        self.sweep_by(deadline)
+        self._transient[connection] = None
+        self.schedule_check(deadline)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def drop(self, connection: Connection) -> None:
+    def close_now(self, connection: Connection) -> None:
         """Close a connection now. Without effect if it is closed already: results of the poller's last wait may still name it."""
         if connection.endpoint.closed:
             return
         connection.phase = CLOSING
-        self._unsettled.pop(connection, None)
+        self._transient.pop(connection, None)
         self.poller.unregister(connection)
         connection.endpoint.close()
 
-    def drop_oldest_stranger(self) -> bool:
+    def close_oldest_stranger(self) -> bool:
         """Close the connection that has owed its Hello for longest; false if none has had enough time to send it."""
         until = time.monotonic() + self._options.hello_timeout - _HELLO_SECONDS
-        for connection in self._unsettled:
+        for connection in self._transient:
             if connection.phase != CLOSING and connection.deadline <= until:
-                self.rejections.tell(
+                self.rejections.add(
                     f"{connection.name} is closed: it has not said Hello, and others need its place"
                 )
-                self.drop(connection)
+                self.close_now(connection)
                 return True
         return False
 
-    def lose(self, connection: Connection, reason: str, events: list[Event], *, faulty: bool = False) -> None:
+    def peer_lost(
+        self, connection: Connection, reason: str, events: list[Event], *, faulty: bool = False
+    ) -> None:
         """Close a connection that was introduced, and append the event; ``faulty`` if the peer broke the protocol."""
         del self.open[connection.peer]
-        self.drop(connection)
+        self.close_now(connection)
         silence = time.monotonic() - connection.heard
         events.append(PeerLost(connection.peer, reason, silence, faulty))
 
-    def finish(self, connection: Connection) -> None:
+    def close_after_flush(self, connection: Connection) -> None:
         """Close a connection once its peer has read what was sent to it; the server does not read from it any more."""
         self.open.pop(connection.peer, None)
         if connection.broken or not connection.endpoint.backlog:
-            self.drop(connection)
+            self.close_now(connection)
             return
         connection.phase = CLOSING
-        self._settle_by(connection, time.monotonic() + self._options.hello_timeout)
+        self._set_deadline(connection, time.monotonic() + self._options.hello_timeout)
         self.poller.modify(connection, WRITE)
 
     def close(self) -> None:
@@ -171,7 +173,7 @@ class Connections:
         for listener in self.listeners:
             listener.close()
         self.open.clear()
-        self._unsettled.clear()
+        self._transient.clear()
         self.poller.close()
 
     # -- sending --------------------------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ class Connections:
             self.poller.modify(connection, READ | WRITE)
         if connection.endpoint.backlog > self._options.backlog_limit and connection.phase == OPEN:
             self._log(f"{connection.name} is dropped: it does not read what it is sent")
-            self.lose(connection, "it did not read what it was sent", self.lost)
+            self.peer_lost(connection, "it did not read what it was sent", self.lost)
 
     def flush(self, connection: Connection) -> None:
         """Send what waits, as far as the socket takes it; closes a connection in phase ``CLOSING`` once all is sent."""
@@ -204,7 +206,7 @@ class Connections:
         if not done:
             return
         if connection.phase == CLOSING:
-            self.drop(connection)
+            self.close_now(connection)
         elif connection.writing:
             connection.writing = False
             self.poller.modify(connection, READ)
@@ -212,13 +214,13 @@ class Connections:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def call_at(self, when: float, call: Callable[[], None]) -> None:
-        """Have :meth:`sweep` call this at ``when`` (``time.monotonic()``)."""
+        """Have :meth:`check_timeouts` call this at ``when`` (``time.monotonic()``)."""
         self._calls.append((when, call))
-        self.sweep_by(when)
+        self.schedule_check(when)
 
-    def sweep_by(self, when: float) -> None:
-        """Have :meth:`sweep` be due at ``when`` (``time.monotonic()``) at the latest."""
-        self.next_sweep = min(self.next_sweep, when)
+    def schedule_check(self, when: float) -> None:
+        """Have :meth:`check_timeouts` be due at ``when`` (``time.monotonic()``) at the latest."""
+        self.next_check = min(self.next_check, when)
 
     def _call_due(self, now: float) -> float:
         due = [call for when, call in self._calls if now >= when]
@@ -227,9 +229,9 @@ class Connections:
             call()
         return min([when for when, _ in self._calls], default=NEVER)
 
-    def sweep(self, now: float, events: list[Event]) -> None:
-        """Ping peers that are silent, close those that are late or silent for too long, and set :attr:`next_sweep`."""
-        upcoming = min(self._drop_late(now), self._call_due(now))
+    def check_timeouts(self, now: float, events: list[Event]) -> None:
+        """Ping peers that are silent, close those that are late or silent for too long, and set :attr:`next_check`."""
+        upcoming = min(self._close_late(now), self._call_due(now))
         options = self._options
         silent: list[Connection] = []
         for connection in list(self.open.values()):
@@ -237,32 +239,32 @@ class Connections:
             if silence < options.ping_after:
                 upcoming = min(upcoming, connection.heard + options.ping_after)
             elif silence >= options.dead_after and not (
-                self.excused(connection.peer) or connection.may_live()
+                self.may_be_silent(connection.peer) or connection.may_live()
             ):
                 self._log(f"{connection.name} has been silent for {silence:.0f} s")
-                self.lose(connection, f"no sign of life for {silence:.0f} s", events)
+                self.peer_lost(connection, f"no sign of life for {silence:.0f} s", events)
             else:
                 silent.append(connection)
                 upcoming = min(upcoming, now + options.ping_after)
-        self.next_sweep = upcoming
+        self.next_check = upcoming
         if silent:
             self._ping += 1
             frame = encode(Ping(self._ping))
             for connection in silent:
                 self.write(connection, frame)
 
-    def _drop_late(self, now: float) -> float:
+    def _close_late(self, now: float) -> float:
         """Close connections that did not introduce themselves, or did not read what was left to send, in time."""
         upcoming = NEVER
-        for connection in list(self._unsettled):
+        for connection in list(self._transient):
             if now < connection.deadline:
                 upcoming = min(upcoming, connection.deadline)
                 continue
             if connection.phase != CLOSING:
-                self.rejections.tell(
+                self.rejections.add(
                     f"{connection.name} is closed: no Hello within {self._options.hello_timeout:g} s"
                 )
-            self.drop(connection)
+            self.close_now(connection)
         return upcoming
 
 
@@ -281,14 +283,14 @@ class Connection:
         heard: When the last bytes came.
         writing: Whether the selector watches for writability.
         broken: Whether sending has failed; the end of the connection is noticed when reading.
-        watcher: How it keeps up with the events, if it gets any.
+        subscriber: How it keeps up with the events, if it gets any.
         members_sent: Which descriptions of members the server has sent it, as numbered by
             :class:`~hvdlab.collectives.protocol.rosters.SentMembers`.
     """
 
     __slots__ = (
         "broken", "client", "deadline", "endpoint", "heard", "members_sent", "name", "observer", "peer", "phase", "pid", "sock",
-        "tls", "tracked", "watcher", "writing",
+        "subscriber", "tls", "tracked", "writing",
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, peer: int, deadline: float) -> None:
@@ -302,7 +304,7 @@ class Connection:
         self.heard = 0.0
         self.writing = False
         self.broken = False
-        self.watcher: LaggingSubscriber | None = None
+        self.subscriber: LaggingSubscriber | None = None
         self.members_sent = EVERYTHING
         self.pid = 0 if self.tls else _peer_pid(sock)
         self.endpoint = Endpoint(sock, limit=HELLO_LIMIT)
@@ -363,7 +365,7 @@ class RejectionLog:
         self._counted = 0
         self._last = ""
 
-    def tell(self, text: str) -> None:
+    def add(self, text: str) -> None:
         """A connection was turned away, with this line about it."""
         text = visible(text, LONGEST_REJECTION)
         if self._said == 0:
@@ -379,6 +381,6 @@ class RejectionLog:
         counted, last, self._counted, self._last = self._counted, self._last, 0, ""
         self._said = 0
         if counted == 1:
-            self.tell(last)
+            self.add(last)
         elif counted:
-            self.tell(f"{counted} more connections were turned away within a minute, the last: {last}")
+            self.add(f"{counted} more connections were turned away within a minute, the last: {last}")

@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from hvdlab.collectives.coordinator.fusion import decide
+from hvdlab.collectives.coordinator.fusion import flush_process_set
 from hvdlab.collectives.coordinator.membership import RankPeer
 from hvdlab.collectives.coordinator.process_sets import ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
@@ -33,18 +33,18 @@ class RunningCells:
         self._active: dict[int, dict[str, None]] = {}
         self._last: dict[int, tuple[str, str]] = {}
 
-    def join(self, rank: int) -> None:
+    def add_rank(self, rank: int) -> None:
         """A tracked rank is there; it runs the cells that were announced for it before."""
         if not self._active.get(rank):
             self.idle.add(rank)
 
-    def drop(self, rank: int) -> None:
+    def discard_rank(self, rank: int) -> None:
         """A rank is gone."""
         self.idle.discard(rank)
         self._active.pop(rank, None)
         self._last.pop(rank, None)
 
-    def keep(self, ranks: Iterable[int]) -> None:
+    def discard_all_but(self, ranks: Iterable[int]) -> None:
         """Forget cells that were announced for ranks other than these."""
         kept = set(ranks)
         for rank in [rank for rank in self._active if rank not in kept]:
@@ -67,10 +67,10 @@ class RunningCells:
         self.idle.add(rank)
         return True
 
-    def active(self, rank: int) -> bool:
+    def is_running(self, rank: int) -> bool:
         return rank in self._active
 
-    def absence(self, missing: Sequence[int], waiting: Iterable[int]) -> AbsenceReason:
+    def absence_reason(self, missing: Sequence[int], waiting: Iterable[int]) -> AbsenceReason:
         """Why the idle ranks ``missing`` do not take part in the collective that the ranks ``waiting`` wait for."""
         cells = {cell for rank in waiting for cell in self._active.get(rank, ())}
         last = {rank: self._last.get(rank, ("", "")) for rank in missing}
@@ -103,24 +103,26 @@ class AbsenceReason:
     text: str
 
 
-def free_from_idle(state: CoordinatorState, now: float) -> None:
+def abort_waits_on_idle_ranks(state: CoordinatorState, now: float) -> None:
     """End the collectives that other ranks wait in and that ranks without a cell will not submit."""
     idle = state.cells.idle - state.pauses.reasons.keys()
     for ps in list(state.sets):
         if ps.negotiation.owed:
             for rank in idle & ps.negotiation.owed.ranks:
-                ps.negotiation.owed.forgive(rank)
+                ps.negotiation.owed.discard_rank(rank)
         if ps.negotiation.pending and not ps.negotiation.members.isdisjoint(idle):
-            _free_messages(state, ps, idle, now)
+            _cancel_messages_to_idle(state, ps, idle, now)
             for current, missing in ps.negotiation.waiting():
                 absent = [r for r in (missing or ps.members) if r in idle]
                 if absent and not current.info.from_any:  # else another rank may send
-                    why = state.cells.absence(absent, current.submissions)
+                    why = state.cells.absence_reason(absent, current.submissions)
                     state.sets.abort(ps, why.kind, why.ranks, why.text)
                     break
 
 
-def _free_messages(state: CoordinatorState, ps: ProcessSetState, idle: AbstractSet[int], now: float) -> None:
+def _cancel_messages_to_idle(
+    state: CoordinatorState, ps: ProcessSetState, idle: AbstractSet[int], now: float
+) -> None:
     """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
     vain: dict[str, list[int]] = {}
     for waiting, missing in ps.negotiation.waiting():
@@ -131,13 +133,13 @@ def _free_messages(state: CoordinatorState, ps: ProcessSetState, idle: AbstractS
         while (current := ps.negotiation.rounds.get(name)) is not None and not current.submissions.keys() & {
             *absent
         }:
-            why = state.cells.absence(absent, current.submissions)
+            why = state.cells.absence_reason(absent, current.submissions)
             ps.negotiation.end_message(current, why.kind, why.ranks, why.text, now)
     if ps.negotiation.rejections:
-        decide(state, ps, now)
+        flush_process_set(state, ps, now)
 
 
-def end_deadlock(state: CoordinatorState) -> None:
+def abort_deadlock(state: CoordinatorState) -> None:
     """End the epochs in which ranks wait for each other."""
     # A rank in which the user looks around is not stuck: what the user types there may be what others wait for.
     ranks = {rank: peer for rank, peer in state.membership.ranks.items() if rank not in state.pauses}

@@ -89,7 +89,7 @@ class LaggingSubscriber:
         self._room = FIRST_LAG_LIMIT
         self._missed: dict[int, int] = {}
 
-    def take(self, message: RankEvents, waiting: int) -> RankEvents | None:
+    def next_batch(self, message: RankEvents, waiting: int) -> RankEvents | None:
         """The batch to send while ``waiting`` bytes wait for the peer, with what it has missed before; ``None`` to send nothing."""
         if waiting <= CAUGHT_UP_BYTES:
             self.lagging, self._room = False, LAG_LIMIT

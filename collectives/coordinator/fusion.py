@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.state import CoordinatorState
 
 
-def decide(state: CoordinatorState, ps: ProcessSetState, now: float) -> None:
+def flush_process_set(state: CoordinatorState, ps: ProcessSetState, now: float) -> None:
     """Release the ready rounds of an open epoch, and send the verdicts, in order."""
     negotiation = ps.negotiation
     if negotiation.conflict:
@@ -35,23 +35,23 @@ def decide(state: CoordinatorState, ps: ProcessSetState, now: float) -> None:
         return
     ready, negotiation.ready = negotiation.ready, []
     if negotiation.priorities or any(current.priority is not None for current in ready):
-        ready = _schedule(state, ps, ready, now)
+        ready = _dispatch_by_priority(state, ps, ready, now)
     if negotiation.rejections:
         rejections, negotiation.rejections = negotiation.rejections, []
         done = 0
         for after, rejected in itertools.groupby(rejections, lambda r: r.after):
-            _release(state, ps, ready[done:after])
+            _dispatch_ready(state, ps, ready[done:after])
             _reject(state, ps, rejected)
             done = after
         ready = ready[done:]
     if ready:
-        _release(state, ps, ready)
+        _dispatch_ready(state, ps, ready)
     if ps.gone and negotiation.pending:
         left = tuple(sorted(ps.gone))
         state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
 
 
-def _schedule(
+def _dispatch_by_priority(
     state: CoordinatorState, ps: ProcessSetState, ready: list[NegotiationRound], now: float
 ) -> list[NegotiationRound]:
     """Order the rounds with a priority whose turn it is, and keep the others with one back.
@@ -70,7 +70,7 @@ def _schedule(
     leaving = ps.gone or state.elastic.ready or not negotiation.members.isdisjoint(state.cells.idle)
     joined = any(current.info.kind == OpKind.JOIN for current in ready)
     if leaving or joined or negotiation.rejections or not credit:
-        run(state, ps, priorities.next())
+        dispatch(state, ps, priorities.pop_due())
         return ready
     others: list[NegotiationRound] = []
     for current in ready:
@@ -78,37 +78,37 @@ def _schedule(
             priorities.add((current,))
         else:
             others.append(current)
-    _release(state, ps, others)
-    due = priorities.next(credit)
+    _dispatch_ready(state, ps, others)
+    due = priorities.pop_due(credit)
     if due:
         # Two batches at least, so that ranks execute one of them while the end of the other is reported.
-        _run_together(state, ps, due, min(state.fusion_threshold, credit // 2), reported=True)
+        _dispatch_fused(state, ps, due, min(state.fusion_threshold, credit // 2), reported=True)
     return []
 
 
-def _release(state: CoordinatorState, ps: ProcessSetState, ready: Sequence[NegotiationRound]) -> None:
+def _dispatch_ready(state: CoordinatorState, ps: ProcessSetState, ready: Sequence[NegotiationRound]) -> None:
     """Release rounds in order; a round that changes process sets is released alone, between those before and after it."""
     plain: list[NegotiationRound] = []
     for current in ready:
         if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:
-            run(state, ps, plain)
+            dispatch(state, ps, plain)
             plain = []
             process_sets.change_sets(state, ps, current)
         else:
             plain.append(current)
-    run(state, ps, plain)
+    dispatch(state, ps, plain)
 
 
-def run(state: CoordinatorState, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
+def dispatch(state: CoordinatorState, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
     """Have these rounds executed, fused as far as they may be."""
     for between, some in itertools.groupby(rounds, lambda current: current.info.between):
         if between:
-            _run_messages(state, ps, tuple(some), between)
+            _dispatch_messages(state, ps, tuple(some), between)
         else:
-            _run_together(state, ps, tuple(some), state.fusion_threshold)
+            _dispatch_fused(state, ps, tuple(some), state.fusion_threshold)
 
 
-def _run_messages(
+def _dispatch_messages(
     state: CoordinatorState, ps: ProcessSetState, rounds: Sequence[NegotiationRound], between: tuple[int, ...]
 ) -> None:
     """Order messages from the two ranks that they go between. All messages have the same order on every rank, so no two ranks
@@ -117,10 +117,12 @@ def _run_messages(
     ps.sequence += 1
     two = [(rank, peer) for rank, peer in zip(ps.members, ps.peers, strict=True) if rank in between]
     ranks, peers = zip(*two, strict=True)
-    execute(ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, state.effects)
+    send_execute(
+        ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, state.effects
+    )
 
 
-def _run_together(
+def _dispatch_fused(
     state: CoordinatorState,
     ps: ProcessSetState,
     rounds: Sequence[NegotiationRound],
@@ -138,7 +140,9 @@ def _run_together(
             state.tuning.before(state, ps)
         if reported:
             ps.negotiation.priorities.ordered(ps.sequence, batches)
-        execute(ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.effects, reported=reported)
+        send_execute(
+            ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.effects, reported=reported
+        )
         if tuned:
             state.tuning.executed(ps, rounds)
 
@@ -226,11 +230,11 @@ class FusionWindows:
     def __contains__(self, ps: ProcessSetState) -> bool:
         return ps in self._held
 
-    def over(self, now: float, *, all: bool) -> list[ProcessSetState]:
+    def expired(self, now: float, *, all: bool) -> list[ProcessSetState]:
         """The process sets to decide now: those whose time has come, or all."""
         return [ps for ps, held in self._held.items() if all or now >= held.until]
 
-    def keep(self, ps: ProcessSetState, now: float, delay: float, enough: int) -> bool:
+    def defer(self, ps: ProcessSetState, now: float, delay: float, enough: int) -> bool:
         """Whether to hold the ready rounds of ``ps``.
 
         Not for longer than ``delay`` seconds, not if they are ``enough`` bytes, not if one of them is never fused, such as a
@@ -239,23 +243,23 @@ class FusionWindows:
         negotiation = ps.negotiation
         ready = negotiation.ready
         if negotiation.priorities and not negotiation.priorities.under_way:
-            return self._let_go(ps)
+            return self._close(ps)
         if delay <= 0 or not ready or negotiation.rejections or negotiation.conflict or ps.gone:
-            return self._let_go(ps)
+            return self._close(ps)
         held = self._held.get(ps)
         if held is None or held.negotiation is not negotiation or held.count > len(ready):
             held = self._held[ps] = _FusionWindow(negotiation, now + delay)
         for current in ready[held.count :]:
             if current.info.fuse_key is None:
-                return self._let_go(ps)
+                return self._close(ps)
             held.nbytes += current.info.nbytes
         held.count = len(ready)
         if held.nbytes >= enough or now >= held.until:
-            return self._let_go(ps)
+            return self._close(ps)
         self._find_due()
         return True
 
-    def _let_go(self, ps: ProcessSetState) -> bool:
+    def _close(self, ps: ProcessSetState) -> bool:
         if self._held.pop(ps, None) is not None:
             self._find_due()
         return False
@@ -267,7 +271,7 @@ class FusionWindows:
 Table = tuple[tuple[int, ...], ...]
 
 
-def execute(
+def send_execute(
     process_set: int,
     epoch: int,
     sequence: int,
@@ -394,12 +398,12 @@ class Tuning:
         self._announced[ps.id] = announced
         state.effects.send(ps.peers, Tune(ps.id, ps.epoch, self._slice))
 
-    def executed(self, ps: ProcessSetState, run: Sequence[NegotiationRound]) -> None:
+    def executed(self, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
         """These rounds have been ordered."""
         if self.active:
             assert self._tuner is not None
             self._tuner.executed(
-                [((ps.id, r.info.name), r.info.nbytes) for r in run if r.info.fuse_key is not None]
+                [((ps.id, r.info.name), r.info.nbytes) for r in rounds if r.info.fuse_key is not None]
             )
 
     def advance(self, state: CoordinatorState, now: float) -> None:

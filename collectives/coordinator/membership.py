@@ -32,7 +32,7 @@ class RankPeer:
         tracked: Whether its collectives belong to cells.
         leaving: Whether the coordinator has told it to leave.
         admitted: Whether it has been in a world.
-        behind: Whether the others have gone on without it since its connection was lost, and have not let it in again yet.
+        outdated: Whether the others have gone on without it since its connection was lost, and have not let it in again yet.
         versions: Versions that all ranks must have alike, by name, as far as it has said them.
         definitions: What its local ids stand for.
         wait: The undecided collective in which its user is blocked, or ``None``.
@@ -40,18 +40,7 @@ class RankPeer:
     """
 
     __slots__ = (
-        "admitted",
-        "definitions",
-        "executing",
-        "leaving",
-        "member",
-        "outdated",
-        "peer",
-        "pid",
-        "rank",
-        "tracked",
-        "versions",
-        "wait",
+        "admitted", "definitions", "executing", "leaving", "member", "outdated", "peer", "pid", "rank", "tracked", "versions", "wait",
     )  # fmt: skip
 
     def __init__(self, peer: int, rank: int, hello: Hello, started: float) -> None:
@@ -135,7 +124,7 @@ class MembershipTable:
             return f"rank {rank} is not expected; the world is made of ranks {list(self.expected)}"
         return ""
 
-    def join(self, peer: int, rank: int, hello: Hello, now: float) -> RankPeer:
+    def add(self, peer: int, rank: int, hello: Hello, now: float) -> RankPeer:
         self._left.pop(rank, None)
         self.leaving.discard(rank)
         newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, self._wall(now))
@@ -156,7 +145,7 @@ class MembershipTable:
         death = self.deaths.get(rank)
         return self._unexplained.get(rank) if death is not None and death.pid == pid else None
 
-    def expect(self, ranks: Iterable[int]) -> list[RankPeer]:
+    def set_expected(self, ranks: Iterable[int]) -> list[RankPeer]:
         """Change which ranks the world is made of; returns the living ranks that have no place in it any more."""
         self.expected = tuple(sorted(set(ranks)))
         self.awaited = {rank for rank in self.expected if rank not in self.ranks}
@@ -240,7 +229,7 @@ class MembershipTable:
         """Whether all expected ranks are there or known to be dead."""
         return self.expected is not None and not self.awaited
 
-    def recall(self, deaths: Iterable[Death]) -> None:
+    def restore_deaths(self, deaths: Iterable[Death]) -> None:
         """Take over deaths that an earlier coordinator had noted."""
         for death in deaths:
             if death.rank not in self.ranks and self.expected is not None and death.rank in self.expected:
@@ -266,13 +255,13 @@ class MembershipTable:
             training=training,
         )
 
-    def wait(self, ranks: tuple[int, ...]) -> None:
+    def set_waiting(self, ranks: tuple[int, ...]) -> None:
         """These ranks, and no others, wait to be let in."""
         if ranks != self.waiting:
             self.waiting = ranks
             self.changed = self.urgent = True
 
-    def release(self, ranks: Iterable[int]) -> None:
+    def scale_down(self, ranks: Iterable[int]) -> None:
         """Let these ranks go where elastic training lets the world change."""
         self.leaving.update(ranks)
         self.changed = self.urgent = True
@@ -282,7 +271,7 @@ class MembershipTable:
         """Whether any peer has to get the membership, now or later."""
         return self.changed or self.formed or self.urgent or self._ranks_owed
 
-    def audience(self, now: float) -> tuple[int, ...]:
+    def recipients(self, now: float) -> tuple[int, ...]:
         """The connections that have to get the membership now. Call it once after each round of events."""
         audience: tuple[int, ...] = ()
         if self.changed or self.formed:

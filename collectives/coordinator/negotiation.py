@@ -111,7 +111,7 @@ class Negotiation:
         now: float,
         payload: bytes = b"",
         *,
-        look: bool = True,
+        check: bool = True,
     ) -> NegotiationRound | None:
         """Take in a submission of a member.
 
@@ -121,13 +121,13 @@ class Negotiation:
             extra: The numbers that go along with it.
             now: The time, in monotonic seconds.
             payload: The tensor's bytes, if they came along. Those of a submission that waits behind another are dropped.
-            look: Whether to check if its round is complete now; otherwise the caller does.
+            check: Whether to check if its round is complete now; otherwise the caller does.
 
         Returns:
             Its round, or ``None`` if it got a verdict or waits behind another one.
         """
         info = defined.info
-        if self.owed and (verdict := self.owed.settle(rank, info)) is not None:
+        if self.owed and (verdict := self.owed.pop_next(rank, info)) is not None:
             self._reject(rank, defined, verdict)
             return None
         if info.from_any and info.between != (rank,):
@@ -157,7 +157,7 @@ class Negotiation:
                 self.mismatches[info.name] = current
         elif defined.local != current.local:
             current.same_local_id = False
-        if look:
+        if check:
             if self.joining is not None or info.kind == _JOIN or current.info.between:
                 self._complete_if_ready(current, now)
             elif len(submissions) == self.size:
@@ -171,7 +171,7 @@ class Negotiation:
         """
         placed: dict[NegotiationRound, None] = {}
         for rank, (defined, extra) in items:
-            current = self.submit(rank, defined, extra, now, look=False)
+            current = self.submit(rank, defined, extra, now, check=False)
             if current is not None:
                 placed[current] = None
         for current in placed:
@@ -227,7 +227,7 @@ class Negotiation:
         self.joining = joining
         if self.owed:
             for rank in joining.submissions:
-                self.owed.forgive(rank)
+                self.owed.discard_rank(rank)
         for current in list(self.rounds.values()):
             # Completing one may complete others of its name, or of its group, as well.
             there = current is not joining and self.rounds.get(current.info.name) is current
@@ -282,7 +282,7 @@ class Negotiation:
             for rank, queue in queued.items():
                 while queue:
                     defined, extra = queue.popleft()
-                    if self.submit(rank, defined, extra, now, look=False) is not None:
+                    if self.submit(rank, defined, extra, now, check=False) is not None:
                         break
             queued = {rank: queue for rank, queue in queued.items() if queue}
             current = self.rounds.get(name)
@@ -412,7 +412,7 @@ class Negotiation:
         concerned = self.concerned(current)
         for rank in self.not_joined():
             if rank not in current.submissions and rank in concerned:
-                self.owed.owe(rank, info, 1, verdict)
+                self.owed.add(rank, info, 1, verdict)
         if current.queued:
             self._start_queued(info.name, current.queued, now)
 
@@ -444,7 +444,7 @@ class Negotiation:
                 again.append((rank, item))
         for rank in self.not_joined():
             if taken.get(rank, 0) < size:
-                self.owed.owe(rank, info, size - taken.get(rank, 0), verdict)
+                self.owed.add(rank, info, size - taken.get(rank, 0), verdict)
         self._submit_all(again, now)
 
     def _reject(self, rank: int, defined: LocalDefinition, verdict: RejectReason) -> None:
@@ -667,11 +667,11 @@ class OwedRejections(dict[tuple[int, str, str], deque[tuple[int, RejectReason]]]
     def ranks(self) -> set[int]:
         return {rank for rank, _, _ in self}
 
-    def owe(self, rank: int, info: InternedSignature, count: int, verdict: RejectReason) -> None:
+    def add(self, rank: int, info: InternedSignature, count: int, verdict: RejectReason) -> None:
         """The next ``count`` submissions of this name, or of its group if it has one, get the verdict."""
         self.setdefault(_key(rank, info), deque()).append((count, verdict))
 
-    def settle(self, rank: int, info: InternedSignature) -> RejectReason | None:
+    def pop_next(self, rank: int, info: InternedSignature) -> RejectReason | None:
         """The verdict that a submission gets, if the rank owes it; ``None`` otherwise."""
         key = _key(rank, info)
         owed = self.get(key)
@@ -684,7 +684,7 @@ class OwedRejections(dict[tuple[int, str, str], deque[tuple[int, RejectReason]]]
             del self[key]
         return verdict
 
-    def forgive(self, rank: int) -> None:
+    def discard_rank(self, rank: int) -> None:
         """``rank`` will not submit what the verdicts are about."""
         for key in [key for key in self if key[0] == rank]:
             del self[key]

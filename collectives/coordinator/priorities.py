@@ -57,7 +57,7 @@ class PriorityQueue:
             self._added += 1
             heapq.heappush(self._kept, (-priority, self._added, current))
 
-    def next(self, credit: int | None = None) -> list[NegotiationRound]:
+    def pop_due(self, credit: int | None = None) -> list[NegotiationRound]:
         """Take out the rounds whose turn it is, most urgent first, until ``credit`` bytes are under way; ``None`` for all rounds."""
         room = None if credit is None else credit - sum(self.under_way.values())
         due: list[NegotiationRound] = []

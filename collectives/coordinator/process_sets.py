@@ -53,22 +53,8 @@ class ProcessSetState:
     """
 
     __slots__ = (
-        "aborted",
-        "declined",
-        "epoch",
-        "failure",
-        "former",
-        "gone",
-        "id",
-        "members",
-        "negotiation",
-        "next_members",
-        "past_failure",
-        "past_stores",
-        "peers",
-        "phase",
-        "sequence",
-        "store",
+        "aborted", "declined", "epoch", "failure", "former", "gone", "id", "members", "negotiation", "next_members", "past_failure",
+        "past_stores", "peers", "phase", "sequence", "store",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
@@ -151,7 +137,7 @@ class ProcessSets:
             return
         old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
         pending = ps.negotiation.report()
-        self._tell(ps, Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending))
+        self._send_abort(ps, Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending))
         self._end(ps, ENDED)
 
     def abort_past(
@@ -165,9 +151,9 @@ class ProcessSets:
     ) -> None:
         """End what is still executed of the epochs up to ``epoch``, which ended in order."""
         if ps.aborted < epoch < ps.epoch:
-            self._tell(ps, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
+            self._send_abort(ps, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
 
-    def _tell(self, ps: ProcessSetState, abort: Abort) -> None:
+    def _send_abort(self, ps: ProcessSetState, abort: Abort) -> None:
         """Send an abort to members that live, and to former members that may be executing something with them."""
         ps.aborted = abort.epoch
         ps.past_stores = {epoch: store for epoch, store in ps.past_stores.items() if epoch > abort.epoch}
@@ -178,7 +164,7 @@ class ProcessSets:
             if last <= abort.epoch:
                 del ps.former[rank]
 
-    def switch(self, ps: ProcessSetState, members: tuple[int, ...]) -> None:
+    def change_members(self, ps: ProcessSetState, members: tuple[int, ...]) -> None:
         """Change over to new members in order: ranks finish in the old epoch what they were ordered to execute, and announce
         again in the new one what is pending."""
         ps.next_members = members

@@ -115,9 +115,9 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
         back = state.membership.ranks.get(death.rank)
         if back is not None and back.pid == death.pid:  # the others have gone on without it
             state.effects.add(CloseConnection(back.peer))
-            admission.lose(state, back.peer, death.reason, now)
-    admission.resize(state, message.expected)
-    state.membership.recall(message.deaths)
+            admission.peer_lost(state, back.peer, death.reason, now)
+    admission.set_expected(state, message.expected)
+    state.membership.restore_deaths(message.deaths)
     restoring = state.restoring
     restoring.recalled = True
     restoring.cells = message.cells
@@ -127,7 +127,7 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
             restoring.alive[member.rank] = member.pid
     else:
         _begin_cells(state)
-    admission.release(state, message.released)
+    admission.scale_down(state, message.released)
     state.check_admission = True
 
 
@@ -148,12 +148,12 @@ def end_wait(state: CoordinatorState, now: float) -> None:
         membership.record_death(rank, restoring.alive[rank], reason, now, explained=False, admitted=True)
     if membership.expected is None and state.elastic.active:
         # No client may come for long, if the notebook of a kept pool has ended together with the coordinator: the ranks train on.
-        membership.expect({*membership.ranks, *membership.deaths})
+        membership.set_expected({*membership.ranks, *membership.deaths})
         membership.awaited -= membership.deaths.keys()
     _restore_sets(state)
     _begin_cells(state)
     # A rank that has not resumed is dead, or another process than the one that was to be let go.
-    admission.release(state, tuple(restoring.resumed.keys() & restoring.released))
+    admission.scale_down(state, tuple(restoring.resumed.keys() & restoring.released))
     membership.changed = membership.urgent = state.check_admission = True
     count = len(restoring.resumed)
     state.effects.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks")
@@ -181,7 +181,7 @@ def _restore_sets(state: CoordinatorState) -> None:
             )
             for rank in (state.membership.ranks[r] for r in former if id == 0):
                 if rank.tracked or restoring.resumed[rank.rank].elastic:
-                    admission.fall_behind(state, rank)
+                    admission.become_outdated(state, rank)
         else:
             knowing = [r for r, said in restoring.resumed.items() if any(k.id == id for k in said.sets)]
             state.effects.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))

@@ -108,7 +108,7 @@ class CoordinatorServer:
         offset = time.time() - time.monotonic()
         self.state = CoordinatorState(options.state, wall=lambda now: now + offset, clock=time.monotonic_ns)
         self.connections = Connections(options, log)
-        self.connections.excused = self.state.is_paused
+        self.connections.may_be_silent = self.state.is_paused
         self._poller = self.connections.poller
         self._log, self._note = log, note
         self._memory = memory
@@ -180,7 +180,7 @@ class CoordinatorServer:
 
     def timeout(self) -> float | None:
         """Seconds until something is due, or ``None`` for never."""
-        due = min(self._due, self.connections.next_sweep)
+        due = min(self._due, self.connections.next_check)
         return None if due == NEVER else max(0.0, due - time.monotonic())
 
     def serve_once(self, timeout: float | None) -> None:
@@ -206,11 +206,11 @@ class CoordinatorServer:
                     later.append(target)
         for connection in later:
             self._read(connection, events, now)
-        if now >= connections.next_sweep:
-            connections.sweep(now, events)
+        if now >= connections.next_check:
+            connections.check_timeouts(now, events)
         if now >= self._due:
             events.append(Tick())
-        # The sweep's pings may have been too much for a peer that does not read.
+        # The pings of check_timeouts may have been too much for a peer that does not read.
         events, connections.lost = events + connections.lost, []
         while events:
             self._perform(self.state.handle_all(events, now))
@@ -247,20 +247,20 @@ class CoordinatorServer:
                 sock.getpeername()  # a connection that ended before it was accepted can't be wrapped
                 sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
-            self.connections.rejections.tell(f"a connection is closed: {error}")
+            self.connections.rejections.add(f"a connection is closed: {error}")
             sock.close()
             return
         self.connections.add(sock)
 
     def _make_room(self, listener: socket.socket, context: ssl.SSLContext | None, error: OSError) -> None:
         """No descriptor is left: close the oldest stranger that has not said Hello; if there is none, newcomers have to wait."""
-        if self.connections.drop_oldest_stranger():
+        if self.connections.close_oldest_stranger():
             return
         self._accept_later(listener, context, str(error))
 
     def _accept_later(self, listener: socket.socket, context: ssl.SSLContext | None, reason: str) -> None:
         """Let newcomers wait at the listener for a while: it would be readable all the time."""
-        self.connections.rejections.tell(f"new connections have to wait: {reason}")
+        self.connections.rejections.add(f"new connections have to wait: {reason}")
         self._poller.unregister(listener)
         self.connections.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._watch(listener, context))
 
@@ -272,18 +272,18 @@ class CoordinatorServer:
             if payloads:
                 self._introduce(connection, payloads, events)
         except ConnectionLost:
-            self.connections.drop(connection)
+            self.connections.close_now(connection)
         except (OSError, ProtocolError) as error:
-            self.connections.rejections.tell(f"{connection.name} is closed: {error}")
-            self.connections.drop(connection)
+            self.connections.rejections.add(f"{connection.name} is closed: {error}")
+            self.connections.close_now(connection)
 
     def _introduce(self, connection: Connection, payloads: list[memoryview], events: list[Event]) -> None:
         hello = decode_hello(payloads[0])
         reason = self._refusal(hello)
         if reason:
-            self.connections.rejections.tell(f"{connection.name} is refused: {reason}")
+            self.connections.rejections.add(f"{connection.name} is refused: {reason}")
             self.connections.write(connection, encode(Refused(reason)))
-            self.connections.finish(connection)
+            self.connections.close_after_flush(connection)
             return
         if len(payloads) > 1:
             raise ProtocolError("it did not wait for the answer to its Hello")
@@ -321,10 +321,10 @@ class CoordinatorServer:
             connection.heard = now
         except ConnectionLost as error:
             detail = f" ({error})" if connection.tls else ""
-            self.connections.lose(connection, f"its connection ended without a goodbye{detail}", events)
+            self.connections.peer_lost(connection, f"its connection ended without a goodbye{detail}", events)
         except ProtocolError as error:
             self._log(f"{connection.name} is closed: {error}")
-            self.connections.lose(connection, f"it sent {error}", events, faulty=True)
+            self.connections.peer_lost(connection, f"it sent {error}", events, faulty=True)
 
     def _read_last_words(self, lost: RankLost, events: list[Event]) -> None:
         """Take in what a rank had written before its process ended: one that said goodbye has not died.
@@ -368,7 +368,7 @@ class CoordinatorServer:
             elif type(effect) is CloseConnection:
                 closing = by_peer.get(effect.peer)
                 if closing is not None:
-                    connections.finish(closing)
+                    connections.close_after_flush(closing)
             elif type(effect) is Log:
                 (self._log if effect.warning else self._note)(effect.text)
             elif type(effect) is Tuned:
@@ -400,9 +400,9 @@ class CoordinatorServer:
             connection = self.connections.open.get(peer)
             if connection is None:
                 continue
-            if connection.watcher is None:
-                connection.watcher = LaggingSubscriber()
-            batch = connection.watcher.take(message, connection.endpoint.backlog)
+            if connection.subscriber is None:
+                connection.subscriber = LaggingSubscriber()
+            batch = connection.subscriber.next_batch(message, connection.endpoint.backlog)
             if batch is not None:
                 self.connections.write(connection, frame if batch is message else encode(batch), bulk=True)
 

@@ -59,7 +59,7 @@ class StallInspector:
             self.due = now
         self.executions.exclude_pause(since, now)
 
-    def look(self, state: CoordinatorState, now: float) -> None:
+    def check(self, state: CoordinatorState, now: float) -> None:
         """Report or end the collectives that wait for long, and set :attr:`due`."""
         upcoming: list[float] = []
         for ps in list(state.sets):
@@ -71,7 +71,7 @@ class StallInspector:
                     current.reported = max(current.reported + 1, int((now - current.since) / self._every))
                     self._report_round(state, ps, current, missing, now - current.since)
                 upcoming.append(min(self._next_report(current), self._end_of(current)))
-        stuck, times = self.executions.look(state, now, self._every)
+        stuck, times = self.executions.check(state, now, self._every)
         for ps, seconds, report in stuck:
             lacking = f"{_ranks_or_rest(report.missing)} do not answer (stopped, or busy in C code)"
             _report_stall(state, ps, report, seconds, f"has been executed for {seconds:.0f} s: {lacking}")
@@ -154,7 +154,7 @@ class Executions:
             operation.since = shifted_start(operation.since, since, now)
             operation.asked = None
 
-    def look(
+    def check(
         self, state: CoordinatorState, now: float, every: float
     ) -> tuple[list[OverdueOperation], list[float]]:
         """Ask the members of operations that take long.

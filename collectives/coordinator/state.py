@@ -21,12 +21,12 @@ import msgspec
 from hvdlab.collectives.coordinator import admission, deadlock, fusion, process_sets, restoring
 from hvdlab.collectives.coordinator.admission import (
     ElasticRanks,
-    depart,
-    lose,
+    forget_peer,
     on_elastic,
     on_regroup,
-    release,
-    resize,
+    peer_lost,
+    scale_down,
+    set_expected,
 )
 from hvdlab.collectives.coordinator.deadlock import RunningCells
 from hvdlab.collectives.coordinator.event_history import UNREAD_BYTES, EventHistory
@@ -97,7 +97,7 @@ class CoordinatorState:
         self.history = EventHistory(min(UNREAD_BYTES, self.options.history_bytes))
         self.by_peer: dict[int, RankPeer] = {}
         #: Why peers were refused, the last few reasons.
-        self.refused: deque[str] = deque(maxlen=32)
+        self.refusals: deque[str] = deque(maxlen=32)
         self.touched: dict[ProcessSetState, None] = {}
         # Sent last in a round: they tell a peer that all before has been handled.
         self.answers: list[tuple[int, m.Pong | m.Regrouped]] = []
@@ -146,15 +146,17 @@ class CoordinatorState:
                     admission.connect(self, event.peer, event.hello, now)
                 elif type(event) is PeerLost:
                     since = now - event.silence
-                    admission.lose(self, event.peer, event.reason, now, explained=event.faulty, since=since)
+                    admission.peer_lost(
+                        self, event.peer, event.reason, now, explained=event.faulty, since=since
+                    )
             except Exception as error:  # noqa: BLE001  (a handler may raise anything)
                 # One peer's message must not end the job of all. The handler may have stopped halfway, though:
                 # the checks at the end of the round decide whether what it left can be used.
                 plain, failed = False, error
                 self._fail(event, error, now)
         try:
-            if not (plain and self._release_plain(now)):
-                self._settle(now)
+            if not (plain and self._dispatch_plain(now)):
+                self._end_batch(now)
                 self._due = self._find_due()
             if self.options.tuning is not None:
                 self.tuning.advance(self, now)
@@ -200,7 +202,7 @@ class CoordinatorState:
         if isinstance(event, PeerConnected):  # it waits for an answer, and would come again without one
             self.effects.send((peer,), m.Refused(f"it sent {text}"))
         self.effects.add(CloseConnection(peer))
-        admission.lose(self, peer, "", now)
+        admission.peer_lost(self, peer, "", now)
 
     def _check_after(self, error: Exception) -> None:
         """Find out whether the state can be used after a handler has failed in this round."""
@@ -248,7 +250,7 @@ class CoordinatorState:
         ):
             # The announcement is of an ended epoch: the abort or the new configuration is on its way, unless the rank was left out.
             if rank.leaving and (ps is None or ps.former.get(rank.rank) == (rank.peer, message.epoch)):
-                admission.refuse_left_out(self, rank, message)
+                admission.reject_left_out(self, rank, message)
             return
         self.touched[ps] = None
         submit = ps.negotiation.submit
@@ -287,7 +289,7 @@ class CoordinatorState:
                 f"{'observer' if observes else 'client'} {event.peer} sent a {type(event.message).__name__} out of place"
             )
             self.effects.add(CloseConnection(event.peer))
-            admission.lose(self, event.peer, "", now)
+            admission.peer_lost(self, event.peer, "", now)
         else:
             react(self, event.peer, event.message, now)
 
@@ -295,7 +297,7 @@ class CoordinatorState:
         """A rank broke the protocol: its connection ends, which means the rank is lost."""
         self.effects.log(f"rank {rank.rank} sent {text}")
         self.effects.add(CloseConnection(rank.peer))
-        admission.lose(self, rank.peer, f"it sent {text}", now, explained=True)
+        admission.peer_lost(self, rank.peer, f"it sent {text}", now, explained=True)
 
     def open_set(self, rank: RankPeer, message: Any) -> ProcessSetState | None:
         """The process set that a message is about, unless the message is of an ended epoch."""
@@ -316,7 +318,7 @@ class CoordinatorState:
 
     # -- the end of a round ---------------------------------------------------------------------------------------
 
-    def _release_plain(self, now: float) -> bool:
+    def _dispatch_plain(self, now: float) -> bool:
         """End the common round quickly: announcements that completed one collective at most. False if the round is not of that kind."""
         due = self._due
         if due is None or now >= due or len(self.touched) != 1:
@@ -341,16 +343,16 @@ class CoordinatorState:
             ):
                 return False
             ready, negotiation.ready = negotiation.ready, []
-            fusion.run(self, ps, ready)
+            fusion.dispatch(self, ps, ready)
         self.touched.clear()
         return True
 
-    def _settle(self, now: float) -> None:
+    def _end_batch(self, now: float) -> None:
         if self._check_due is not None and now >= self._check_due:
             self._check_due, self.check_blocked = None, bool(self.blocked)
         urgent = bool(self.cells.idle) or self.check_blocked
         if self.fusion_windows.due is not None:
-            self.touched |= dict.fromkeys(self.fusion_windows.over(now, all=urgent))
+            self.touched |= dict.fromkeys(self.fusion_windows.expired(now, all=urgent))
         if self.cells.idle or self.elastic.ready:
             self.touched |= {ps: None for ps in self.sets if ps.negotiation.priorities}
         if fusion.reject_mismatches(self, now):
@@ -359,26 +361,26 @@ class CoordinatorState:
             touched, self.touched = self.touched, {}
             for ps in touched:
                 delay = 0.0 if urgent else self.flush_delay
-                if not self.fusion_windows.keep(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:
-                    fusion.decide(self, ps, now)
+                if not self.fusion_windows.defer(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:
+                    fusion.flush_process_set(self, ps, now)
         if self.cells.idle:
-            deadlock.free_from_idle(self, now)
+            deadlock.abort_waits_on_idle_ranks(self, now)
         if self.elastic.ready:
-            admission.end_waits(self)
+            admission.abort_waits_on_regrouped(self)
         if self.check_blocked:
             self.check_blocked = False
-            deadlock.end_deadlock(self)
+            deadlock.abort_deadlock(self)
         if self.stalls.due is not None and now >= self.stalls.due and not self.pauses:
-            self.stalls.look(self, now)
+            self.stalls.check(self, now)
         process_sets.end_failures(self, now)
         if self.restoring.active:
             restoring.end_wait(self, now)
         if self.membership.changed or self.check_admission:
             self.check_admission = False
-            admission.admit(self)
+            admission.admit_newcomers(self)
         self.sets.configure_due()
         if self.membership.has_news:
-            audience = self.membership.audience(now)
+            audience = self.membership.recipients(now)
             if audience:
                 self.effects.send(audience, self.world())
         if self.answers:
@@ -448,7 +450,7 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
     """A rank leaves in order. If others wait in a process set, its epoch ends; otherwise the set goes on until it is used again."""
     sets = state.sets.containing(rank.rank)
     past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
-    depart(state, rank, now)
+    forget_peer(state, rank, now)
     state.membership.leave(rank)
     state.effects.add(CloseConnection(rank.peer))
     said = f" ({message.reason})" if message.reason else ""
@@ -461,7 +463,7 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
             # A member has waited at the board, and may still do; this rank may have left before it had mapped the board.
             _count_out(state, ps, m.DeclinePost(ps.id, *ps.declined))
         if len(ps.gone) == len(ps.members):
-            state.sets.switch(ps, ())
+            state.sets.change_members(ps, ())
             state.sets.configure(ps)
     for ps, epoch in past:
         _count_out(state, ps, m.DeclinePost(ps.id, epoch, 0))
@@ -562,7 +564,7 @@ def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, n
 def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: float) -> None:
     ps = state.open_set(rank, message)
     if ps is not None:
-        state.sets.switch(ps, tuple(member for member in ps.members if member not in ps.gone))
+        state.sets.change_members(ps, tuple(member for member in ps.members if member not in ps.gone))
 
 
 def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin, now: float) -> None:
@@ -578,7 +580,7 @@ def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, no
     state.restoring.cell_ended(message.cell, rank.rank)
     if state.cells.end(message.cell, rank.rank, message.error):
         for ps in state.sets.containing(rank.rank):
-            ps.negotiation.owed.forgive(rank.rank)
+            ps.negotiation.owed.discard_rank(rank.rank)
 
 
 def _rendezvous_values(
@@ -690,11 +692,11 @@ def _on_client_bye(state: CoordinatorState, peer: int, message: m.Bye, now: floa
 
 def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float) -> None:
     state.restoring.recalled = True
-    resize(state, message.ranks)
+    set_expected(state, message.ranks)
 
 
 def _on_release(state: CoordinatorState, peer: int, message: m.Release, now: float) -> None:
-    release(state, message.ranks)
+    scale_down(state, message.ranks)
 
 
 def _on_cell_started(state: CoordinatorState, peer: int, message: m.CellStarted, now: float) -> None:
@@ -716,7 +718,7 @@ def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: 
         state.membership.record_death(message.rank, message.pid, message.reason, now, explained=True)
     elif rank.pid == message.pid:
         state.effects.add(CloseConnection(rank.peer))
-        lose(state, rank.peer, message.reason, now, explained=True)
+        peer_lost(state, rank.peer, message.reason, now, explained=True)
 
 
 def _on_client_post(state: CoordinatorState, peer: int, message: m.Post, now: float) -> None:

@@ -23,36 +23,36 @@ def lost(message: RankEvents | None) -> int:
 
 
 def test_who_keeps_up_gets_everything_as_it_is() -> None:
-    watcher, message = LaggingSubscriber(), batch(3, lost=2)
+    subscriber, message = LaggingSubscriber(), batch(3, lost=2)
     for waiting in (0, CAUGHT_UP_BYTES, LAG_LIMIT, 0, LAG_LIMIT):
-        assert watcher.take(message, waiting) is message
+        assert subscriber.next_batch(message, waiting) is message
 
 
 def test_who_is_behind_gets_nothing_until_he_has_read_what_waits() -> None:
-    watcher = LaggingSubscriber()
-    assert watcher.take(batch(1), 0) is not None
-    assert watcher.take(batch(10), LAG_LIMIT + 1) is None
-    assert watcher.take(batch(20), CAUGHT_UP_BYTES + 1) is None
-    assert watcher.take(batch(4, rank=2), CAUGHT_UP_BYTES + 1) is None
-    assert lost(watcher.take(batch(2, lost=3), CAUGHT_UP_BYTES)) == 3 + 30
-    assert lost(watcher.take(batch(2, lost=3, rank=2), LAG_LIMIT)) == 3 + 4
-    assert watcher.take(batch(5), LAG_LIMIT + 1) is None
-    assert lost(watcher.take(batch(2, lost=7), 0)) == 7 + 35
+    subscriber = LaggingSubscriber()
+    assert subscriber.next_batch(batch(1), 0) is not None
+    assert subscriber.next_batch(batch(10), LAG_LIMIT + 1) is None
+    assert subscriber.next_batch(batch(20), CAUGHT_UP_BYTES + 1) is None
+    assert subscriber.next_batch(batch(4, rank=2), CAUGHT_UP_BYTES + 1) is None
+    assert lost(subscriber.next_batch(batch(2, lost=3), CAUGHT_UP_BYTES)) == 3 + 30
+    assert lost(subscriber.next_batch(batch(2, lost=3, rank=2), LAG_LIMIT)) == 3 + 4
+    assert subscriber.next_batch(batch(5), LAG_LIMIT + 1) is None
+    assert lost(subscriber.next_batch(batch(2, lost=7), 0)) == 7 + 35
 
 
 def test_the_history_may_wait_for_him_whole() -> None:
-    watcher = LaggingSubscriber()
-    assert watcher.take(batch(1), FIRST_LAG_LIMIT) is not None
-    assert watcher.take(batch(1), FIRST_LAG_LIMIT + 1) is None
-    assert watcher.take(batch(1), 0) is not None
-    assert watcher.take(batch(1), FIRST_LAG_LIMIT) is None
+    subscriber = LaggingSubscriber()
+    assert subscriber.next_batch(batch(1), FIRST_LAG_LIMIT) is not None
+    assert subscriber.next_batch(batch(1), FIRST_LAG_LIMIT + 1) is None
+    assert subscriber.next_batch(batch(1), 0) is not None
+    assert subscriber.next_batch(batch(1), FIRST_LAG_LIMIT) is None
 
 
 def test_what_is_no_batch_is_passed_on_as_it_is() -> None:
-    watcher = LaggingSubscriber()
-    watcher.take(batch(1), 0)
-    assert watcher.take(RankEvents(1, b"short"), LAG_LIMIT + 1) is None
-    watcher.take(batch(1), LAG_LIMIT + 1)
-    message = watcher.take(RankEvents(1, b"short"), 0)
+    subscriber = LaggingSubscriber()
+    subscriber.next_batch(batch(1), 0)
+    assert subscriber.next_batch(RankEvents(1, b"short"), LAG_LIMIT + 1) is None
+    subscriber.next_batch(batch(1), LAG_LIMIT + 1)
+    message = subscriber.next_batch(RankEvents(1, b"short"), 0)
     assert message is not None
     assert message.batch == b"short"

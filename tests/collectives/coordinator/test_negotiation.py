@@ -239,7 +239,7 @@ def test_a_rank_that_will_not_submit_owes_nothing_any_more() -> None:
     bench.submit(1, "a", shape=(5,))
     bench.reject_mismatches()
     bench.rejected()
-    bench.negotiation.owed.forgive(2)
+    bench.negotiation.owed.discard_rank(2)
     for rank in range(3):
         bench.submit(rank, "a")
     assert bench.ready() == ["a"]

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.autotune import Parameters, Sample, Tuner
-from hvdlab.collectives.coordinator import process_sets
 from hvdlab.collectives.coordinator.events import Effects, Tuned
 from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
@@ -93,7 +92,7 @@ def _dispatch_ready(state: CoordinatorState, ps: ProcessSetState, ready: Sequenc
         if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:
             dispatch(state, ps, plain)
             plain = []
-            process_sets.change_sets(state, ps, current)
+            state.sets.change_sets(ps, current)
         else:
             plain.append(current)
     dispatch(state, ps, plain)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,11 +14,16 @@ from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import describe
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
-from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.messages import Abort, Configure, Dissolve, StoreValue
-
-if TYPE_CHECKING:
-    from hvdlab.collectives.coordinator.state import CoordinatorState
+from hvdlab.collectives.protocol.messages import (
+    Abort,
+    Batch,
+    Configure,
+    Dissolve,
+    Execute,
+    ProcessSetAdded,
+    Signature,
+    StoreValue,
+)
 
 WORLD = 0
 
@@ -312,6 +316,61 @@ class ProcessSets:
             if rank in ranks and ranks[rank].peer == peer
         )
 
+    # -- sets that ranks add and remove, and planes that fail ------------------------------------------------------
+
+    def change_sets(self, ps: ProcessSetState, current: NegotiationRound) -> None:
+        """Add or remove a process set, as all members have asked for; reject the request on all of them if that is impossible."""
+        signature = current.info.signature
+        if signature.kind == OpKind.ADD_PROCESS_SET:
+            self._add_set(ps, current, tuple(sorted(set(signature.ranks))))
+            return
+        target = self._find_set(signature)
+        if target is None:
+            self._reject_change(ps, current, "there is no such process set")
+            return
+        self.abort(target, CauseKind.MEMBERSHIP, (), f"process set {target.id} was removed")
+        self.remove(target, ps.peers)
+        for rank, peer in zip(ps.members, ps.peers, strict=True):
+            batch = Batch((current.submissions[rank].local,))
+            self._effects.send((peer,), Execute(ps.id, ps.epoch, ps.sequence, (batch,)))
+
+    def _add_set(self, ps: ProcessSetState, current: NegotiationRound, ranks: tuple[int, ...]) -> None:
+        absent = [rank for rank in ranks if rank not in ps.members]
+        if absent or not ranks:
+            self._reject_change(
+                ps, current, f"{format_ranks(absent)} not in the world" if absent else "it needs a rank"
+            )
+            return
+        added = self.add(ranks)
+        for rank, peer in zip(ps.members, ps.peers, strict=True):
+            self._effects.send((peer,), ProcessSetAdded(current.submissions[rank].local, added.id, ranks))
+
+    def _find_set(self, signature: Signature) -> ProcessSetState | None:
+        """Return the process set to remove: that with the id in ``root``, without one that with these ranks."""
+        if signature.root > 0:
+            return self.by_id.get(signature.root)
+        for ps in self:
+            if ps.id > 0 and ps.members == tuple(sorted(set(signature.ranks))):
+                return ps
+        return None
+
+    def _reject_change(self, ps: ProcessSetState, current: NegotiationRound, why: str) -> None:
+        info = current.info
+        verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
+        for rank, peer in zip(ps.members, ps.peers, strict=True):
+            self._effects.send((peer,), verdict.message(ps.id, ps.epoch, (current.submissions[rank].local,)))
+
+    def abort_failed(self, now: float) -> None:
+        """Abort the epochs whose plane failed a moment ago, and for which no better explanation has come since."""
+        for ps in list(self):
+            if ps.failure is not None and now >= ps.failure[0]:
+                _, rank, text = ps.failure
+                self.abort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+            if ps.past_failure is not None and now >= ps.past_failure[0]:
+                _, epoch, rank, text = ps.past_failure
+                ps.past_failure = None
+                self.abort_past(ps, epoch, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+
     def validate(self) -> None:
         """Assert what must hold between rounds."""
         ranks = self._membership.ranks
@@ -324,66 +383,6 @@ class ProcessSets:
             for rank, peer in zip(ps.members, ps.peers, strict=True):
                 assert rank in ps.gone or (ranks[rank].peer == peer), (id, rank)
             ps.negotiation.validate()
-
-
-def change_sets(state: CoordinatorState, ps: ProcessSetState, current: NegotiationRound) -> None:
-    """All members have submitted that a process set is added or removed: do it, or refuse it on all."""
-    signature = current.info.signature
-    if signature.kind == OpKind.ADD_PROCESS_SET:
-        _add_set(state, ps, current, tuple(sorted(set(signature.ranks))))
-        return
-    target = _find_set(state, signature)
-    if target is None:
-        _refuse(state, ps, current, "there is no such process set")
-        return
-    state.sets.abort(target, CauseKind.MEMBERSHIP, (), f"process set {target.id} was removed")
-    state.sets.remove(target, ps.peers)
-    for rank, peer in zip(ps.members, ps.peers, strict=True):
-        batch = m.Batch((current.submissions[rank].local,))
-        state.effects.send((peer,), m.Execute(ps.id, ps.epoch, ps.sequence, (batch,)))
-
-
-def _add_set(
-    state: CoordinatorState, ps: ProcessSetState, current: NegotiationRound, ranks: tuple[int, ...]
-) -> None:
-    absent = [rank for rank in ranks if rank not in ps.members]
-    if absent or not ranks:
-        _refuse(
-            state, ps, current, f"{format_ranks(absent)} not in the world" if absent else "it needs a rank"
-        )
-        return
-    added = state.sets.add(ranks)
-    for rank, peer in zip(ps.members, ps.peers, strict=True):
-        state.effects.send((peer,), m.ProcessSetAdded(current.submissions[rank].local, added.id, ranks))
-
-
-def _find_set(state: CoordinatorState, signature: m.Signature) -> ProcessSetState | None:
-    """The process set to remove: by its id in ``root``, or else by its ranks."""
-    if signature.root > 0:
-        return state.sets.by_id.get(signature.root)
-    for ps in state.sets:
-        if ps.id > 0 and ps.members == tuple(sorted(set(signature.ranks))):
-            return ps
-    return None
-
-
-def _refuse(state: CoordinatorState, ps: ProcessSetState, current: NegotiationRound, why: str) -> None:
-    info = current.info
-    verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
-    for rank, peer in zip(ps.members, ps.peers, strict=True):
-        state.effects.send((peer,), verdict.message(ps.id, ps.epoch, (current.submissions[rank].local,)))
-
-
-def end_failures(state: CoordinatorState, now: float) -> None:
-    """End the epochs whose plane failed a moment ago without a better explanation."""
-    for ps in list(state.sets):
-        if ps.failure is not None and now >= ps.failure[0]:
-            _, rank, text = ps.failure
-            state.sets.abort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
-        if ps.past_failure is not None and now >= ps.past_failure[0]:
-            _, epoch, rank, text = ps.past_failure
-            ps.past_failure = None
-            state.sets.abort_past(ps, epoch, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
 
 
 def _plane_failure(rank: int, text: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from hvdlab.collectives.coordinator import admission, deadlock, fusion, process_sets, restoring
+from hvdlab.collectives.coordinator import admission, deadlock, fusion, restoring
 from hvdlab.collectives.coordinator.admission import (
     ElasticRanks,
     forget_peer,
@@ -372,7 +372,7 @@ class CoordinatorState:
             deadlock.abort_deadlock(self)
         if self.stalls.due is not None and now >= self.stalls.due and not self.pauses:
             self.stalls.check(self, now)
-        process_sets.end_failures(self, now)
+        self.sets.abort_failed(now)
         if self.restoring.active:
             restoring.end_wait(self, now)
         if self.membership.changed or self.check_admission:

@@ -6,19 +6,14 @@ Which cells run on which ranks says why a rank has not submitted what others wai
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from hvdlab.collectives.coordinator.fusion import flush_process_set
 from hvdlab.collectives.coordinator.membership import RankPeer
 from hvdlab.collectives.coordinator.process_sets import ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import kind_label
 from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
-
-if TYPE_CHECKING:
-    from hvdlab.collectives.coordinator.state import CoordinatorState
 
 
 class RunningCells:
@@ -101,54 +96,6 @@ class AbsenceReason:
     kind: CauseKind
     ranks: tuple[int, ...]
     text: str
-
-
-def abort_waits_on_idle_ranks(state: CoordinatorState, now: float) -> None:
-    """End the collectives that other ranks wait in and that ranks without a cell will not submit."""
-    idle = state.cells.idle - state.pauses.reasons.keys()
-    for ps in list(state.sets):
-        if ps.negotiation.owed:
-            for rank in idle & ps.negotiation.owed.ranks:
-                ps.negotiation.owed.discard_rank(rank)
-        if ps.negotiation.pending and not ps.negotiation.members.isdisjoint(idle):
-            _cancel_messages_to_idle(state, ps, idle, now)
-            for current, missing in ps.negotiation.waiting():
-                absent = [r for r in (missing or ps.members) if r in idle]
-                if absent and not current.info.from_any:  # else another rank may send
-                    why = state.cells.absence_reason(absent, current.submissions)
-                    state.sets.abort(ps, why.kind, why.ranks, why.text)
-                    break
-
-
-def _cancel_messages_to_idle(
-    state: CoordinatorState, ps: ProcessSetState, idle: AbstractSet[int], now: float
-) -> None:
-    """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
-    vain: dict[str, list[int]] = {}
-    for waiting, missing in ps.negotiation.waiting():
-        absent, info = [rank for rank in missing if rank in idle], waiting.info
-        if info.between and absent and (not info.from_any or len(absent) == len(missing)):
-            vain[info.name] = absent
-    for name, absent in vain.items():
-        while (current := ps.negotiation.rounds.get(name)) is not None and not current.submissions.keys() & {
-            *absent
-        }:
-            why = state.cells.absence_reason(absent, current.submissions)
-            ps.negotiation.end_message(current, why.kind, why.ranks, why.text, now)
-    if ps.negotiation.rejections:
-        flush_process_set(state, ps, now)
-
-
-def abort_deadlock(state: CoordinatorState) -> None:
-    """End the epochs in which ranks wait for each other."""
-    # A rank in which the user looks around is not stuck: what the user types there may be what others wait for.
-    ranks = {rank: peer for rank, peer in state.membership.ranks.items() if rank not in state.pauses}
-    idle = state.cells.idle - state.pauses.reasons.keys()
-    stuck = find_deadlock(state.sets.by_id, ranks, idle)
-    if stuck:
-        text = describe_deadlock(stuck)
-        for ps in {s.process_set.id: s.process_set for s in stuck.values()}.values():
-            state.sets.abort(ps, CauseKind.DEADLOCK, sorted(stuck), text)
 
 
 class DeadlockedRank(NamedTuple):

@@ -9,172 +9,182 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from hvdlab.collectives.autotune import Parameters, Sample, Tuner
 from hvdlab.collectives.coordinator.events import Effects, Tuned
 from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.process_sets import ProcessSetState
+from hvdlab.collectives.coordinator.process_sets import ProcessSets, ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import FuseKey
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol.messages import Batch, Execute, Signature, Tune
 
-if TYPE_CHECKING:
-    from hvdlab.collectives.coordinator.state import CoordinatorState
 
+class Fusion:
+    """Dispatch of ready rounds, fused as far as they may be, with the rejections at their place among them.
 
-def flush_process_set(state: CoordinatorState, ps: ProcessSetState, now: float) -> None:
-    """Release the ready rounds of an open epoch, and send the verdicts, in order."""
-    negotiation = ps.negotiation
-    if negotiation.conflict:
-        state.sets.abort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
-        return
-    ready, negotiation.ready = negotiation.ready, []
-    if negotiation.priorities or any(current.priority is not None for current in ready):
-        ready = _dispatch_by_priority(state, ps, ready, now)
-    if negotiation.rejections:
-        rejections, negotiation.rejections = negotiation.rejections, []
-        done = 0
-        for after, rejected in itertools.groupby(rejections, lambda r: r.after):
-            _dispatch_ready(state, ps, ready[done:after])
-            _reject(state, ps, rejected)
-            done = after
-        ready = ready[done:]
-    if ready:
-        _dispatch_ready(state, ps, ready)
-    if ps.gone and negotiation.pending:
-        left = tuple(sorted(ps.gone))
-        state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+    Args:
+        options: Settings of the state.
+        sets: Process sets, to change and abort.
+        effects: Where orders and rejections are added.
 
-
-def _dispatch_by_priority(
-    state: CoordinatorState, ps: ProcessSetState, ready: list[NegotiationRound], now: float
-) -> list[NegotiationRound]:
-    """Order the rounds with a priority whose turn it is, and keep the others with one back.
-
-    Where a round that is kept would be in the way, none is: it would be aborted with what waits for a rank that has no cell, has left or
-    begins again; no verdict may overtake it, since ranks take both out of the same queues; and once all ranks have joined, they go on as if
-    all that was submitted before were over, also those that have not submitted it themselves.
-
-    Returns:
-        The rounds that are still to be released, in order.
+    Attributes:
+        threshold: Bytes that are fused into one operation at most.
+        flush_delay: Seconds that a fusion window is open.
+        windows: Process sets whose ready rounds wait for more to fuse with them.
+        tuning: Changes these settings, if the options ask for it.
     """
-    negotiation, credit = ps.negotiation, state.options.scheduling_credit
-    priorities = negotiation.priorities
-    if priorities:  # a rank was not taken to wait while a round of that name was kept; what it waits for may be the next one, and in vain
-        state.check_later(now)
-    leaving = ps.gone or state.elastic.ready or not negotiation.members.isdisjoint(state.cells.idle)
-    joined = any(current.info.kind == OpKind.JOIN for current in ready)
-    if leaving or joined or negotiation.rejections or not credit:
-        dispatch(state, ps, priorities.pop_due())
-        return ready
-    others: list[NegotiationRound] = []
-    for current in ready:
-        if priorities.concerns(current):
-            priorities.add((current,))
-        else:
-            others.append(current)
-    _dispatch_ready(state, ps, others)
-    due = priorities.pop_due(credit)
-    if due:
-        # Two batches at least, so that ranks execute one of them while the end of the other is reported.
-        _dispatch_fused(state, ps, due, min(state.fusion_threshold, credit // 2), reported=True)
-    return []
 
+    def __init__(self, options: CoordinatorOptions, sets: ProcessSets, effects: Effects) -> None:
+        self.threshold = options.fusion_threshold
+        self.flush_delay = options.flush_delay
+        self.windows = FusionWindows()
+        self.tuning = Tuning(options, sets, effects)
+        self._credit = options.scheduling_credit
+        self._separate_groups = options.separate_groups
+        self._sets = sets
+        self._effects = effects
 
-def _dispatch_ready(state: CoordinatorState, ps: ProcessSetState, ready: Sequence[NegotiationRound]) -> None:
-    """Release rounds in order; a round that changes process sets is released alone, between those before and after it."""
-    plain: list[NegotiationRound] = []
-    for current in ready:
-        if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:
-            dispatch(state, ps, plain)
-            plain = []
-            state.sets.change_sets(ps, current)
-        else:
-            plain.append(current)
-    dispatch(state, ps, plain)
+    def tune(self, now: float) -> None:
+        """Put the tuner's settings into effect, if it has new ones; called at the end of each batch of events."""
+        chosen = self.tuning.advance(now)
+        if chosen is not None:
+            self.threshold, self.flush_delay = chosen.fusion_threshold, chosen.flush_delay
 
+    def flush(self, ps: ProcessSetState, *, release_all: bool) -> None:
+        """Dispatch the ready rounds of an open epoch, and send the rejections, in order.
 
-def dispatch(state: CoordinatorState, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
-    """Have these rounds executed, fused as far as they may be."""
-    for between, some in itertools.groupby(rounds, lambda current: current.info.between):
-        if between:
-            _dispatch_messages(state, ps, tuple(some), between)
-        else:
-            _dispatch_fused(state, ps, tuple(some), state.fusion_threshold)
-
-
-def _dispatch_messages(
-    state: CoordinatorState, ps: ProcessSetState, rounds: Sequence[NegotiationRound], between: tuple[int, ...]
-) -> None:
-    """Order messages from the two ranks that they go between. All messages have the same order on every rank, so no two ranks
-    wait for each other.
-    """
-    ps.sequence += 1
-    two = [(rank, peer) for rank, peer in zip(ps.members, ps.peers, strict=True) if rank in between]
-    ranks, peers = zip(*two, strict=True)
-    send_execute(
-        ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, state.effects
-    )
-
-
-def _dispatch_fused(
-    state: CoordinatorState,
-    ps: ProcessSetState,
-    rounds: Sequence[NegotiationRound],
-    threshold: int,
-    *,
-    reported: bool = False,
-) -> None:
-    if rounds:
-        ps.sequence += 1
-        batches: Sequence[Sequence[NegotiationRound]] = (rounds,)
-        if len(rounds) > 1:
-            batches = fuse(rounds, threshold, separate_groups=state.options.separate_groups)
-        tuned = state.options.tuning is not None
-        if tuned:
-            state.tuning.before(state, ps)
-        if reported:
-            ps.negotiation.priorities.ordered(ps.sequence, batches)
-        send_execute(
-            ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, state.effects, reported=reported
-        )
-        if tuned:
-            state.tuning.executed(ps, rounds)
-
-
-def _reject(state: CoordinatorState, ps: ProcessSetState, rejected: Iterable[Rejection]) -> None:
-    """Send verdicts; ranks that get the same share a message."""
-    peers = dict(zip(ps.members, ps.peers, strict=True))
-    locals: dict[tuple[RejectReason, int], list[int]] = {}
-    for _, rank, local, verdict in rejected:
-        locals.setdefault((verdict, rank), []).append(local)
-    audiences: dict[tuple[RejectReason, tuple[int, ...]], list[int]] = {}
-    for (verdict, rank), numbers in locals.items():
-        audiences.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
-    for (verdict, same), receivers in audiences.items():
-        state.effects.send(tuple(receivers), verdict.message(ps.id, ps.epoch, same))
-
-
-def reject_mismatches(state: CoordinatorState, now: float) -> bool:
-    """Give verdicts where ranks disagree and the others have had their time to submit theirs.
-
-    Returns whether any was given.
-    """
-    idle = state.cells.idle
-    ended = False
-    for ps in state.sets:
+        Args:
+            ps: The process set.
+            release_all: Whether to hold nothing back for its priority, as the epoch may be aborted.
+        """
         negotiation = ps.negotiation
-        if negotiation.mismatches:
-            vain = ps.gone or not negotiation.members.isdisjoint(idle)
-            negotiation.reject_mismatches(0.0 if vain else state.options.dispute_grace, now)
-            if negotiation.rejections or negotiation.conflict:
-                state.touched[ps] = None
-                ended = True
-    return ended
+        if negotiation.conflict:
+            self._sets.abort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
+            return
+        ready, negotiation.ready = negotiation.ready, []
+        if negotiation.priorities or any(current.priority is not None for current in ready):
+            ready = self._dispatch_by_priority(ps, ready, release_all=release_all)
+        if negotiation.rejections:
+            rejections, negotiation.rejections = negotiation.rejections, []
+            done = 0
+            for after, rejected in itertools.groupby(rejections, lambda r: r.after):
+                self._dispatch_ready(ps, ready[done:after])
+                self._reject(ps, rejected)
+                done = after
+            ready = ready[done:]
+        if ready:
+            self._dispatch_ready(ps, ready)
+        if ps.gone and negotiation.pending:
+            left = tuple(sorted(ps.gone))
+            self._sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+
+    def _dispatch_by_priority(
+        self, ps: ProcessSetState, ready: list[NegotiationRound], *, release_all: bool
+    ) -> list[NegotiationRound]:
+        """Dispatch the rounds with a priority whose turn it is, and hold the others with one back.
+
+        All of them are dispatched at once, whatever their priorities, in three cases:
+
+        * A member has left, runs no cell or goes back to its last commit (``release_all``): the epoch may be aborted, and rounds that
+          are held back with it.
+        * There are rejections: a rank tells its submissions of one local id apart by their order, so that no rejection may overtake
+          an earlier round.
+        * All ranks have joined: they go on as if all that was submitted before were over.
+
+        Returns:
+            The rounds that are still to be dispatched, in order.
+        """
+        negotiation, credit = ps.negotiation, self._credit
+        priorities = negotiation.priorities
+        joined = any(current.info.kind == OpKind.JOIN for current in ready)
+        if release_all or ps.gone or joined or negotiation.rejections or not credit:
+            self.dispatch(ps, priorities.pop_due())
+            return ready
+        others: list[NegotiationRound] = []
+        for current in ready:
+            if priorities.concerns(current):
+                priorities.add((current,))
+            else:
+                others.append(current)
+        self._dispatch_ready(ps, others)
+        due = priorities.pop_due(credit)
+        if due:
+            # Two batches at least, so that ranks execute one of them while the end of the other is reported.
+            self._dispatch_fused(ps, due, min(self.threshold, credit // 2), reported=True)
+        return []
+
+    def _dispatch_ready(self, ps: ProcessSetState, ready: Sequence[NegotiationRound]) -> None:
+        """Dispatch rounds in order; one that changes process sets is dispatched alone, between those before and after it."""
+        plain: list[NegotiationRound] = []
+        for current in ready:
+            if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:
+                self.dispatch(ps, plain)
+                plain = []
+                self._sets.change_sets(ps, current)
+            else:
+                plain.append(current)
+        self.dispatch(ps, plain)
+
+    def dispatch(self, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
+        """Order all members to execute these rounds, fused as far as they may be."""
+        for between, some in itertools.groupby(rounds, lambda current: current.info.between):
+            if between:
+                self._dispatch_messages(ps, tuple(some), between)
+            else:
+                self._dispatch_fused(ps, tuple(some), self.threshold)
+
+    def _dispatch_messages(
+        self, ps: ProcessSetState, rounds: Sequence[NegotiationRound], between: tuple[int, ...]
+    ) -> None:
+        """Order the two ranks that messages go between to execute them.
+
+        All messages have the same order on every rank, so that no two ranks wait for each other.
+        """
+        ps.sequence += 1
+        two = [(rank, peer) for rank, peer in zip(ps.members, ps.peers, strict=True) if rank in between]
+        ranks, peers = zip(*two, strict=True)
+        send_execute(
+            ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, self._effects
+        )
+
+    def _dispatch_fused(
+        self,
+        ps: ProcessSetState,
+        rounds: Sequence[NegotiationRound],
+        threshold: int,
+        *,
+        reported: bool = False,
+    ) -> None:
+        if rounds:
+            ps.sequence += 1
+            batches: Sequence[Sequence[NegotiationRound]] = (rounds,)
+            if len(rounds) > 1:
+                batches = fuse(rounds, threshold, separate_groups=self._separate_groups)
+            tuned = self.tuning.configured
+            if tuned:
+                self.tuning.before(ps)
+            if reported:
+                ps.negotiation.priorities.ordered(ps.sequence, batches)
+            send_execute(
+                ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, self._effects, reported=reported
+            )
+            if tuned:
+                self.tuning.executed(ps, rounds)
+
+    def _reject(self, ps: ProcessSetState, rejected: Iterable[Rejection]) -> None:
+        """Send verdicts; ranks that get the same share a message."""
+        peers = dict(zip(ps.members, ps.peers, strict=True))
+        locals: dict[tuple[RejectReason, int], list[int]] = {}
+        for _, rank, local, verdict in rejected:
+            locals.setdefault((verdict, rank), []).append(local)
+        audiences: dict[tuple[RejectReason, tuple[int, ...]], list[int]] = {}
+        for (verdict, rank), numbers in locals.items():
+            audiences.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
+        for (verdict, same), receivers in audiences.items():
+            self._effects.send(tuple(receivers), verdict.message(ps.id, ps.epoch, same))
 
 
 def fuse(
@@ -370,7 +380,9 @@ class Tuning:
     members change at the same place.
     """
 
-    def __init__(self, options: CoordinatorOptions) -> None:
+    def __init__(self, options: CoordinatorOptions, sets: ProcessSets, effects: Effects) -> None:
+        self._sets = sets
+        self._effects = effects
         self._tuner: Tuner | None = None
         self._slice = 0
         self._announced: dict[int, tuple[int, int]] = {}
@@ -379,12 +391,17 @@ class Tuning:
             self._tuner = Tuner(options.tuning, start)
 
     @property
+    def configured(self) -> bool:
+        """Whether there is a tuner, which may have finished."""
+        return self._tuner is not None
+
+    @property
     def active(self) -> bool:
         """Whether settings may still change."""
         return self._tuner is not None and not self._tuner.done
 
-    def before(self, state: CoordinatorState, ps: ProcessSetState) -> None:
-        """An order for ``ps`` is about to be sent."""
+    def before(self, ps: ProcessSetState) -> None:
+        """Announce the slice size to the members of ``ps``, which are about to get an order, unless they know it."""
         if self._tuner is None:
             return
         announced = (ps.epoch, self._slice)
@@ -392,37 +409,37 @@ class Tuning:
         if before == announced:
             return
         if before is None:
-            for id in [id for id in self._announced if id not in state.sets.by_id]:
+            for id in [id for id in self._announced if id not in self._sets.by_id]:
                 del self._announced[id]
         self._announced[ps.id] = announced
-        state.effects.send(ps.peers, Tune(ps.id, ps.epoch, self._slice))
+        self._effects.send(ps.peers, Tune(ps.id, ps.epoch, self._slice))
 
     def executed(self, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
-        """These rounds have been ordered."""
+        """Count rounds that have been ordered."""
         if self.active:
             assert self._tuner is not None
             self._tuner.executed(
                 [((ps.id, r.info.name), r.info.nbytes) for r in rounds if r.info.fuse_key is not None]
             )
 
-    def advance(self, state: CoordinatorState, now: float) -> None:
-        """A round of events is over."""
+    def advance(self, now: float) -> Parameters | None:
+        """End a batch of events; return the settings to use from now on, or ``None`` if they stay."""
         tuner = self._tuner
         if tuner is None or tuner.done:
-            return
+            return None
         sample = tuner.advance(now)
         if sample is None:
-            return
+            return None
         if sample.number == 1:
-            state.effects.add(Tuned(sample.header()))
-        state.effects.add(Tuned(sample.line()))
+            self._effects.add(Tuned(sample.header()))
+        self._effects.add(Tuned(sample.line()))
         best = tuner.finish()
         if best is not None:
-            state.effects.add(Tuned(best.line()))
-            state.effects.note(_summary(best))
+            self._effects.add(Tuned(best.line()))
+            self._effects.note(_summary(best))
         chosen = tuner.parameters
-        state.fusion_threshold, state.flush_delay = chosen.fusion_threshold, chosen.flush_delay
         self._slice = chosen.slice_bytes
+        return chosen
 
 
 def _summary(best: Sample) -> str:

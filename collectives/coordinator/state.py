@@ -14,11 +14,12 @@ import math
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
 
-from hvdlab.collectives.coordinator import admission, deadlock, fusion, restoring
+from hvdlab.collectives.coordinator import admission, restoring
 from hvdlab.collectives.coordinator.admission import (
     ElasticRanks,
     forget_peer,
@@ -28,7 +29,7 @@ from hvdlab.collectives.coordinator.admission import (
     scale_down,
     set_expected,
 )
-from hvdlab.collectives.coordinator.deadlock import RunningCells
+from hvdlab.collectives.coordinator.deadlock import RunningCells, describe_deadlock, find_deadlock
 from hvdlab.collectives.coordinator.event_history import UNREAD_BYTES, EventHistory
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
@@ -39,7 +40,7 @@ from hvdlab.collectives.coordinator.events import (
     PeerLost,
     Received,
 )
-from hvdlab.collectives.coordinator.fusion import FusionWindows, Tuning
+from hvdlab.collectives.coordinator.fusion import Fusion
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer, Wait
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
@@ -107,10 +108,7 @@ class CoordinatorState:
         self._check_due: float | None = None
         self.stalls = StallInspector(self.options.stall_seconds, self.options.stall_shutdown)
         self.pauses = Pauses()
-        self.fusion_windows = FusionWindows()
-        self.fusion_threshold = self.options.fusion_threshold
-        self.flush_delay = self.options.flush_delay
-        self.tuning = Tuning(self.options)
+        self.fusion = Fusion(self.options, self.sets, self.effects)
         self._due: float | None = None  # what _find_due found last
         #: Why this state must not be used any more, after a handler failed halfway; empty as long as it may be.
         self.unsound = ""
@@ -158,8 +156,8 @@ class CoordinatorState:
             if not (plain and self._dispatch_plain(now)):
                 self._end_batch(now)
                 self._due = self._find_due()
-            if self.options.tuning is not None:
-                self.tuning.advance(self, now)
+            if self.fusion.tuning.configured:
+                self.fusion.tune(now)
         except Exception as error:
             if failed is None:
                 raise  # no single peer's message is to blame, so that no connection can be ended instead of this process
@@ -230,7 +228,7 @@ class CoordinatorState:
         if self.restoring.active and self.restoring.due is not None:
             times.append(self.restoring.due)
         stall = None if self.pauses else self.stalls.due
-        for time in (stall, self.fusion_windows.due, self.membership.next_report(), self._check_due):
+        for time in (stall, self.fusion.windows.due, self.membership.next_report(), self._check_due):
             if time is not None:
                 times.append(time)
         return min(times, default=None)
@@ -335,7 +333,7 @@ class CoordinatorState:
             or len(negotiation.ready) > 1
         ):
             return False
-        if self.flush_delay and negotiation.ready:
+        if self.fusion.flush_delay and negotiation.ready:
             return False
         if negotiation.ready:
             if negotiation.ready[0].info.kind not in _PLAIN or negotiation.priorities.concerns(
@@ -343,7 +341,7 @@ class CoordinatorState:
             ):
                 return False
             ready, negotiation.ready = negotiation.ready, []
-            fusion.dispatch(self, ps, ready)
+            self.fusion.dispatch(ps, ready)
         self.touched.clear()
         return True
 
@@ -351,25 +349,25 @@ class CoordinatorState:
         if self._check_due is not None and now >= self._check_due:
             self._check_due, self.check_blocked = None, bool(self.blocked)
         urgent = bool(self.cells.idle) or self.check_blocked
-        if self.fusion_windows.due is not None:
-            self.touched |= dict.fromkeys(self.fusion_windows.expired(now, all=urgent))
+        if self.fusion.windows.due is not None:
+            self.touched |= dict.fromkeys(self.fusion.windows.expired(now, all=urgent))
         if self.cells.idle or self.elastic.ready:
             self.touched |= {ps: None for ps in self.sets if ps.negotiation.priorities}
-        if fusion.reject_mismatches(self, now):
+        if self._reject_mismatches(now):
             self.check_later(now)  # what waited behind a dispute may wait in vain now that it is over
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
-                delay = 0.0 if urgent else self.flush_delay
-                if not self.fusion_windows.defer(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:
-                    fusion.flush_process_set(self, ps, now)
+                delay = 0.0 if urgent else self.fusion.flush_delay
+                if not self.fusion.windows.defer(ps, now, delay, self.fusion.threshold) and ps.phase == OPEN:
+                    self.flush(ps, now)
         if self.cells.idle:
-            deadlock.abort_waits_on_idle_ranks(self, now)
+            self._abort_waits_on_idle_ranks(now)
         if self.elastic.ready:
             admission.abort_waits_on_regrouped(self)
         if self.check_blocked:
             self.check_blocked = False
-            deadlock.abort_deadlock(self)
+            self._abort_deadlock()
         if self.stalls.due is not None and now >= self.stalls.due and not self.pauses:
             self.stalls.check(self, now)
         self.sets.abort_failed(now)
@@ -387,6 +385,75 @@ class CoordinatorState:
             answers, self.answers = self.answers, []
             for peer, answer in answers:
                 self.effects.send((peer,), answer)
+
+    def flush(self, ps: ProcessSetState, now: float) -> None:
+        """Dispatch the ready rounds of an open epoch, and send the rejections, in order."""
+        negotiation = ps.negotiation
+        if negotiation.priorities and not negotiation.conflict:
+            # A rank was not taken to wait while a round of that name was held back; it may wait for the next one of the name, and in vain.
+            self.check_later(now)
+        release_all = bool(self.elastic.ready) or not negotiation.members.isdisjoint(self.cells.idle)
+        self.fusion.flush(ps, release_all=release_all)
+
+    def _reject_mismatches(self, now: float) -> bool:
+        """Give verdicts where ranks disagree and the others have had their time to submit theirs.
+
+        Returns whether any was given.
+        """
+        idle = self.cells.idle
+        ended = False
+        for ps in self.sets:
+            negotiation = ps.negotiation
+            if negotiation.mismatches:
+                vain = ps.gone or not negotiation.members.isdisjoint(idle)
+                negotiation.reject_mismatches(0.0 if vain else self.options.dispute_grace, now)
+                if negotiation.rejections or negotiation.conflict:
+                    self.touched[ps] = None
+                    ended = True
+        return ended
+
+    def _abort_waits_on_idle_ranks(self, now: float) -> None:
+        """End the collectives that other ranks wait in and that ranks without a cell will not submit."""
+        idle = self.cells.idle - self.pauses.reasons.keys()
+        for ps in list(self.sets):
+            if ps.negotiation.owed:
+                for rank in idle & ps.negotiation.owed.ranks:
+                    ps.negotiation.owed.discard_rank(rank)
+            if ps.negotiation.pending and not ps.negotiation.members.isdisjoint(idle):
+                self._cancel_messages_to_idle(ps, idle, now)
+                for current, missing in ps.negotiation.waiting():
+                    absent = [r for r in (missing or ps.members) if r in idle]
+                    if absent and not current.info.from_any:  # else another rank may send
+                        why = self.cells.absence_reason(absent, current.submissions)
+                        self.sets.abort(ps, why.kind, why.ranks, why.text)
+                        break
+
+    def _cancel_messages_to_idle(self, ps: ProcessSetState, idle: AbstractSet[int], now: float) -> None:
+        """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
+        vain: dict[str, list[int]] = {}
+        for waiting, missing in ps.negotiation.waiting():
+            absent, info = [rank for rank in missing if rank in idle], waiting.info
+            if info.between and absent and (not info.from_any or len(absent) == len(missing)):
+                vain[info.name] = absent
+        for name, absent in vain.items():
+            while (
+                current := ps.negotiation.rounds.get(name)
+            ) is not None and not current.submissions.keys() & {*absent}:
+                why = self.cells.absence_reason(absent, current.submissions)
+                ps.negotiation.end_message(current, why.kind, why.ranks, why.text, now)
+        if ps.negotiation.rejections:
+            self.flush(ps, now)
+
+    def _abort_deadlock(self) -> None:
+        """End the epochs in which ranks wait for each other."""
+        # A rank in which the user looks around is not stuck: what the user types there may be what others wait for.
+        ranks = {rank: peer for rank, peer in self.membership.ranks.items() if rank not in self.pauses}
+        idle = self.cells.idle - self.pauses.reasons.keys()
+        stuck = find_deadlock(self.sets.by_id, ranks, idle)
+        if stuck:
+            text = describe_deadlock(stuck)
+            for ps in {s.process_set.id: s.process_set for s in stuck.values()}.values():
+                self.sets.abort(ps, CauseKind.DEADLOCK, sorted(stuck), text)
 
     def check_later(self, now: float) -> None:
         """Look for ranks that wait for each other, once ranks that do not wait any more have had the time to say so."""
@@ -417,7 +484,7 @@ class CoordinatorState:
         references = sum(len(peer.definitions) for peer in ranks.values())
         assert sum(info.references for info in self.signatures) == references
         for ps in self.sets:
-            assert not ps.negotiation.ready or ps in self.fusion_windows
+            assert not ps.negotiation.ready or ps in self.fusion.windows
             if next(iter(ps.negotiation.waiting()), None) is not None:
                 assert self.stalls.due is not None
             if ps.negotiation.pending:

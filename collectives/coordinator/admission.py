@@ -16,7 +16,6 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives import encryption, versions
-from hvdlab.collectives.coordinator import stall_inspector
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSetState
@@ -36,7 +35,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
         effects.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation, state.options.pid))
         effects.send((peer,), state.world())
         if state.pauses:
-            effects.send((peer,), stall_inspector.paused_ranks(state))
+            effects.send((peer,), state.paused_ranks())
         if hello.events:
             state.history.subscribe(peer, effects)
         return
@@ -169,7 +168,7 @@ def _end_past(
 def forget_peer(state: CoordinatorState, rank: RankPeer, now: float) -> None:
     """Forget all that the state keeps of a rank's connection."""
     del state.by_peer[rank.peer]
-    stall_inspector.end_pause(state, rank.rank, now)
+    state.end_pause(rank.rank, now)
     state.signatures.forget(rank.definitions)
     state.cells.discard_rank(rank.rank)
     state.elastic.drop(rank.rank)

@@ -9,10 +9,11 @@ While a rank is paused for its user (at a prompt, in a debugger), no rank that w
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from hvdlab.collectives.coordinator.membership import RankPeer
-from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSetState
+from hvdlab.collectives.coordinator.events import Effects
+from hvdlab.collectives.coordinator.membership import MembershipTable
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import LocalDefinition, kind_label
 from hvdlab.collectives.dtypes import OpKind
@@ -20,8 +21,8 @@ from hvdlab.collectives.errors import CauseKind, call_name, compact_ranks, forma
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.messages import AbortedCollective, Stalled
 
-if TYPE_CHECKING:
-    from hvdlab.collectives.coordinator.state import CoordinatorState
+ANSWER_WITHIN = 1.0
+"""Seconds that members have to answer."""
 
 
 class StallInspector:
@@ -30,18 +31,31 @@ class StallInspector:
     Args:
         every: Seconds after which, and then how often, one is reported; 0 never.
         shutdown: Seconds after which its epoch ends; 0 never.
+        sets: Process sets, to abort.
+        membership: Ranks and clients of the job.
+        effects: Where reports are added.
 
     Attributes:
         due: When to look next; ``None`` if nothing waited when that was last asked.
         executions: Operations that take long.
     """
 
-    def __init__(self, every: float, shutdown: float) -> None:
+    def __init__(
+        self,
+        every: float,
+        shutdown: float,
+        sets: ProcessSets,
+        membership: MembershipTable,
+        effects: Effects,
+    ) -> None:
+        self._sets = sets
+        self._membership = membership
+        self._effects = effects
         self._every = every or math.inf
         self._shutdown = shutdown or math.inf
         self._first = min(self._every, self._shutdown)
         self.due: float | None = None
-        self.executions = Executions()
+        self.executions = Executions(sets, membership, effects)
 
     def watch(self, now: float) -> None:
         """Something was submitted, and nothing is being watched."""
@@ -59,27 +73,26 @@ class StallInspector:
             self.due = now
         self.executions.exclude_pause(since, now)
 
-    def check(self, state: CoordinatorState, now: float) -> None:
+    def check(self, now: float) -> None:
         """Report or end the collectives that wait for long, and set :attr:`due`."""
         upcoming: list[float] = []
-        for ps in list(state.sets):
+        for ps in list(self._sets):
             for current, missing in list(ps.negotiation.waiting()):
                 if self._is_over(current, now):
-                    self._end(state, ps, current, missing)
+                    self._end(ps, current, missing)
                     break
                 if now >= self._next_report(current):
                     current.reported = max(current.reported + 1, int((now - current.since) / self._every))
-                    self._report_round(state, ps, current, missing, now - current.since)
+                    self._report_round(ps, current, missing, now - current.since)
                 upcoming.append(min(self._next_report(current), self._end_of(current)))
-        stuck, times = self.executions.check(state, now, self._every)
+        stuck, times = self.executions.check(now, self._every)
         for ps, seconds, report in stuck:
             lacking = f"{_ranks_or_rest(report.missing)} do not answer (stopped, or busy in C code)"
-            _report_stall(state, ps, report, seconds, f"has been executed for {seconds:.0f} s: {lacking}")
+            self._report_stall(ps, report, seconds, f"has been executed for {seconds:.0f} s: {lacking}")
         self.due = min(upcoming + times, default=None)
 
     def _report_round(
         self,
-        state: CoordinatorState,
         ps: ProcessSetState,
         current: NegotiationRound,
         missing: tuple[int, ...],
@@ -90,7 +103,7 @@ class StallInspector:
         lacking = (
             f"submitted by {_ranks_or_rest(report.waited)}, missing {_ranks_or_rest(report.missing)}{joined}"
         )
-        _report_stall(state, ps, report, seconds, f"has been waiting for {seconds:.0f} s: {lacking}")
+        self._report_stall(ps, report, seconds, f"has been waiting for {seconds:.0f} s: {lacking}")
 
     def _next_report(self, current: NegotiationRound) -> float:
         return current.since + self._every * (current.reported + 1)
@@ -104,7 +117,6 @@ class StallInspector:
 
     def _end(
         self,
-        state: CoordinatorState,
         ps: ProcessSetState,
         current: NegotiationRound,
         missing: tuple[int, ...],
@@ -112,35 +124,32 @@ class StallInspector:
         what = call_name(kind_label(current.info.kind), current.info.name)
         lacking = f"{format_ranks(missing)} did not submit it" if missing else "its group was not complete"
         text = f"{what}: {lacking} within {self._shutdown:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
-        state.effects.log(text)
+        self._effects.log(text)
         if ps.phase == OPEN:
-            state.sets.abort(ps, CauseKind.TIMEOUT, missing, text)
+            self._sets.abort(ps, CauseKind.TIMEOUT, missing, text)
 
+    def _report_stall(
+        self, ps: ProcessSetState, report: AbortedCollective, seconds: float, text: str
+    ) -> None:
+        self._effects.send(tuple(self._membership.clients), Stalled(ps.id, seconds, report))
+        if self._is_shown(report.waited):
+            return
+        what = call_name(kind_label(report.kind), report.name)
+        self._effects.log(f"{what} {text}")
 
-def _report_stall(
-    state: CoordinatorState, ps: ProcessSetState, report: AbortedCollective, seconds: float, text: str
-) -> None:
-    state.effects.send(tuple(state.membership.clients), Stalled(ps.id, seconds, report))
-    if _is_shown(state, report.waited):
-        return
-    what = call_name(kind_label(report.kind), report.name)
-    state.effects.log(f"{what} {text}")
-
-
-def _is_shown(state: CoordinatorState, waited: tuple[int, ...]) -> bool:
-    """Whether a client runs cells on these ranks: it shows its user the stall, better than a line in the log would."""
-    ranks = state.membership.ranks
-    return bool(state.membership.clients) and all(ranks[rank].tracked for rank in waited if rank in ranks)
-
-
-def _ranks_or_rest(ranks: tuple[int, ...]) -> str:
-    return f"ranks {compact_ranks(ranks)}" if ranks else "the rest of its group"
+    def _is_shown(self, waited: tuple[int, ...]) -> bool:
+        """Whether a client runs cells on these ranks: it shows its user the stall, better than a line in the log would."""
+        ranks = self._membership.ranks
+        return bool(self._membership.clients) and all(ranks[rank].tracked for rank in waited if rank in ranks)
 
 
 class Executions:
     """What is being executed and waited for, as far as ranks have said so."""
 
-    def __init__(self) -> None:
+    def __init__(self, sets: ProcessSets, membership: MembershipTable, effects: Effects) -> None:
+        self._sets = sets
+        self._membership = membership
+        self._effects = effects
         self._operations: dict[OperationKey, AwaitedOperation] = {}
 
     def answered(self, rank: int) -> None:
@@ -154,27 +163,25 @@ class Executions:
             operation.since = shifted_start(operation.since, since, now)
             operation.asked = None
 
-    def check(
-        self, state: CoordinatorState, now: float, every: float
-    ) -> tuple[list[OverdueOperation], list[float]]:
+    def check(self, now: float, every: float) -> tuple[list[OverdueOperation], list[float]]:
         """Ask the members of operations that take long.
 
         Returns:
             The operations to report now, and the times at which to look again.
         """
-        waits = _waits(state)
+        waits = self._waits()
         self._operations = {
             key: self._operations.get(key) or AwaitedOperation(since) for key, (since, _) in waits.items()
         }
         stuck: list[OverdueOperation] = []
         upcoming: list[float] = []
         for key, operation in self._operations.items():
-            ps = state.sets.by_id[key.process_set]
+            ps = self._sets.by_id[key.process_set]
             if operation.asked is None and now >= _ask_at(operation, every):
                 info = next(iter(waits[key][1].values())).info
                 members = ps.members if info.from_any else info.between or ps.members
                 operation.asked, operation.silent = now, set(members) - ps.gone
-                state.effects.send(ps.peers, m.Ping(0))
+                self._effects.send(ps.peers, m.Ping(0))
             elif operation.asked is not None and now >= operation.asked + ANSWER_WITHIN:
                 operation.asked = None
                 operation.reported = max(operation.reported + 1, int((now - operation.since) / every))
@@ -185,9 +192,28 @@ class Executions:
             upcoming.append(_ask_at(operation, every) if asked is None else asked + ANSWER_WITHIN)
         return stuck, upcoming
 
+    def _waits(self) -> dict[OperationKey, tuple[float, dict[int, LocalDefinition]]]:
+        """The operations for whose end ranks wait: since when, and with which submission each of these ranks."""
+        found: dict[OperationKey, tuple[float, dict[int, LocalDefinition]]] = {}
+        for rank, peer in self._membership.ranks.items():
+            wait = peer.executing
+            defined = peer.definitions.get(wait.local) if wait is not None else None
+            if wait is None or defined is None:
+                continue
+            ps = self._sets.by_id.get(wait.process_set)
+            if ps is None or ps.epoch != wait.epoch:
+                continue
+            since, waiting = found.setdefault(
+                OperationKey(ps.id, ps.epoch, defined.info.name), (wait.since, {})
+            )
+            waiting[rank] = defined
+            if wait.since < since:
+                found[OperationKey(ps.id, ps.epoch, defined.info.name)] = (wait.since, waiting)
+        return found
 
-ANSWER_WITHIN = 1.0
-"""Seconds that members have to answer."""
+
+def _ranks_or_rest(ranks: tuple[int, ...]) -> str:
+    return f"ranks {compact_ranks(ranks)}" if ranks else "the rest of its group"
 
 
 class OperationKey(NamedTuple):
@@ -234,24 +260,6 @@ def _ask_at(operation: AwaitedOperation, every: float) -> float:
     return operation.since + every * (operation.reported + 1) - probe_lead_time(every)
 
 
-def _waits(state: CoordinatorState) -> dict[OperationKey, tuple[float, dict[int, LocalDefinition]]]:
-    """The operations for whose end ranks wait: since when, and with which submission each of these ranks."""
-    found: dict[OperationKey, tuple[float, dict[int, LocalDefinition]]] = {}
-    for rank, peer in state.membership.ranks.items():
-        wait = peer.executing
-        defined = peer.definitions.get(wait.local) if wait is not None else None
-        if wait is None or defined is None:
-            continue
-        ps = state.sets.by_id.get(wait.process_set)
-        if ps is None or ps.epoch != wait.epoch:
-            continue
-        since, waiting = found.setdefault(OperationKey(ps.id, ps.epoch, defined.info.name), (wait.since, {}))
-        waiting[rank] = defined
-        if wait.since < since:
-            found[OperationKey(ps.id, ps.epoch, defined.info.name)] = (wait.since, waiting)
-    return found
-
-
 def _silence_report(waiting: dict[int, LocalDefinition], silent: set[int]) -> m.AbortedCollective:
     info = next(iter(waiting.values())).info
     waited = tuple(sorted(waiting.keys() - silent))
@@ -287,48 +295,6 @@ class Pauses:
         if self.reasons.pop(rank, None) is None or self.reasons:
             return None
         return self._since
-
-
-def on_paused(state: CoordinatorState, rank: RankPeer, message: m.Paused, now: float) -> None:
-    """A rank is paused for its user, or goes on to be for another reason."""
-    state.pauses.begin(rank.rank, message.reason, now)
-    _send_paused_ranks(state)
-
-
-def on_resumed(state: CoordinatorState, rank: RankPeer, message: m.Resumed, now: float) -> None:
-    """A rank goes on."""
-    end_pause(state, rank.rank, now)
-
-
-def end_pause(state: CoordinatorState, rank: int, now: float) -> None:
-    """A rank is not paused any more, or gone."""
-    if rank not in state.pauses:
-        return
-    since = state.pauses.end(rank)
-    _send_paused_ranks(state)
-    if since is None:
-        return
-    for peer in state.membership.ranks.values():
-        if peer.wait is not None:
-            peer.wait = peer.wait._replace(since=shifted_start(peer.wait.since, since, now))
-        if peer.executing is not None:
-            peer.executing = peer.executing._replace(since=shifted_start(peer.executing.since, since, now))
-    for ps in state.sets:
-        for current, _ in ps.negotiation.waiting():
-            current.since = shifted_start(current.since, since, now)
-    state.stalls.exclude_pause(since, now)
-    state.check_blocked = bool(state.blocked)
-
-
-def paused_ranks(state: CoordinatorState) -> m.PausedRanks:
-    """The message that tells clients which ranks are paused."""
-    reasons = state.pauses.reasons
-    ranks = tuple(sorted(reasons))
-    return m.PausedRanks(ranks, tuple(reasons[rank] for rank in ranks))
-
-
-def _send_paused_ranks(state: CoordinatorState) -> None:
-    state.effects.send(tuple(state.membership.clients), paused_ranks(state))
 
 
 def shifted_start(begun: float, since: float, now: float) -> float:

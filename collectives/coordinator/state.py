@@ -47,7 +47,7 @@ from hvdlab.collectives.coordinator.plane_selection import Hierarchy
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState, RendezvousValues
 from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, on_recall, on_resume
 from hvdlab.collectives.coordinator.signatures import SignatureTable
-from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector, on_paused, on_resumed
+from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector, shifted_start
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
@@ -106,7 +106,9 @@ class CoordinatorState:
         self.check_blocked = False
         self.blocked: set[int] = set()  # ranks whose user waits for a collective that is not decided
         self._check_due: float | None = None
-        self.stalls = StallInspector(self.options.stall_seconds, self.options.stall_shutdown)
+        self.stalls = StallInspector(
+            self.options.stall_seconds, self.options.stall_shutdown, self.sets, self.membership, self.effects
+        )
         self.pauses = Pauses()
         self.fusion = Fusion(self.options, self.sets, self.effects)
         self._due: float | None = None  # what _find_due found last
@@ -314,6 +316,36 @@ class CoordinatorState:
         rank = self.by_peer.get(peer)
         return rank is not None and rank.rank in self.pauses
 
+    def end_pause(self, rank: int, now: float) -> None:
+        """A rank is not paused any more, or gone."""
+        if rank not in self.pauses:
+            return
+        since = self.pauses.end(rank)
+        self.send_paused_ranks()
+        if since is None:
+            return
+        for peer in self.membership.ranks.values():
+            if peer.wait is not None:
+                peer.wait = peer.wait._replace(since=shifted_start(peer.wait.since, since, now))
+            if peer.executing is not None:
+                peer.executing = peer.executing._replace(
+                    since=shifted_start(peer.executing.since, since, now)
+                )
+        for ps in self.sets:
+            for current, _ in ps.negotiation.waiting():
+                current.since = shifted_start(current.since, since, now)
+        self.stalls.exclude_pause(since, now)
+        self.check_blocked = bool(self.blocked)
+
+    def paused_ranks(self) -> m.PausedRanks:
+        """The message that tells clients which ranks are paused."""
+        reasons = self.pauses.reasons
+        ranks = tuple(sorted(reasons))
+        return m.PausedRanks(ranks, tuple(reasons[rank] for rank in ranks))
+
+    def send_paused_ranks(self) -> None:
+        self.effects.send(tuple(self.membership.clients), self.paused_ranks())
+
     # -- the end of a round ---------------------------------------------------------------------------------------
 
     def _dispatch_plain(self, now: float) -> bool:
@@ -369,7 +401,7 @@ class CoordinatorState:
             self.check_blocked = False
             self._abort_deadlock()
         if self.stalls.due is not None and now >= self.stalls.due and not self.pauses:
-            self.stalls.check(self, now)
+            self.stalls.check(now)
         self.sets.abort_failed(now)
         if self.restoring.active:
             restoring.end_wait(self, now)
@@ -534,6 +566,17 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
             state.sets.configure(ps)
     for ps, epoch in past:
         _count_out(state, ps, m.DeclinePost(ps.id, epoch, 0))
+
+
+def _on_paused(state: CoordinatorState, rank: RankPeer, message: m.Paused, now: float) -> None:
+    """A rank is paused for its user, or goes on to be for another reason."""
+    state.pauses.begin(rank.rank, message.reason, now)
+    state.send_paused_ranks()
+
+
+def _on_resumed(state: CoordinatorState, rank: RankPeer, message: m.Resumed, now: float) -> None:
+    """A rank goes on."""
+    state.end_pause(rank.rank, now)
 
 
 def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, now: float) -> None:
@@ -724,8 +767,8 @@ RANK_HANDLERS: dict[type, RankHandler] = {
     m.Resume: on_resume,
     m.Duplicate: _on_duplicate,
     m.Blocked: _on_blocked,
-    m.Paused: on_paused,
-    m.Resumed: on_resumed,
+    m.Paused: _on_paused,
+    m.Resumed: _on_resumed,
     m.Pong: _on_pong,
     m.Bye: _on_bye,
     m.Ping: _on_ping,

@@ -35,7 +35,7 @@ def connect(state: CoordinatorState, peer: int, hello: m.Hello, now: float) -> N
         effects.send((peer,), m.Welcome(-1, int(now * 1e9), state.options.generation, state.options.pid))
         effects.send((peer,), state.world())
         if state.pauses:
-            effects.send((peer,), state.paused_ranks())
+            effects.send((peer,), state.pauses.message())
         if hello.events:
             state.history.subscribe(peer, effects)
         return

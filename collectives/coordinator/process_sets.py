@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 import msgspec
 
 from hvdlab.collectives.coordinator.events import Effects, SendConfigure
-from hvdlab.collectives.coordinator.membership import MembershipTable
+from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.coordinator.negotiation import Impossible, Negotiation
 from hvdlab.collectives.coordinator.plane_selection import AUTOMATIC, Hierarchy, choose_plane, without_memory
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
@@ -18,6 +19,7 @@ from hvdlab.collectives.protocol.messages import (
     Abort,
     Batch,
     Configure,
+    DeclinePost,
     Dissolve,
     Execute,
     ProcessSetAdded,
@@ -33,6 +35,16 @@ OPEN, SWITCHING, ENDED = range(3)
 
 PAST_STORES = 4
 """Former epochs of a process set whose rendezvous stores are kept."""
+
+
+class AboutSet(Protocol):
+    """A message about one epoch of a process set."""
+
+    @property
+    def process_set(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
 
 
 class ProcessSetState:
@@ -130,6 +142,61 @@ class ProcessSets:
     def containing(self, rank: int) -> list[ProcessSetState]:
         """The sets that have ``rank`` as a member that has not left."""
         return [ps for ps in self if rank in ps.members and rank not in ps.gone]
+
+    # -- sets that messages are about ---------------------------------------------------------------------------------
+
+    def open_set(self, rank: RankPeer, message: AboutSet) -> ProcessSetState | None:
+        """Return the process set that a member's message is about, or ``None`` if the message is of an ended epoch."""
+        ps = self.by_id.get(message.process_set)
+        if (
+            ps is None
+            or ps.phase != OPEN
+            or ps.epoch != message.epoch
+            or rank.rank not in ps.negotiation.members
+        ):
+            return None
+        return ps
+
+    def past_set(self, rank: RankPeer, message: AboutSet) -> ProcessSetState | None:
+        """Return the process set of a message of an earlier epoch, in which ranks may still be executing; else ``None``."""
+        ps = self.by_id.get(message.process_set)
+        if ps is None or message.epoch >= ps.epoch or not (rank.rank in ps.members or rank.rank in ps.former):
+            return None
+        return ps
+
+    def values_of(self, rank: RankPeer, message: AboutSet) -> RendezvousValues | None:
+        """Return the values that a message is about: of this epoch, or of an earlier one that ended in order."""
+        ps = self.open_set(rank, message)
+        if ps is not None:
+            return ps.store
+        ps = self.past_set(rank, message)
+        return ps.past_stores.get(message.epoch) if ps is not None else None
+
+    def decline_post(self, rank: RankPeer, message: DeclinePost) -> None:
+        """Pass a request to decline on to the members that may have to."""
+        ps = self.open_set(rank, message)
+        if ps is not None and ps.gone:
+            # A rank that has left has declined everything for good, but perhaps it left before it had mapped the board.
+            left = tuple(sorted(ps.gone))
+            self.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+            return
+        if ps is not None:
+            if (message.epoch, message.number) > ps.declined:
+                ps.declined = message.epoch, message.number
+                self._effects.send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
+        elif (past := self.past_set(rank, message)) is not None:
+            self.send_to_board(past, message)
+
+    def send_to_board(self, ps: ProcessSetState, message: DeclinePost, *, without: int | None = None) -> None:
+        """Pass the message on to all ranks that may be at that board.
+
+        With it go the process ids of those that are there, except ``without``.
+        """
+        there = {*ps.peers, *(peer for peer, _ in ps.former.values())}
+        ranks = [other for other in self._membership.ranks.values() if other.peer in there]
+        peers = tuple(sorted(other.peer for other in ranks))
+        pids = tuple(sorted(other.pid for other in ranks if other.pid != without))
+        self._effects.send(peers, msgspec.structs.replace(message, pids=pids))
 
     # -- ends of epochs -------------------------------------------------------------------------------------------
 

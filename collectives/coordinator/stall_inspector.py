@@ -268,15 +268,23 @@ def _silence_report(waiting: dict[int, LocalDefinition], silent: set[int]) -> m.
 
 
 class Pauses:
-    """Which ranks are paused, and since when at least one is.
+    """Ranks that are paused for their user, and the waits whose clocks stand still meanwhile.
+
+    Args:
+        sets: Process sets, whose rounds wait.
+        membership: Ranks, which wait; and clients, which show the pauses.
+        effects: Where reports for clients are added.
 
     Attributes:
         reasons: Why each of them is paused, by rank; empty if none is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sets: ProcessSets, membership: MembershipTable, effects: Effects) -> None:
         self.reasons: dict[int, str] = {}
         self._since = 0.0
+        self._sets = sets
+        self._membership = membership
+        self._effects = effects
 
     def __bool__(self) -> bool:
         return bool(self.reasons)
@@ -285,16 +293,44 @@ class Pauses:
         return rank in self.reasons
 
     def begin(self, rank: int, reason: str, now: float) -> None:
-        """A rank is paused, for this reason."""
+        """Record that a rank is paused, for this reason, and report it to clients."""
         if not self.reasons:
             self._since = now
         self.reasons[rank] = reason
+        self._report()
 
-    def end(self, rank: int) -> float | None:
-        """A rank goes on. Returns when the first one was paused if this was the last, else ``None``."""
-        if self.reasons.pop(rank, None) is None or self.reasons:
+    def end(self, rank: int, now: float) -> float | None:
+        """Record that a rank continues, or is gone, and report it to clients; if it was the last one, move the begin of all waits.
+
+        Returns:
+            When the first rank was paused, if this was the last; else ``None``.
+        """
+        if rank not in self.reasons:
             return None
-        return self._since
+        del self.reasons[rank]
+        self._report()
+        if self.reasons:
+            return None
+        since = self._since
+        for peer in self._membership.ranks.values():
+            if peer.wait is not None:
+                peer.wait = peer.wait._replace(since=shifted_start(peer.wait.since, since, now))
+            if peer.executing is not None:
+                peer.executing = peer.executing._replace(
+                    since=shifted_start(peer.executing.since, since, now)
+                )
+        for ps in self._sets:
+            for current, _ in ps.negotiation.waiting():
+                current.since = shifted_start(current.since, since, now)
+        return since
+
+    def message(self) -> m.PausedRanks:
+        """Return the message that tells clients which ranks are paused."""
+        ranks = tuple(sorted(self.reasons))
+        return m.PausedRanks(ranks, tuple(self.reasons[rank] for rank in ranks))
+
+    def _report(self) -> None:
+        self._effects.send(tuple(self._membership.clients), self.message())
 
 
 def shifted_start(begun: float, since: float, now: float) -> float:

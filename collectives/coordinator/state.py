@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-import msgspec
-
 from hvdlab.collectives.coordinator import admission, restoring
 from hvdlab.collectives.coordinator.admission import (
     ElasticRanks,
@@ -44,12 +42,12 @@ from hvdlab.collectives.coordinator.fusion import Fusion
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer, Wait
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
-from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState, RendezvousValues
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
 from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, on_recall, on_resume
 from hvdlab.collectives.coordinator.signatures import SignatureTable
-from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector, shifted_start
+from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol import messages as m
 
 _PLAIN = frozenset(
@@ -109,7 +107,7 @@ class CoordinatorState:
         self.stalls = StallInspector(
             self.options.stall_seconds, self.options.stall_shutdown, self.sets, self.membership, self.effects
         )
-        self.pauses = Pauses()
+        self.pauses = Pauses(self.sets, self.membership, self.effects)
         self.fusion = Fusion(self.options, self.sets, self.effects)
         self._due: float | None = None  # what _find_due found last
         #: Why this state must not be used any more, after a handler failed halfway; empty as long as it may be.
@@ -299,52 +297,17 @@ class CoordinatorState:
         self.effects.add(CloseConnection(rank.peer))
         admission.peer_lost(self, rank.peer, f"it sent {text}", now, explained=True)
 
-    def open_set(self, rank: RankPeer, message: Any) -> ProcessSetState | None:
-        """The process set that a message is about, unless the message is of an ended epoch."""
-        ps = self.sets.by_id.get(message.process_set)
-        if (
-            ps is None
-            or ps.phase != OPEN
-            or ps.epoch != message.epoch
-            or rank.rank not in ps.negotiation.members
-        ):
-            return None
-        return ps
-
     def is_paused(self, peer: int) -> bool:
         """Whether the user looks around in the rank of this connection."""
         rank = self.by_peer.get(peer)
         return rank is not None and rank.rank in self.pauses
 
     def end_pause(self, rank: int, now: float) -> None:
-        """A rank is not paused any more, or gone."""
-        if rank not in self.pauses:
-            return
-        since = self.pauses.end(rank)
-        self.send_paused_ranks()
-        if since is None:
-            return
-        for peer in self.membership.ranks.values():
-            if peer.wait is not None:
-                peer.wait = peer.wait._replace(since=shifted_start(peer.wait.since, since, now))
-            if peer.executing is not None:
-                peer.executing = peer.executing._replace(
-                    since=shifted_start(peer.executing.since, since, now)
-                )
-        for ps in self.sets:
-            for current, _ in ps.negotiation.waiting():
-                current.since = shifted_start(current.since, since, now)
-        self.stalls.exclude_pause(since, now)
-        self.check_blocked = bool(self.blocked)
-
-    def paused_ranks(self) -> m.PausedRanks:
-        """The message that tells clients which ranks are paused."""
-        reasons = self.pauses.reasons
-        ranks = tuple(sorted(reasons))
-        return m.PausedRanks(ranks, tuple(reasons[rank] for rank in ranks))
-
-    def send_paused_ranks(self) -> None:
-        self.effects.send(tuple(self.membership.clients), self.paused_ranks())
+        """Count the time again for all that wait, if the last paused rank continues or is gone."""
+        since = self.pauses.end(rank, now)
+        if since is not None:
+            self.stalls.exclude_pause(since, now)
+            self.check_blocked = bool(self.blocked)
 
     # -- the end of a round ---------------------------------------------------------------------------------------
 
@@ -560,18 +523,17 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
         ps.gone.add(rank.rank)
         if ps.declined[0] == ps.epoch:
             # A member has waited at the board, and may still do; this rank may have left before it had mapped the board.
-            _count_out(state, ps, m.DeclinePost(ps.id, *ps.declined))
+            state.sets.send_to_board(ps, m.DeclinePost(ps.id, *ps.declined))
         if len(ps.gone) == len(ps.members):
             state.sets.change_members(ps, ())
             state.sets.configure(ps)
     for ps, epoch in past:
-        _count_out(state, ps, m.DeclinePost(ps.id, epoch, 0))
+        state.sets.send_to_board(ps, m.DeclinePost(ps.id, epoch, 0))
 
 
 def _on_paused(state: CoordinatorState, rank: RankPeer, message: m.Paused, now: float) -> None:
     """A rank is paused for its user, or goes on to be for another reason."""
     state.pauses.begin(rank.rank, message.reason, now)
-    state.send_paused_ranks()
 
 
 def _on_resumed(state: CoordinatorState, rank: RankPeer, message: m.Resumed, now: float) -> None:
@@ -584,15 +546,15 @@ def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, n
         kind = CauseKind(message.kind)
     except ValueError:
         kind = CauseKind.WITHDRAWN
-    ps = state.open_set(rank, message)
+    ps = state.sets.open_set(rank, message)
     if ps is not None:
         state.sets.abort(ps, kind, (rank.rank,), message.text, message.site)
-    elif (ps := _past_set(state, rank, message)) is not None:
+    elif (ps := state.sets.past_set(rank, message)) is not None:
         state.sets.abort_past(ps, message.epoch, kind, (rank.rank,), message.text, message.site)
 
 
 def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: float) -> None:
-    ps, defined = state.open_set(rank, message), rank.definitions.get(message.local)
+    ps, defined = state.sets.open_set(rank, message), rank.definitions.get(message.local)
     report = None
     if ps is not None and defined is not None:
         report = ps.negotiation.cancel(rank.rank, defined, message.later, now)
@@ -609,70 +571,35 @@ def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: 
 
 
 def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.DeclinePost, now: float) -> None:
-    """Pass the request on to the members that may have to decline."""
-    ps = state.open_set(rank, message)
-    if ps is not None and ps.gone:
-        # A rank that has left has declined everything for good, but perhaps it left before it had mapped the board.
-        left = tuple(sorted(ps.gone))
-        state.sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
-        return
-    if ps is not None:
-        if (message.epoch, message.number) > ps.declined:
-            ps.declined = message.epoch, message.number
-            state.effects.send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
-    elif (past := _past_set(state, rank, message)) is not None:
-        _count_out(state, past, message)
+    state.sets.decline_post(rank, message)
 
 
 def _on_board_missing(state: CoordinatorState, rank: RankPeer, message: m.BoardMissing, now: float) -> None:
-    ps = state.open_set(rank, message) or _past_set(state, rank, message)
+    ps = state.sets.open_set(rank, message) or state.sets.past_set(rank, message)
     if ps is not None:
-        _count_out(state, ps, m.DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
-
-
-def _count_out(
-    state: CoordinatorState, ps: ProcessSetState, message: m.DeclinePost, *, without: int | None = None
-) -> None:
-    """Pass the message on to all ranks that may be at that board, with the process ids of those that are there, but ``without``."""
-    there = {*ps.peers, *(peer for peer, _ in ps.former.values())}
-    ranks = [other for other in state.membership.ranks.values() if other.peer in there]
-    peers = tuple(sorted(other.peer for other in ranks))
-    pids = tuple(sorted(other.pid for other in ranks if other.pid != without))
-    state.effects.send(peers, msgspec.structs.replace(message, pids=pids))
-
-
-def _past_set(
-    state: CoordinatorState,
-    rank: RankPeer,
-    message: m.Withdraw | m.DeclinePost | m.BoardMissing | m.PlaneFailed | m.StoreSet | m.StoreGet,
-) -> ProcessSetState | None:
-    """The process set of a message of an earlier epoch, in which ranks may still be executing; else ``None``."""
-    ps = state.sets.by_id.get(message.process_set)
-    if ps is None or message.epoch >= ps.epoch or not (rank.rank in ps.members or rank.rank in ps.former):
-        return None
-    return ps
+        state.sets.send_to_board(ps, m.DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
 
 
 def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFailed, now: float) -> None:
     """Note that a plane failed. Often that is because a member died; the end of its connection explains it better, if it comes in time."""
-    ps = state.open_set(rank, message)
+    ps = state.sets.open_set(rank, message)
     if ps is not None and ps.failure is None:
         ps.failure = (now + state.options.failure_grace, rank.rank, message.text)
-    elif ps is None and (ps := _past_set(state, rank, message)) is not None:
+    elif ps is None and (ps := state.sets.past_set(rank, message)) is not None:
         due = now + state.options.failure_grace
         ps.plane_failed_before(due, message.epoch, rank.rank, message.text)
 
 
 def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, now: float) -> None:
     """A batch of tensors with a priority has ended: it is the turn of the next ones."""
-    ps = state.open_set(rank, message)
+    ps = state.sets.open_set(rank, message)
     if ps is not None:
         ps.negotiation.priorities.executed(message.sequence, message.batch)
         state.touched[ps] = None
 
 
 def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: float) -> None:
-    ps = state.open_set(rank, message)
+    ps = state.sets.open_set(rank, message)
     if ps is not None:
         state.sets.change_members(ps, tuple(member for member in ps.members if member not in ps.gone))
 
@@ -693,25 +620,14 @@ def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, no
             ps.negotiation.owed.discard_rank(rank.rank)
 
 
-def _rendezvous_values(
-    state: CoordinatorState, rank: RankPeer, message: m.StoreSet | m.StoreGet
-) -> RendezvousValues | None:
-    """The store that a message is about: of this epoch, or of an earlier one that ended in order."""
-    ps = state.open_set(rank, message)
-    if ps is not None:
-        return ps.store
-    ps = _past_set(state, rank, message)
-    return ps.past_stores.get(message.epoch) if ps is not None else None
-
-
 def _on_store_set(state: CoordinatorState, rank: RankPeer, message: m.StoreSet, now: float) -> None:
-    store = _rendezvous_values(state, rank, message)
+    store = state.sets.values_of(rank, message)
     if store is not None:
         store.set(message.key, message.value, state.effects)
 
 
 def _on_store_get(state: CoordinatorState, rank: RankPeer, message: m.StoreGet, now: float) -> None:
-    store = _rendezvous_values(state, rank, message)
+    store = state.sets.values_of(rank, message)
     if store is not None:
         store.get(message.key, rank.peer, message.ticket, state.effects)
 
@@ -738,7 +654,7 @@ def _on_pong(state: CoordinatorState, rank: RankPeer, message: m.Pong, now: floa
 
 
 def _on_duplicate(state: CoordinatorState, rank: RankPeer, message: m.Duplicate, now: float) -> None:
-    ps = state.open_set(rank, message)
+    ps = state.sets.open_set(rank, message)
     if ps is not None:
         state.touched[ps] = None
         ps.negotiation.duplicate(message.name, rank.rank, message.first_site, message.second_site, now)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.coordinator import admission
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.protocol import messages as m
@@ -98,7 +97,7 @@ def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: f
             state.cells.begin(cell, rank.rank)
     if message.elastic:
         state.elastic.training.add(rank.rank)
-    state.check_admission = True
+    state.admission.due = True
     if state.restoring.active:
         if message.released:
             state.restoring.released.add(rank.rank)
@@ -115,8 +114,8 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
         back = state.membership.ranks.get(death.rank)
         if back is not None and back.pid == death.pid:  # the others have gone on without it
             state.effects.add(CloseConnection(back.peer))
-            admission.peer_lost(state, back.peer, death.reason, now)
-    admission.set_expected(state, message.expected)
+            state.peer_lost(back.peer, death.reason, now)
+    state.admission.set_expected(message.expected)
     state.membership.restore_deaths(message.deaths)
     restoring = state.restoring
     restoring.recalled = True
@@ -127,8 +126,8 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
             restoring.alive[member.rank] = member.pid
     else:
         _begin_cells(state)
-    admission.scale_down(state, message.released)
-    state.check_admission = True
+    state.admission.scale_down(message.released)
+    state.admission.due = True
 
 
 def end_wait(state: CoordinatorState, now: float) -> None:
@@ -153,8 +152,8 @@ def end_wait(state: CoordinatorState, now: float) -> None:
     _restore_sets(state)
     _begin_cells(state)
     # A rank that has not resumed is dead, or another process than the one that was to be let go.
-    admission.scale_down(state, tuple(restoring.resumed.keys() & restoring.released))
-    membership.changed = membership.urgent = state.check_admission = True
+    state.admission.scale_down(tuple(restoring.resumed.keys() & restoring.released))
+    membership.changed = membership.urgent = state.admission.due = True
     count = len(restoring.resumed)
     state.effects.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks")
     restoring.resumed, restoring.alive = {}, {}
@@ -181,7 +180,7 @@ def _restore_sets(state: CoordinatorState) -> None:
             )
             for rank in (state.membership.ranks[r] for r in former if id == 0):
                 if rank.tracked or restoring.resumed[rank.rank].elastic:
-                    admission.become_outdated(state, rank)
+                    state.admission.become_outdated(rank)
         else:
             knowing = [r for r, said in restoring.resumed.items() if any(k.id == id for k in said.sets)]
             state.effects.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))

@@ -17,16 +17,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from hvdlab.collectives.coordinator import admission, restoring
-from hvdlab.collectives.coordinator.admission import (
-    ElasticRanks,
-    forget_peer,
-    on_elastic,
-    on_regroup,
-    peer_lost,
-    scale_down,
-    set_expected,
-)
+from hvdlab.collectives.coordinator import restoring
+from hvdlab.collectives.coordinator.admission import Admission, ElasticRanks
 from hvdlab.collectives.coordinator.deadlock import RunningCells, describe_deadlock, find_deadlock
 from hvdlab.collectives.coordinator.event_history import UNREAD_BYTES, EventHistory
 from hvdlab.collectives.coordinator.events import (
@@ -93,6 +85,15 @@ class CoordinatorState:
         self.signatures = SignatureTable()
         self.cells = RunningCells()
         self.elastic = ElasticRanks()
+        self.admission = Admission(
+            self.options,
+            self.membership,
+            self.sets,
+            self.cells,
+            self.elastic,
+            self.restoring,
+            self.effects,
+        )
         self.history = EventHistory(min(UNREAD_BYTES, self.options.history_bytes))
         self.by_peer: dict[int, RankPeer] = {}
         #: Why peers were refused, the last few reasons.
@@ -100,7 +101,6 @@ class CoordinatorState:
         self.touched: dict[ProcessSetState, None] = {}
         # Sent last in a round: they tell a peer that all before has been handled.
         self.answers: list[tuple[int, m.Pong | m.Regrouped]] = []
-        self.check_admission = False
         self.check_blocked = False
         self.blocked: set[int] = set()  # ranks whose user waits for a collective that is not decided
         self._check_due: float | None = None
@@ -141,12 +141,10 @@ class CoordinatorState:
                     continue
                 plain = False
                 if type(event) is PeerConnected:
-                    admission.connect(self, event.peer, event.hello, now)
+                    self._connect(event.peer, event.hello, now)
                 elif type(event) is PeerLost:
                     since = now - event.silence
-                    admission.peer_lost(
-                        self, event.peer, event.reason, now, explained=event.faulty, since=since
-                    )
+                    self.peer_lost(event.peer, event.reason, now, explained=event.faulty, since=since)
             except Exception as error:  # noqa: BLE001  (a handler may raise anything)
                 # One peer's message must not end the job of all. The handler may have stopped halfway, though:
                 # the checks at the end of the round decide whether what it left can be used.
@@ -200,7 +198,7 @@ class CoordinatorState:
         if isinstance(event, PeerConnected):  # it waits for an answer, and would come again without one
             self.effects.send((peer,), m.Refused(f"it sent {text}"))
         self.effects.add(CloseConnection(peer))
-        admission.peer_lost(self, peer, "", now)
+        self.peer_lost(peer, "", now)
 
     def _check_after(self, error: Exception) -> None:
         """Find out whether the state can be used after a handler has failed in this round."""
@@ -233,6 +231,107 @@ class CoordinatorState:
                 times.append(time)
         return min(times, default=None)
 
+    # -- peers that come and go ----------------------------------------------------------------------------------------
+
+    def _connect(self, peer: int, hello: m.Hello, now: float) -> None:
+        """A peer has introduced itself: welcome or refuse it."""
+        membership, effects = self.membership, self.effects
+        if hello.role == "client":
+            membership.clients[peer] = None
+            self.history.limit = self.options.history_bytes
+            effects.send((peer,), m.Welcome(-1, int(now * 1e9), self.options.generation, self.options.pid))
+            effects.send((peer,), self.world())
+            if self.pauses:
+                effects.send((peer,), self.pauses.message())
+            if hello.events:
+                self.history.subscribe(peer, effects)
+            return
+        if hello.role == "observer":
+            membership.observers[peer] = None
+            effects.send((peer,), m.Welcome(-1, int(now * 1e9), self.options.generation, self.options.pid))
+            effects.send((peer,), self.world())
+            return
+        rank = membership.free_rank() if hello.rank < 0 else hello.rank
+        reason = self.admission.refusal(rank, hello)
+        if reason:
+            early = self.admission.is_early(rank, hello)
+            if (
+                not early and reason not in self.refusals
+            ):  # a rank that is started again and again is logged once
+                self.refusals.append(reason)
+                effects.log(f"refused: {reason}")
+            effects.send((peer,), m.Refused(reason, early))
+            effects.add(CloseConnection(peer))
+            return
+        since = membership.cut_off_since(rank, hello.pid) if hello.generation >= 0 else None
+        newcomer = membership.add(peer, rank, hello, now)
+        self.by_peer[peer] = newcomer
+        if hello.generation < 0 and self.restoring.active:
+            self.restoring.renewed.add(rank)
+        if newcomer.tracked:
+            self.cells.add_rank(rank)
+        effects.send((peer,), m.Welcome(rank, int(now * 1e9), self.options.generation, self.options.pid))
+        if since is not None:
+            effects.note(f"rank {rank} (pid {hello.pid}) is back after {now - since:.1f} s")
+            effects.send(tuple(membership.clients), m.Returned(rank, hello.pid, now - since))
+        if hello.generation >= 0 and hello.returns and not self.restoring.active:
+            self.admission.become_outdated(newcomer)
+
+    def peer_lost(
+        self,
+        peer: int,
+        reason: str,
+        now: float,
+        *,
+        explained: bool = False,
+        since: float | None = None,
+    ) -> None:
+        """A peer's connection has ended without Bye.
+
+        Args:
+            peer: The connection.
+            reason: How it has ended.
+            now: When.
+            explained: Whether more is known than that: the process has ended, or must not come back.
+            since: When the last sign of life came; ``None`` for ``now``.
+        """
+        rank = self.by_peer.get(peer)
+        if rank is None:
+            self.membership.clients.pop(peer, None)
+            self.membership.observers.pop(peer, None)
+            self.history.unsubscribe(peer)
+            return
+        past = [(ps, ps.former[rank.rank][1]) for ps in self.sets if rank.rank in ps.former]
+        sets = self.sets.containing(rank.rank)
+        self.forget_peer(rank, now)
+        if rank.leaving:
+            self.membership.leave(rank)
+        else:
+            self.effects.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
+            self.membership.die(rank, reason, now, explained=explained, since=since)
+        for ps in sets:
+            self.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), f"rank {rank.rank} died: {reason}")
+        self._end_past(past, rank, reason)
+
+    def _end_past(self, past: list[tuple[ProcessSetState, int]], rank: RankPeer, reason: str) -> None:
+        """Abort what other ranks may still be executing with this one in former epochs, which ended before it was left out."""
+        for ps, epoch in past:
+            text = f"rank {rank.rank} died: {reason}"
+            self.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text)
+
+    def forget_peer(self, rank: RankPeer, now: float) -> None:
+        """Forget all that the state keeps of a rank's connection."""
+        del self.by_peer[rank.peer]
+        self.end_pause(rank.rank, now)
+        self.signatures.forget(rank.definitions)
+        self.cells.discard_rank(rank.rank)
+        self.elastic.drop(rank.rank)
+        self.restoring.drop(rank.rank)
+        self.blocked.discard(rank.rank)
+        for ps in self.sets:
+            ps.former.pop(rank.rank, None)
+        self.history.unsubscribe(rank.peer)
+
     # -- ranks ----------------------------------------------------------------------------------------------------
 
     def _announce(self, rank: RankPeer, message: m.Announce, now: float) -> None:
@@ -248,7 +347,7 @@ class CoordinatorState:
         ):
             # The announcement is of an ended epoch: the abort or the new configuration is on its way, unless the rank was left out.
             if rank.leaving and (ps is None or ps.former.get(rank.rank) == (rank.peer, message.epoch)):
-                admission.reject_left_out(self, rank, message)
+                self.admission.reject_left_out(rank, message)
             return
         self.touched[ps] = None
         submit = ps.negotiation.submit
@@ -287,7 +386,7 @@ class CoordinatorState:
                 f"{'observer' if observes else 'client'} {event.peer} sent a {type(event.message).__name__} out of place"
             )
             self.effects.add(CloseConnection(event.peer))
-            admission.peer_lost(self, event.peer, "", now)
+            self.peer_lost(event.peer, "", now)
         else:
             react(self, event.peer, event.message, now)
 
@@ -295,7 +394,7 @@ class CoordinatorState:
         """A rank broke the protocol: its connection ends, which means the rank is lost."""
         self.effects.log(f"rank {rank.rank} sent {text}")
         self.effects.add(CloseConnection(rank.peer))
-        admission.peer_lost(self, rank.peer, f"it sent {text}", now, explained=True)
+        self.peer_lost(rank.peer, f"it sent {text}", now, explained=True)
 
     def is_paused(self, peer: int) -> bool:
         """Whether the user looks around in the rank of this connection."""
@@ -359,7 +458,7 @@ class CoordinatorState:
         if self.cells.idle:
             self._abort_waits_on_idle_ranks(now)
         if self.elastic.ready:
-            admission.abort_waits_on_regrouped(self)
+            self.admission.abort_waits_on_regrouped()
         if self.check_blocked:
             self.check_blocked = False
             self._abort_deadlock()
@@ -368,9 +467,9 @@ class CoordinatorState:
         self.sets.abort_failed(now)
         if self.restoring.active:
             restoring.end_wait(self, now)
-        if self.membership.changed or self.check_admission:
-            self.check_admission = False
-            admission.admit_newcomers(self)
+        if self.membership.changed or self.admission.due:
+            self.admission.due = False
+            self.answers += self.admission.admit_newcomers()
         self.sets.configure_due()
         if self.membership.has_news:
             audience = self.membership.recipients(now)
@@ -512,7 +611,7 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
     """A rank leaves in order. If others wait in a process set, its epoch ends; otherwise the set goes on until it is used again."""
     sets = state.sets.containing(rank.rank)
     past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
-    forget_peer(state, rank, now)
+    state.forget_peer(rank, now)
     state.membership.leave(rank)
     state.effects.add(CloseConnection(rank.peer))
     said = f" ({message.reason})" if message.reason else ""
@@ -539,6 +638,23 @@ def _on_paused(state: CoordinatorState, rank: RankPeer, message: m.Paused, now: 
 def _on_resumed(state: CoordinatorState, rank: RankPeer, message: m.Resumed, now: float) -> None:
     """A rank goes on."""
     state.end_pause(rank.rank, now)
+
+
+def _on_elastic(state: CoordinatorState, rank: RankPeer, message: m.Elastic, now: float) -> None:
+    state.admission.due = True
+    if message.on and not state.elastic.active:
+        state.membership.changed = True  # those that wait for the world to be complete need not any more
+    state.elastic.drop(rank.rank)
+    if message.on:
+        state.elastic.training.add(rank.rank)
+    elif not rank.tracked:
+        state.elastic.finished.add(rank.rank)
+
+
+def _on_regroup(state: CoordinatorState, rank: RankPeer, message: m.Regroup, now: float) -> None:
+    state.admission.due = True
+    state.elastic.training.discard(rank.rank)
+    state.elastic.ready[rank.rank] = message
 
 
 def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, now: float) -> None:
@@ -606,12 +722,12 @@ def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: fl
 
 def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin, now: float) -> None:
     if rank.tracked:
-        state.check_admission = True
+        state.admission.due = True
         state.cells.begin(message.cell, rank.rank)
 
 
 def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, now: float) -> None:
-    state.check_admission = True
+    state.admission.due = True
     if not rank.tracked:
         return
     state.restoring.cell_ended(message.cell, rank.rank)
@@ -698,8 +814,8 @@ RANK_HANDLERS: dict[type, RankHandler] = {
     m.Renew: _on_renew,
     m.CellBegin: _on_cell_begin,
     m.CellEnd: _on_cell_end,
-    m.Elastic: on_elastic,
-    m.Regroup: on_regroup,
+    m.Elastic: _on_elastic,
+    m.Regroup: _on_regroup,
     m.StoreSet: _on_store_set,
     m.StoreGet: _on_store_get,
     m.Events: _on_events,
@@ -718,16 +834,16 @@ def _on_client_bye(state: CoordinatorState, peer: int, message: m.Bye, now: floa
 
 def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float) -> None:
     state.restoring.recalled = True
-    set_expected(state, message.ranks)
+    state.admission.set_expected(message.ranks)
 
 
 def _on_release(state: CoordinatorState, peer: int, message: m.Release, now: float) -> None:
-    scale_down(state, message.ranks)
+    state.admission.scale_down(message.ranks)
 
 
 def _on_cell_started(state: CoordinatorState, peer: int, message: m.CellStarted, now: float) -> None:
     ranks = state.membership.ranks
-    state.check_admission = True
+    state.admission.due = True
     for rank in message.ranks:
         if rank in ranks and ranks[rank].tracked:  # a rank that comes later does not get this cell
             state.cells.begin(message.cell, rank)
@@ -744,7 +860,7 @@ def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: 
         state.membership.record_death(message.rank, message.pid, message.reason, now, explained=True)
     elif rank.pid == message.pid:
         state.effects.add(CloseConnection(rank.peer))
-        peer_lost(state, rank.peer, message.reason, now, explained=True)
+        state.peer_lost(rank.peer, message.reason, now, explained=True)
 
 
 def _on_client_post(state: CoordinatorState, peer: int, message: m.Post, now: float) -> None:

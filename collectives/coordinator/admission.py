@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
 
 from hvdlab.collectives import encryption, versions
 from hvdlab.collectives.coordinator.deadlock import RunningCells
@@ -20,9 +21,20 @@ from hvdlab.collectives.coordinator.events import Effects
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets
-from hvdlab.collectives.coordinator.restoring import Restoring
 from hvdlab.collectives.errors import CauseKind, format_ranks
 from hvdlab.collectives.protocol import messages as m
+
+
+class WorldRestoration(Protocol):
+    """Restoration of the world that a dead coordinator had, as far as admission depends on it.
+
+    Attributes:
+        active: Whether it still lasts: which ranks train and are in the world is not known yet.
+        released: Ranks to let go once it is over.
+    """
+
+    active: bool
+    released: set[int]
 
 
 class Admission:
@@ -34,7 +46,7 @@ class Admission:
         sets: Process sets, to change and abort.
         cells: Cells that run.
         elastic: Ranks in elastic training.
-        restoring: Whether a successor still restores the world.
+        restoring: Restoration of the world that a dead coordinator had.
         effects: Where messages to ranks are added.
 
     Attributes:
@@ -48,7 +60,7 @@ class Admission:
         sets: ProcessSets,
         cells: RunningCells,
         elastic: ElasticRanks,
-        restoring: Restoring,
+        restoring: WorldRestoration,
         effects: Effects,
     ) -> None:
         self.due = False

@@ -14,6 +14,7 @@ from hvdlab.collectives.autotune import Parameters, Sample, Tuner
 from hvdlab.collectives.coordinator.events import Effects, Tuned
 from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.priorities import have_priority
 from hvdlab.collectives.coordinator.process_sets import ProcessSets, ProcessSetState
 from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import FuseKey
@@ -65,7 +66,7 @@ class Fusion:
             self._sets.abort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
             return
         ready, negotiation.ready = negotiation.ready, []
-        if negotiation.priorities or any(current.priority is not None for current in ready):
+        if negotiation.priorities or have_priority(ready):
             ready = self._dispatch_by_priority(ps, ready, release_all=release_all)
         if negotiation.rejections:
             rejections, negotiation.rejections = negotiation.rejections, []
@@ -103,13 +104,7 @@ class Fusion:
         if release_all or ps.gone or joined or negotiation.rejections or not credit:
             self.dispatch(ps, priorities.pop_due())
             return ready
-        others: list[NegotiationRound] = []
-        for current in ready:
-            if priorities.concerns(current):
-                priorities.add((current,))
-            else:
-                others.append(current)
-        self._dispatch_ready(ps, others)
+        self._dispatch_ready(ps, priorities.hold(ready))
         due = priorities.pop_due(credit)
         if due:
             # Two batches at least, so that ranks execute one of them while the end of the other is reported.

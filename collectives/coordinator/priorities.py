@@ -42,6 +42,16 @@ class PriorityQueue:
             return True
         return current.info.name in self._names and current.info.fuse_key is not None
 
+    def hold(self, ready: Iterable[NegotiationRound]) -> list[NegotiationRound]:
+        """Keep the rounds that have their place here; return the others, in order."""
+        others: list[NegotiationRound] = []
+        for current in ready:
+            if self.concerns(current):
+                self.add((current,))
+            else:
+                others.append(current)
+        return others
+
     def add(self, rounds: Iterable[NegotiationRound]) -> None:
         """Keep these rounds until it is their turn.
 
@@ -88,3 +98,8 @@ class PriorityQueue:
             counts[current.info.name] = counts.get(current.info.name, 0) + 1
         assert counts == {name: count for name, (count, _) in self._names.items()}
         assert not self._kept or self.under_way, "kept back, and no end of a batch is awaited"
+
+
+def have_priority(rounds: Iterable[NegotiationRound]) -> bool:
+    """Return whether any of these rounds was submitted with a priority."""
+    return any(current.priority is not None for current in rounds)

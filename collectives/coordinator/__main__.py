@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def _log(launch: CoordinatorLaunch, level: int) -> Callable[[str], None]:
-    """A function that writes lines of this level: to ``HVDLAB_COORDINATOR_LOG``, if set, and to stderr if the launch's level says so."""
+    """Return a function that writes lines of this level to ``HVDLAB_COORDINATOR_LOG``, if set, and to stderr if they are important enough."""
     sinks: list[Callable[[str], None]] = [log_to_stderr] if level >= launch.log_level else []
     journal = os.environ.get("HVDLAB_COORDINATOR_LOG")
     if journal:
@@ -113,7 +113,7 @@ def _watch(server: CoordinatorServer, launch: CoordinatorLaunch) -> None:
 
 
 def _catch_sigterm() -> int:
-    """A descriptor that becomes readable on SIGTERM."""
+    """Return a descriptor that becomes readable on SIGTERM."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -140,7 +140,7 @@ def _read_line(descriptor: int) -> bytes:
 
 
 def _has_ended(descriptor: int) -> bool:
-    """Whether no process holds the other end of this pipe any more."""
+    """Return whether no process holds the other end of this pipe any more."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return bool(poll.poll(0))

@@ -80,7 +80,10 @@ class Admission:
         return reason or self._too_late(rank, hello) or self._differs(rank, hello)
 
     def _differs(self, rank: int, hello: m.Hello) -> str:
-        """Why a rank does not fit those that are there; empty if it does. They are looked at singly only to say which one differs."""
+        """Return why a rank does not fit those that are there, or an empty text.
+
+        They are compared one by one only for the text, which names the one that differs.
+        """
         membership = self._membership
         members = (living.member for living in membership.ranks.values())
         required, hosts = self._options.require_encryption, membership.hosts.keys()
@@ -92,7 +95,7 @@ class Admission:
         return reason or versions.refusal(rank, hello.versions, others)
 
     def _too_late(self, rank: int, hello: m.Hello) -> str:
-        """Why a rank that has lost its connection can't come back, since the others go on without it; empty if it can."""
+        """Return why a rank that has lost its connection can't come back, since the others continue without it; empty if it can."""
         death = self._membership.deaths.get(rank)
         if hello.generation < 0:
             return ""
@@ -104,8 +107,9 @@ class Admission:
         return ""
 
     def is_early(self, rank: int, hello: m.Hello) -> bool:
-        """Whether a rank that was refused is one that comes back too soon: its old connection is not given up yet, or who lives is not
-        known before the world is restored.
+        """Return whether a rank that was refused comes back too soon.
+
+        Its old connection is not given up yet, or the world is not restored yet, before which no rank is known to live.
         """
         if hello.generation < 0 or not hello.returns:
             return False
@@ -115,13 +119,13 @@ class Admission:
         return self._restoring.active and self._membership.cut_off_since(rank, hello.pid) is not None
 
     def become_outdated(self, rank: RankPeer) -> None:
-        """The others have gone on without this rank, which has come back with its memory: have it learn that, and wait to be let in."""
+        """Inform a rank that has come back with its memory that the others have continued without it; it waits to be admitted."""
         rank.outdated = True
         text = f"rank {rank.rank} was cut off, and the others have gone on without it"
         self._effects.send((rank.peer,), m.Outdated(text))
 
     def set_expected(self, ranks: tuple[int, ...]) -> None:
-        """The world is made of these ranks from now on."""
+        """Make these ranks, and no others, the expected ones; members among the others leave."""
         dropped = self._membership.set_expected(ranks)
         self._cells.discard_all_but({*ranks, *self._membership.ranks})
         for rank in dropped:
@@ -139,7 +143,7 @@ class Admission:
                 self._sets.change_members(ps, tuple(rank for rank in ps.members if rank not in going))
 
     def scale_down(self, ranks: tuple[int, ...]) -> None:
-        """Let ranks go where elastic training lets the world change; at once if no rank trains, or if they are not in the world."""
+        """Remove ranks where elastic training lets the world change; at once if no rank trains, or if they are not in the world."""
         if (
             self._restoring.active
         ):  # which ranks train, and are in the world, is known once the ranks have resumed
@@ -157,7 +161,7 @@ class Admission:
             self.due = True
 
     def _remove_released(self, going: set[int]) -> None:
-        """Take out ranks that were released and have come to where the world may change: it goes on without them, and nothing fails."""
+        """Remove released ranks that have come to where the world may change; the others continue without them, and nothing fails."""
         left = [rank for rank in self._membership.expected or () if rank not in going]
         for rank in self._membership.set_expected(left):
             self._elastic.drop(rank.rank)
@@ -167,9 +171,9 @@ class Admission:
                 self._sets.change_members(ps, tuple(rank for rank in ps.members if rank not in going))
 
     def reject_left_out(self, rank: RankPeer, message: m.Announce) -> None:
-        """Fail what a rank has submitted that the coordinator has asked to leave: the others go on without it, and no epoch of its own will end.
+        """Fail the submissions of a rank that was asked to leave: the others continue without it, and no epoch of its own will end.
 
-        What it executes with them goes on, so that the epoch is not aborted.
+        The epoch is not aborted: operations that it still executes with the others complete.
         """
         text = f"rank {rank.rank} was let go, and the others go on without it"
         for local in message.locals:
@@ -230,10 +234,14 @@ class Admission:
         return []
 
     def _may_enter(self, rank: int, members: Sequence[int]) -> bool:
-        """Whether a rank that these members have gone on without may be let in.
+        """Return whether an outdated rank may be admitted now, beside these members.
 
-        Not while they are in the middle of something that it has not begun with them. What it had begun itself fails there until it has ended
-        (:class:`~hvdlab.collectives.protocol.messages.Outdated`).
+        Not while the members are inside something that it did not start with them:
+
+        * A rank that is still training itself waits for its reset; its own submissions fail until then
+          (:class:`~hvdlab.collectives.protocol.messages.Outdated`).
+        * A rank at a reset point is admitted if a member trains elastically too, or no member runs a cell.
+        * Any other one must be a pool's, and comes in between cells.
         """
         training, ready = self._elastic.training, self._elastic.ready
         if rank in training:
@@ -260,19 +268,19 @@ class Admission:
 
 
 class WorldChange(Enum):
-    """Whether the world may change."""
+    """Answer to the question whether the world may change."""
 
-    FREE = "nobody trains"
+    FREE = "no rank trains"
     LATER = "when the ranks in training have come"
     NOW = "they have, and begin again"
 
 
 class ElasticRanks:
-    """What the living ranks have said of their elastic training.
+    """Progress of the living ranks in elastic training, as they report it.
 
     Attributes:
         training: Ranks in the middle of training.
-        ready: Ranks that have regrouped, and what they said.
+        ready: Ranks that have regrouped, with their messages.
         finished: Ranks of scripts whose training has ended.
     """
 
@@ -283,17 +291,17 @@ class ElasticRanks:
 
     @property
     def active(self) -> bool:
-        """Whether elastic training decides which ranks come in."""
+        """Whether elastic training decides when ranks are admitted."""
         return bool(self.training or self.ready or self.finished)
 
     def drop(self, rank: int) -> None:
-        """A rank is gone."""
+        """Forget a rank that is gone."""
         self.training.discard(rank)
         self.ready.pop(rank, None)
         self.finished.discard(rank)
 
     def consider(self, stay: Sequence[int], new: Sequence[int], leaving: int = 0) -> WorldChange:
-        """Whether the world may change.
+        """Return whether the world may change.
 
         Args:
             stay: Members of the world that stay there.

@@ -1,4 +1,8 @@
-"""The server's connections: sending, closing, and noticing those that are late, silent or do not read."""
+"""Connections: the accepted sockets of the server, their phases, sending, timeouts, and the log of strangers.
+
+A dead peer is noticed here by silence (pings), or by the end of its process in ``/proc``; the end of its connection is noticed where
+the server reads.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ MINUTE = 60.0
 
 
 class Connections:
-    """All accepted sockets and what watches them.
+    """Accepted sockets, with the poller and the timeouts that watch them.
 
     Attributes:
         poller: Its targets are connections, or functions to call.
@@ -58,7 +62,7 @@ class Connections:
         lost: Events about connections that ended while something was sent to them.
         next_check: When :meth:`check_timeouts` is due.
         rejections: Logs, for the operator, the connections that were not let in.
-        may_be_silent: Whether a peer may be silent: its user looks around there, perhaps with all its threads stopped.
+        may_be_silent: Whether a peer may be silent, because it is paused for its user, perhaps with all its threads stopped.
         met: Whether any peer was ever introduced.
     """
 
@@ -102,7 +106,7 @@ class Connections:
         return len(self._transient) < bound or self.close_oldest_stranger()
 
     def introduce(self, connection: Connection, hello: Hello) -> None:
-        """A connection has shown a valid token in ``hello``: it is open now."""
+        """Open a connection that has shown a valid token in ``hello``."""
         del self._transient[connection]
         connection.phase = OPEN
         connection.client, connection.observer = hello.role == "client", hello.role == "observer"
@@ -154,7 +158,7 @@ class Connections:
         events.append(PeerLost(connection.peer, reason, silence, faulty))
 
     def close_after_flush(self, connection: Connection) -> None:
-        """Close a connection once its peer has read what was sent to it; the server does not read from it any more."""
+        """Close a connection after its backlog has been sent; the server does not read from it any more."""
         self.open.pop(connection.peer, None)
         if connection.broken or not connection.endpoint.backlog:
             self.close_now(connection)
@@ -164,7 +168,7 @@ class Connections:
         self.poller.modify(connection, WRITE)
 
     def close(self) -> None:
-        """Close every socket, after sending what can be sent at once."""
+        """Close every socket, after one attempt to send its backlog."""
         for target in self.poller:
             if isinstance(target, Connection):
                 with contextlib.suppress(ConnectionLost):
@@ -198,7 +202,7 @@ class Connections:
             self.peer_lost(connection, "it did not read what it was sent", self.lost)
 
     def flush(self, connection: Connection) -> None:
-        """Send what waits, as far as the socket takes it; closes a connection in phase ``CLOSING`` once all is sent."""
+        """Send the backlog as far as the socket accepts it; close a connection in phase ``CLOSING`` after the last byte."""
         try:
             done = connection.endpoint.flush()
         except ConnectionLost:
@@ -214,12 +218,12 @@ class Connections:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def call_at(self, when: float, call: Callable[[], None]) -> None:
-        """Have :meth:`check_timeouts` call this at ``when`` (``time.monotonic()``)."""
+        """Schedule a call by :meth:`check_timeouts` at ``when`` (``time.monotonic()``)."""
         self._calls.append((when, call))
         self.schedule_check(when)
 
     def schedule_check(self, when: float) -> None:
-        """Have :meth:`check_timeouts` be due at ``when`` (``time.monotonic()``) at the latest."""
+        """Schedule :meth:`check_timeouts` for ``when`` (``time.monotonic()``) at the latest."""
         self.next_check = min(self.next_check, when)
 
     def _call_due(self, now: float) -> float:
@@ -254,7 +258,7 @@ class Connections:
                 self.write(connection, frame)
 
     def _close_late(self, now: float) -> float:
-        """Close connections that did not introduce themselves, or did not read what was left to send, in time."""
+        """Close connections that did not introduce themselves, or did not read their backlog, in time."""
         upcoming = NEVER
         for connection in list(self._transient):
             if now < connection.deadline:
@@ -273,8 +277,8 @@ class Connection:
 
     Attributes:
         peer: Number of this connection; never used again.
-        phase: ``SHAKING`` (TLS handshake), ``STRANGER`` (no Hello yet), ``OPEN`` or ``CLOSING`` (only sends what is
-            left).
+        phase: ``SHAKING`` (TLS handshake), ``STRANGER`` (no Hello yet), ``OPEN`` or ``CLOSING`` (only sends its
+            backlog).
         name: For log lines.
         client: Whether the peer is a client.
         observer: Whether the peer is an observer, which only learns which ranks there are. A peer that is neither is a rank.
@@ -326,9 +330,9 @@ class Connection:
         return True
 
     def may_live(self) -> bool:
-        """Whether a silent peer can only be busy: its process is on this host, and not stopped.
+        """Return whether a silent peer can only be busy: its process is on this host, and not stopped.
 
-        The end of a local process closes its socket, so silence alone says nothing; a process that holds the interpreter
+        The end of a local process closes its socket, so that silence alone proves nothing; a process that holds the interpreter
         for a minute is healthy and must not lose its place. Nor must a pool's rank that is stopped: it has its memory, and the user,
         to whom that is shown, decides.
         """
@@ -346,7 +350,7 @@ def _peer_pid(sock: socket.socket) -> int:
 
 
 class RejectionLog:
-    """Lines about strangers, few at a time.
+    """Log of rejected connections, a few lines each minute.
 
     Args:
         log: Takes a line for the operator.
@@ -361,17 +365,17 @@ class RejectionLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._log, self._call_at, self._clock = log, call_at, clock
-        self._said = 0  # in this minute
+        self._logged = 0  # in this minute
         self._counted = 0
         self._last = ""
 
     def add(self, text: str) -> None:
-        """A connection was turned away, with this line about it."""
+        """Log the rejection of a connection, or only count it after the first ones of a minute."""
         text = visible(text, LONGEST_REJECTION)
-        if self._said == 0:
+        if self._logged == 0:
             self._call_at(self._clock() + MINUTE, self._minute_over)
-        if self._said < LOGGED_PER_MINUTE:
-            self._said += 1
+        if self._logged < LOGGED_PER_MINUTE:
+            self._logged += 1
             self._log(text)
         else:
             self._counted += 1
@@ -379,7 +383,7 @@ class RejectionLog:
 
     def _minute_over(self) -> None:
         counted, last, self._counted, self._last = self._counted, self._last, 0, ""
-        self._said = 0
+        self._logged = 0
         if counted == 1:
             self.add(last)
         elif counted:

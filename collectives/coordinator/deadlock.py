@@ -1,6 +1,6 @@
 """Collectives that can't complete: their ranks wait for each other in a circle, or for ranks that run no cell.
 
-Which cells run on which ranks says why a rank has not submitted what others wait for.
+The cells that run on each rank explain why it has not submitted a collective that others wait for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
 
 
 class RunningCells:
-    """RunningCells of the ranks that are tracked.
+    """Cells that run on the tracked ranks.
 
     Attributes:
         idle: Living tracked ranks that run no cell.
@@ -29,12 +29,12 @@ class RunningCells:
         self._last: dict[int, tuple[str, str]] = {}
 
     def add_rank(self, rank: int) -> None:
-        """A tracked rank is there; it runs the cells that were announced for it before."""
+        """Add a tracked rank; it runs the cells that were announced for it before."""
         if not self._active.get(rank):
             self.idle.add(rank)
 
     def discard_rank(self, rank: int) -> None:
-        """A rank is gone."""
+        """Forget a rank that is gone."""
         self.idle.discard(rank)
         self._active.pop(rank, None)
         self._last.pop(rank, None)
@@ -46,12 +46,12 @@ class RunningCells:
             del self._active[rank]
 
     def begin(self, cell: str, rank: int) -> None:
-        """A cell is on its way to a rank, or runs there."""
+        """Record that a cell is on its way to a rank, or runs there."""
         self._active.setdefault(rank, {})[cell] = None
         self.idle.discard(rank)
 
     def end(self, cell: str, rank: int, error: str) -> bool:
-        """A cell ended on a rank. Returns whether the rank is idle now."""
+        """Record that a cell ended on a rank; return whether the rank is idle now."""
         active = self._active.get(rank)
         if active is not None:
             active.pop(cell, None)
@@ -66,7 +66,7 @@ class RunningCells:
         return rank in self._active
 
     def absence_reason(self, missing: Sequence[int], waiting: Iterable[int]) -> AbsenceReason:
-        """Why the idle ranks ``missing`` do not take part in the collective that the ranks ``waiting`` wait for."""
+        """Return why the idle ranks ``missing`` do not take part in the collective that the ranks ``waiting`` wait for."""
         cells = {cell for rank in waiting for cell in self._active.get(rank, ())}
         last = {rank: self._last.get(rank, ("", "")) for rank in missing}
         failed = [rank for rank in missing if last[rank][1] and (last[rank][0] in cells or not cells)]
@@ -91,7 +91,7 @@ class RunningCells:
 
 @dataclass(frozen=True, slots=True)
 class AbsenceReason:
-    """Why ranks will not submit what others wait for."""
+    """Reason why ranks will not submit a collective that others wait for."""
 
     kind: CauseKind
     ranks: tuple[int, ...]
@@ -99,11 +99,11 @@ class AbsenceReason:
 
 
 class DeadlockedRank(NamedTuple):
-    """A rank in a wait, and the ranks that it waits for.
+    """Rank in a wait that can't end, and the ranks that it waits for.
 
     Attributes:
         process_set: Process set of the collective.
-        what: What it waits in, such as ``allreduce `loss```.
+        what: Collective that it waits in, such as ``allreduce `loss```.
         site: The user's line.
         missing: The ranks that it waits for. If one of them can go on, so may this rank.
     """
@@ -117,9 +117,9 @@ class DeadlockedRank(NamedTuple):
 def find_deadlock(
     sets: Mapping[int, ProcessSetState], ranks: Mapping[int, RankPeer], idle: set[int]
 ) -> dict[int, DeadlockedRank]:
-    """The ranks that can never go on, because each waits for ranks that can't go on either.
+    """Return the ranks that can never continue, because each waits for ranks that can't continue either.
 
-    A rank counts only if the coordinator has not decided what it waits for: what was released executes and will end by itself.
+    A rank counts only if its collective is still undecided: one that was dispatched executes and will end by itself.
 
     Args:
         sets: The process sets.
@@ -177,7 +177,7 @@ def _in_round(
 
 
 def describe_deadlock(stuck: Mapping[int, DeadlockedRank]) -> str:
-    """Which ranks wait where, those in the same place together."""
+    """Return a text that lists where ranks wait, those at the same place together."""
     places: dict[tuple[int, str, str], list[int]] = {}
     for rank in sorted(stuck):
         s = stuck[rank]

@@ -21,7 +21,7 @@ UNREAD_BYTES = 4 * 1024 * 1024
 
 
 class EventHistory:
-    """Keeps the newest batches, up to ``limit`` bytes of payload.
+    """Bounded history of the newest event batches, up to ``limit`` bytes of payload.
 
     Attributes:
         dropped: How many batches made room for newer ones.
@@ -76,10 +76,10 @@ CAUGHT_UP_BYTES = 1 << 20
 
 
 class LaggingSubscriber:
-    """How a subscriber keeps up.
+    """Subscriber that may read more slowly than events come.
 
     Attributes:
-        behind: Whether it gets no events for now.
+        lagging: Whether it gets no events for now.
     """
 
     __slots__ = ("_missed", "_room", "lagging")
@@ -90,7 +90,10 @@ class LaggingSubscriber:
         self._missed: dict[int, int] = {}
 
     def next_batch(self, message: RankEvents, waiting: int) -> RankEvents | None:
-        """The batch to send while ``waiting`` bytes wait for the peer, with what it has missed before; ``None`` to send nothing."""
+        """Return the batch to send while ``waiting`` bytes wait for the peer, or ``None`` to send nothing.
+
+        The number of events that it has missed before is added to those that the batch gives as lost.
+        """
         if waiting <= CAUGHT_UP_BYTES:
             self.lagging, self._room = False, LAG_LIMIT
         elif waiting > self._room:

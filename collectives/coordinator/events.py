@@ -64,7 +64,7 @@ class SendConfigure(NamedTuple):
 
 
 class CloseConnection(NamedTuple):
-    """Close a peer's connection once what was sent to it is delivered; no event follows."""
+    """Close a peer's connection once all messages to it are delivered; no event follows."""
 
     peer: int
 
@@ -72,7 +72,7 @@ class CloseConnection(NamedTuple):
 class Log(NamedTuple):
     """Write a line for the operator.
 
-    ``warning`` is False for what the peers get to know anyway, such as a death: that goes to the log file only.
+    ``warning`` is False for news that peers learn anyway, such as a death: they go to the log file only.
     """
 
     text: str

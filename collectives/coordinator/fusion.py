@@ -1,8 +1,8 @@
 """Fusion: from ready rounds to the orders to execute them, several allreduces as one operation.
 
 At the end of each batch of events the ready rounds of a process set are dispatched and its rejections sent (:func:`decide`), unless a
-fusion window is open that more rounds may come into. The order of these effects is part of the protocol: a rank tells its
-submissions of one local id apart by their order alone, so no rejection overtakes an earlier order.
+fusion window is open that more rounds may come into. The order of these effects is part of the protocol: a rank distinguishes its
+submissions of one local id by their order alone, so no rejection overtakes an earlier order.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Fusion:
 
         * A member has left, runs no cell or goes back to its last commit (``release_all``): the epoch may be aborted, and rounds that
           are held back with it.
-        * There are rejections: a rank tells its submissions of one local id apart by their order, so that no rejection may overtake
+        * There are rejections: a rank distinguishes its submissions of one local id by their order, so that no rejection may overtake
           an earlier round.
         * All ranks have joined: they go on as if all that was submitted before were over.
 
@@ -170,7 +170,7 @@ class Fusion:
                 self.tuning.executed(ps, rounds)
 
     def _reject(self, ps: ProcessSetState, rejected: Iterable[Rejection]) -> None:
-        """Send verdicts; ranks that get the same share a message."""
+        """Send rejections; ranks that get the same share a message."""
         peers = dict(zip(ps.members, ps.peers, strict=True))
         locals: dict[tuple[RejectReason, int], list[int]] = {}
         for _, rank, local, verdict in rejected:
@@ -209,7 +209,7 @@ def fuse(
 
 
 class _FusionWindow:
-    """The held rounds of a process set's epoch: until when, and how many and how large they are so far."""
+    """Window of a process set's epoch: when it ends, and number and bytes of the rounds in it so far."""
 
     __slots__ = ("count", "nbytes", "negotiation", "until")
 
@@ -221,10 +221,10 @@ class _FusionWindow:
 
 
 class FusionWindows:
-    """Process sets whose ready rounds are held.
+    """Fusion windows: process sets whose ready rounds wait for more to fuse with them.
 
     Attributes:
-        due: When the first of them has to be let go, or ``None``.
+        due: When the first window ends, or ``None``.
     """
 
     def __init__(self) -> None:
@@ -235,11 +235,11 @@ class FusionWindows:
         return ps in self._held
 
     def expired(self, now: float, *, all: bool) -> list[ProcessSetState]:
-        """The process sets to decide now: those whose time has come, or all."""
+        """Return the process sets to flush now: those whose window has ended, or all."""
         return [ps for ps, held in self._held.items() if all or now >= held.until]
 
     def defer(self, ps: ProcessSetState, now: float, delay: float, enough: int) -> bool:
-        """Whether to hold the ready rounds of ``ps``.
+        """Return whether the ready rounds of ``ps`` wait in its window.
 
         Not for longer than ``delay`` seconds, not if they are ``enough`` bytes, not if one of them is never fused, such as a
         barrier, and not if it is the turn of rounds that were kept back for their priority.
@@ -321,7 +321,7 @@ def send_execute(
 
 
 def _locals(batch: Sequence[NegotiationRound], rank: int) -> tuple[int, ...]:
-    """The rank's local ids, by round of the batch; rounds for which it has none, since it has joined, count as -1, -2, …"""
+    """Return the rank's local ids, by round of the batch; those that it lacks, since it has joined, are -1, -2, …"""
     numbers = []
     lacking = 0
     for current in batch:
@@ -335,7 +335,7 @@ def _locals(batch: Sequence[NegotiationRound], rank: int) -> tuple[int, ...]:
 
 
 def _zeros(batch: Sequence[NegotiationRound], numbers: tuple[int, ...]) -> tuple[Signature, ...]:
-    """The signatures for which the numbers below zero stand."""
+    """Return the signatures for which the numbers below zero stand."""
     return tuple(
         [current.info.signature for current, number in zip(batch, numbers, strict=True) if number < 0]
     )
@@ -354,7 +354,7 @@ def _tables(batch: Sequence[NegotiationRound], ranks: tuple[int, ...]) -> tuple[
 
 
 def _payloads(batch: Sequence[NegotiationRound], ranks: tuple[int, ...]) -> tuple[bytes, ...]:
-    """Every member's tensor, if all came along and nothing is fused with them; zeros for members that have joined."""
+    """Return every member's tensor, if all came along and nothing is fused with them; zeros for members that have joined."""
     only = batch[0]
     payloads = only.payloads
     if only.info.between:  # a message: only the sender has a tensor
@@ -369,7 +369,7 @@ def _payloads(batch: Sequence[NegotiationRound], ranks: tuple[int, ...]) -> tupl
 
 
 class Tuning:
-    """Applies a tuner's settings: two to the coordinator itself, one to the ranks' planes.
+    """Tuner of three settings: two of the coordinator itself, one of the ranks' planes.
 
     The coordinator sends members a new slice size right before the first order that they execute with it, so that all
     members change at the same place.

@@ -1,4 +1,4 @@
-"""The membership of the job: which ranks are expected, which live, and which have died."""
+"""Membership of the job: the ranks that are expected, alive and dead, and the clients."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Wait(NamedTuple):
 
 
 class RankPeer:
-    """A living rank.
+    """Connection of a living rank.
 
     Attributes:
         peer: Its connection.
         rank, pid, member: Its rank, its process id, and its description for other peers.
         tracked: Whether its collectives belong to cells.
-        leaving: Whether the coordinator has told it to leave.
+        leaving: Whether the coordinator has asked it to leave.
         admitted: Whether it has been in a world.
-        outdated: Whether the others have gone on without it since its connection was lost, and have not let it in again yet.
-        versions: Versions that all ranks must have alike, by name, as far as it has said them.
+        outdated: Whether the others have continued without it since its connection was lost, and have not admitted it again yet.
+        versions: Versions that all ranks must have alike, by name, as far as its Hello has them.
         definitions: What its local ids stand for.
         wait: The undecided collective in which its user is blocked, or ``None``.
         executing: The executing operation for whose end its user is blocked, or ``None``.
@@ -60,21 +60,21 @@ class RankPeer:
 
 
 class MembershipTable:
-    """Ranks by number.
+    """Table of the job's ranks and clients.
 
     Attributes:
         ranks: Living ranks.
         clients: Connections of clients.
         observers: Connections of observers, which only learn which ranks there are.
-        expected: Ranks that make up the world, or ``None`` as long as neither the options nor a client have said.
+        expected: Ranks that make up the world, or ``None`` as long as neither the options nor a client have set them.
         awaited: Expected ranks that have not connected yet and are not known to be dead.
-        returning: Ranks of scripts that have said Bye and not become members again. Shutting down and initializing
-            again concerns the whole world: one that is back waits until all others have said Bye as well.
+        returning: Ranks of scripts that have sent Bye and not become members again. Shutting down and initializing
+            again concerns the whole world: one that is back waits until all others have sent Bye as well.
         deaths: The last death of each rank that was not replaced.
-        waiting: Ranks that elastic training has to let in.
+        waiting: Ranks that elastic training has to admit.
         hosts: How many living ranks run on each host.
         versions: The versions of the living ranks.
-        leaving: Ranks of the world that are let go where elastic training lets it change.
+        leaving: Ranks of the world that are released where elastic training lets it change.
         changed: Whether the membership has changed since clients got it last.
         formed: Whether an epoch of the world has begun since clients got the membership last; its members know of it.
         urgent: Whether ranks have to get the membership without delay.
@@ -105,14 +105,14 @@ class MembershipTable:
     # -- joining --------------------------------------------------------------------------------------------------
 
     def free_rank(self) -> int:
-        """The rank for a newcomer that asks to be given one."""
+        """Return the rank for a newcomer that asks to be given one."""
         for rank in self.expected or ():
             if rank not in self.ranks:
                 return rank
         return max((*self.ranks, -1)) + 1
 
     def refusal(self, rank: int) -> str:
-        """Why ``rank`` may not join now, or an empty text."""
+        """Return why no process may come as ``rank`` now, or an empty text."""
         if rank >= MOST_RANKS:
             return f"rank {rank} is too high; ranks have numbers from 0 to {MOST_RANKS - 1}"
         living = self.ranks.get(rank)
@@ -137,16 +137,15 @@ class MembershipTable:
         return newcomer
 
     def cut_off_since(self, rank: int, pid: int) -> float | None:
-        """Since when nothing has come from this process, which counts as dead for that reason alone.
+        """Return when this process was last heard from, if its only cause of death is a lost connection, so that it may come back.
 
-        ``None`` if the number is another process's now, or was one's, or if more is known against the process: the launcher has given it
-        up, or it broke the protocol.
+        ``None`` if another process has this rank or had it, if the launcher has reported its exit, or if it broke the protocol.
         """
         death = self.deaths.get(rank)
         return self._unexplained.get(rank) if death is not None and death.pid == pid else None
 
     def set_expected(self, ranks: Iterable[int]) -> list[RankPeer]:
-        """Change which ranks the world is made of; returns the living ranks that have no place in it any more."""
+        """Set which ranks the world is made of; return the living ranks that have no place in it any more."""
         self.expected = tuple(sorted(set(ranks)))
         self.awaited = {rank for rank in self.expected if rank not in self.ranks}
         self.returning.intersection_update(self.expected)
@@ -163,7 +162,7 @@ class MembershipTable:
     # -- going ----------------------------------------------------------------------------------------------------
 
     def leave(self, gone: RankPeer) -> None:
-        """A rank said Bye."""
+        """Remove a rank that has sent Bye."""
         self._remove(gone)
         self.leaving.discard(gone.rank)
         self._left[gone.rank] = gone.pid
@@ -175,7 +174,7 @@ class MembershipTable:
     def die(
         self, gone: RankPeer, reason: str, now: float, *, explained: bool, since: float | None = None
     ) -> None:
-        """A rank was lost; ``since`` is when the last sign of life came, if that was before ``now``."""
+        """Remove a rank that was lost; ``since`` is when it was last heard from, if that was before ``now``."""
         self._remove(gone)
         self.leaving.discard(gone.rank)
         self.record_death(
@@ -200,7 +199,7 @@ class MembershipTable:
         admitted: bool = False,
         since: float | None = None,
     ) -> None:
-        """Note how a rank that does not live any more has ended; the launcher's reason replaces that of a closed connection."""
+        """Record how a rank that does not live any more has ended; the launcher's reason replaces that of a closed connection."""
         self.awaited.discard(rank)
         if self._left.get(rank) == pid:
             if rank in self.returning and rank not in self.ranks:  # that process has ended: no return
@@ -230,7 +229,7 @@ class MembershipTable:
         return self.expected is not None and not self.awaited
 
     def restore_deaths(self, deaths: Iterable[Death]) -> None:
-        """Take over deaths that an earlier coordinator had noted."""
+        """Restore the deaths that an earlier coordinator had recorded."""
         for death in deaths:
             if death.rank not in self.ranks and self.expected is not None and death.rank in self.expected:
                 self.deaths[death.rank] = death
@@ -256,13 +255,13 @@ class MembershipTable:
         )
 
     def set_waiting(self, ranks: tuple[int, ...]) -> None:
-        """These ranks, and no others, wait to be let in."""
+        """Set the ranks that wait to be admitted."""
         if ranks != self.waiting:
             self.waiting = ranks
             self.changed = self.urgent = True
 
     def scale_down(self, ranks: Iterable[int]) -> None:
-        """Let these ranks go where elastic training lets the world change."""
+        """Release these ranks where elastic training lets the world change."""
         self.leaving.update(ranks)
         self.changed = self.urgent = True
 
@@ -272,7 +271,7 @@ class MembershipTable:
         return self.changed or self.formed or self.urgent or self._ranks_owed
 
     def recipients(self, now: float) -> tuple[int, ...]:
-        """The connections that have to get the membership now. Call it once after each round of events."""
+        """Return the connections that have to get the membership now; to be called once after each batch of events."""
         audience: tuple[int, ...] = ()
         if self.changed or self.formed:
             audience = (*self.clients, *self.observers)
@@ -286,7 +285,7 @@ class MembershipTable:
         return audience
 
     def next_report(self) -> float | None:
-        """When ranks have to get the changed membership; ``None`` if they have it."""
+        """Return when ranks have to get the changed membership; ``None`` if they have it."""
         return self.ranks_sent_at + WORLD_INTERVAL if self._ranks_owed else None
 
     def validate(self) -> None:

@@ -1,9 +1,9 @@
 """Negotiation: which submissions of the ranks belong together, when they are complete, and with which error they end if not.
 
 The heads of the ranks' queues are matched by name. A *round* of a name ends when each member has a submission at the head:
-ready if they are equal, else with a verdict.
-Where heads differ, the coordinator waits a little for the ranks that are still missing, so that the error can name all that was
-asked for; then the verdict holds for the whole round: the ranks that have a head get it now, the others owe one
+ready if they are equal, otherwise with a verdict.
+Where heads differ, the coordinator waits a little for the ranks that are still missing, so that the error can name all
+requests; then the verdict holds for the whole round: the ranks that have a head get it now, the others owe one
 submission of that name, which gets the same verdict when it arrives. So every rank raises, and none waits long for
 another one to make the same mistake.
 
@@ -45,19 +45,19 @@ _JOIN = int(OpKind.JOIN)
 
 
 class Negotiation:
-    """What the members have submitted and what has become of it, in one epoch of a process set.
+    """Negotiation of one epoch of a process set: all submissions of its members, until they are dispatched or rejected.
 
     Attributes:
-        ranks: Members, by position.
+        ranks, members, size: Members, by position; as a set; and their number.
         rounds: Rounds that are not complete, by name, oldest first.
-        held: Complete rounds whose group is not.
-        ready: Complete rounds to be released, in order.
-        schedule: Complete rounds with a priority, of which some wait for their turn.
+        incomplete_groups: Complete rounds whose group is not, by group.
+        ready: Complete rounds to be dispatched, in order.
+        priorities: Complete rounds with a priority, of which some wait for their turn.
         rejections: Submissions that got a verdict, in order.
         conflict: Text of a disagreement that can't be limited to one name, or empty.
-        disputes: Incomplete rounds in which ranks disagree, by name, oldest first.
+        mismatches: Incomplete rounds in which ranks disagree, by name, oldest first.
         joining: The round of the ranks that have joined, or ``None`` if none has.
-        debts: Verdicts on submissions that have not come yet.
+        owed: Verdicts on submissions that have not come yet.
         channels: The rounds of messages and of receives from any rank that are not complete, by channel, oldest first.
     """
 
@@ -93,7 +93,7 @@ class Negotiation:
             self.channels.setdefault(current.info.channel, {})[current] = None
 
     def remove(self, current: NegotiationRound) -> None:
-        """A round is complete, or ends before that."""
+        """Remove a round that is complete, or ends before that."""
         del self.rounds[current.info.name]
         channel = current.info.channel
         if channel is not None:
@@ -113,11 +113,11 @@ class Negotiation:
         *,
         check: bool = True,
     ) -> NegotiationRound | None:
-        """Take in a submission of a member.
+        """Add a submission of a member.
 
         Args:
             rank: The rank that submits.
-            defined: What its local id stands for.
+            defined: The definition of its local id.
             extra: The numbers that go along with it.
             now: The time, in monotonic seconds.
             payload: The tensor's bytes, if they came along. Those of a submission that waits behind another are dropped.
@@ -165,9 +165,9 @@ class Negotiation:
         return current
 
     def _submit_all(self, items: Iterable[tuple[int, Item]], now: float) -> None:
-        """Take in several submissions before checking which rounds have become complete.
+        """Add several submissions before checking which rounds have become complete.
 
-        No round waits for a rank that has joined, but what it has submitted before that has to meet the others' submissions.
+        No round waits for a rank that has joined, but its submissions before that have to meet those of the others.
         """
         placed: dict[NegotiationRound, None] = {}
         for rank, (defined, extra) in items:
@@ -186,14 +186,14 @@ class Negotiation:
             self._complete(current, now)
 
     def _match_any_source(self, current: NegotiationRound, now: float) -> NegotiationRound:
-        """If a message and a receive from any rank wait for each other, make one round of them.
+        """Make one round of a message and a receive from any rank that wait for each other.
 
         Args:
             current: A round that has a new head.
             now: The time, in monotonic seconds.
 
         Returns:
-            The round of the message, which is complete now; else ``current``.
+            The round of the message, which is complete now; otherwise ``current``.
         """
         channel = current.info.channel
         if channel is None or current.mismatch_since is not None:
@@ -223,7 +223,7 @@ class Negotiation:
         return sent
 
     def _join(self, joining: NegotiationRound, now: float) -> None:
-        """A rank has run out of work: no round but the joining itself waits for it any more."""
+        """Complete the rounds that waited only for a rank that has joined: no round but the joining itself waits for it any more."""
         self.joining = joining
         if self.owed:
             for rank in joining.submissions:
@@ -263,7 +263,7 @@ class Negotiation:
             self._start_queued(info.name, complete.queued, now)
 
     def _progress(self, complete: NegotiationRound, now: float) -> None:
-        """A round was completed while ranks have joined. If it is the joining itself, all have: add which rank was the last."""
+        """Count the completion of a round while ranks have joined. If it is the joining itself, all have: add which rank was the last."""
         assert self.joining is not None
         if complete is self.joining:
             for held in list(
@@ -277,7 +277,7 @@ class Negotiation:
             self.joining.since, self.joining.reported = now, 0
 
     def _start_queued(self, name: str, queued: dict[int, deque[Item]], now: float) -> None:
-        """Begin the next rounds of ``name`` with what waited behind the last one."""
+        """Start the next rounds of ``name`` with the submissions that were queued behind the last one."""
         while queued:
             for rank, queue in queued.items():
                 while queue:
@@ -311,7 +311,7 @@ class Negotiation:
         return self._lacks(complete) and refuse_with_joined(complete.info.signature, self.joined) is not None
 
     def _lacks(self, complete: NegotiationRound) -> bool:
-        """Whether a complete round lacks some of the ranks that it concerns, because they have joined."""
+        """Return whether a complete round lacks some of the ranks that it concerns, because they have joined."""
         return complete.info.from_any or len(complete.submissions) < (len(complete.info.between) or self.size)
 
     # -- verdicts -------------------------------------------------------------------------------------------------
@@ -322,13 +322,13 @@ class Negotiation:
         groups = {d.info.group for d in current.submissions.values()}
         if len(groups) > 1:
             # The ranks disagree about which tensors go together, so it can't be said which others the verdict concerns.
-            said = "; ".join(f"ranks {list(p.ranks)} ({p.site}): {p.request}" for p in parties)
-            self.conflict = f"the ranks disagree about `{name}`: {said}"
+            listed = "; ".join(f"ranks {list(p.ranks)} ({p.site}): {p.request}" for p in parties)
+            self.conflict = f"the ranks disagree about `{name}`: {listed}"
             return
         self._reject_round(current, Mismatch(name, parties), now)
 
     def duplicate(self, name: str, rank: int, first_site: str, second_site: str, now: float) -> None:
-        """A rank has submitted ``name`` again: end the round with an error, if it has not been released yet."""
+        """Reject the round of ``name``, which a rank has submitted twice, if it has not been dispatched yet."""
         verdict = DuplicateName(name, rank, first_site, second_site)
         current = self.rounds.get(name)
         if current is None:
@@ -341,7 +341,7 @@ class Negotiation:
             self._reject_round(current, verdict, now)
 
     def reject_mismatches(self, grace: float, now: float) -> None:
-        """Give verdicts on the rounds that have been disputed for ``grace`` seconds."""
+        """Reject the rounds in which ranks have disagreed for ``grace`` seconds."""
         for current in list(self.mismatches.values()):
             there = self.mismatches.get(current.info.name) is current
             if there and current.mismatch_since is not None and now >= current.mismatch_since + grace:
@@ -349,7 +349,7 @@ class Negotiation:
 
     @property
     def oldest_mismatch(self) -> float | None:
-        """When the oldest dispute began, or ``None`` if there is none."""
+        """When the oldest mismatch was seen, or ``None`` if there is none."""
         return min(
             (r.mismatch_since for r in self.mismatches.values() if r.mismatch_since is not None), default=None
         )
@@ -359,7 +359,7 @@ class Negotiation:
     def end_message(
         self, current: NegotiationRound, kind: CauseKind, ranks: tuple[int, ...], text: str, now: float
     ) -> None:
-        """The other rank of a message won't come: the rank that waits gets this verdict, and its next submission of the name is due."""
+        """End a message whose other rank won't come: the rank that waits gets this verdict, and its next submission of the name is due."""
         verdict = InVain(self.report_round(current, self.missing(current)), kind, ranks, text)
         left = list(self._all_submissions(current))[len(current.submissions) :]  # the heads come first
         self._remove_incomplete(current.info.name)
@@ -368,7 +368,7 @@ class Negotiation:
         self._submit_all(left, now)
 
     def cancel(self, rank: int, defined: LocalDefinition, later: int, now: float) -> AbortedCollective | None:
-        """A rank gives up a message that waits for the other rank.
+        """Cancel a message that waits for the other rank.
 
         Args:
             rank: The rank that gives it up.
@@ -393,7 +393,7 @@ class Negotiation:
         return report
 
     def _remove_incomplete(self, name: str) -> NegotiationRound:
-        """Take out a round that ends before it is complete."""
+        """Remove and return a round that ends before it is complete."""
         current = self.rounds[name]
         self.remove(current)
         self.mismatches.pop(name, None)
@@ -424,7 +424,7 @@ class Negotiation:
         now: float,
         queued: dict[int, deque[Item]] | None = None,
     ) -> None:
-        """Extend a verdict to the whole group: its tensors are released together or not at all."""
+        """Extend a verdict to the whole group: its tensors are dispatched together or not at all."""
         group, size = info.group, info.group_size
         for complete in self.incomplete_groups.pop(group, ()):
             for rank, defined in complete.submissions.items():
@@ -452,7 +452,7 @@ class Negotiation:
 
     @staticmethod
     def _all_submissions(current: NegotiationRound) -> Iterable[tuple[int, Item]]:
-        """All submissions of a round and behind it, oldest first for each rank."""
+        """Yield all submissions of a round and those queued behind it, oldest first for each rank."""
         extras = current.extras or {}
         for rank, defined in current.submissions.items():
             yield rank, (defined, extras.get(rank, ()))
@@ -463,7 +463,7 @@ class Negotiation:
     # -- which ranks a round waits for ----------------------------------------------------------------------------
 
     def is_complete(self, current: NegotiationRound) -> bool:
-        """Whether all ranks that the round concerns have submitted it, or have joined."""
+        """Return whether all ranks that the round concerns have submitted it, or have joined."""
         joining, submissions = self.joining, current.submissions
         if (
             current.info.from_any
@@ -477,7 +477,7 @@ class Negotiation:
         return all(rank in submissions or rank in joining.submissions for rank in self.ranks)
 
     def not_joined(self) -> Iterable[int]:
-        """The members that have not joined."""
+        """Return the members that have not joined."""
         joining = self.joining
         return (
             self.ranks
@@ -486,7 +486,7 @@ class Negotiation:
         )
 
     def missing(self, current: NegotiationRound) -> tuple[int, ...]:
-        """The ranks that a round waits for, or any of which a receive from any rank waits for; never one that has joined."""
+        """Return the ranks that a round waits for, or any of which a receive from any rank waits for; never one that has joined."""
         wanted = self.ranks if current is self.joining else self.not_joined()
         between = () if current.info.from_any else current.info.between
         return tuple(
@@ -494,18 +494,18 @@ class Negotiation:
         )
 
     def concerned(self, current: NegotiationRound) -> set[int]:
-        """The ranks that some submission of a round concerns."""
+        """Return the ranks that some submission of a round concerns."""
         return {rank for head in current.submissions.values() for rank in head.info.between or self.ranks}
 
     def oldest_sent(self, channel: Channel) -> NegotiationRound | None:
-        """The oldest message on a channel that waits for its receiver; ``None`` if none does."""
+        """Return the oldest message on a channel that waits for its receiver; ``None`` if none does."""
         waiting = self.channels.get(channel, ())
         return next(
             (each for each in waiting if each.mismatch_since is None and waits_for_receiver(each)), None
         )
 
     def oldest_received(self, channel: Channel) -> NegotiationRound | None:
-        """The oldest receive from any rank on a channel; ``None`` if there is none."""
+        """Return the oldest receive from any rank on a channel; ``None`` if there is none."""
         waiting = self.channels.get(channel, ())
         return next((each for each in waiting if each.mismatch_since is None and each.info.from_any), None)
 
@@ -523,7 +523,7 @@ class Negotiation:
             yield complete, ()
 
     def report(self) -> tuple[AbortedCollective, ...]:
-        """What is pending, for error texts."""
+        """Return the undecided collectives, for error texts."""
         waiting = [*self.waiting(), *((current, ()) for current in self.priorities)]
         full = sum(len(current.submissions) for current, _ in waiting) <= SITES_LIMIT
         return tuple(self.report_round(current, missing, all_sites=full) for current, missing in waiting)
@@ -531,7 +531,7 @@ class Negotiation:
     def report_round(
         self, current: NegotiationRound, missing: tuple[int, ...], *, all_sites: bool = True
     ) -> AbortedCollective:
-        """A round as messages report it."""
+        """Return a round as messages report it."""
         waited = tuple(sorted(current.submissions))
         shown = waited if all_sites else waited[:1]
         sites = tuple(current.submissions[rank].site for rank in shown)
@@ -568,20 +568,20 @@ class Negotiation:
 
 
 def waits_for_receiver(current: NegotiationRound) -> bool:
-    """Whether a round is a message that only its sender has submitted."""
+    """Return whether a round is a message that only its sender has submitted."""
     return not current.info.from_any and current.submissions.keys() == {*current.info.between[:1]}
 
 
 class RejectReason(Protocol):
-    """How a round ends that is not executed."""
+    """Verdict on a round that is not executed."""
 
     def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
-        """The message to a rank about its submissions with these local ids."""
+        """Return the message to a rank about its submissions with these local ids."""
         ...
 
 
 class Mismatch:
-    """RejectReason on a round in which ranks disagree."""
+    """Verdict on a round in which ranks disagree."""
 
     __slots__ = ("name", "parties")
 
@@ -593,7 +593,7 @@ class Mismatch:
 
 
 class DuplicateName:
-    """RejectReason on a round whose name one rank has submitted twice."""
+    """Verdict on a round whose name one rank has submitted twice."""
 
     __slots__ = ("first_site", "name", "rank", "second_site")
 
@@ -607,7 +607,7 @@ class DuplicateName:
 
 
 class Impossible:
-    """RejectReason on a round that all agree about, but that can't be done.
+    """Verdict on a round that all agree about, but that is impossible.
 
     Attributes:
         name: Its name.
@@ -625,10 +625,10 @@ class Impossible:
 
 
 class InVain:
-    """RejectReason on a message whose other rank won't come: it ends alone, since it concerns no third rank.
+    """Verdict on a message whose other rank won't come: it ends alone, since it concerns no third rank.
 
     Attributes:
-        report: What had been submitted.
+        report: Submissions that there had been.
         kind, ranks, text: The cause.
     """
 
@@ -642,10 +642,10 @@ class InVain:
 
 
 class Rejection(NamedTuple):
-    """A submission that got a verdict.
+    """Submission that got a verdict.
 
     Attributes:
-        after: How many rounds were ready before. A rank tells its submissions of one local id apart by their order
+        after: How many rounds were ready before. A rank distinguishes its submissions of one local id by their order
             alone, so they have to end in that order.
         rank, local: The rank that submitted it, and its local id.
         verdict: The verdict.
@@ -658,9 +658,10 @@ class Rejection(NamedTuple):
 
 
 class OwedRejections(dict[tuple[int, str, str], deque[tuple[int, RejectReason]]]):
-    """Verdicts for which ranks *owe* submissions: a rank gets one when it submits what the verdict is about.
+    """Rejections for ranks that have not submitted yet.
 
-    For each rank, and name or group: how many of its next submissions get which verdict.
+    After a mismatch the round is over, but slower ranks will still submit that name once: they get the same error at once, instead of
+    starting a new round alone. For each rank, and name or group: how many of its next submissions get which verdict.
     """
 
     @property
@@ -668,11 +669,11 @@ class OwedRejections(dict[tuple[int, str, str], deque[tuple[int, RejectReason]]]
         return {rank for rank, _, _ in self}
 
     def add(self, rank: int, info: InternedSignature, count: int, verdict: RejectReason) -> None:
-        """The next ``count`` submissions of this name, or of its group if it has one, get the verdict."""
+        """Reject the next ``count`` submissions of this name, or of its group if it has one, with this verdict."""
         self.setdefault(_key(rank, info), deque()).append((count, verdict))
 
     def pop_next(self, rank: int, info: InternedSignature) -> RejectReason | None:
-        """The verdict that a submission gets, if the rank owes it; ``None`` otherwise."""
+        """Remove and return the verdict that a submission gets, if the rank owes it; ``None`` otherwise."""
         key = _key(rank, info)
         owed = self.get(key)
         if owed is None:
@@ -685,7 +686,7 @@ class OwedRejections(dict[tuple[int, str, str], deque[tuple[int, RejectReason]]]
         return verdict
 
     def discard_rank(self, rank: int) -> None:
-        """``rank`` will not submit what the verdicts are about."""
+        """Forget the rejections of ``rank``, which will not submit these names."""
         for key in [key for key in self if key[0] == rank]:
             del self[key]
 
@@ -699,7 +700,7 @@ _WITH_ZEROS = frozenset({ReduceOp.SUM, ReduceOp.AVERAGE})
 
 
 def refuse_with_joined(signature: Signature, joined: tuple[int, ...]) -> Impossible | None:
-    """The verdict on a collective in which the ranks ``joined`` can't take part; ``None`` if they can."""
+    """Return the verdict on a collective in which the ranks ``joined`` can't take part; ``None`` if they can."""
     kind = signature.kind
     if kind == OpKind.BARRIER or (kind == OpKind.ALLREDUCE and signature.op in _WITH_ZEROS):
         return None
@@ -715,7 +716,7 @@ def refuse_with_joined(signature: Signature, joined: tuple[int, ...]) -> Impossi
 
 
 def refuse_incomplete(signature: Signature, joined: tuple[int, ...]) -> Impossible:
-    """The verdict on a group of which some tensors have not been submitted when all ranks have joined."""
+    """Return the verdict on a group of which some tensors have not been submitted when all ranks have joined."""
     what = call_name(kind_label(signature.kind), signature.name)
     reason = f"{what} is one of a group of {signature.group_size} tensors, which was not complete when all ranks joined"
     return Impossible(signature.name, reason, joined)

@@ -1,4 +1,4 @@
-"""Settings of the coordinator."""
+"""Settings of the coordinator's state and server, with their defaults."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class CoordinatorOptions:
     """Settings of the state.
 
     Attributes:
-        size: Ranks 0 to ``size - 1`` are expected; ``None``: a client says which ranks are.
+        size: Ranks 0 to ``size - 1`` are expected; ``None``: a client sets them.
         fusion_threshold: Bytes that are fused into one operation at most; 0 fuses nothing.
-        flush_delay: Seconds that what is ready is held for more to fuse with it; 0 executes at once.
+        flush_delay: Seconds that ready collectives wait for more to fuse with them; 0 executes at once.
         separate_groups: Whether tensors of a group are fused with each other only.
         scheduling_credit: Bytes of tensors with a priority that are executed at a time; 0 orders all at once, whatever their priorities.
         stall_seconds: After how long (and then how often) a waiting collective is reported; 0 never.
         stall_shutdown: After how long a waiting collective ends its epoch; 0 never.
         failure_grace: Seconds that a plane's failure waits for the news that explains it, a rank's death.
-        dispute_grace: Seconds that ranks which disagree wait for the others, so that the error names all that was asked for.
+        dispute_grace: Seconds that ranks which disagree wait for the others, so that the error names all requests.
         history_bytes: Size of the history of events.
         hierarchical_allreduce, hierarchical_allgather: Whether ranks on several hosts work within each host first;
             ``None`` chooses.
@@ -68,7 +68,7 @@ class ServerOptions:
     Attributes:
         token: Secret that the Hello of a rank must show.
         client_token: Secret that the Hello of a client must show, which may post cells to ranks; empty admits no client.
-        hello_timeout: Time for a stranger to introduce itself, and for the peer of a closing connection to read what is left.
+        hello_timeout: Time for a stranger to introduce itself, and for the peer of a closing connection to read its backlog.
         ping_after: Silence after which the server asks a peer for a sign of life.
         dead_after: Silence after which the peer counts as lost, unless it is a process of this host that runs.
         backlog_limit: Bytes that may wait for a peer that does not read.

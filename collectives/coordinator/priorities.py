@@ -1,8 +1,8 @@
-"""Rounds with a priority: which of them is ordered next, and how many bytes of them are executed at a time.
+"""Priorities: which of the rounds with one is ordered next, and how many bytes of them are executed at a time.
 
-Ranks execute what was ordered in that order, whatever becomes ready meanwhile. So the coordinator keeps rounds with a priority back
-while others with one are being executed, up to a *credit* of bytes, and the member at position 0 reports the end of each of their
-batches. What becomes ready then goes before everything that was kept back and is less urgent.
+Ranks execute collectives in the order of the coordinator, whatever becomes ready meanwhile. So the coordinator holds rounds with a
+priority back while others with one are being executed, up to a *credit* of bytes, and the member at position 0 reports the end of
+each of their batches. Rounds that become ready then go before all held ones that are less urgent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdlab.collectives.coordinator.rounds import NegotiationRound
 
 
 class PriorityQueue:
-    """The rounds of an epoch that have a priority: those that are kept back, and the batches that are under way.
+    """Priority queue of an epoch: the rounds that are held back, and the batches that are under way.
 
     Iterating over it gives the rounds that are kept back.
 
@@ -37,7 +37,7 @@ class PriorityQueue:
         return (current for _, _, current in self._kept)
 
     def concerns(self, current: NegotiationRound) -> bool:
-        """Whether a ready round has its place here: it has a priority, or an earlier round of its name is kept."""
+        """Return whether a ready round has its place here: it has a priority, or an earlier round of its name is kept."""
         if current.priority is not None:
             return True
         return current.info.name in self._names and current.info.fuse_key is not None
@@ -68,7 +68,7 @@ class PriorityQueue:
             heapq.heappush(self._kept, (-priority, self._added, current))
 
     def pop_due(self, credit: int | None = None) -> list[NegotiationRound]:
-        """Take out the rounds whose turn it is, most urgent first, until ``credit`` bytes are under way; ``None`` for all rounds."""
+        """Remove and return the rounds whose turn it is, most urgent first, until ``credit`` bytes are under way; ``None`` for all."""
         room = None if credit is None else credit - sum(self.under_way.values())
         due: list[NegotiationRound] = []
         while self._kept and (room is None or room > 0):
@@ -83,12 +83,12 @@ class PriorityQueue:
         return due
 
     def ordered(self, sequence: int, batches: Iterable[Sequence[NegotiationRound]]) -> None:
-        """These batches are the ``sequence``-th order, and the end of each will be reported."""
+        """Record that these batches are the ``sequence``-th order; the end of each will be reported."""
         for number, batch in enumerate(batches):
             self.under_way[sequence, number] = sum(current.info.nbytes for current in batch)
 
     def executed(self, sequence: int, batch: int) -> None:
-        """A batch has ended."""
+        """Record that a batch has ended."""
         self.under_way.pop((sequence, batch), None)
 
     def validate(self) -> None:

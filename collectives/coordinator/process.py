@@ -99,12 +99,12 @@ class CoordinatorProcess:
         """Start a coordinator and wait until it listens.
 
         Args:
-            size: Number of ranks, if known; else a client says which ranks to expect.
+            size: Number of ranks, if known; otherwise a client sends the ranks to expect.
             directory: Where to make its private directory; by default the system's temporary directory.
             tcp_host: Address on which it listens for ranks of other hosts (TLS), if any.
             linger: Whether it stays, when its starter has ended, until the last rank has gone.
             keep: Whether this process keeps its sockets, for :meth:`respawn`. Ranks that lose the coordinator then wait for a
-                successor (three times ``HVDLAB_REATTACH`` seconds), else they give up at once.
+                successor (three times ``HVDLAB_REATTACH`` seconds), otherwise they give up at once.
             timeout: Seconds that the start may take.
             environ: Mapping in which users' variables are looked up; by default this process's environment.
             settings: Other fields of :class:`~hvdlab.collectives.coordinator.process.CoordinatorLaunch`, such as
@@ -177,7 +177,7 @@ class CoordinatorProcess:
         return process_state(self.pid) in ("T", "t")
 
     def ending(self) -> str:
-        """How it ended (``killed by SIGKILL``, ``exit status 1``); empty as long as it runs."""
+        """Return how it ended (``killed by SIGKILL``, ``exit status 1``); empty as long as it runs."""
         status = self._process.poll()
         if status is None:
             return ""
@@ -189,14 +189,14 @@ class CoordinatorProcess:
             return f"killed by signal {-status}"
 
     def respawn(self, timeout: float = 10, size: int | None = None) -> None:
-        """Kill what is left of this coordinator and start a successor on the same sockets, with the same tokens and certificate.
+        """Kill this coordinator, if it still runs, and start a successor on the same sockets, with the same tokens and certificate.
 
-        Ranks and clients that have lost the connection find the successor at the same addresses. It knows nothing
-        but what they tell it.
+        Ranks and clients that have lost the connection find the successor at the same addresses. It knows only
+        the facts that they send it.
 
         Args:
             timeout: Seconds that the start may take.
-            size: How many ranks the successor has to wait for, if no client will tell it.
+            size: Number of ranks that the successor has to wait for, if no client will send it.
 
         Raises:
             InvalidRequestError: It was started without ``keep``.
@@ -234,7 +234,7 @@ class CoordinatorProcess:
             self._process.stdout.close()
 
     def close(self, timeout: float = 5) -> None:
-        """End the process and remove what it may have left. Idempotent.
+        """End the process and remove its directory, if it has left it. Idempotent.
 
         Args:
             timeout: Seconds that it has to end by itself before it is killed.
@@ -261,7 +261,7 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         client_token: Secret that clients have to show.
         directory: A private directory for the socket; the coordinator removes it at its end.
         starter: Process id of the starter.
-        size: Number of ranks, or ``None`` if a client will say which ranks to expect.
+        size: Number of ranks, or ``None`` if a client will send the ranks to expect.
         tcp_host: Address to listen on for ranks of other hosts, or empty.
         linger: Whether to stay after the starter's end until no rank is connected.
         listener: Descriptor of the listening Unix socket, passed on by the starter.
@@ -270,7 +270,7 @@ class CoordinatorLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         generation: How many coordinators there have been before on these sockets.
         keeps: Whether the starter keeps the sockets for a successor: then the directory stays as long as it lives.
         reattach: Seconds that a successor waits for the ranks of its predecessor.
-        stall_disable: Neither report nor end what stalls, whatever the other fields say.
+        stall_disable: Neither report nor end stalled collectives, whatever the other fields are.
         autotune, autotune_log, autotune_*: Whether to tune, the file to log to, and ``TuningOptions``.
         log_level: The least important lines to write to stderr, as ``logging`` counts.
         fusion_threshold, …: See ``ServerOptions`` and ``CoordinatorOptions``.
@@ -396,7 +396,7 @@ class Listeners:
         return self._local.fileno(), self._remote.fileno() if self._remote is not None else -1
 
     def close(self) -> None:
-        """Let go of the sockets; they live on in a coordinator that has them. Idempotent."""
+        """Close the sockets; they live on in a coordinator that has them. Idempotent."""
         self._local.close()
         if self._remote is not None:
             self._remote.close()
@@ -424,7 +424,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def private_directory(parent: Path | None) -> Path:
-    """A new directory that only this user may enter, with a path that leaves room for a socket's name. Raises ``StartError``."""
+    """Create a directory that only this user may enter, with a path that leaves room for a socket's name. Raises ``StartError``."""
     candidates = [parent] if parent is not None else [Path(tempfile.gettempdir()), Path("/tmp")]
     for candidate in candidates:
         if len(os.fsencode(candidate)) + _NAME_LENGTH <= UNIX_PATH_LIMIT:

@@ -48,7 +48,7 @@ class AboutSet(Protocol):
 
 
 class ProcessSetState:
-    """A process set in its current epoch.
+    """State of a process set in its current epoch.
 
     Attributes:
         id: 0 is the world.
@@ -57,12 +57,12 @@ class ProcessSetState:
             In the latter two ``epoch`` is the one that ``Configure`` will name.
         members: Ranks, by position. peers: their connections, by position.
         next_members: Ranks of the epoch that is due (those of them that live then); ``None`` if none is due.
-        gone: Members that said Bye. The first collective after that ends the epoch.
+        gone: Members that have sent Bye. The first collective after that ends the epoch.
         former: Ranks that an orderly change left out and that are still connected, with their connections and their
             last epochs: members may need them to finish what they still execute of those epochs.
         aborted: The newest epoch of which nothing is executed any more.
         declined: Epoch and number of the latest request on the board that members were asked to decline.
-        matcher, store, sequence: State of this epoch.
+        negotiation, store, sequence: Submissions of this epoch, values that its members exchange to connect, number of its last order.
         past_stores: Stores of former epochs, in which ranks may still be finding each other to finish what they execute.
         failure: (when, rank, text) of a plane's failure that is about to end the epoch.
         past_failure: (when, epoch, rank, text) of a plane's failure that is about to end what is executed of a former epoch.
@@ -97,9 +97,9 @@ class ProcessSetState:
         return self.members if self.next_members is None else self.next_members
 
     def plane_failed_before(self, due: float, epoch: int, rank: int, text: str) -> None:
-        """The plane of a former epoch failed on a rank; ``due`` is when to end what is still executed of that epoch.
+        """Record that the plane of a former epoch failed on a rank; at ``due`` its operations end.
 
-        That ends what is executed of all earlier epochs as well, so of several failures that of the latest epoch is kept.
+        Those of all earlier epochs end as well, so of several failures that of the latest epoch is kept.
         """
         known = self.past_failure
         if known is None or epoch > known[1]:
@@ -114,7 +114,7 @@ class ProcessSetState:
 
 
 class ProcessSets:
-    """All process sets of the job; epochs end and begin here."""
+    """Process sets of the job, by id; their epochs end and begin here."""
 
     def __init__(
         self,
@@ -132,7 +132,9 @@ class ProcessSets:
         self._hierarchy = hierarchy
         self._by_seniority = by_seniority
         self._next_id = 1
-        self._anew = False  # whether the world was made anew since the last set was added
+        self._world_replaced = (
+            False  # whether all members of the world were replaced since the last set was added
+        )
         # The first epoch that a set of this world gets, and the last that any removed set had.
         self._first_epoch, self._last_epoch = first_epoch, first_epoch - 1
 
@@ -140,7 +142,7 @@ class ProcessSets:
         return iter(self.by_id.values())
 
     def containing(self, rank: int) -> list[ProcessSetState]:
-        """The sets that have ``rank`` as a member that has not left."""
+        """Return the sets that have ``rank`` as a member that has not left."""
         return [ps for ps in self if rank in ps.members and rank not in ps.gone]
 
     # -- sets that messages are about ---------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ class ProcessSets:
         return ps
 
     def past_set(self, rank: RankPeer, message: AboutSet) -> ProcessSetState | None:
-        """Return the process set of a message of an earlier epoch, in which ranks may still be executing; else ``None``."""
+        """Return the process set of a message of an earlier epoch, in which ranks may still be executing; otherwise ``None``."""
         ps = self.by_id.get(message.process_set)
         if ps is None or message.epoch >= ps.epoch or not (rank.rank in ps.members or rank.rank in ps.former):
             return None
@@ -203,7 +205,7 @@ class ProcessSets:
     def abort(
         self, ps: ProcessSetState, kind: CauseKind, ranks: Iterable[int], text: str, site: str = ""
     ) -> None:
-        """End the epoch: everything pending fails on every member. Without effect if it was aborted and the next has not begun."""
+        """Abort the epoch: everything pending fails on every member. Without effect if it was aborted and the next has not begun."""
         if ps.phase == ENDED:
             return
         old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
@@ -220,7 +222,7 @@ class ProcessSets:
         text: str,
         site: str = "",
     ) -> None:
-        """End what is still executed of the epochs up to ``epoch``, which ended in order."""
+        """Abort operations that are still executed of the epochs up to ``epoch``, which ended in order."""
         if ps.aborted < epoch < ps.epoch:
             self._send_abort(ps, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
 
@@ -236,8 +238,10 @@ class ProcessSets:
                 del ps.former[rank]
 
     def change_members(self, ps: ProcessSetState, members: tuple[int, ...]) -> None:
-        """Change over to new members in order: ranks finish in the old epoch what they were ordered to execute, and announce
-        again in the new one what is pending."""
+        """Change over to new members in order.
+
+        Ranks finish the operations that were ordered in the old epoch, and announce their pending submissions again in the new one.
+        """
         ps.next_members = members
         if ps.phase == OPEN:
             self._end(ps, SWITCHING)
@@ -260,10 +264,10 @@ class ProcessSets:
     # -- beginnings -----------------------------------------------------------------------------------------------
 
     def add(self, ranks: tuple[int, ...]) -> ProcessSetState:
-        """Add a process set, and configure it at once. Ids begin anew with a new world; together with the epoch each is unique."""
-        if self._anew and len(self.by_id) == 1:
+        """Add a process set, and configure it at once. Ids begin at 1 again with a new world; together with the epoch each is unique."""
+        if self._world_replaced and len(self.by_id) == 1:
             self._next_id, self._first_epoch = 1, self._last_epoch + 1
-        self._anew = False
+        self._world_replaced = False
         ps = ProcessSetState(self._next_id)
         self._next_id += 1
         self.by_id[ps.id] = ps
@@ -321,7 +325,7 @@ class ProcessSets:
                 self._forget(ps)
             return
         if ps is self.world:
-            self._anew = self._anew or old.isdisjoint(ps.peers)
+            self._world_replaced = self._world_replaced or old.isdisjoint(ps.peers)
             for rank in members:
                 ranks[rank].admitted = True
             self._membership.formed = True
@@ -344,7 +348,7 @@ class ProcessSets:
         self._effects.add(SendConfigure(ps.peers, message, choice.memory, fallback))
 
     def _in_order(self, ps: ProcessSetState, entering: Iterable[int]) -> tuple[int, ...]:
-        """The members of the epoch that is due, by position.
+        """Return the members of the epoch that is due, by position.
 
         With ``by_seniority``, ranks that were members before keep their order and newcomers come behind them, also one that has
         the number of a rank that was lost.
@@ -361,7 +365,7 @@ class ProcessSets:
         return (*old, *(rank for rank in members if rank not in old))
 
     def _may_enter(self, ps: ProcessSetState, rank: int) -> bool:
-        """Whether a rank lives and knows of the set: one that has left and come back on a new connection is a member of nothing."""
+        """Return whether a rank lives and knows of the set: one that has come back on a new connection is a member of nothing."""
         peer = self._membership.ranks.get(rank)
         if peer is None or peer.leaving or peer.outdated:
             return False
@@ -413,7 +417,7 @@ class ProcessSets:
             self._effects.send((peer,), ProcessSetAdded(current.submissions[rank].local, added.id, ranks))
 
     def _find_set(self, signature: Signature) -> ProcessSetState | None:
-        """Return the process set to remove: that with the id in ``root``, without one that with these ranks."""
+        """Return the process set to remove: that with the id in ``root``, or without one by its ranks."""
         if signature.root > 0:
             return self.by_id.get(signature.root)
         for ps in self:
@@ -457,7 +461,7 @@ def _plane_failure(rank: int, text: str) -> str:
 
 
 class RendezvousValues:
-    """Values by key, and the peers that wait for keys which are not set yet."""
+    """Values by key that the members of one epoch exchange to connect, and the peers that wait for keys that are not set yet."""
 
     __slots__ = ("_values", "_waiting")
 

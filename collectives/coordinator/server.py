@@ -1,4 +1,4 @@
-"""The shell around the coordinator's state: sockets, clock and one poller.
+"""Server: the shell around the coordinator's state, with sockets, clock and one poller.
 
 The server waits for everything in one call; its timeout is the time of the next thing that is due, so the coordinator of an idle
 job wakes up for heartbeats only.
@@ -87,12 +87,12 @@ class UnsoundStateError(Exception):
 
 
 class CoordinatorServer:
-    """Serves listeners until it is stopped.
+    """Server of the coordinator's listeners, until it is stopped.
 
     Args:
         options: Settings.
         log: Takes warnings for the operator.
-        note: Takes lines about ordinary events, deaths included, of which the server tells its peers anyway.
+        note: Takes lines about ordinary events, deaths included, which peers learn anyway.
         memory: Creates shared memory, as :func:`create_memory` does; tests let it fail.
     """
 
@@ -149,7 +149,7 @@ class CoordinatorServer:
         self._poller.register(descriptor, READ, callback)
 
     def stop(self) -> None:
-        """Leave :meth:`serve` after what is being handled."""
+        """Leave :meth:`serve` after the present batch of events."""
         self._running = False
 
     def _read_lifeline(self, descriptor: int, linger: bool) -> None:
@@ -179,12 +179,12 @@ class CoordinatorServer:
             self.connections.close()
 
     def timeout(self) -> float | None:
-        """Seconds until something is due, or ``None`` for never."""
+        """Return the seconds until something is due, or ``None`` for never."""
         due = min(self._due, self.connections.next_check)
         return None if due == NEVER else max(0.0, due - time.monotonic())
 
     def serve_once(self, timeout: float | None) -> None:
-        """Wait at most ``timeout`` seconds for something to happen, and handle what has."""
+        """Wait at most ``timeout`` seconds for something to happen, and handle it."""
         connections = self.connections
         ready = self._poller.wait(timeout)
         now = time.monotonic()
@@ -200,7 +200,7 @@ class CoordinatorServer:
                 if target.phase != OPEN:
                     self._read_stranger(target, events)
                 elif target.client:
-                    # What the pool says about a cell comes before what the cell's ranks say.
+                    # The pool's message about a cell comes before those of the cell's ranks.
                     self._read(target, events, now)
                 else:
                     later.append(target)
@@ -253,13 +253,13 @@ class CoordinatorServer:
         self.connections.add(sock)
 
     def _make_room(self, listener: socket.socket, context: ssl.SSLContext | None, error: OSError) -> None:
-        """No descriptor is left: close the oldest stranger that has not said Hello; if there is none, newcomers have to wait."""
+        """Close the oldest stranger that has not sent its Hello, as no descriptor is left; without one newcomers have to wait."""
         if self.connections.close_oldest_stranger():
             return
         self._accept_later(listener, context, str(error))
 
     def _accept_later(self, listener: socket.socket, context: ssl.SSLContext | None, reason: str) -> None:
-        """Let newcomers wait at the listener for a while: it would be readable all the time."""
+        """Stop watching the listener for a while, since it would be readable all the time; newcomers wait at it."""
         self.connections.rejections.add(f"new connections have to wait: {reason}")
         self._poller.unregister(listener)
         self.connections.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._watch(listener, context))
@@ -302,7 +302,7 @@ class CoordinatorServer:
         return ""
 
     def _role_of(self, token: str) -> str:
-        """What a peer with this token may be: ``rank``, ``client``, or nothing."""
+        """Return the role of a peer with this token: ``rank``, ``client``, or an empty text."""
         for role, expected in (("rank", self.options.token), ("client", self.options.client_token)):
             if expected and hmac.compare_digest(token.encode(), expected.encode()):
                 return role
@@ -327,7 +327,7 @@ class CoordinatorServer:
             self.connections.peer_lost(connection, f"it sent {error}", events, faulty=True)
 
     def _read_last_words(self, lost: RankLost, events: list[Event]) -> None:
-        """Take in what a rank had written before its process ended: one that said goodbye has not died.
+        """Read the messages that a rank had written before its process ended: one that sent Bye has not died.
 
         That was written before the launcher could see the end, but may lie unread where clients are read first.
         """

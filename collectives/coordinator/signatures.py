@@ -1,4 +1,4 @@
-"""Signatures as objects that are compared by identity, and what ranks have defined their local ids to be."""
+"""Signatures as objects that are compared by identity, and the definitions of the ranks' local ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FuseKey = tuple[int, int, str, float, float]
 
 
 class InternedSignature:
-    """The one object for all equal signatures.
+    """Interned signature: the one object for all equal ones.
 
     Attributes:
         references: How many definitions use it.
@@ -60,13 +60,13 @@ class InternedSignature:
             )
 
     def may_get(self, message: InternedSignature) -> bool:
-        """Whether this receive from any rank fits a message of its channel."""
+        """Return whether this receive from any rank fits a message of its channel."""
         own, other = self.signature, message.signature
         return (own.dtype, own.shape, own.device) == (other.dtype, other.shape, other.device)
 
 
 class LocalDefinition:
-    """What a rank's local id stands for. Only allreduces have a priority."""
+    """Definition of a rank's local id. Only allreduces have a priority."""
 
     __slots__ = ("info", "local", "priority", "site")
 
@@ -76,7 +76,7 @@ class LocalDefinition:
 
 
 class SignatureTable:
-    """Interns signatures for as long as some rank's definition uses them."""
+    """Table of signatures that some rank's definition uses."""
 
     def __init__(self) -> None:
         self._interned: dict[Signature, InternedSignature] = {}
@@ -88,7 +88,7 @@ class SignatureTable:
         return iter(self._interned.values())
 
     def define(self, definitions: dict[int, LocalDefinition], definition: Definition) -> None:
-        """Enter a rank's definition; a local id may be defined anew."""
+        """Add a rank's definition; it replaces an earlier one of that local id."""
         signature = _comparable(definition.signature)
         info = self._interned.get(signature)
         if info is None:
@@ -114,7 +114,7 @@ class SignatureTable:
 
 
 def _comparable(signature: Signature) -> Signature:
-    """The same, but with the object ``math.nan`` for a factor that is NaN: a dict finds that again, as it finds no other NaN.
+    """Return the same, but with the object ``math.nan`` for a factor that is NaN: a dict finds that again, as it finds no other NaN.
 
     A factor such as 1 / loss is NaN on all ranks once the training has diverged, which is no disagreement.
     """
@@ -144,7 +144,7 @@ def kind_label(kind: int) -> str:
 
 
 def describe(signature: Signature, *, device: bool = False) -> str:
-    """A request in words, such as ``allreduce float32[10, 4] sum``. Names the device if it is not the host, or if ``device`` is true."""
+    """Describe a request in words, such as ``allreduce float32[10, 4] sum``. Names the device if it is not the host, or if ``device`` is true."""
     kind = signature.kind
     words = [kind_label(kind)]
     if kind in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET):

@@ -26,7 +26,7 @@ ANSWER_WITHIN = 1.0
 
 
 class StallInspector:
-    """When to look for collectives that wait for long, and what to do about them.
+    """Inspector of collectives that wait or execute for long.
 
     Args:
         every: Seconds after which, and then how often, one is reported; 0 never.
@@ -36,7 +36,7 @@ class StallInspector:
         effects: Where reports are added.
 
     Attributes:
-        due: When to look next; ``None`` if nothing waited when that was last asked.
+        due: When to check next; ``None`` if nothing waited at the last check.
         executions: Operations that take long.
     """
 
@@ -58,17 +58,17 @@ class StallInspector:
         self.executions = Executions(sets, membership, effects)
 
     def watch(self, now: float) -> None:
-        """Something was submitted, and nothing is being watched."""
+        """Schedule a check, as something was submitted while nothing was pending."""
         self.due = now + self._first
 
     def watch_execution(self, since: float, now: float) -> None:
-        """A rank waits for the end of what it executes."""
+        """Schedule a check of an operation that a rank executes and has waited for since ``since``."""
         if math.isfinite(self._every):
             due = max(since + self._every - probe_lead_time(self._every), now)
             self.due = due if self.due is None else min(self.due, due)
 
     def exclude_pause(self, since: float, now: float) -> None:
-        """The time from ``since`` to ``now`` does not count for any wait; look at all of them anew."""
+        """Exclude the time from ``since`` to ``now`` from all waits, and check them at the next tick."""
         if self.due is not None:
             self.due = now
         self.executions.exclude_pause(since, now)
@@ -138,13 +138,13 @@ class StallInspector:
         self._effects.log(f"{what} {text}")
 
     def _is_shown(self, waited: tuple[int, ...]) -> bool:
-        """Whether a client runs cells on these ranks: it shows its user the stall, better than a line in the log would."""
+        """Return whether a client runs cells on these ranks: it shows its user the stall, better than a line in the log would."""
         ranks = self._membership.ranks
         return bool(self._membership.clients) and all(ranks[rank].tracked for rank in waited if rank in ranks)
 
 
 class Executions:
-    """What is being executed and waited for, as far as ranks have said so."""
+    """Operations that are being executed and waited for, as far as ranks have reported them."""
 
     def __init__(self, sets: ProcessSets, membership: MembershipTable, effects: Effects) -> None:
         self._sets = sets
@@ -153,12 +153,12 @@ class Executions:
         self._operations: dict[OperationKey, AwaitedOperation] = {}
 
     def answered(self, rank: int) -> None:
-        """A rank has given a sign of life."""
+        """Record a sign of life of a rank."""
         for operation in self._operations.values():
             operation.silent.discard(rank)
 
     def exclude_pause(self, since: float, now: float) -> None:
-        """The time from ``since`` to ``now`` does not count for any wait. Members that have been asked are asked again."""
+        """Exclude the time from ``since`` to ``now`` from all waits. Members that have been asked are asked again."""
         for operation in self._operations.values():
             operation.since = shifted_start(operation.since, since, now)
             operation.asked = None
@@ -193,7 +193,7 @@ class Executions:
         return stuck, upcoming
 
     def _waits(self) -> dict[OperationKey, tuple[float, dict[int, LocalDefinition]]]:
-        """The operations for whose end ranks wait: since when, and with which submission each of these ranks."""
+        """Return the operations for whose end ranks wait: since when, and with which submission each of these ranks."""
         found: dict[OperationKey, tuple[float, dict[int, LocalDefinition]]] = {}
         for rank, peer in self._membership.ranks.items():
             wait = peer.executing
@@ -252,7 +252,7 @@ class OverdueOperation(NamedTuple):
 
 
 def probe_lead_time(every: float) -> float:
-    """How many seconds before a report the members are asked, so that it comes in time."""
+    """Return the seconds before a report at which the members are asked, so that it comes in time."""
     return min(ANSWER_WITHIN, every / 2)
 
 
@@ -300,7 +300,7 @@ class Pauses:
         self._report()
 
     def end(self, rank: int, now: float) -> float | None:
-        """Record that a rank continues, or is gone, and report it to clients; if it was the last one, move the begin of all waits.
+        """Record that a rank continues, or is gone, and report it to clients; after the last one move the begin of all waits.
 
         Returns:
             When the first rank was paused, if this was the last; else ``None``.
@@ -325,7 +325,7 @@ class Pauses:
         return since
 
     def message(self) -> m.PausedRanks:
-        """Return the message that tells clients which ranks are paused."""
+        """Return the message that lists the paused ranks for clients."""
         ranks = tuple(sorted(self.reasons))
         return m.PausedRanks(ranks, tuple(self.reasons[rank] for rank in ranks))
 
@@ -334,5 +334,5 @@ class Pauses:
 
 
 def shifted_start(begun: float, since: float, now: float) -> float:
-    """The begin of a wait that began at ``begun``, moved later by the part of ``since`` to ``now`` in which it went on."""
+    """Return the begin of a wait that began at ``begun``, moved later by the part of ``since`` to ``now`` that it lasted."""
     return begun + now - since if begun < since else now

@@ -52,7 +52,7 @@ _CHECK_AGAIN = 0.5
 
 
 class CoordinatorState:
-    """MembershipTable, readiness and order of one job.
+    """State machine of one job: its members, process sets, negotiations and orders.
 
     Args:
         options: Settings.
@@ -113,14 +113,14 @@ class CoordinatorState:
         #: Why this state must not be used any more, after a handler failed halfway; empty as long as it may be.
         self.unsound = ""
 
-    # -- the door -------------------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """One event as a round of its own."""
+        """Handle one event as a batch of its own."""
         return self.handle_all((event,), now)
 
     def handle_all(self, events: Iterable[Event], now: float) -> list[Effect]:
-        """Take in the events of one round, in order, and return the effects to carry out, in order."""
+        """Handle a batch of events, in order, and return the effects to carry out, in order."""
         by_peer = self.by_peer
         plain = True
         if self.restoring.active:
@@ -201,7 +201,7 @@ class CoordinatorState:
         self.peer_lost(peer, "", now)
 
     def _check_after(self, error: Exception) -> None:
-        """Find out whether the state can be used after a handler has failed in this round."""
+        """Mark the state as unsound, if it is, after a handler has failed in this batch."""
         try:
             self.validate_state()
         except Exception as found:  # noqa: BLE001  (a broken state may raise anything)
@@ -214,7 +214,7 @@ class CoordinatorState:
         self.unsound = repr(error)
 
     def next_deadline(self) -> float | None:
-        """When a :class:`Tick` is due at the latest, or ``None`` for never."""
+        """Return when a :class:`Tick` is due at the latest, or ``None`` for never."""
         return self._due
 
     def _find_due(self) -> float | None:
@@ -234,7 +234,7 @@ class CoordinatorState:
     # -- peers that come and go ----------------------------------------------------------------------------------------
 
     def _connect(self, peer: int, hello: m.Hello, now: float) -> None:
-        """A peer has introduced itself: welcome or refuse it."""
+        """Welcome or refuse a peer that has introduced itself."""
         membership, effects = self.membership, self.effects
         if hello.role == "client":
             membership.clients[peer] = None
@@ -286,7 +286,7 @@ class CoordinatorState:
         explained: bool = False,
         since: float | None = None,
     ) -> None:
-        """A peer's connection has ended without Bye.
+        """Remove a peer whose connection has ended without Bye.
 
         Args:
             peer: The connection.
@@ -314,13 +314,13 @@ class CoordinatorState:
         self._end_past(past, rank, reason)
 
     def _end_past(self, past: list[tuple[ProcessSetState, int]], rank: RankPeer, reason: str) -> None:
-        """Abort what other ranks may still be executing with this one in former epochs, which ended before it was left out."""
+        """Abort operations that other ranks may still be executing with this one in former epochs, which ended before it was left out."""
         for ps, epoch in past:
             text = f"rank {rank.rank} died: {reason}"
             self.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text)
 
     def forget_peer(self, rank: RankPeer, now: float) -> None:
-        """Forget all that the state keeps of a rank's connection."""
+        """Forget all that the state has of a rank's connection."""
         del self.by_peer[rank.peer]
         self.end_pause(rank.rank, now)
         self.signatures.forget(rank.definitions)
@@ -391,13 +391,13 @@ class CoordinatorState:
             react(self, event.peer, event.message, now)
 
     def violation(self, rank: RankPeer, text: str, now: float) -> None:
-        """A rank broke the protocol: its connection ends, which means the rank is lost."""
+        """End the connection of a rank that broke the protocol: the rank is lost."""
         self.effects.log(f"rank {rank.rank} sent {text}")
         self.effects.add(CloseConnection(rank.peer))
         self.peer_lost(rank.peer, f"it sent {text}", now, explained=True)
 
     def is_paused(self, peer: int) -> bool:
-        """Whether the user looks around in the rank of this connection."""
+        """Return whether the rank of this connection is paused for its user."""
         rank = self.by_peer.get(peer)
         return rank is not None and rank.rank in self.pauses
 
@@ -408,10 +408,10 @@ class CoordinatorState:
             self.stalls.exclude_pause(since, now)
             self.check_blocked = bool(self.blocked)
 
-    # -- the end of a round ---------------------------------------------------------------------------------------
+    # -- end of a batch -------------------------------------------------------------------------------------------
 
     def _dispatch_plain(self, now: float) -> bool:
-        """End the common round quickly: announcements that completed one collective at most. False if the round is not of that kind."""
+        """End a common batch of events quickly: announcements that completed one collective at most. Return whether it was of that kind."""
         due = self._due
         if due is None or now >= due or len(self.touched) != 1:
             return False
@@ -448,7 +448,7 @@ class CoordinatorState:
         if self.cells.idle or self.elastic.ready:
             self.touched |= {ps: None for ps in self.sets if ps.negotiation.priorities}
         if self._reject_mismatches(now):
-            self.check_later(now)  # what waited behind a dispute may wait in vain now that it is over
+            self.check_later(now)  # submissions queued behind a mismatch may wait in vain now that it is over
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
@@ -490,10 +490,7 @@ class CoordinatorState:
         self.fusion.flush(ps, release_all=release_all)
 
     def _reject_mismatches(self, now: float) -> bool:
-        """Give verdicts where ranks disagree and the others have had their time to submit theirs.
-
-        Returns whether any was given.
-        """
+        """Reject rounds in which ranks disagree, after the others have had their time to submit them; return whether any was."""
         idle = self.cells.idle
         ended = False
         for ps in self.sets:
@@ -507,7 +504,7 @@ class CoordinatorState:
         return ended
 
     def _abort_waits_on_idle_ranks(self, now: float) -> None:
-        """End the collectives that other ranks wait in and that ranks without a cell will not submit."""
+        """Abort the collectives that other ranks wait in and that ranks without a cell will not submit."""
         idle = self.cells.idle - self.pauses.reasons.keys()
         for ps in list(self.sets):
             if ps.negotiation.owed:
@@ -539,8 +536,8 @@ class CoordinatorState:
             self.flush(ps, now)
 
     def _abort_deadlock(self) -> None:
-        """End the epochs in which ranks wait for each other."""
-        # A rank in which the user looks around is not stuck: what the user types there may be what others wait for.
+        """Abort the epochs in which ranks wait for each other."""
+        # A rank that is paused for its user is not stuck: the user may type there the very call that others wait for.
         ranks = {rank: peer for rank, peer in self.membership.ranks.items() if rank not in self.pauses}
         idle = self.cells.idle - self.pauses.reasons.keys()
         stuck = find_deadlock(self.sets.by_id, ranks, idle)
@@ -550,13 +547,13 @@ class CoordinatorState:
                 self.sets.abort(ps, CauseKind.DEADLOCK, sorted(stuck), text)
 
     def check_later(self, now: float) -> None:
-        """Look for ranks that wait for each other, once ranks that do not wait any more have had the time to say so."""
+        """Check for deadlocks after ranks that do not wait any more have had the time to report it."""
         if self.blocked and self._check_due is None:
             self._check_due = now + _CHECK_AGAIN
             self._due = None
 
     def world(self) -> m.World:
-        """The message that tells peers the membership."""
+        """Return the message that describes the membership."""
         world = self.sets.world
         formed = tuple(sorted(world.members)) if world.phase == OPEN else ()
         training = bool(self.elastic.training or self.elastic.ready)
@@ -608,7 +605,10 @@ RankHandler = Callable[[CoordinatorState, RankPeer, Any, float], None]
 
 
 def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float) -> None:
-    """A rank leaves in order. If others wait in a process set, its epoch ends; otherwise the set goes on until it is used again."""
+    """Remove a rank that leaves in order.
+
+    If others wait in a process set, its epoch ends; otherwise the set stays until it is used again.
+    """
     sets = state.sets.containing(rank.rank)
     past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
     state.forget_peer(rank, now)
@@ -631,12 +631,12 @@ def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float)
 
 
 def _on_paused(state: CoordinatorState, rank: RankPeer, message: m.Paused, now: float) -> None:
-    """A rank is paused for its user, or goes on to be for another reason."""
+    """Stop the clocks of all waits while a rank is paused for its user (again, if it is for another reason)."""
     state.pauses.begin(rank.rank, message.reason, now)
 
 
 def _on_resumed(state: CoordinatorState, rank: RankPeer, message: m.Resumed, now: float) -> None:
-    """A rank goes on."""
+    """End the pause of a rank."""
     state.end_pause(rank.rank, now)
 
 
@@ -697,7 +697,7 @@ def _on_board_missing(state: CoordinatorState, rank: RankPeer, message: m.BoardM
 
 
 def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFailed, now: float) -> None:
-    """Note that a plane failed. Often that is because a member died; the end of its connection explains it better, if it comes in time."""
+    """Record that a plane failed. A member that died explains it better, if the end of its connection comes in time."""
     ps = state.sets.open_set(rank, message)
     if ps is not None and ps.failure is None:
         ps.failure = (now + state.options.failure_grace, rank.rank, message.text)
@@ -707,7 +707,7 @@ def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFa
 
 
 def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, now: float) -> None:
-    """A batch of tensors with a priority has ended: it is the turn of the next ones."""
+    """Dispatch the next rounds with a priority, after a batch of them has ended."""
     ps = state.sets.open_set(rank, message)
     if ps is not None:
         ps.negotiation.priorities.executed(message.sequence, message.batch)
@@ -854,7 +854,7 @@ def _on_interrupt(state: CoordinatorState, peer: int, message: m.InterruptRanks,
 
 
 def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: float) -> None:
-    """The launcher saw a process end, perhaps before its connection ended; it knows better why, too."""
+    """Record the end of a process that the launcher saw, perhaps before its connection ended; its reason is the better one."""
     rank = state.membership.ranks.get(message.rank)
     if rank is None:
         state.membership.record_death(message.rank, message.pid, message.reason, now, explained=True)

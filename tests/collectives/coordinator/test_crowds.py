@@ -18,7 +18,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
     server = Connections(ServerOptions("token", state=CoordinatorOptions(size=1)), lambda text: None)
     yield server
     for connection in list(server._transient):
-        server.drop(connection)
+        server.close_now(connection)
     server.poller.close()
 
 

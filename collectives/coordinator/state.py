@@ -58,6 +58,27 @@ class CoordinatorState:
         options: Settings.
         wall: Turns ``now`` into seconds since 1970, for what users see.
         clock: Nanoseconds of the clock that ranks compare theirs with.
+
+    Attributes:
+        options, clock: The arguments.
+        effects: Effects of the present batch of events, in order.
+        membership: Ranks and clients that there are, are expected, or have died.
+        sets: Process sets, with their epochs and negotiations.
+        restoring: Facts from which a successor restores the world; inactive in a first coordinator.
+        signatures: Interned signatures of all definitions.
+        cells: Cells that run on tracked ranks.
+        elastic: Ranks in elastic training.
+        admission: Rules by which ranks get into the world.
+        fusion: Dispatch of ready collectives.
+        stalls, pauses: Watch over collectives that wait for long, and ranks whose users stop all clocks.
+        history: Newest event batches, and their subscribers.
+        by_peer: Living ranks, by connection.
+        refusals: Reasons why peers were refused, the last few.
+        touched: Process sets with submissions in this batch, in order; they are flushed at its end.
+        answers: Messages that are sent last in a batch: they prove to a peer that all before has been handled.
+        blocked: Ranks whose users wait for an undecided collective.
+        check_blocked: Whether to check for deadlocks at the end of this batch.
+        unsound: Why this state must not be used any more, after a handler failed halfway; empty as long as it may be.
     """
 
     def __init__(
@@ -67,50 +88,36 @@ class CoordinatorState:
         wall: Callable[[float], float] = float,
         clock: Callable[[], int] = int,
     ) -> None:
-        self.options = options or CoordinatorOptions()
+        self.options = options = options or CoordinatorOptions()
         self.clock = clock
         self.effects = Effects()
-        size = self.options.size
-        self.membership = MembershipTable(None if size is None else range(size), wall)
-        hierarchy = Hierarchy(self.options.hierarchical_allreduce, self.options.hierarchical_allgather)
-        generation = self.options.generation
+        self.membership = MembershipTable(None if options.size is None else range(options.size), wall)
         self.sets = ProcessSets(
             self.membership,
             self.effects,
-            hierarchy,
-            generation * EPOCHS + 1,
-            by_seniority=self.options.by_seniority,
+            Hierarchy(options.hierarchical_allreduce, options.hierarchical_allgather),
+            options.generation * EPOCHS + 1,
+            by_seniority=options.by_seniority,
         )
-        self.restoring = Restoring(generation, self.options.reattach)
+        self.restoring = Restoring(options.generation, options.reattach)
         self.signatures = SignatureTable()
         self.cells = RunningCells()
         self.elastic = ElasticRanks()
-        self.admission = Admission(
-            self.options,
-            self.membership,
-            self.sets,
-            self.cells,
-            self.elastic,
-            self.restoring,
-            self.effects,
-        )
-        self.history = EventHistory(min(UNREAD_BYTES, self.options.history_bytes))
+        known = self.membership, self.sets, self.cells, self.elastic, self.restoring
+        self.admission = Admission(options, *known, self.effects)
+        self.fusion = Fusion(options, self.sets, self.effects)
+        places = self.sets, self.membership, self.effects
+        self.stalls = StallInspector(options.stall_seconds, options.stall_shutdown, *places)
+        self.pauses = Pauses(*places)
+        self.history = EventHistory(min(UNREAD_BYTES, options.history_bytes))
         self.by_peer: dict[int, RankPeer] = {}
-        #: Why peers were refused, the last few reasons.
         self.refusals: deque[str] = deque(maxlen=32)
         self.touched: dict[ProcessSetState, None] = {}
-        # Sent last in a round: they tell a peer that all before has been handled.
         self.answers: list[tuple[int, m.Pong | m.Regrouped]] = []
+        self.blocked: set[int] = set()
         self.check_blocked = False
-        self.blocked: set[int] = set()  # ranks whose user waits for a collective that is not decided
-        self._check_due: float | None = None
-        self.stalls = StallInspector(
-            self.options.stall_seconds, self.options.stall_shutdown, self.sets, self.membership, self.effects
-        )
-        self.pauses = Pauses(self.sets, self.membership, self.effects)
-        self.fusion = Fusion(self.options, self.sets, self.effects)
-        self._due: float | None = None  # what _find_due found last
-        #: Why this state must not be used any more, after a handler failed halfway; empty as long as it may be.
+        self._check_due: float | None = None  # when to check for deadlocks again
+        self._due: float | None = None  # result of the last _find_due; None to find it again
         self.unsound = ""
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -309,14 +316,11 @@ class CoordinatorState:
         else:
             self.effects.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
             self.membership.die(rank, reason, now, explained=explained, since=since)
+        text = f"rank {rank.rank} died: {reason}"
         for ps in sets:
-            self.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), f"rank {rank.rank} died: {reason}")
-        self._end_past(past, rank, reason)
-
-    def _end_past(self, past: list[tuple[ProcessSetState, int]], rank: RankPeer, reason: str) -> None:
-        """Abort operations that other ranks may still be executing with this one in former epochs, which ended before it was left out."""
+            self.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), text)
+        # Other ranks may still be executing with this one in former epochs, which ended before it was left out.
         for ps, epoch in past:
-            text = f"rank {rank.rank} died: {reason}"
             self.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text)
 
     def forget_peer(self, rank: RankPeer, now: float) -> None:

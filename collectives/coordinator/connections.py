@@ -1,8 +1,4 @@
-"""Connections: the accepted sockets of the server, their phases, sending, timeouts, and the log of strangers.
-
-A dead peer is noticed here by silence (pings), or by the end of its process in ``/proc``; the end of its connection is noticed where
-the server reads.
-"""
+"""Connections: the accepted sockets of the server, their phases, sending, timeouts, and the log of strangers."""
 
 from __future__ import annotations
 
@@ -16,11 +12,11 @@ from hvdlab.collectives.coordinator.event_history import LaggingSubscriber
 from hvdlab.collectives.coordinator.events import Event, PeerLost
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
-from hvdlab.collectives.linux import peer_credentials, process_state
-from hvdlab.collectives.protocol.codec import decode_from_client, decode_from_rank, encode
+from hvdlab.collectives.linux import peer_credentials
+from hvdlab.collectives.protocol.codec import decode_from_client, decode_from_rank
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.frames import FRAME_LIMIT, HELLO_LIMIT
-from hvdlab.collectives.protocol.messages import FromClient, FromRank, Hello, Ping
+from hvdlab.collectives.protocol.messages import FromClient, FromRank, Hello
 from hvdlab.collectives.visible import visible
 
 SHAKING, STRANGER, OPEN, CLOSING = range(4)
@@ -62,7 +58,6 @@ class Connections:
         lost: Events about connections that ended while something was sent to them.
         next_check: When :meth:`check_timeouts` is due.
         rejections: Logs, for the operator, the connections that were not let in.
-        may_be_silent: Whether a peer may be silent, because it is paused for its user, perhaps with all its threads stopped.
         met: Whether any peer was ever introduced.
     """
 
@@ -72,14 +67,12 @@ class Connections:
         self.open: dict[int, Connection] = {}
         self.lost: list[Event] = []
         self.next_check = NEVER
-        self.may_be_silent: Callable[[int], bool] = lambda peer: False
         self.met = False
         self._options = options
         self._log = log
         self.rejections = RejectionLog(log, self.call_at)
         self._transient: dict[Connection, None] = {}  # neither introduced yet nor quite closed
         self._next_peer = 1
-        self._ping = 0
         self._calls: list[tuple[float, Callable[[], None]]] = []
 
     @property
@@ -233,29 +226,9 @@ class Connections:
             call()
         return min([when for when, _ in self._calls], default=NEVER)
 
-    def check_timeouts(self, now: float, events: list[Event]) -> None:
-        """Ping peers that are silent, close those that are late or silent for too long, and set :attr:`next_check`."""
-        upcoming = min(self._close_late(now), self._call_due(now))
-        options = self._options
-        silent: list[Connection] = []
-        for connection in list(self.open.values()):
-            silence = now - connection.heard
-            if silence < options.ping_after:
-                upcoming = min(upcoming, connection.heard + options.ping_after)
-            elif silence >= options.dead_after and not (
-                self.may_be_silent(connection.peer) or connection.may_live()
-            ):
-                self._log(f"{connection.name} has been silent for {silence:.0f} s")
-                self.peer_lost(connection, f"no sign of life for {silence:.0f} s", events)
-            else:
-                silent.append(connection)
-                upcoming = min(upcoming, now + options.ping_after)
-        self.next_check = upcoming
-        if silent:
-            self._ping += 1
-            frame = encode(Ping(self._ping))
-            for connection in silent:
-                self.write(connection, frame)
+    def check_timeouts(self, now: float) -> None:
+        """Close connections that are late, make the calls that are due, and set :attr:`next_check`."""
+        self.next_check = min(self._close_late(now), self._call_due(now))
 
     def _close_late(self, now: float) -> float:
         """Close connections that did not introduce themselves, or did not read their backlog, in time."""
@@ -287,6 +260,9 @@ class Connection:
         heard: When the last bytes came.
         writing: Whether the selector watches for writability.
         broken: Whether sending has failed; the end of the connection is noticed when reading.
+        sock, endpoint: The socket, and the end of the connection that reads and writes frames on it.
+        tls: Whether it comes over the network, over TLS.
+        pid: Process id of the peer, if it is of this host; otherwise 0.
         subscriber: How it keeps up with the events, if it gets any.
         members_sent: Which descriptions of members the server has sent it, as numbered by
             :class:`~hvdlab.collectives.protocol.rosters.SentMembers`.
@@ -328,17 +304,6 @@ class Connection:
             return False
         self.phase = STRANGER
         return True
-
-    def may_live(self) -> bool:
-        """Return whether a silent peer can only be busy: its process is on this host, and not stopped.
-
-        The end of a local process closes its socket, so that silence alone proves nothing; a process that holds the interpreter
-        for a minute is healthy and must not lose its place. Nor must a pool's rank that is stopped: it has its memory, and the user,
-        to whom that is shown, decides.
-        """
-        if not self.pid:
-            return False
-        return process_state(self.pid) not in (("Z", "X", "") if self.tracked else ("T", "t", "Z", "X", ""))
 
 
 def _peer_pid(sock: socket.socket) -> int:

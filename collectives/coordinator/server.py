@@ -31,12 +31,12 @@ from hvdlab.collectives.coordinator.events import (
     Event,
     Log,
     PeerConnected,
-    Received,
     Send,
     SendConfigure,
     Tick,
     Tuned,
 )
+from hvdlab.collectives.coordinator.liveness import Liveness
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE
@@ -51,7 +51,6 @@ from hvdlab.collectives.protocol.messages import (
     Message,
     Pong,
     RankEvents,
-    RankLost,
     Refused,
 )
 from hvdlab.collectives.protocol.rosters import ROSTERS, SentMembers
@@ -108,7 +107,7 @@ class CoordinatorServer:
         offset = time.time() - time.monotonic()
         self.state = CoordinatorState(options.state, wall=lambda now: now + offset, clock=time.monotonic_ns)
         self.connections = Connections(options, log)
-        self.connections.may_be_silent = self.state.is_paused
+        self._liveness = Liveness(self.connections, self.state, options, log)
         self._poller = self.connections.poller
         self._log, self._note = log, note
         self._memory = memory
@@ -201,16 +200,17 @@ class CoordinatorServer:
                     self._read_stranger(target, events)
                 elif target.client:
                     # The pool's message about a cell comes before those of the cell's ranks.
-                    self._read(target, events, now)
+                    self._liveness.read(target, events, now)
                 else:
                     later.append(target)
         for connection in later:
-            self._read(connection, events, now)
+            self._liveness.read(connection, events, now)
         if now >= connections.next_check:
-            connections.check_timeouts(now, events)
+            connections.check_timeouts(now)
+            self._liveness.check(now, events)
         if now >= self._due:
             events.append(Tick())
-        # The pings of check_timeouts may have been too much for a peer that does not read.
+        # The pings of the check may have been too much for a peer that does not read.
         events, connections.lost = events + connections.lost, []
         while events:
             self._perform(self.state.handle_all(events, now))
@@ -307,38 +307,6 @@ class CoordinatorServer:
             if expected and hmac.compare_digest(token.encode(), expected.encode()):
                 return role
         return ""
-
-    def _read(self, connection: Connection, events: list[Event], now: float) -> None:
-        peer = connection.peer
-        if peer not in self.connections.open:
-            return
-        try:
-            for payload in connection.endpoint.receive():
-                message = connection.decode(payload)
-                if type(message) is RankLost and connection.client:
-                    self._read_last_words(message, events)
-                events.append(Received(peer, message))
-            connection.heard = now
-        except ConnectionLost as error:
-            detail = f" ({error})" if connection.tls else ""
-            self.connections.peer_lost(connection, f"its connection ended without a goodbye{detail}", events)
-        except ProtocolError as error:
-            self._log(f"{connection.name} is closed: {error}")
-            self.connections.peer_lost(connection, f"it sent {error}", events, faulty=True)
-
-    def _read_last_words(self, lost: RankLost, events: list[Event]) -> None:
-        """Read the messages that a rank had written before its process ended: one that sent Bye has not died.
-
-        That was written before the launcher could see the end, but may lie unread where clients are read first.
-        """
-        rank = self.state.membership.ranks.get(lost.rank)
-        connection = self.connections.open.get(rank.peer) if rank is not None else None
-        if rank is None or connection is None or rank.pid != lost.pid:
-            return
-        # How the connection ended matters no more: the launcher knows better how the process did.
-        with contextlib.suppress(ConnectionLost, ProtocolError):
-            while payloads := connection.endpoint.receive():
-                events += [Received(rank.peer, connection.decode(payload)) for payload in payloads]
 
     # -- effects --------------------------------------------------------------------------------------------------
 

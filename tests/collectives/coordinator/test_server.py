@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import pytest
 
-from hvdlab.collectives.coordinator import connections as connections_module
-from hvdlab.collectives.coordinator import event_history
+from hvdlab.collectives.coordinator import event_history, liveness
+from hvdlab.collectives.coordinator.connections import Connection
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
 from hvdlab.collectives.coordinator.server import CoordinatorServer, UnsoundStateError
@@ -405,13 +405,13 @@ def test_a_busy_process_of_this_host_is_not_taken_for_dead(start: Start) -> None
 def test_a_stopped_rank_of_a_pool_keeps_its_place(
     monkeypatch: pytest.MonkeyPatch, state: str, script: int, pool: int
 ) -> None:
-    monkeypatch.setattr(connections_module, "process_state", lambda pid: state)
+    monkeypatch.setattr(liveness, "process_state", lambda pid: state)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        peer = connections_module.Connection(ours, 1, 0.0)
-        assert peer.may_live() == bool(script)
+        peer = Connection(ours, 1, 0.0)
+        assert liveness.may_be_busy(peer) == bool(script)
         peer.tracked = True
-        assert peer.may_live() == bool(pool)
+        assert liveness.may_be_busy(peer) == bool(pool)
 
 
 def flood(peer: Peer, count: int) -> None:

@@ -10,10 +10,7 @@ another one to make the same mistake.
 No round waits for a rank that has *joined*: it is complete without it. Joining is a round, too, the one that
 every member has to submit.
 
-A message of one member to another is a round that only these two have to submit. A receive from any rank is a round of its own as
-long as it waits. Where it and a message of its channel wait at the same time, it becomes the receiver's part of the message's round;
-the order then says which rank has sent. A receive that names the sender gets a message before those from any rank do, and of several
-messages the oldest is received.
+Messages between two members have rounds of their own (:mod:`~hvdlab.collectives.coordinator.point_to_point`).
 """
 
 from __future__ import annotations
@@ -22,9 +19,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+from hvdlab.collectives.coordinator.point_to_point import MessageChannels, give_to_receiver
 from hvdlab.collectives.coordinator.priorities import PriorityQueue
 from hvdlab.collectives.coordinator.rounds import Extra, Item, NegotiationRound, parties_of
-from hvdlab.collectives.coordinator.signatures import Channel, InternedSignature, LocalDefinition, kind_label
+from hvdlab.collectives.coordinator.signatures import InternedSignature, LocalDefinition, kind_label
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
 from hvdlab.collectives.protocol.messages import (
@@ -74,7 +72,7 @@ class Negotiation:
         self.mismatches: dict[str, NegotiationRound] = {}
         self.joining: NegotiationRound | None = None
         self.owed = OwedRejections()
-        self.channels: dict[Channel, dict[NegotiationRound, None]] = {}
+        self.channels = MessageChannels()
 
     @property
     def pending(self) -> bool:
@@ -89,17 +87,12 @@ class Negotiation:
     def add(self, current: NegotiationRound) -> None:
         """Begin a round."""
         self.rounds[current.info.name] = current
-        if current.info.channel is not None:
-            self.channels.setdefault(current.info.channel, {})[current] = None
+        self.channels.add(current)
 
     def remove(self, current: NegotiationRound) -> None:
         """Remove a round that is complete, or ends before that."""
         del self.rounds[current.info.name]
-        channel = current.info.channel
-        if channel is not None:
-            del self.channels[channel][current]
-            if not self.channels[channel]:
-                del self.channels[channel]
+        self.channels.remove(current)
 
     # -- submissions ----------------------------------------------------------------------------------------------
 
@@ -195,28 +188,13 @@ class Negotiation:
         Returns:
             The round of the message, which is complete now; otherwise ``current``.
         """
-        channel = current.info.channel
-        if channel is None or current.mismatch_since is not None:
+        matched = self.channels.match(current)
+        if matched is None:
             return current
-        received: NegotiationRound | None = current
-        sent: NegotiationRound | None = current
-        if current.info.from_any:
-            sent = self.oldest_sent(channel)
-        elif waits_for_receiver(current):
-            received = self.oldest_received(channel)
-        else:
-            return current
-        if received is None or sent is None:
-            return current
-        (target, defined), *_ = received.submissions.items()
+        sent, received = matched
         self._remove_incomplete(received.info.name)
-        sent.submissions[target] = defined
-        sent.same_local_id = False
-        sent.extras = dict.fromkeys(
-            sent.info.between, sent.info.between[:1]
-        )  # tells the receiver which rank has sent
-        if not defined.info.may_get(sent.info):
-            sent.mismatch_since = now
+        give_to_receiver(sent, received, now)
+        if sent.mismatch_since is not None:
             self.mismatches[sent.info.name] = sent
         if received.queued:
             self._start_queued(received.info.name, received.queued, now)
@@ -497,18 +475,6 @@ class Negotiation:
         """Return the ranks that some submission of a round concerns."""
         return {rank for head in current.submissions.values() for rank in head.info.between or self.ranks}
 
-    def oldest_sent(self, channel: Channel) -> NegotiationRound | None:
-        """Return the oldest message on a channel that waits for its receiver; ``None`` if none does."""
-        waiting = self.channels.get(channel, ())
-        return next(
-            (each for each in waiting if each.mismatch_since is None and waits_for_receiver(each)), None
-        )
-
-    def oldest_received(self, channel: Channel) -> NegotiationRound | None:
-        """Return the oldest receive from any rank on a channel; ``None`` if there is none."""
-        waiting = self.channels.get(channel, ())
-        return next((each for each in waiting if each.mismatch_since is None and each.info.from_any), None)
-
     def waiting(self) -> Iterable[tuple[NegotiationRound, tuple[int, ...]]]:
         """Undecided rounds with the ranks that are missing (none for those held back by their group).
 
@@ -559,17 +525,9 @@ class Negotiation:
             assert 0 < len(held) < held[0].info.group_size
             assert all(r.info.group == group and r.submissions.keys() | {*r.absent} == members for r in held)
         assert self.mismatches == {n: r for n, r in self.rounds.items() if r.mismatch_since is not None}
-        for channel in self.channels:
-            assert self.oldest_sent(channel) is None or self.oldest_received(channel) is None, channel
-        on_channels = {current for current in self.rounds.values() if current.info.channel is not None}
-        assert {current for rounds in self.channels.values() for current in rounds} == on_channels
+        self.channels.validate(self.rounds.values())
         assert self.joining is None or self.rounds.get(self.joining.info.name) is self.joining
         assert self.owed.ranks <= members - {*self.joined}
-
-
-def waits_for_receiver(current: NegotiationRound) -> bool:
-    """Return whether a round is a message that only its sender has submitted."""
-    return not current.info.from_any and current.submissions.keys() == {*current.info.between[:1]}
 
 
 class RejectReason(Protocol):

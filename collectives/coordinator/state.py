@@ -34,6 +34,7 @@ from hvdlab.collectives.coordinator.fusion import Fusion
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer, Wait
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.plane_selection import Hierarchy
+from hvdlab.collectives.coordinator.point_to_point import lost_messages
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
 from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, on_recall, on_resume
 from hvdlab.collectives.coordinator.signatures import SignatureTable
@@ -525,12 +526,7 @@ class CoordinatorState:
 
     def _cancel_messages_to_idle(self, ps: ProcessSetState, idle: AbstractSet[int], now: float) -> None:
         """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
-        vain: dict[str, list[int]] = {}
-        for waiting, missing in ps.negotiation.waiting():
-            absent, info = [rank for rank in missing if rank in idle], waiting.info
-            if info.between and absent and (not info.from_any or len(absent) == len(missing)):
-                vain[info.name] = absent
-        for name, absent in vain.items():
+        for name, absent in lost_messages(ps.negotiation.waiting(), idle).items():
             while (
                 current := ps.negotiation.rounds.get(name)
             ) is not None and not current.submissions.keys() & {*absent}:

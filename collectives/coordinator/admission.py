@@ -5,8 +5,8 @@ out, since its collectives would wait for them. When it is at a point where the 
 newcomer waits to enter, it reports so (*regroups*) and submits nothing more. Collectives in which other ranks wait for it are aborted
 at once, so that they come, too. Once no rank of the world is in training any more, the world gets a new epoch, with the newcomers.
 
-Once training has ended on a rank of a script, newcomers wait until that rank trains again or leaves: they would begin to
-train from the start, with no rank whose state they could take over. (A pool's ranks only run what their notebook sends.)
+Once training has ended on a rank of a script, newcomers wait until that rank trains again or leaves. Otherwise they would begin to
+train from the start, with no rank whose state they could take over. (A pool's ranks only run cells that their notebook sends.)
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Admission:
     def admit_newcomers(self) -> list[tuple[int, m.Regrouped]]:
         """Change over to a larger world once all expected ranks are there (or dead).
 
-        A tracked newcomer without a cell waits until no member runs one: it would not take part in that cell's
+        A tracked newcomer without a cell waits until no member runs one. It would not take part in that cell's
         collectives, and the ranks that run it would fail for no reason of their own. Elastic training lets newcomers in when its
         ranks regroup; then not all expected ranks need be there. A rank that the others have gone on without waits until its own training has
         gone back to its last commit, or the cells of the members have ended.

@@ -185,7 +185,9 @@ class Connections:
             if connection.endpoint.send_frame(frame, descriptor, bulk=bulk):
                 return
         except ConnectionLost:
-            connection.broken = True  # what the peer sent before is read first; then its end of file comes
+            connection.broken = (
+                True  # bytes that the peer sent before are read first; then its end of file comes
+            )
             return
         if not connection.writing:
             connection.writing = True

@@ -84,7 +84,7 @@ class RunningCells:
         return AbsenceReason(CauseKind.CELL_ENDED, tuple(missing), f"{format_ranks(missing)} {runs} no cell")
 
     def validate(self, tracked: Iterable[int]) -> None:
-        """Assert what must hold between rounds."""
+        """Assert the invariants that hold between batches of events."""
         assert all(self._active.values())
         assert self.idle == {rank for rank in tracked if rank not in self._active}
 
@@ -103,13 +103,13 @@ class DeadlockedRank(NamedTuple):
 
     Attributes:
         process_set: Process set of the collective.
-        what: Collective that it waits in, such as ``allreduce `loss```.
+        call: Collective that it waits in, such as ``allreduce `loss```.
         site: The user's line.
         missing: The ranks that it waits for. If one of them can go on, so may this rank.
     """
 
     process_set: ProcessSetState
-    what: str
+    call: str
     site: str
     missing: tuple[int, ...]
 
@@ -150,7 +150,7 @@ def _waits_for(sets: Mapping[int, ProcessSetState], peer: RankPeer) -> Deadlocke
         return None
     negotiation = ps.negotiation
     if any(kept.submissions.get(peer.rank) is defined for kept in negotiation.priorities):
-        return None  # it will be executed; a later round of the name, which may be incomplete, is not what the rank waits for
+        return None  # it will be executed; the rank does not wait for a later round of the name, which may be incomplete
     current = negotiation.rounds.get(defined.info.name)
     if current is not None and peer.rank in current.submissions:
         if current.mismatch_since is not None:
@@ -160,7 +160,7 @@ def _waits_for(sets: Mapping[int, ProcessSetState], peer: RankPeer) -> Deadlocke
             return _in_round(ps, current, defined.site, negotiation.missing(current))
     for held in negotiation.incomplete_groups.get(defined.info.group, ()):
         if held.submissions.get(peer.rank) is defined:
-            # Complete by itself; what its group lacks may have to come from any member that has not joined.
+            # Complete by itself; the rest of its group may have to come from any member that has not joined.
             joined = negotiation.joined
             return _in_round(ps, held, defined.site, tuple(r for r in ps.members if r not in joined))
     return None
@@ -170,10 +170,10 @@ def _in_round(
     ps: ProcessSetState, current: NegotiationRound, site: str, missing: tuple[int, ...]
 ) -> DeadlockedRank:
     info = current.info
-    what = call_name(kind_label(info.kind), info.name)
+    call = call_name(kind_label(info.kind), info.name)
     if info.from_any:  # the same words on all ranks that wait so
-        what = call_name("recv from any rank", info.signature.channel)
-    return DeadlockedRank(ps, what, site, missing)
+        call = call_name("recv from any rank", info.signature.channel)
+    return DeadlockedRank(ps, call, site, missing)
 
 
 def describe_deadlock(stuck: Mapping[int, DeadlockedRank]) -> str:
@@ -181,11 +181,11 @@ def describe_deadlock(stuck: Mapping[int, DeadlockedRank]) -> str:
     places: dict[tuple[int, str, str], list[int]] = {}
     for rank in sorted(stuck):
         s = stuck[rank]
-        places.setdefault((s.process_set.id, s.what, s.site), []).append(rank)
+        places.setdefault((s.process_set.id, s.call, s.site), []).append(rank)
     several = len({id for id, _, _ in places}) > 1
     parts = []
-    for (id, what, site), ranks in places.items():
+    for (id, call, site), ranks in places.items():
         where = f" ({site})" if site else ""
         of = f" of process set {id}" if several else ""
-        parts.append(f"{format_ranks(ranks)} in {what}{where}{of}")
+        parts.append(f"{format_ranks(ranks)} in {call}{where}{of}")
     return "deadlock, all wait for each other: " + "; ".join(parts)

@@ -1,7 +1,7 @@
 """Fusion: from ready rounds to the orders to execute them, several allreduces as one operation.
 
-At the end of each batch of events the ready rounds of a process set are dispatched and its rejections sent (:func:`decide`), unless a
-fusion window is open that more rounds may come into. The order of these effects is part of the protocol: a rank distinguishes its
+At the end of each batch of events the ready rounds of a process set are dispatched, and its rejections sent (:meth:`Fusion.flush`).
+They wait while a fusion window is open, for more rounds to fuse with them. The order of these effects is part of the protocol: a rank distinguishes its
 submissions of one local id by their order alone, so no rejection overtakes an earlier order.
 """
 

@@ -111,7 +111,7 @@ class Liveness:
 def may_be_busy(connection: Connection) -> bool:
     """Return whether a silent peer can only be busy: its process is on this host, and not stopped.
 
-    The end of a local process closes its socket, so that silence alone proves nothing; a process that holds the interpreter
+    The end of a local process closes its socket, so that silence alone proves nothing. A process that holds the interpreter
     for a minute is healthy and must not lose its place. Nor must a pool's rank that is stopped: it has its memory, and the user,
     to whom that is shown, decides.
     """

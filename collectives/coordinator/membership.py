@@ -98,7 +98,9 @@ class MembershipTable:
         self.ranks_sent_at = -WORLD_INTERVAL
         self._ranks_owed = False
         self._wall = wall
-        self._left: dict[int, int] = {}  # pid of ranks that said Bye: the end of that process is no death
+        self._left: dict[
+            int, int
+        ] = {}  # pid of ranks that have sent Bye: the end of that process is no death
         # Ranks of whose death only a closed connection is known, and since when nothing has come from them.
         self._unexplained: dict[int, float] = {}
 
@@ -289,7 +291,7 @@ class MembershipTable:
         return self.ranks_sent_at + WORLD_INTERVAL if self._ranks_owed else None
 
     def validate(self) -> None:
-        """Assert what must hold between rounds."""
+        """Assert the invariants that hold between batches of events."""
         for rank, peer in self.ranks.items():
             assert peer.rank == rank
             assert rank not in self.deaths

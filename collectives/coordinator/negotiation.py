@@ -3,7 +3,7 @@
 The heads of the ranks' queues are matched by name. A *round* of a name ends when each member has a submission at the head:
 ready if they are equal, otherwise with a verdict.
 Where heads differ, the coordinator waits a little for the ranks that are still missing, so that the error can name all
-requests; then the verdict holds for the whole round: the ranks that have a head get it now, the others owe one
+requests. Then the verdict holds for the whole round: the ranks that have a head get it now. The others owe one
 submission of that name, which gets the same verdict when it arrives. So every rank raises, and none waits long for
 another one to make the same mistake.
 
@@ -274,11 +274,11 @@ class Negotiation:
             paired = self._match_any_source(current, now)
             if paired is not current:
                 self._complete(paired, now)
-                return  # what waits behind went on when the first one was given to the message
+                return  # submissions queued behind it were started when the first one was given to the message
             if not self.is_complete(current):
                 return
             if current.info.group and self._gets_verdict(current):
-                self._complete(current, now)  # the verdict concerns what waits behind as well
+                self._complete(current, now)  # the verdict concerns the queued submissions as well
                 return
             current.queued = None  # this loop goes on with it, and not a recursion: there may be thousands
             self._complete(current, now)
@@ -299,7 +299,7 @@ class Negotiation:
         parties = parties_of(current.submissions)
         groups = {d.info.group for d in current.submissions.values()}
         if len(groups) > 1:
-            # The ranks disagree about which tensors go together, so it can't be said which others the verdict concerns.
+            # The ranks disagree about which tensors go together, so it is unknown which others the verdict concerns.
             listed = "; ".join(f"ranks {list(p.ranks)} ({p.site}): {p.request}" for p in parties)
             self.conflict = f"the ranks disagree about `{name}`: {listed}"
             return
@@ -504,7 +504,7 @@ class Negotiation:
         return AbortedCollective(current.info.kind, current.info.name, waited, missing, sites, self.joined)
 
     def validate(self) -> None:
-        """Assert what must hold between calls."""
+        """Assert the invariants that hold between calls."""
         members = self.members
         assert not self.rejections
         self.priorities.validate()

@@ -11,7 +11,7 @@ FUSION_THRESHOLD = 64 * 1024 * 1024
 SCHEDULING_CREDIT = 4 * 1024 * 1024
 """Bytes of tensors with a priority that are ordered and not executed yet, at most (one that alone is larger is ordered nevertheless)."""
 HISTORY_BYTES = 64 * 1024 * 1024
-"""Payload of the event history, in bytes: it is what views that open later can show."""
+"""Payload of the event history, in bytes: views that open later can show no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class CoordinatorOptions:
         tuning: How to tune the parameters above, or ``None``.
         generation: How many coordinators of these ranks have died before.
         reattach: Seconds that a successor waits for the ranks of its predecessor.
-        pid: The coordinator's process id, as its welcome tells it to peers, or 0.
+        pid: The coordinator's process id, which its welcome has for peers, or 0.
         require_encryption: Refuse ranks whose data would travel between hosts in the clear: empty, ``1``, or the networks
             that count as encrypted.
         by_seniority: Whether members of process sets are in the order in which they came into the world, those that came
-            at once by their numbers; else by their numbers alone.
+            at once by their numbers; otherwise by their numbers alone.
     """
 
     size: int | None = None

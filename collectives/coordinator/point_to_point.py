@@ -1,9 +1,9 @@
 """Point-to-point messages: sends, receives from a given rank, and receives from any rank.
 
 A message of one member to another is a round that only these two have to submit. A receive from any rank is a round of its own as
-long as it waits, with the receiver alone in its signature. A *channel* (its name and the receiving rank) tells which messages such a
-receive accepts. When a message that only its sender has submitted and a receive from any rank of its channel are both pending, the
-receive becomes the receiver's part of the message's round; the order then names the sender.
+long as it waits, with the receiver alone in its signature. A *channel* (its name and the receiving rank) defines which messages such a
+receive accepts. A message that only its sender has submitted and a receive from any rank of its channel are matched: the receive
+becomes the receiver's part of the message's round. The order then names the sender.
 
 * A receive that names the sender gets a message before those from any rank do, as it is in the message's round from the start.
 * Of several messages the oldest is received, by the oldest receive from any rank.
@@ -86,7 +86,7 @@ def give_to_receiver(sent: NegotiationRound, received: NegotiationRound, now: fl
     (target, defined), *_ = received.submissions.items()
     sent.submissions[target] = defined
     sent.same_local_id = False
-    # They tell the receiver which rank has sent.
+    # From these numbers the receiver learns which rank has sent.
     sent.extras = dict.fromkeys(sent.info.between, sent.info.between[:1])
     if not defined.info.may_get(sent.info):
         sent.mismatch_since = now

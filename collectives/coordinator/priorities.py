@@ -92,7 +92,7 @@ class PriorityQueue:
         self.under_way.pop((sequence, batch), None)
 
     def validate(self) -> None:
-        """Assert what must hold between calls."""
+        """Assert the invariants that hold between calls."""
         counts: dict[str, int] = {}
         for _, _, current in self._kept:
             counts[current.info.name] = counts.get(current.info.name, 0) + 1

@@ -111,7 +111,7 @@ class CoordinatorProcess:
                 ``stall_seconds``; they win over users' variables.
 
         Raises:
-            InvalidRequestError: A variable of the environment does not hold what it should.
+            InvalidRequestError: A variable of the environment has an invalid value.
             StartError: It did not come up; the text says why.
         """
         deadline = Deadline(timeout)
@@ -324,7 +324,7 @@ def settings_from(environ: Mapping[str, str]) -> dict[str, Any]:
     """Read the coordinator's settings from users' environment variables, as fields of :class:`CoordinatorLaunch`.
 
     Raises:
-        InvalidRequestError: Variables do not hold what they should; the text names them.
+        InvalidRequestError: Variables have invalid values; the text names them.
     """
     return for_reader(Reader.COORDINATOR, environ)
 

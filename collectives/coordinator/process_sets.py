@@ -53,19 +53,19 @@ class ProcessSetState:
     Attributes:
         id: 0 is the world.
         epoch: Grows by one with each change; 0 means never configured.
-        phase: ``OPEN``; ``SWITCHING`` (an orderly change is due: what executes is finished); or ``ENDED`` (aborted).
+        phase: ``OPEN``; ``SWITCHING`` (an orderly change is due: operations that execute are finished); or ``ENDED`` (aborted).
             In the latter two ``epoch`` is the one that ``Configure`` will name.
         members: Ranks, by position. peers: their connections, by position.
         next_members: Ranks of the epoch that is due (those of them that live then); ``None`` if none is due.
         gone: Members that have sent Bye. The first collective after that ends the epoch.
         former: Ranks that an orderly change left out and that are still connected, with their connections and their
-            last epochs: members may need them to finish what they still execute of those epochs.
+            last epochs: members may need them to finish operations of those epochs.
         aborted: The newest epoch of which nothing is executed any more.
         declined: Epoch and number of the latest request on the board that members were asked to decline.
         negotiation, store, sequence: Submissions of this epoch, values that its members exchange to connect, number of its last order.
-        past_stores: Stores of former epochs, in which ranks may still be finding each other to finish what they execute.
+        past_stores: Stores of former epochs, in which ranks may still be finding each other to finish operations.
         failure: (when, rank, text) of a plane's failure that is about to end the epoch.
-        past_failure: (when, epoch, rank, text) of a plane's failure that is about to end what is executed of a former epoch.
+        past_failure: (when, epoch, rank, text) of a plane's failure that is about to abort operations of a former epoch.
     """
 
     __slots__ = (
@@ -443,7 +443,7 @@ class ProcessSets:
                 self.abort_past(ps, epoch, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
 
     def validate(self) -> None:
-        """Assert what must hold between rounds."""
+        """Assert the invariants that hold between batches of events."""
         ranks = self._membership.ranks
         for id, ps in self.by_id.items():
             assert ps.id == id

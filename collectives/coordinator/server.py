@@ -1,7 +1,7 @@
 """Server: the shell around the coordinator's state, with sockets, clock and one poller.
 
-The server waits for everything in one call; its timeout is the time of the next thing that is due, so the coordinator of an idle
-job wakes up for heartbeats only.
+The server waits for everything in one call, until the next thing is due. So the coordinator of an idle job wakes up for heartbeats
+only.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ class Pauses:
         """Record that a rank continues, or is gone, and report it to clients; after the last one move the begin of all waits.
 
         Returns:
-            When the first rank was paused, if this was the last; else ``None``.
+            When the first rank was paused, if this was the last; otherwise ``None``.
         """
         if rank not in self.reasons:
             return None

@@ -4,7 +4,7 @@ No sockets, threads or clocks: the server owns them, calls :meth:`CoordinatorSta
 and ``now`` (monotonic seconds), and carries out the effects in order. Events that are handled in one call make one *batch of events*:
 collectives that become ready in it are fused, and changes of membership take effect together at its end.
 
-The class decides what happens when; the functions below it handle one kind of message each (:data:`RANK_HANDLERS`,
+The class decides the order of events and effects; the functions below it handle one kind of message each (:data:`RANK_HANDLERS`,
 :data:`CLIENT_HANDLERS`).
 """
 
@@ -57,7 +57,7 @@ class CoordinatorState:
 
     Args:
         options: Settings.
-        wall: Turns ``now`` into seconds since 1970, for what users see.
+        wall: Turns ``now`` into seconds since 1970, for texts that users see.
         clock: Nanoseconds of the clock that ranks compare theirs with.
 
     Attributes:
@@ -155,7 +155,7 @@ class CoordinatorState:
                     self.peer_lost(event.peer, event.reason, now, explained=event.faulty, since=since)
             except Exception as error:  # noqa: BLE001  (a handler may raise anything)
                 # One peer's message must not end the job of all. The handler may have stopped halfway, though:
-                # the checks at the end of the round decide whether what it left can be used.
+                # the checks at the end of the batch decide whether the state can be used.
                 plain, failed = False, error
                 self._fail(event, error, now)
         try:
@@ -371,8 +371,8 @@ class CoordinatorState:
             self.violation(rank, f"an announcement that makes no sense: {error!r}", now)
         if self.stalls.due is None:
             self.stalls.watch(now)
-            self._due = None  # to be found anew
-        self.check_later(now)  # this may be what makes the others wait in vain
+            self._due = None  # to be found again
+        self.check_later(now)  # the others may wait in vain because of this submission
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
         react = RANK_HANDLERS.get(type(message))
@@ -384,7 +384,7 @@ class CoordinatorState:
     def _from_client(self, event: Received, now: float) -> None:
         observes = event.peer in self.membership.observers
         if event.peer not in self.membership.clients and not observes:
-            return  # it was closed earlier in this round
+            return  # it was closed earlier in this batch
         react = CLIENT_HANDLERS.get(type(event.message))
         if react is None or (observes and not isinstance(event.message, m.Pong | m.Bye)):
             self.effects.log(
@@ -562,7 +562,7 @@ class CoordinatorState:
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def validate_state(self) -> None:
-        """Assert what must hold between rounds."""
+        """Assert the invariants that hold between batches of events."""
         self.membership.validate()
         self.sets.validate()
         ranks = self.membership.ranks
@@ -583,8 +583,8 @@ class CoordinatorState:
 
 
 def answer_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float) -> None:
-    """Answer a ping, after all other messages of the round."""
-    # The round may have begun before the question was asked, hence not ``now``.
+    """Answer a ping, after all other messages of the batch."""
+    # The batch may have begun before the question was asked, hence not ``now``.
     state.answers.append((peer, m.Pong(message.number, state.clock(), message.after_events)))
 
 

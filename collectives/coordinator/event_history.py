@@ -24,7 +24,9 @@ class EventHistory:
     """Bounded history of the newest event batches, up to ``limit`` bytes of payload.
 
     Attributes:
-        dropped: How many batches made room for newer ones.
+        limit: Bytes of payload that are kept at most.
+        nbytes: Bytes of payload that are kept now.
+        dropped: Number of batches that made room for newer ones.
         number: Number of the newest batch; the first one was 1.
     """
 

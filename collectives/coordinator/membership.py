@@ -78,6 +78,7 @@ class MembershipTable:
         changed: Whether the membership has changed since clients got it last.
         formed: Whether an epoch of the world has begun since clients got the membership last; its members know of it.
         urgent: Whether ranks have to get the membership without delay.
+        ranks_sent_at: When ranks got it last (monotonic seconds).
     """
 
     def __init__(self, expected: Iterable[int] | None, wall: Callable[[float], float]) -> None:

@@ -114,7 +114,19 @@ class ProcessSetState:
 
 
 class ProcessSets:
-    """Process sets of the job, by id; their epochs end and begin here."""
+    """Process sets of the job; their epochs end and begin here.
+
+    Args:
+        membership: Ranks that live, and may enter an epoch.
+        effects: Where messages to members are added.
+        hierarchy: Wishes of the user for ranks on several hosts.
+        first_epoch: First epoch of sets of this coordinator, above those of the ones before.
+        by_seniority: Whether members are in the order in which they came into the world, not in that of their numbers.
+
+    Attributes:
+        world: The process set of all ranks.
+        by_id: All process sets, by id; the world has 0.
+    """
 
     def __init__(
         self,

@@ -93,6 +93,13 @@ class CoordinatorServer:
         log: Takes warnings for the operator.
         note: Takes lines about ordinary events, deaths included, which peers learn anyway.
         memory: Creates shared memory, as :func:`create_memory` does; tests let it fail.
+
+    Attributes:
+        options: The settings.
+        state: The state machine that decides.
+        connections: The accepted sockets.
+        alone: Whether the starter is gone.
+        on_alone: Called once when the starter is gone.
     """
 
     def __init__(
@@ -117,7 +124,7 @@ class CoordinatorServer:
         self._due = NEVER  # of the state
         self._running = True
         self.on_alone: Callable[[], None] = lambda: None
-        self.alone = False  # whether the starter is gone
+        self.alone = False
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 

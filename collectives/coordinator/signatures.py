@@ -19,8 +19,9 @@ class InternedSignature:
     """Interned signature: the one object for all equal ones.
 
     Attributes:
+        signature, name, kind: The signature, and the fields of it that are read most.
         references: How many definitions use it.
-        group: Equal for the tensors that are released together; empty for one that stands alone.
+        group, group_size: Equal for the tensors that are dispatched together, empty for one that stands alone; and their number.
         fuse_key: Equal for allreduces that may be one operation; ``None`` for collectives that are never fused.
         nbytes: Size of the tensor in bytes, for the fusion threshold.
         between: The two ranks that a message goes between, or the one that receives from any rank; empty for a collective of all members.
@@ -66,7 +67,14 @@ class InternedSignature:
 
 
 class LocalDefinition:
-    """Definition of a rank's local id. Only allreduces have a priority."""
+    """Definition of a rank's local id.
+
+    Attributes:
+        local: The local id.
+        info: The signature that it stands for.
+        site: The user's line that submits it.
+        priority: Its priority, or ``None``; only allreduces have one.
+    """
 
     __slots__ = ("info", "local", "priority", "site")
 

@@ -144,7 +144,13 @@ class StallInspector:
 
 
 class Executions:
-    """Operations that are being executed and waited for, as far as ranks have reported them."""
+    """Operations that are being executed and waited for, as far as ranks have reported them.
+
+    Args:
+        sets: Process sets, whose members are asked for a sign of life.
+        membership: Ranks, with the operations whose end they wait for.
+        effects: Where pings are added.
+    """
 
     def __init__(self, sets: ProcessSets, membership: MembershipTable, effects: Effects) -> None:
         self._sets = sets

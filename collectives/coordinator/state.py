@@ -445,6 +445,11 @@ class CoordinatorState:
         return True
 
     def _end_batch(self, now: float) -> None:
+        """End a batch of events: dispatch, reject and abort, then change the world, then report it.
+
+        The order of the effects is part of the protocol. Orders and rejections come first: an abort after them ends only the rest.
+        Aborts come before new epochs begin. Answers come last: they prove that all before has been handled.
+        """
         if self._check_due is not None and now >= self._check_due:
             self._check_due, self.check_blocked = None, bool(self.blocked)
         urgent = bool(self.cells.idle) or self.check_blocked

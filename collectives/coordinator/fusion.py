@@ -48,6 +48,10 @@ class Fusion:
         self._sets = sets
         self._effects = effects
 
+    def defer(self, ps: ProcessSetState, now: float, *, urgent: bool) -> bool:
+        """Return whether the ready rounds of ``ps`` wait for more to fuse with them; not if it is ``urgent``."""
+        return self.windows.defer(ps, now, 0.0 if urgent else self.flush_delay, self.threshold)
+
     def tune(self, now: float) -> None:
         """Put the tuner's settings into effect, if it has new ones; called at the end of each batch of events."""
         chosen = self.tuning.advance(now)

@@ -96,6 +96,12 @@ class ProcessSetState:
         """The members, or those that the epoch that is due is for."""
         return self.members if self.next_members is None else self.next_members
 
+    @property
+    def quiet(self) -> bool:
+        """Whether all members are there and agree, so that a ready round can be dispatched as it is."""
+        negotiation = self.negotiation
+        return not (self.gone or negotiation.mismatches or negotiation.rejections or negotiation.conflict)
+
     def plane_failed_before(self, due: float, epoch: int, rank: int, text: str) -> None:
         """Record that the plane of a former epoch failed on a rank; at ``due`` its operations end.
 

@@ -424,22 +424,16 @@ class CoordinatorState:
             return False
         (ps,) = self.touched
         negotiation = ps.negotiation
-        if (
-            ps.gone
-            or negotiation.mismatches
-            or negotiation.rejections
-            or negotiation.conflict
-            or len(negotiation.ready) > 1
-        ):
+        ready = negotiation.ready
+        if not ps.quiet or len(ready) > 1:
             return False
-        if self.fusion.flush_delay and negotiation.ready:
-            return False
-        if negotiation.ready:
-            if negotiation.ready[0].info.kind not in _PLAIN or negotiation.priorities.concerns(
-                negotiation.ready[0]
-            ):
+        if ready:
+            (complete,) = ready
+            if self.fusion.flush_delay or complete.info.kind not in _PLAIN:
                 return False
-            ready, negotiation.ready = negotiation.ready, []
+            if negotiation.priorities.concerns(complete):
+                return False
+            negotiation.ready = []
             self.fusion.dispatch(ps, ready)
         self.touched.clear()
         return True
@@ -462,8 +456,7 @@ class CoordinatorState:
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
-                delay = 0.0 if urgent else self.fusion.flush_delay
-                if not self.fusion.windows.defer(ps, now, delay, self.fusion.threshold) and ps.phase == OPEN:
+                if not self.fusion.defer(ps, now, urgent=urgent) and ps.phase == OPEN:
                     self.flush(ps, now)
         if self.cells.idle:
             self._abort_waits_on_idle_ranks(now)

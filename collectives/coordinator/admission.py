@@ -187,11 +187,11 @@ class Admission:
                 self._effects.send((rank.peer,), refusal)
 
     def admit_newcomers(self) -> list[tuple[int, m.Regrouped]]:
-        """Change over to a larger world once all expected ranks are there (or dead).
+        """Form a larger world once all expected ranks are there (or dead).
 
         A tracked newcomer without a cell waits until no member runs one. It would not take part in that cell's
-        collectives, and the ranks that run it would fail for no reason of their own. Elastic training lets newcomers in when its
-        ranks regroup; then not all expected ranks need be there. A rank that the others have gone on without waits until its own training has
+        collectives, and the ranks that run it would fail for no reason of their own. Ranks that train elastically let
+        newcomers in when they regroup; then not all expected ranks need be there. A rank that the others have gone on without waits until its own training has
         gone back to its last commit, or the cells of the members have ended.
 
         Returns:

@@ -17,7 +17,7 @@ from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
 
 
 class RunningCells:
-    """Cells that run on the tracked ranks.
+    """Register of the cells that run on tracked ranks.
 
     Attributes:
         idle: Living tracked ranks that run no cell.

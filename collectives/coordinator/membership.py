@@ -1,4 +1,4 @@
-"""Membership of the job: the ranks that are expected, alive and dead, and the clients."""
+"""The job's membership: ranks that are expected, alive and dead, and clients."""
 
 from __future__ import annotations
 

@@ -531,7 +531,7 @@ class Negotiation:
 
 
 class RejectReason(Protocol):
-    """Verdict on a round that is not executed."""
+    """Reason to reject a round: the *verdict* on it."""
 
     def message(self, process_set: int, epoch: int, locals: tuple[int, ...]) -> Message:
         """Return the message to a rank about its submissions with these local ids."""
@@ -539,7 +539,7 @@ class RejectReason(Protocol):
 
 
 class Mismatch:
-    """Verdict on a round in which ranks disagree."""
+    """Reason to reject a round in which ranks disagree."""
 
     __slots__ = ("name", "parties")
 
@@ -551,7 +551,7 @@ class Mismatch:
 
 
 class DuplicateName:
-    """Verdict on a round whose name one rank has submitted twice."""
+    """Reason to reject a round whose name one rank has submitted twice."""
 
     __slots__ = ("first_site", "name", "rank", "second_site")
 
@@ -565,7 +565,7 @@ class DuplicateName:
 
 
 class Impossible:
-    """Verdict on a round that all agree about, but that is impossible.
+    """Reason to reject a round that all agree about, but that is impossible.
 
     Attributes:
         name: Its name.
@@ -583,7 +583,7 @@ class Impossible:
 
 
 class InVain:
-    """Verdict on a message whose other rank won't come: it ends alone, since it concerns no third rank.
+    """Reason to end a message whose other rank won't come: it ends alone, since it concerns no third rank.
 
     Attributes:
         report: Submissions that there had been.

@@ -86,7 +86,7 @@ class UnsoundStateError(Exception):
 
 
 class CoordinatorServer:
-    """Server of the coordinator's listeners, until it is stopped.
+    """Event loop that serves the coordinator's listeners until it is stopped.
 
     Args:
         options: Settings.

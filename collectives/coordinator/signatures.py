@@ -16,7 +16,7 @@ FuseKey = tuple[int, int, str, float, float]
 
 
 class InternedSignature:
-    """Interned signature: the one object for all equal ones.
+    """Unique object for all equal signatures.
 
     Attributes:
         signature, name, kind: The signature, and the fields of it that are read most.

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from hvdlab.collectives.coordinator.events import PeerConnected, Received, Send
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
-from hvdlab.collectives.coordinator.server import Server
+from hvdlab.collectives.coordinator.server import CoordinatorServer
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_from_rank, encode
@@ -60,7 +60,7 @@ def core(ranks: int) -> Callable[[], float]:
 
 def server(ranks: int) -> Callable[[], float]:
     """The same over sockets: every rank's message arrives by itself, as in the worst case."""
-    serving = Server(ServerOptions("token", state=CoordinatorOptions(size=ranks)))
+    serving = CoordinatorServer(ServerOptions("token", state=CoordinatorOptions(size=ranks)))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # an abstract address that the kernel chooses
     listener.listen(ranks)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hvdlab.collectives.client import Client, CoordinatorLostError
-from hvdlab.collectives.coordinator.launch import Launch, settings_from
+from hvdlab.collectives.coordinator.process import CoordinatorLaunch, settings_from
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World, free_port
@@ -627,5 +627,5 @@ class PoolBase:
 
 def _stall_time() -> float | None:
     """Seconds after which a line under a cell says what it waits for, by the coordinator's settings; None: never."""
-    launch = Launch("", "", "", 0, **settings_from(os.environ))
+    launch = CoordinatorLaunch("", "", "", 0, **settings_from(os.environ))
     return launch.stall_seconds if launch.stall_seconds and not launch.stall_disable else None

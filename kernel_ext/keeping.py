@@ -15,9 +15,7 @@ import msgspec
 from hvdlab import __version__
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.handover import server_of, take_over
-from hvdlab.collectives.coordinator.launch import Launch
-from hvdlab.collectives.coordinator.listeners import Listeners
-from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, Listeners
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.forked import PROGRAM_NAME
@@ -53,7 +51,7 @@ class AttachedCoordinator:
         self._first = first.pid
         self._process = open_process(first.pid, first.started)
         self._successor: CoordinatorProcess | None = None
-        self._launch: Launch | None = None
+        self._launch: CoordinatorLaunch | None = None
         self._listeners: Listeners | None = None
         with contextlib.suppress(OSError):  # then it can't have a successor
             self._launch, listener = take_over(self.directory, ANSWER_WITHIN)

@@ -195,7 +195,7 @@ class ElasticSchedule:
         me = self.sim.connect(process.rank, pid=process.pid, hears=engine.hears)
         if me is None:
             assert self._may_be_unwanted(process), (
-                f"rank {process.rank} is refused: {self.sim.coordinator.refused}"
+                f"rank {process.rank} is refused: {self.sim.coordinator.refusals}"
             )
             process.end = 1, 0, ""
             return
@@ -510,10 +510,10 @@ class ElasticSchedule:
         self.check()
         self.check_worlds()
         code = self.run_._done.code
-        excused = self.run_._supervisor._settled or any(
+        may_be_silent = self.run_._supervisor._settled or any(
             "there were no hosts for" in text for text in self.said
         )
-        assert code == 0 or excused, (code, self.said[-5:])
+        assert code == 0 or may_be_silent, (code, self.said[-5:])
 
     def _until(self, condition: Callable[[], bool], text: str) -> None:
         for round_ in range(100):

@@ -423,7 +423,7 @@ class Schedule:
                     assert group.id == 0, f"{what} waits for an epoch that does not come"
                     awaited = self.sim.coordinator.membership.awaited or me.told_to_leave
                     # Who is not in the world, and has no cell or was cut off, is let in when no other runs one.
-                    waits = not me.cells or self.sim.coordinator.membership.ranks[me.rank].behind
+                    waits = not me.cells or self.sim.coordinator.membership.ranks[me.rank].outdated
                     at_the_door = (
                         self.tracked and waits and any(o.cells for o in self.living() if o is not me)
                     )
@@ -549,8 +549,8 @@ class Schedule:
         assert not state.by_peer
         assert len(state.signatures) == 0
         assert set(state.sets.by_id) == {0}, "process sets of nobody"
-        assert not state.sets.world.matcher.pending
-        assert not state.sets.world.matcher.debts
+        assert not state.sets.world.negotiation.pending
+        assert not state.sets.world.negotiation.owed
         assert not state.cells.idle
         assert not state.touched
         assert not state.answers

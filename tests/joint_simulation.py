@@ -438,7 +438,7 @@ class Simulation:
         state = self.coordinator
         if deadline != state.stalls.due or state.options.stall_shutdown:
             return False
-        return all(current.reported for ps in state.sets for current, _ in ps.matcher.waiting())
+        return all(current.reported for ps in state.sets for current, _ in ps.negotiation.waiting())
 
     def run(self, limit: int = 200_000, *, work: bool = True) -> None:
         """Let happen what can, until nothing can any more."""

@@ -23,7 +23,6 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     PeerConnected,
@@ -32,8 +31,7 @@ from hvdlab.collectives.coordinator.events import (
     Tick,
 )
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
-from hvdlab.collectives.coordinator.state import CoordinatorState
+from hvdlab.collectives.coordinator.state import CLIENT_HANDLERS, RANK_HANDLERS, CoordinatorState
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.kvstore.optimizers import SGD, Adam, portable
@@ -195,7 +193,7 @@ class _Failing:
 
 
 _HANDLERS: list[tuple[dict[Any, Any], type]] = [
-    (table, kind) for table in (TO_RANKS, TO_CLIENTS) for kind in table
+    (table, kind) for table in (RANK_HANDLERS, CLIENT_HANDLERS) for kind in table
 ]
 
 

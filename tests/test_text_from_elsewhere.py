@@ -18,8 +18,8 @@ import msgspec
 import pytest
 import torch
 
+from hvdlab.collectives.coordinator.connections import RejectionLog
 from hvdlab.collectives.coordinator.server import log_to_file, log_to_stderr
-from hvdlab.collectives.coordinator.strangers import TurnedAway
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import (
     AbortedError,
@@ -123,7 +123,7 @@ def refusal(name: str, directory: Path) -> str:
 
 def turned_away(name: str, directory: Path) -> str:
     lines: list[str] = []
-    TurnedAway(lines.append, lambda when, call: None).tell(
+    RejectionLog(lines.append, lambda when, call: None).add(
         f"connection 3 is closed: invalid tag {name!s}" * 9000
     )
     (line,) = lines

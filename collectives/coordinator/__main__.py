@@ -1,7 +1,7 @@
 """``python -m hvdlab.collectives.coordinator``: the coordinator's process.
 
-It reads one line of JSON (:class:`Launch`) from standard input, takes over the sockets that its starter has opened,
-answers with one line (:class:`Ready`) on standard output, and serves until standard input ends, its starter ends, or
+It reads one line of JSON (:class:`CoordinatorLaunch`) from standard input, takes over the sockets that its starter has opened,
+answers with one line (:class:`CoordinatorReady`) on standard output, and serves until standard input ends, its starter ends, or
 it gets SIGTERM.
 """
 
@@ -19,19 +19,19 @@ from pathlib import Path
 import msgspec
 
 from hvdlab.collectives.coordinator.handover import Handover
-from hvdlab.collectives.coordinator.launch import Launch, Ready, state_options
 from hvdlab.collectives.coordinator.options import ServerOptions
-from hvdlab.collectives.coordinator.server import Server, log_to_file, log_to_stderr
+from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorReady, state_options
+from hvdlab.collectives.coordinator.server import CoordinatorServer, log_to_file, log_to_stderr
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.knobs.kinds import LEVELS
 
 
 def main() -> int:
     """Run the coordinator; returns the exit status."""
-    launch = msgspec.json.decode(_read_line(0), type=Launch)
+    launch = msgspec.json.decode(_read_line(0), type=CoordinatorLaunch)
     wakeup = _catch_sigterm()
     directory = Path(launch.directory)
-    server: Server | None = None
+    server: CoordinatorServer | None = None
     try:
         options = ServerOptions(
             launch.token,
@@ -41,11 +41,13 @@ def main() -> int:
             tuning_log=launch.autotune_log,
             state=state_options(launch),
         )
-        server = Server(options, log=_log(launch, LEVELS["warning"]), note=_log(launch, LEVELS["info"]))
+        server = CoordinatorServer(
+            options, log=_log(launch, LEVELS["warning"]), note=_log(launch, LEVELS["info"])
+        )
         try:
             ready = _listen(server, launch, directory)
         except (OSError, StartError) as error:
-            _answer(Ready(error=str(error)))
+            _answer(CoordinatorReady(error=str(error)))
             return 1
         server.on_alone = _leave_stderr
         server.stop_at_end_of(0, linger=launch.linger)
@@ -70,8 +72,8 @@ def main() -> int:
     return 0
 
 
-def _log(launch: Launch, level: int) -> Callable[[str], None]:
-    """A function that writes lines of this level: to ``HVDLAB_COORDINATOR_LOG``, if set, and to stderr if the launch's level says so."""
+def _log(launch: CoordinatorLaunch, level: int) -> Callable[[str], None]:
+    """Return a function that writes lines of this level to ``HVDLAB_COORDINATOR_LOG``, if set, and to stderr if they are important enough."""
     sinks: list[Callable[[str], None]] = [log_to_stderr] if level >= launch.log_level else []
     journal = os.environ.get("HVDLAB_COORDINATOR_LOG")
     if journal:
@@ -84,10 +86,10 @@ def _log(launch: Launch, level: int) -> Callable[[str], None]:
     return log
 
 
-def _listen(server: Server, launch: Launch, directory: Path) -> Ready:
+def _listen(server: CoordinatorServer, launch: CoordinatorLaunch, directory: Path) -> CoordinatorReady:
     server.listen(socket.socket(fileno=launch.listener))
     if launch.tls_listener < 0:
-        return Ready()
+        return CoordinatorReady()
     from hvdlab.collectives.protocol.tls import new_certificate, server_context
 
     remote = socket.socket(fileno=launch.tls_listener)
@@ -95,10 +97,10 @@ def _listen(server: Server, launch: Launch, directory: Path) -> Ready:
     if not certificate:
         certificate, key = new_certificate(launch.tcp_host)
     server.listen(remote, server_context(directory, certificate, key))
-    return Ready(certificate, key)
+    return CoordinatorReady(certificate, key)
 
 
-def _watch(server: Server, launch: Launch) -> None:
+def _watch(server: CoordinatorServer, launch: CoordinatorLaunch) -> None:
     """Stop when the starter's process ends, even if a child of it still holds the other end of our lifeline."""
     if not hasattr(os, "pidfd_open"):
         return
@@ -111,7 +113,7 @@ def _watch(server: Server, launch: Launch) -> None:
 
 
 def _catch_sigterm() -> int:
-    """A descriptor that becomes readable on SIGTERM."""
+    """Return a descriptor that becomes readable on SIGTERM."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -138,13 +140,13 @@ def _read_line(descriptor: int) -> bytes:
 
 
 def _has_ended(descriptor: int) -> bool:
-    """Whether no process holds the other end of this pipe any more."""
+    """Return whether no process holds the other end of this pipe any more."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return bool(poll.poll(0))
 
 
-def _answer(ready: Ready) -> None:
+def _answer(ready: CoordinatorReady) -> None:
     os.write(1, msgspec.json.encode(ready) + b"\n")
     # Nothing else is written to stdout: let a reader that waits for its end go on.
     null = os.open(os.devnull, os.O_WRONLY)

@@ -1,40 +1,63 @@
-"""The server's connections: sending, closing, and noticing those that are late, silent or do not read."""
+"""Connections: the accepted sockets of the server, their phases, sending, timeouts, and the log of strangers."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import time
 from collections.abc import Callable
 
-from hvdlab.collectives.coordinator.connection import CLOSING, OPEN, Connection
+from hvdlab.collectives.coordinator.event_history import LaggingSubscriber
 from hvdlab.collectives.coordinator.events import Event, PeerLost
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
-from hvdlab.collectives.coordinator.strangers import TurnedAway
-from hvdlab.collectives.protocol.codec import encode
-from hvdlab.collectives.protocol.endpoint import ConnectionLost
-from hvdlab.collectives.protocol.frames import FRAME_LIMIT
-from hvdlab.collectives.protocol.messages import Hello, Ping
+from hvdlab.collectives.linux import peer_credentials
+from hvdlab.collectives.protocol.codec import decode_from_client, decode_from_rank
+from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.frames import FRAME_LIMIT, HELLO_LIMIT
+from hvdlab.collectives.protocol.messages import FromClient, FromRank, Hello
+from hvdlab.collectives.visible import visible
+
+SHAKING, STRANGER, OPEN, CLOSING = range(4)
+
+
+EVERYTHING = -1
+"""For :attr:`Connection.members_sent`: each message to it carries all descriptions of members."""
+
 
 NEVER = float("inf")
-STRANGERS = 256
+
+
+MOST_STRANGERS = 256
 """Connections over the network that may owe their Hello at a time, beyond the ranks that are expected. Each costs some 80 KiB."""
+
+
 _HELLO_SECONDS = 0.5
 """Seconds that a stranger has for its Hello even if others need its place."""
 
 
+LOGGED_PER_MINUTE = 5
+"""Lines of a minute before the rest is only counted: any process that reaches the port could fill the log otherwise."""
+
+
+LONGEST_REJECTION = 300
+"""Characters of a line at most: some lines have text in them that a stranger has sent."""
+
+
+MINUTE = 60.0
+
+
 class Connections:
-    """All accepted sockets and what watches them.
+    """Accepted sockets, with the poller and the timeouts that watch them.
 
     Attributes:
         poller: Its targets are connections, or functions to call.
         listeners: Sockets that connections come from.
         open: Connections that were introduced, by peer.
         lost: Events about connections that ended while something was sent to them.
-        next_sweep: When :meth:`sweep` is due.
-        turned_away: Logs, for the operator, the connections that were not let in.
-        excused: Whether a peer may be silent: its user looks around there, perhaps with all its threads stopped.
+        next_check: When :meth:`check_timeouts` is due.
+        rejections: Logs, for the operator, the connections that were not let in.
         met: Whether any peer was ever introduced.
     """
 
@@ -43,21 +66,19 @@ class Connections:
         self.listeners: list[socket.socket] = []
         self.open: dict[int, Connection] = {}
         self.lost: list[Event] = []
-        self.next_sweep = NEVER
-        self.excused: Callable[[int], bool] = lambda peer: False
+        self.next_check = NEVER
         self.met = False
         self._options = options
         self._log = log
-        self.turned_away = TurnedAway(log, self.call_at)
-        self._unsettled: dict[Connection, None] = {}  # neither introduced yet nor quite closed
+        self.rejections = RejectionLog(log, self.call_at)
+        self._transient: dict[Connection, None] = {}  # neither introduced yet nor quite closed
         self._next_peer = 1
-        self._ping = 0
         self._calls: list[tuple[float, Callable[[], None]]] = []
 
     @property
     def idle(self) -> bool:
         """Whether no rank or client is connected, or about to be. Observers don't count: the coordinator does not stay for them."""
-        return not self._unsettled and all(connection.observer for connection in self.open.values())
+        return not self._transient and all(connection.observer for connection in self.open.values())
 
     # -- beginnings -----------------------------------------------------------------------------------------------
 
@@ -66,7 +87,7 @@ class Connections:
         deadline = time.monotonic() + self._options.hello_timeout
         connection = Connection(sock, self._next_peer, deadline)
         self._next_peer += 1
-        self._settle_by(connection, deadline)
+        self._set_deadline(connection, deadline)
         self.poller.register(connection, READ, connection)
 
     def has_place_for_stranger(self) -> bool:
@@ -74,12 +95,12 @@ class Connections:
 
         Any process that reaches the port costs memory until it shows the token. A Unix socket lets in only this user.
         """
-        bound = STRANGERS + (self._options.state.size or 0)
-        return len(self._unsettled) < bound or self.drop_oldest_stranger()
+        bound = MOST_STRANGERS + (self._options.state.size or 0)
+        return len(self._transient) < bound or self.close_oldest_stranger()
 
     def introduce(self, connection: Connection, hello: Hello) -> None:
-        """A connection has shown a valid token in ``hello``: it is open now."""
-        del self._unsettled[connection]
+        """Open a connection that has shown a valid token in ``hello``."""
+        del self._transient[connection]
         connection.phase = OPEN
         connection.client, connection.observer = hello.role == "client", hello.role == "observer"
         connection.tracked = hello.cells_tracked
@@ -90,55 +111,57 @@ class Connections:
         connection.heard = time.monotonic()
         self.open[connection.peer] = connection
         self.met = True
-        self.sweep_by(connection.heard + self._options.ping_after)
+        self.schedule_check(connection.heard + self._options.ping_after)
 
-    def _settle_by(self, connection: Connection, deadline: float) -> None:
+    def _set_deadline(self, connection: Connection, deadline: float) -> None:
         connection.deadline = deadline
-        self._unsettled[connection] = None
-        self.sweep_by(deadline)
+        self._transient[connection] = None
+        self.schedule_check(deadline)
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def drop(self, connection: Connection) -> None:
+    def close_now(self, connection: Connection) -> None:
         """Close a connection now. Without effect if it is closed already: results of the poller's last wait may still name it."""
         if connection.endpoint.closed:
             return
         connection.phase = CLOSING
-        self._unsettled.pop(connection, None)
+        self._transient.pop(connection, None)
         self.poller.unregister(connection)
         connection.endpoint.close()
 
-    def drop_oldest_stranger(self) -> bool:
+    def close_oldest_stranger(self) -> bool:
         """Close the connection that has owed its Hello for longest; false if none has had enough time to send it."""
         until = time.monotonic() + self._options.hello_timeout - _HELLO_SECONDS
-        for connection in self._unsettled:
+        for connection in self._transient:
             if connection.phase != CLOSING and connection.deadline <= until:
-                self.turned_away.tell(
+                self.rejections.add(
                     f"{connection.name} is closed: it has not said Hello, and others need its place"
                 )
-                self.drop(connection)
+                self.close_now(connection)
                 return True
         return False
 
-    def lose(self, connection: Connection, reason: str, events: list[Event], *, faulty: bool = False) -> None:
+    def peer_lost(
+        self, connection: Connection, reason: str, events: list[Event], *, faulty: bool = False
+    ) -> None:
         """Close a connection that was introduced, and append the event; ``faulty`` if the peer broke the protocol."""
         del self.open[connection.peer]
-        self.drop(connection)
+        self.close_now(connection)
         silence = time.monotonic() - connection.heard
         events.append(PeerLost(connection.peer, reason, silence, faulty))
 
-    def finish(self, connection: Connection) -> None:
-        """Close a connection once its peer has read what was sent to it; the server does not read from it any more."""
+    def close_after_flush(self, connection: Connection) -> None:
+        """Close a connection after its backlog has been sent; the server does not read from it any more."""
         self.open.pop(connection.peer, None)
         if connection.broken or not connection.endpoint.backlog:
-            self.drop(connection)
+            self.close_now(connection)
             return
         connection.phase = CLOSING
-        self._settle_by(connection, time.monotonic() + self._options.hello_timeout)
+        self._set_deadline(connection, time.monotonic() + self._options.hello_timeout)
         self.poller.modify(connection, WRITE)
 
     def close(self) -> None:
-        """Close every socket, after sending what can be sent at once."""
+        """Close every socket, after one attempt to send its backlog."""
         for target in self.poller:
             if isinstance(target, Connection):
                 with contextlib.suppress(ConnectionLost):
@@ -147,7 +170,7 @@ class Connections:
         for listener in self.listeners:
             listener.close()
         self.open.clear()
-        self._unsettled.clear()
+        self._transient.clear()
         self.poller.close()
 
     # -- sending --------------------------------------------------------------------------------------------------
@@ -162,17 +185,19 @@ class Connections:
             if connection.endpoint.send_frame(frame, descriptor, bulk=bulk):
                 return
         except ConnectionLost:
-            connection.broken = True  # what the peer sent before is read first; then its end of file comes
+            connection.broken = (
+                True  # bytes that the peer sent before are read first; then its end of file comes
+            )
             return
         if not connection.writing:
             connection.writing = True
             self.poller.modify(connection, READ | WRITE)
         if connection.endpoint.backlog > self._options.backlog_limit and connection.phase == OPEN:
             self._log(f"{connection.name} is dropped: it does not read what it is sent")
-            self.lose(connection, "it did not read what it was sent", self.lost)
+            self.peer_lost(connection, "it did not read what it was sent", self.lost)
 
     def flush(self, connection: Connection) -> None:
-        """Send what waits, as far as the socket takes it; closes a connection in phase ``CLOSING`` once all is sent."""
+        """Send the backlog as far as the socket accepts it; close a connection in phase ``CLOSING`` after the last byte."""
         try:
             done = connection.endpoint.flush()
         except ConnectionLost:
@@ -180,7 +205,7 @@ class Connections:
         if not done:
             return
         if connection.phase == CLOSING:
-            self.drop(connection)
+            self.close_now(connection)
         elif connection.writing:
             connection.writing = False
             self.poller.modify(connection, READ)
@@ -188,13 +213,13 @@ class Connections:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def call_at(self, when: float, call: Callable[[], None]) -> None:
-        """Have :meth:`sweep` call this at ``when`` (``time.monotonic()``)."""
+        """Schedule a call by :meth:`check_timeouts` at ``when`` (``time.monotonic()``)."""
         self._calls.append((when, call))
-        self.sweep_by(when)
+        self.schedule_check(when)
 
-    def sweep_by(self, when: float) -> None:
-        """Have :meth:`sweep` be due at ``when`` (``time.monotonic()``) at the latest."""
-        self.next_sweep = min(self.next_sweep, when)
+    def schedule_check(self, when: float) -> None:
+        """Schedule :meth:`check_timeouts` for ``when`` (``time.monotonic()``) at the latest."""
+        self.next_check = min(self.next_check, when)
 
     def _call_due(self, now: float) -> float:
         due = [call for when, call in self._calls if now >= when]
@@ -203,40 +228,130 @@ class Connections:
             call()
         return min([when for when, _ in self._calls], default=NEVER)
 
-    def sweep(self, now: float, events: list[Event]) -> None:
-        """Ping peers that are silent, close those that are late or silent for too long, and set :attr:`next_sweep`."""
-        upcoming = min(self._drop_late(now), self._call_due(now))
-        options = self._options
-        silent: list[Connection] = []
-        for connection in list(self.open.values()):
-            silence = now - connection.heard
-            if silence < options.ping_after:
-                upcoming = min(upcoming, connection.heard + options.ping_after)
-            elif silence >= options.dead_after and not (
-                self.excused(connection.peer) or connection.may_live()
-            ):
-                self._log(f"{connection.name} has been silent for {silence:.0f} s")
-                self.lose(connection, f"no sign of life for {silence:.0f} s", events)
-            else:
-                silent.append(connection)
-                upcoming = min(upcoming, now + options.ping_after)
-        self.next_sweep = upcoming
-        if silent:
-            self._ping += 1
-            frame = encode(Ping(self._ping))
-            for connection in silent:
-                self.write(connection, frame)
+    def check_timeouts(self, now: float) -> None:
+        """Close connections that are late, make the calls that are due, and set :attr:`next_check`."""
+        self.next_check = min(self._close_late(now), self._call_due(now))
 
-    def _drop_late(self, now: float) -> float:
-        """Close connections that did not introduce themselves, or did not read what was left to send, in time."""
+    def _close_late(self, now: float) -> float:
+        """Close connections that did not introduce themselves, or did not read their backlog, in time."""
         upcoming = NEVER
-        for connection in list(self._unsettled):
+        for connection in list(self._transient):
             if now < connection.deadline:
                 upcoming = min(upcoming, connection.deadline)
                 continue
             if connection.phase != CLOSING:
-                self.turned_away.tell(
+                self.rejections.add(
                     f"{connection.name} is closed: no Hello within {self._options.hello_timeout:g} s"
                 )
-            self.drop(connection)
+            self.close_now(connection)
         return upcoming
+
+
+class Connection:
+    """An accepted socket, from the handshake to the last byte.
+
+    Attributes:
+        peer: Number of this connection; never used again.
+        phase: ``SHAKING`` (TLS handshake), ``STRANGER`` (no Hello yet), ``OPEN`` or ``CLOSING`` (only sends its
+            backlog).
+        name: For log lines.
+        client: Whether the peer is a client.
+        observer: Whether the peer is an observer, which only learns which ranks there are. A peer that is neither is a rank.
+        tracked: Whether it is a rank of a pool.
+        deadline: When (``time.monotonic()``) it has to have left its present phase, unless that is ``OPEN``.
+        heard: When the last bytes came.
+        writing: Whether the selector watches for writability.
+        broken: Whether sending has failed; the end of the connection is noticed when reading.
+        sock, endpoint: The socket, and the end of the connection that reads and writes frames on it.
+        tls: Whether it comes over the network, over TLS.
+        pid: Process id of the peer, if it is of this host; otherwise 0.
+        subscriber: How it keeps up with the events, if it gets any.
+        members_sent: Which descriptions of members the server has sent it, as numbered by
+            :class:`~hvdlab.collectives.protocol.rosters.SentMembers`.
+    """
+
+    __slots__ = (
+        "broken", "client", "deadline", "endpoint", "heard", "members_sent", "name", "observer", "peer", "phase", "pid", "sock",
+        "subscriber", "tls", "tracked", "writing",
+    )  # fmt: skip
+
+    def __init__(self, sock: socket.socket, peer: int, deadline: float) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.tls = isinstance(sock, ssl.SSLSocket)
+        self.phase = SHAKING if self.tls else STRANGER
+        self.name = f"connection {peer}"
+        self.client = self.observer = self.tracked = False
+        self.deadline = deadline
+        self.heard = 0.0
+        self.writing = False
+        self.broken = False
+        self.subscriber: LaggingSubscriber | None = None
+        self.members_sent = EVERYTHING
+        self.pid = 0 if self.tls else _peer_pid(sock)
+        self.endpoint = Endpoint(sock, limit=HELLO_LIMIT)
+
+    def fileno(self) -> int:
+        return self.endpoint.fileno()
+
+    def decode(self, payload: memoryview) -> FromRank | FromClient:
+        return decode_from_client(payload) if self.client or self.observer else decode_from_rank(payload)
+
+    def shake(self) -> bool:
+        """Go on with the TLS handshake. Returns whether it is done; raises ``OSError`` if it failed."""
+        assert isinstance(self.sock, ssl.SSLSocket)
+        try:
+            self.sock.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        self.phase = STRANGER
+        return True
+
+
+def _peer_pid(sock: socket.socket) -> int:
+    """Process id at the other end of a Unix socket, or 0 if the system does not tell."""
+    try:
+        return peer_credentials(sock)[0]
+    except OSError:
+        return 0
+
+
+class RejectionLog:
+    """Log of rejected connections, a few lines each minute.
+
+    Args:
+        log: Takes a line for the operator.
+        call_at: ``call_at(when, call)`` has something called later.
+        clock: Returns the time, in seconds.
+    """
+
+    def __init__(
+        self,
+        log: Callable[[str], None],
+        call_at: Callable[[float, Callable[[], None]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log, self._call_at, self._clock = log, call_at, clock
+        self._logged = 0  # in this minute
+        self._counted = 0
+        self._last = ""
+
+    def add(self, text: str) -> None:
+        """Log the rejection of a connection, or only count it after the first ones of a minute."""
+        text = visible(text, LONGEST_REJECTION)
+        if self._logged == 0:
+            self._call_at(self._clock() + MINUTE, self._minute_over)
+        if self._logged < LOGGED_PER_MINUTE:
+            self._logged += 1
+            self._log(text)
+        else:
+            self._counted += 1
+            self._last = text
+
+    def _minute_over(self) -> None:
+        counted, last, self._counted, self._last = self._counted, self._last, 0, ""
+        self._logged = 0
+        if counted == 1:
+            self.add(last)
+        elif counted:
+            self.add(f"{counted} more connections were turned away within a minute, the last: {last}")

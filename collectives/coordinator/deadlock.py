@@ -1,54 +1,132 @@
-"""Finding ranks that wait for each other."""
+"""Collectives that can't complete: their ranks wait for each other in a circle, or for ranks that run no cell.
+
+The cells that run on each rank explain why it has not submitted a collective that others wait for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdlab.collectives.coordinator.membership import RankPeer
-from hvdlab.collectives.coordinator.process_sets import ProcessSet
-from hvdlab.collectives.coordinator.rounds import Round
+from hvdlab.collectives.coordinator.process_sets import ProcessSetState
+from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import kind_label
-from hvdlab.collectives.errors import call_name, format_ranks
+from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
 
 
-class Stuck(NamedTuple):
-    """A rank in a wait, and the ranks that it waits for.
+class RunningCells:
+    """Register of the cells that run on tracked ranks.
+
+    Attributes:
+        idle: Living tracked ranks that run no cell.
+    """
+
+    def __init__(self) -> None:
+        self.idle: set[int] = set()
+        self._active: dict[int, dict[str, None]] = {}
+        self._last: dict[int, tuple[str, str]] = {}
+
+    def add_rank(self, rank: int) -> None:
+        """Add a tracked rank; it runs the cells that were announced for it before."""
+        if not self._active.get(rank):
+            self.idle.add(rank)
+
+    def discard_rank(self, rank: int) -> None:
+        """Forget a rank that is gone."""
+        self.idle.discard(rank)
+        self._active.pop(rank, None)
+        self._last.pop(rank, None)
+
+    def discard_all_but(self, ranks: Iterable[int]) -> None:
+        """Forget cells that were announced for ranks other than these."""
+        kept = set(ranks)
+        for rank in [rank for rank in self._active if rank not in kept]:
+            del self._active[rank]
+
+    def begin(self, cell: str, rank: int) -> None:
+        """Record that a cell is on its way to a rank, or runs there."""
+        self._active.setdefault(rank, {})[cell] = None
+        self.idle.discard(rank)
+
+    def end(self, cell: str, rank: int, error: str) -> bool:
+        """Record that a cell ended on a rank; return whether the rank is idle now."""
+        active = self._active.get(rank)
+        if active is not None:
+            active.pop(cell, None)
+        self._last[rank] = (cell, error)
+        if active:
+            return False
+        self._active.pop(rank, None)
+        self.idle.add(rank)
+        return True
+
+    def is_running(self, rank: int) -> bool:
+        return rank in self._active
+
+    def absence_reason(self, missing: Sequence[int], waiting: Iterable[int]) -> AbsenceReason:
+        """Return why the idle ranks ``missing`` do not take part in the collective that the ranks ``waiting`` wait for."""
+        cells = {cell for rank in waiting for cell in self._active.get(rank, ())}
+        last = {rank: self._last.get(rank, ("", "")) for rank in missing}
+        failed = [rank for rank in missing if last[rank][1] and (last[rank][0] in cells or not cells)]
+        if failed:
+            text = "; ".join(f"rank {rank} failed: {last[rank][1]}" for rank in failed[:3])
+            more = f"; and {len(failed) - 3} more ranks" if len(failed) > 3 else ""
+            return AbsenceReason(CauseKind.CELL_FAILED, tuple(failed), text + more)
+        ended = [rank for rank in missing if last[rank][0] in cells]
+        if ended:
+            its = "its cell" if len(ended) == 1 else "their cells"
+            return AbsenceReason(
+                CauseKind.CELL_ENDED, tuple(ended), f"{format_ranks(ended)} finished {its} without it"
+            )
+        runs = "runs" if len(missing) == 1 else "run"
+        return AbsenceReason(CauseKind.CELL_ENDED, tuple(missing), f"{format_ranks(missing)} {runs} no cell")
+
+    def validate(self, tracked: Iterable[int]) -> None:
+        """Assert the invariants that hold between batches of events."""
+        assert all(self._active.values())
+        assert self.idle == {rank for rank in tracked if rank not in self._active}
+
+
+@dataclass(frozen=True, slots=True)
+class AbsenceReason:
+    """Reason why ranks will not submit a collective that others wait for."""
+
+    kind: CauseKind
+    ranks: tuple[int, ...]
+    text: str
+
+
+class DeadlockedRank(NamedTuple):
+    """Rank in a wait that can't end, and the ranks that it waits for.
 
     Attributes:
         process_set: Process set of the collective.
-        what: What it waits in, such as ``allreduce `loss```.
+        call: Collective that it waits in, such as ``allreduce `loss```.
         site: The user's line.
         missing: The ranks that it waits for. If one of them can go on, so may this rank.
     """
 
-    process_set: ProcessSet
-    what: str
+    process_set: ProcessSetState
+    call: str
     site: str
     missing: tuple[int, ...]
 
 
-def _in_round(ps: ProcessSet, current: Round, site: str, missing: tuple[int, ...]) -> Stuck:
-    info = current.info
-    what = call_name(kind_label(info.kind), info.name)
-    if info.from_any:  # the same words on all ranks that wait so
-        what = call_name("recv from any rank", info.signature.channel)
-    return Stuck(ps, what, site, missing)
-
-
 def find_deadlock(
-    sets: Mapping[int, ProcessSet], ranks: Mapping[int, RankPeer], idle: set[int]
-) -> dict[int, Stuck]:
-    """The ranks that can never go on, because each waits for ranks that can't go on either.
+    sets: Mapping[int, ProcessSetState], ranks: Mapping[int, RankPeer], idle: set[int]
+) -> dict[int, DeadlockedRank]:
+    """Return the ranks that can never continue, because each waits for ranks that can't continue either.
 
-    A rank counts only if the coordinator has not decided what it waits for: what was released executes and will end by itself.
+    A rank counts only if its collective is still undecided: one that was dispatched executes and will end by itself.
 
     Args:
         sets: The process sets.
         ranks: The ranks that may be stuck.
         idle: Those that do nothing, and free no other rank.
     """
-    stuck: dict[int, Stuck] = {}
+    stuck: dict[int, DeadlockedRank] = {}
     for rank, peer in ranks.items():
         waits = _waits_for(sets, peer)
         if waits is not None:
@@ -62,7 +140,7 @@ def find_deadlock(
     return stuck
 
 
-def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
+def _waits_for(sets: Mapping[int, ProcessSetState], peer: RankPeer) -> DeadlockedRank | None:
     wait = peer.wait
     if wait is None:
         return None
@@ -70,34 +148,44 @@ def _waits_for(sets: Mapping[int, ProcessSet], peer: RankPeer) -> Stuck | None:
     defined = peer.definitions.get(wait.local)
     if ps is None or ps.epoch != wait.epoch or defined is None:
         return None
-    matcher = ps.matcher
-    if any(kept.heads.get(peer.rank) is defined for kept in matcher.schedule):
-        return None  # it will be executed; a later round of the name, which may be incomplete, is not what the rank waits for
-    current = matcher.rounds.get(defined.info.name)
-    if current is not None and peer.rank in current.heads:
-        if current.disputed is not None:
+    negotiation = ps.negotiation
+    if any(kept.submissions.get(peer.rank) is defined for kept in negotiation.priorities):
+        return None  # it will be executed; the rank does not wait for a later round of the name, which may be incomplete
+    current = negotiation.rounds.get(defined.info.name)
+    if current is not None and peer.rank in current.submissions:
+        if current.mismatch_since is not None:
             return None  # the round will get a verdict
-        queued = (current.behind or {}).get(peer.rank, ())
-        if current.heads[peer.rank] is defined or any(item[0] is defined for item in queued):
-            return _in_round(ps, current, defined.site, matcher.missing(current))
-    for held in matcher.held.get(defined.info.group, ()):
-        if held.heads.get(peer.rank) is defined:
-            # Complete by itself; what its group lacks may have to come from any member that has not joined.
-            joined = matcher.joined
+        queued = (current.queued or {}).get(peer.rank, ())
+        if current.submissions[peer.rank] is defined or any(item[0] is defined for item in queued):
+            return _in_round(ps, current, defined.site, negotiation.missing(current))
+    for held in negotiation.incomplete_groups.get(defined.info.group, ()):
+        if held.submissions.get(peer.rank) is defined:
+            # Complete by itself; the rest of its group may have to come from any member that has not joined.
+            joined = negotiation.joined
             return _in_round(ps, held, defined.site, tuple(r for r in ps.members if r not in joined))
     return None
 
 
-def describe_deadlock(stuck: Mapping[int, Stuck]) -> str:
-    """Which ranks wait where, those in the same place together."""
+def _in_round(
+    ps: ProcessSetState, current: NegotiationRound, site: str, missing: tuple[int, ...]
+) -> DeadlockedRank:
+    info = current.info
+    call = call_name(kind_label(info.kind), info.name)
+    if info.from_any:  # the same words on all ranks that wait so
+        call = call_name("recv from any rank", info.signature.channel)
+    return DeadlockedRank(ps, call, site, missing)
+
+
+def describe_deadlock(stuck: Mapping[int, DeadlockedRank]) -> str:
+    """Return a text that lists where ranks wait, those at the same place together."""
     places: dict[tuple[int, str, str], list[int]] = {}
     for rank in sorted(stuck):
         s = stuck[rank]
-        places.setdefault((s.process_set.id, s.what, s.site), []).append(rank)
+        places.setdefault((s.process_set.id, s.call, s.site), []).append(rank)
     several = len({id for id, _, _ in places}) > 1
     parts = []
-    for (id, what, site), ranks in places.items():
+    for (id, call, site), ranks in places.items():
         where = f" ({site})" if site else ""
         of = f" of process set {id}" if several else ""
-        parts.append(f"{format_ranks(ranks)} in {what}{where}{of}")
+        parts.append(f"{format_ranks(ranks)} in {call}{where}{of}")
     return "deadlock, all wait for each other: " + "; ".join(parts)

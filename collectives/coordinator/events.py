@@ -1,4 +1,4 @@
-"""What happens to the coordinator, and what it wants done about it."""
+"""Events that the coordinator's state machine handles, and the effects that its server carries out."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SendConfigure(NamedTuple):
 
 
 class CloseConnection(NamedTuple):
-    """Close a peer's connection once what was sent to it is delivered; no event follows."""
+    """Close a peer's connection once all messages to it are delivered; no event follows."""
 
     peer: int
 
@@ -72,7 +72,7 @@ class CloseConnection(NamedTuple):
 class Log(NamedTuple):
     """Write a line for the operator.
 
-    ``warning`` is False for what the peers get to know anyway, such as a death: that goes to the log file only.
+    ``warning`` is False for news that peers learn anyway, such as a death: they go to the log file only.
     """
 
     text: str
@@ -88,24 +88,35 @@ class Tuned(NamedTuple):
 Effect = Send | SendConfigure | CloseConnection | Log | Tuned
 
 
-class Outbox:
+class Effects:
     """Effects in the order in which they were caused."""
 
-    __slots__ = ("effects",)
+    __slots__ = ("_effects",)
 
     def __init__(self) -> None:
-        self.effects: list[Effect] = []
+        self._effects: list[Effect] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._effects)
+
+    def add(self, effect: Effect) -> None:
+        """Add an effect after those that there are."""
+        self._effects.append(effect)
 
     def send(self, peers: tuple[int, ...], message: Message) -> None:
+        """Send a message to these peers, if there are any."""
         if peers:
-            self.effects.append(Send(peers, message))
+            self._effects.append(Send(peers, message))
 
     def log(self, text: str) -> None:
-        self.effects.append(Log(text))
+        """Write a warning for the operator."""
+        self._effects.append(Log(text))
 
     def note(self, text: str) -> None:
-        self.effects.append(Log(text, warning=False))
+        """Write a line to the log file only, about an event that peers get to know anyway."""
+        self._effects.append(Log(text, warning=False))
 
-    def take(self) -> list[Effect]:
-        effects, self.effects = self.effects, []
+    def pop_all(self) -> list[Effect]:
+        """Return the effects, and begin with none."""
+        effects, self._effects = self._effects, []
         return effects

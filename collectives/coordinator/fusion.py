@@ -1,24 +1,201 @@
-"""From rounds that are ready to batches, which are executed as one operation each."""
+"""Fusion: from ready rounds to the orders to execute them, several allreduces as one operation.
+
+At the end of each batch of events the ready rounds of a process set are dispatched, and its rejections sent (:meth:`Fusion.flush`).
+They wait while a fusion window is open, for more rounds to fuse with them. The order of these effects is part of the protocol: a rank distinguishes its
+submissions of one local id by their order alone, so no rejection overtakes an earlier order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
-from hvdlab.collectives.coordinator.rounds import Round
+from hvdlab.collectives.autotune import Parameters, Sample, Tuner
+from hvdlab.collectives.coordinator.events import Effects, Tuned
+from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.priorities import have_priority
+from hvdlab.collectives.coordinator.process_sets import ProcessSets, ProcessSetState
+from hvdlab.collectives.coordinator.rounds import NegotiationRound
 from hvdlab.collectives.coordinator.signatures import FuseKey
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.protocol.messages import Batch, Execute, Signature, Tune
 
-FUSION_THRESHOLD = 64 * 1024 * 1024
-"""Bytes of tensors that are fused into one operation at most (a tensor that alone is larger is not split)."""
+
+class Fusion:
+    """Dispatch of ready rounds, fused as far as they may be, with the rejections at their place among them.
+
+    Args:
+        options: Settings of the state.
+        sets: Process sets, to change and abort.
+        effects: Where orders and rejections are added.
+
+    Attributes:
+        threshold: Bytes that are fused into one operation at most.
+        flush_delay: Seconds that a fusion window is open.
+        windows: Process sets whose ready rounds wait for more to fuse with them.
+        tuning: Changes these settings, if the options ask for it.
+    """
+
+    def __init__(self, options: CoordinatorOptions, sets: ProcessSets, effects: Effects) -> None:
+        self.threshold = options.fusion_threshold
+        self.flush_delay = options.flush_delay
+        self.windows = FusionWindows()
+        self.tuning = Tuning(options, sets, effects)
+        self._credit = options.scheduling_credit
+        self._separate_groups = options.separate_groups
+        self._sets = sets
+        self._effects = effects
+
+    def defer(self, ps: ProcessSetState, now: float, *, urgent: bool) -> bool:
+        """Return whether the ready rounds of ``ps`` wait for more to fuse with them; not if it is ``urgent``."""
+        return self.windows.defer(ps, now, 0.0 if urgent else self.flush_delay, self.threshold)
+
+    def tune(self, now: float) -> None:
+        """Put the tuner's settings into effect, if it has new ones; called at the end of each batch of events."""
+        chosen = self.tuning.advance(now)
+        if chosen is not None:
+            self.threshold, self.flush_delay = chosen.fusion_threshold, chosen.flush_delay
+
+    def flush(self, ps: ProcessSetState, *, release_all: bool) -> None:
+        """Dispatch the ready rounds of an open epoch, and send the rejections, in order.
+
+        Args:
+            ps: The process set.
+            release_all: Whether to hold nothing back for its priority, as the epoch may be aborted.
+        """
+        negotiation = ps.negotiation
+        if negotiation.conflict:
+            self._sets.abort(ps, CauseKind.MISMATCH, (), negotiation.conflict)
+            return
+        ready, negotiation.ready = negotiation.ready, []
+        if negotiation.priorities or have_priority(ready):
+            ready = self._dispatch_by_priority(ps, ready, release_all=release_all)
+        if negotiation.rejections:
+            rejections, negotiation.rejections = negotiation.rejections, []
+            done = 0
+            for after, rejected in itertools.groupby(rejections, lambda r: r.after):
+                self._dispatch_ready(ps, ready[done:after])
+                self._reject(ps, rejected)
+                done = after
+            ready = ready[done:]
+        if ready:
+            self._dispatch_ready(ps, ready)
+        if ps.gone and negotiation.pending:
+            left = tuple(sorted(ps.gone))
+            self._sets.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+
+    def _dispatch_by_priority(
+        self, ps: ProcessSetState, ready: list[NegotiationRound], *, release_all: bool
+    ) -> list[NegotiationRound]:
+        """Dispatch the rounds with a priority whose turn it is, and hold the others with one back.
+
+        All of them are dispatched at once, whatever their priorities, in three cases:
+
+        * A member has left, runs no cell or goes back to its last commit (``release_all``): the epoch may be aborted, and rounds that
+          are held back with it.
+        * There are rejections: a rank distinguishes its submissions of one local id by their order, so that no rejection may overtake
+          an earlier round.
+        * All ranks have joined: they go on as if all that was submitted before were over.
+
+        Returns:
+            The rounds that are still to be dispatched, in order.
+        """
+        negotiation, credit = ps.negotiation, self._credit
+        priorities = negotiation.priorities
+        joined = any(current.info.kind == OpKind.JOIN for current in ready)
+        if release_all or ps.gone or joined or negotiation.rejections or not credit:
+            self.dispatch(ps, priorities.pop_due())
+            return ready
+        self._dispatch_ready(ps, priorities.hold(ready))
+        due = priorities.pop_due(credit)
+        if due:
+            # Two batches at least, so that ranks execute one of them while the end of the other is reported.
+            self._dispatch_fused(ps, due, min(self.threshold, credit // 2), reported=True)
+        return []
+
+    def _dispatch_ready(self, ps: ProcessSetState, ready: Sequence[NegotiationRound]) -> None:
+        """Dispatch rounds in order; one that changes process sets is dispatched alone, between those before and after it."""
+        plain: list[NegotiationRound] = []
+        for current in ready:
+            if current.info.kind == OpKind.ADD_PROCESS_SET or current.info.kind == OpKind.REMOVE_PROCESS_SET:
+                self.dispatch(ps, plain)
+                plain = []
+                self._sets.change_sets(ps, current)
+            else:
+                plain.append(current)
+        self.dispatch(ps, plain)
+
+    def dispatch(self, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
+        """Order all members to execute these rounds, fused as far as they may be."""
+        for between, some in itertools.groupby(rounds, lambda current: current.info.between):
+            if between:
+                self._dispatch_messages(ps, tuple(some), between)
+            else:
+                self._dispatch_fused(ps, tuple(some), self.threshold)
+
+    def _dispatch_messages(
+        self, ps: ProcessSetState, rounds: Sequence[NegotiationRound], between: tuple[int, ...]
+    ) -> None:
+        """Order the two ranks that messages go between to execute them.
+
+        All messages have the same order on every rank, so that no two ranks wait for each other.
+        """
+        ps.sequence += 1
+        two = [(rank, peer) for rank, peer in zip(ps.members, ps.peers, strict=True) if rank in between]
+        ranks, peers = zip(*two, strict=True)
+        send_execute(
+            ps.id, ps.epoch, ps.sequence, [(current,) for current in rounds], ranks, peers, self._effects
+        )
+
+    def _dispatch_fused(
+        self,
+        ps: ProcessSetState,
+        rounds: Sequence[NegotiationRound],
+        threshold: int,
+        *,
+        reported: bool = False,
+    ) -> None:
+        if rounds:
+            ps.sequence += 1
+            batches: Sequence[Sequence[NegotiationRound]] = (rounds,)
+            if len(rounds) > 1:
+                batches = fuse(rounds, threshold, separate_groups=self._separate_groups)
+            tuned = self.tuning.configured
+            if tuned:
+                self.tuning.before(ps)
+            if reported:
+                ps.negotiation.priorities.ordered(ps.sequence, batches)
+            send_execute(
+                ps.id, ps.epoch, ps.sequence, batches, ps.members, ps.peers, self._effects, reported=reported
+            )
+            if tuned:
+                self.tuning.executed(ps, rounds)
+
+    def _reject(self, ps: ProcessSetState, rejected: Iterable[Rejection]) -> None:
+        """Send rejections; ranks that get the same share a message."""
+        peers = dict(zip(ps.members, ps.peers, strict=True))
+        locals: dict[tuple[RejectReason, int], list[int]] = {}
+        for _, rank, local, verdict in rejected:
+            locals.setdefault((verdict, rank), []).append(local)
+        audiences: dict[tuple[RejectReason, tuple[int, ...]], list[int]] = {}
+        for (verdict, rank), numbers in locals.items():
+            audiences.setdefault((verdict, tuple(numbers)), []).append(peers[rank])
+        for (verdict, same), receivers in audiences.items():
+            self._effects.send(tuple(receivers), verdict.message(ps.id, ps.epoch, same))
 
 
-def fuse(ready: Sequence[Round], threshold: int, *, separate_groups: bool = False) -> list[list[Round]]:
+def fuse(
+    ready: Sequence[NegotiationRound], threshold: int, *, separate_groups: bool = False
+) -> list[list[NegotiationRound]]:
     """Gather allreduces of one kind into batches of up to ``threshold`` bytes.
 
     Batches are in the order in which their first rounds became ready; within a batch that order holds too. A
     threshold of 0 fuses nothing. With ``separate_groups`` tensors of a group are fused with each other only.
     """
-    batches: list[list[Round]] = []
-    open_batches: dict[tuple[FuseKey, str], tuple[list[Round], int]] = {}
+    batches: list[list[NegotiationRound]] = []
+    open_batches: dict[tuple[FuseKey, str], tuple[list[NegotiationRound], int]] = {}
     for current in ready:
         if current.info.fuse_key is None:
             batches.append([current])
@@ -33,3 +210,240 @@ def fuse(ready: Sequence[Round], threshold: int, *, separate_groups: bool = Fals
             batches.append(batch)
         open_batches[key] = (batch, filled + nbytes)
     return batches
+
+
+class _FusionWindow:
+    """Window of a process set's epoch: when it ends, and number and bytes of the rounds in it so far."""
+
+    __slots__ = ("count", "nbytes", "negotiation", "until")
+
+    def __init__(self, negotiation: Negotiation, until: float) -> None:
+        self.negotiation = negotiation
+        self.until = until
+        self.count = 0
+        self.nbytes = 0
+
+
+class FusionWindows:
+    """Fusion windows: process sets whose ready rounds wait for more to fuse with them.
+
+    Attributes:
+        due: When the first window ends, or ``None``.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[ProcessSetState, _FusionWindow] = {}
+        self.due: float | None = None
+
+    def __contains__(self, ps: ProcessSetState) -> bool:
+        return ps in self._held
+
+    def expired(self, now: float, *, all: bool) -> list[ProcessSetState]:
+        """Return the process sets to flush now: those whose window has ended, or all."""
+        return [ps for ps, held in self._held.items() if all or now >= held.until]
+
+    def defer(self, ps: ProcessSetState, now: float, delay: float, enough: int) -> bool:
+        """Return whether the ready rounds of ``ps`` wait in its window.
+
+        Not for longer than ``delay`` seconds, not if they are ``enough`` bytes, not if one of them is never fused, such as a
+        barrier, and not if it is the turn of rounds that were kept back for their priority.
+        """
+        negotiation = ps.negotiation
+        ready = negotiation.ready
+        if negotiation.priorities and not negotiation.priorities.under_way:
+            return self._close(ps)
+        if delay <= 0 or not ready or negotiation.rejections or negotiation.conflict or ps.gone:
+            return self._close(ps)
+        held = self._held.get(ps)
+        if held is None or held.negotiation is not negotiation or held.count > len(ready):
+            held = self._held[ps] = _FusionWindow(negotiation, now + delay)
+        for current in ready[held.count :]:
+            if current.info.fuse_key is None:
+                return self._close(ps)
+            held.nbytes += current.info.nbytes
+        held.count = len(ready)
+        if held.nbytes >= enough or now >= held.until:
+            return self._close(ps)
+        self._find_due()
+        return True
+
+    def _close(self, ps: ProcessSetState) -> bool:
+        if self._held.pop(ps, None) is not None:
+            self._find_due()
+        return False
+
+    def _find_due(self) -> None:
+        self.due = min([held.until for held in self._held.values()], default=None)
+
+
+Table = tuple[tuple[int, ...], ...]
+
+
+def send_execute(
+    process_set: int,
+    epoch: int,
+    sequence: int,
+    batches: Sequence[Sequence[NegotiationRound]],
+    ranks: tuple[int, ...],
+    peers: tuple[int, ...],
+    effects: Effects,
+    *,
+    reported: bool = False,
+) -> None:
+    """Order all members to execute ``batches``; members whose local ids agree share a message.
+
+    The end of each batch is ``reported`` by the member at position 0, if wanted.
+    """
+    if len(batches) == 1 and len(batches[0]) == 1:
+        (only,) = batches[0]
+        if only.same_local_id and not only.extras:  # a short way for the common case
+            one = Batch((only.local,), (), _payloads(batches[0], ranks), (), reported)
+            effects.send(peers, Execute(process_set, epoch, sequence, (one,)))
+            return
+    tables = [_tables(batch, ranks) for batch in batches]
+    payloads = [_payloads(batch, ranks) for batch in batches]
+    if all(current.same_local_id for batch in batches for current in batch):
+        same = tuple(
+            [
+                Batch(tuple([current.local for current in batch]), table, payload, (), reported)
+                for batch, table, payload in zip(batches, tables, payloads, strict=True)
+            ]
+        )
+        effects.send(peers, Execute(process_set, epoch, sequence, same))
+        return
+    by_locals: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for rank, peer in zip(ranks, peers, strict=True):
+        by_locals.setdefault(tuple([_locals(batch, rank) for batch in batches]), []).append(peer)
+    for locals, alike in by_locals.items():
+        own = tuple(
+            [
+                Batch(numbers, table, payload, _zeros(batch, numbers), reported)
+                for batch, numbers, table, payload in zip(batches, locals, tables, payloads, strict=True)
+            ]
+        )
+        effects.send(tuple(alike), Execute(process_set, epoch, sequence, own))
+
+
+def _locals(batch: Sequence[NegotiationRound], rank: int) -> tuple[int, ...]:
+    """Return the rank's local ids, by round of the batch; those that it lacks, since it has joined, are -1, -2, …"""
+    numbers = []
+    lacking = 0
+    for current in batch:
+        head = current.submissions.get(rank)
+        if head is None:
+            lacking -= 1
+            numbers.append(lacking)
+        else:
+            numbers.append(head.local)
+    return tuple(numbers)
+
+
+def _zeros(batch: Sequence[NegotiationRound], numbers: tuple[int, ...]) -> tuple[Signature, ...]:
+    """Return the signatures for which the numbers below zero stand."""
+    return tuple(
+        [current.info.signature for current, number in zip(batch, numbers, strict=True) if number < 0]
+    )
+
+
+def _tables(batch: Sequence[NegotiationRound], ranks: tuple[int, ...]) -> tuple[Table, ...]:
+    for current in batch:
+        if current.extras:
+            break
+    else:
+        return ()
+    return tuple(
+        tuple((current.extras or {}).get(rank, ()) for rank in ranks) if current.extras else ()
+        for current in batch
+    )
+
+
+def _payloads(batch: Sequence[NegotiationRound], ranks: tuple[int, ...]) -> tuple[bytes, ...]:
+    """Return every member's tensor, if all came along and nothing is fused with them; zeros for members that have joined."""
+    only = batch[0]
+    payloads = only.payloads
+    if only.info.between:  # a message: only the sender has a tensor
+        sent = (payloads or {}).get(only.info.signature.root)
+        return () if sent is None else (sent,)
+    if payloads is None or len(batch) != 1 or len(payloads) + len(only.absent) != len(ranks):
+        return ()
+    if not only.absent:
+        return tuple([payloads[rank] for rank in ranks])
+    zeros = bytes(only.info.nbytes)
+    return tuple([payloads.get(rank, zeros) for rank in ranks])
+
+
+class Tuning:
+    """Tuner of three settings: two of the coordinator itself, one of the ranks' planes.
+
+    The coordinator sends members a new slice size right before the first order that they execute with it, so that all
+    members change at the same place.
+    """
+
+    def __init__(self, options: CoordinatorOptions, sets: ProcessSets, effects: Effects) -> None:
+        self._sets = sets
+        self._effects = effects
+        self._tuner: Tuner | None = None
+        self._slice = 0
+        self._announced: dict[int, tuple[int, int]] = {}
+        if options.tuning is not None:
+            start = Parameters(options.fusion_threshold, options.flush_delay)
+            self._tuner = Tuner(options.tuning, start)
+
+    @property
+    def configured(self) -> bool:
+        """Whether there is a tuner, which may have finished."""
+        return self._tuner is not None
+
+    @property
+    def active(self) -> bool:
+        """Whether settings may still change."""
+        return self._tuner is not None and not self._tuner.done
+
+    def before(self, ps: ProcessSetState) -> None:
+        """Announce the slice size to the members of ``ps``, which are about to get an order, unless they know it."""
+        if self._tuner is None:
+            return
+        announced = (ps.epoch, self._slice)
+        before = self._announced.get(ps.id)
+        if before == announced:
+            return
+        if before is None:
+            for id in [id for id in self._announced if id not in self._sets.by_id]:
+                del self._announced[id]
+        self._announced[ps.id] = announced
+        self._effects.send(ps.peers, Tune(ps.id, ps.epoch, self._slice))
+
+    def executed(self, ps: ProcessSetState, rounds: Sequence[NegotiationRound]) -> None:
+        """Count rounds that have been ordered."""
+        if self.active:
+            assert self._tuner is not None
+            self._tuner.executed(
+                [((ps.id, r.info.name), r.info.nbytes) for r in rounds if r.info.fuse_key is not None]
+            )
+
+    def advance(self, now: float) -> Parameters | None:
+        """End a batch of events; return the settings to use from now on, or ``None`` if they stay."""
+        tuner = self._tuner
+        if tuner is None or tuner.done:
+            return None
+        sample = tuner.advance(now)
+        if sample is None:
+            return None
+        if sample.number == 1:
+            self._effects.add(Tuned(sample.header()))
+        self._effects.add(Tuned(sample.line()))
+        best = tuner.finish()
+        if best is not None:
+            self._effects.add(Tuned(best.line()))
+            self._effects.note(_summary(best))
+        chosen = tuner.parameters
+        self._slice = chosen.slice_bytes
+        return chosen
+
+
+def _summary(best: Sample) -> str:
+    p = best.parameters
+    return (
+        f"autotune: keeping fusion threshold {p.fusion_threshold} bytes, flush delay {p.flush_delay * 1000:g} ms, "
+        f"slices of {p.slice_bytes or 'the usual'} bytes"
+    )

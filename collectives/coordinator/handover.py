@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from hvdlab.collectives.coordinator.launch import Launch
+from hvdlab.collectives.coordinator.process import CoordinatorLaunch
 from hvdlab.collectives.linux import require_own_peer
 
 _NAME = "handover"
@@ -30,7 +30,7 @@ class Handover:
         socket: The socket to watch: call :meth:`serve` when it is readable.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: CoordinatorLaunch) -> None:
         self._launch = launch
         path = Path(launch.directory) / _NAME
         path.unlink(missing_ok=True)  # a predecessor's
@@ -62,7 +62,7 @@ def server_of(directory: Path, timeout: float) -> int:
             return 0
 
 
-def take_over(directory: Path, timeout: float) -> tuple[Launch, socket.socket]:
+def take_over(directory: Path, timeout: float) -> tuple[CoordinatorLaunch, socket.socket]:
     """The settings and the listening socket of the coordinator in this directory.
 
     Raises:
@@ -78,7 +78,7 @@ def take_over(directory: Path, timeout: float) -> tuple[Launch, socket.socket]:
         try:
             while piece := door.recv(_LARGEST):
                 said += piece
-            launch = msgspec.json.decode(said, type=Launch)
+            launch = msgspec.json.decode(said, type=CoordinatorLaunch)
         except (OSError, msgspec.DecodeError) as error:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The membership of the job: which ranks are expected, which live, and which have died."""
+"""The job's membership: ranks that are expected, alive and dead, and clients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from hvdlab.collectives.coordinator.signatures import Defined
+from hvdlab.collectives.coordinator.signatures import LocalDefinition
 from hvdlab.collectives.protocol.messages import MOST_RANKS, Death, Hello, Member, World
 from hvdlab.collectives.versions import AgreedVersions
 
@@ -24,24 +24,23 @@ class Wait(NamedTuple):
 
 
 class RankPeer:
-    """A living rank.
+    """Connection of a living rank.
 
     Attributes:
         peer: Its connection.
         rank, pid, member: Its rank, its process id, and its description for other peers.
         tracked: Whether its collectives belong to cells.
-        leaving: Whether the coordinator has told it to leave.
+        leaving: Whether the coordinator has asked it to leave.
         admitted: Whether it has been in a world.
-        behind: Whether the others have gone on without it since its connection was lost, and have not let it in again yet.
-        versions: Versions that all ranks must have alike, by name, as far as it has said them.
+        outdated: Whether the others have continued without it since its connection was lost, and have not admitted it again yet.
+        versions: Versions that all ranks must have alike, by name, as far as its Hello has them.
         definitions: What its local ids stand for.
         wait: The undecided collective in which its user is blocked, or ``None``.
         executing: The executing operation for whose end its user is blocked, or ``None``.
     """
 
     __slots__ = (
-        "admitted", "behind", "definitions", "executing", "leaving", "member", "peer", "pid", "rank", "tracked", "versions",
-        "wait",
+        "admitted", "definitions", "executing", "leaving", "member", "outdated", "peer", "pid", "rank", "tracked", "versions", "wait",
     )  # fmt: skip
 
     def __init__(self, peer: int, rank: int, hello: Hello, started: float) -> None:
@@ -54,31 +53,32 @@ class RankPeer:
         self.tracked = hello.cells_tracked
         self.versions = hello.versions
         self.leaving = False
-        self.admitted = self.behind = False
-        self.definitions: dict[int, Defined] = {}
+        self.admitted = self.outdated = False
+        self.definitions: dict[int, LocalDefinition] = {}
         self.wait: Wait | None = None
         self.executing: Wait | None = None
 
 
-class Membership:
-    """Ranks by number.
+class MembershipTable:
+    """Table of the job's ranks and clients.
 
     Attributes:
         ranks: Living ranks.
         clients: Connections of clients.
         observers: Connections of observers, which only learn which ranks there are.
-        expected: Ranks that make up the world, or ``None`` as long as neither the options nor a client have said.
+        expected: Ranks that make up the world, or ``None`` as long as neither the options nor a client have set them.
         awaited: Expected ranks that have not connected yet and are not known to be dead.
-        returning: Ranks of scripts that have said Bye and not become members again. Shutting down and initializing
-            again concerns the whole world: one that is back waits until all others have said Bye as well.
+        returning: Ranks of scripts that have sent Bye and not become members again. Shutting down and initializing
+            again concerns the whole world: one that is back waits until all others have sent Bye as well.
         deaths: The last death of each rank that was not replaced.
-        waiting: Ranks that elastic training has to let in.
+        waiting: Ranks that elastic training has to admit.
         hosts: How many living ranks run on each host.
         versions: The versions of the living ranks.
-        leaving: Ranks of the world that are let go where elastic training lets it change.
+        leaving: Ranks of the world that are released where elastic training lets it change.
         changed: Whether the membership has changed since clients got it last.
         formed: Whether an epoch of the world has begun since clients got the membership last; its members know of it.
         urgent: Whether ranks have to get the membership without delay.
+        ranks_sent_at: When ranks got it last (monotonic seconds).
     """
 
     def __init__(self, expected: Iterable[int] | None, wall: Callable[[float], float]) -> None:
@@ -99,21 +99,23 @@ class Membership:
         self.ranks_sent_at = -WORLD_INTERVAL
         self._ranks_owed = False
         self._wall = wall
-        self._left: dict[int, int] = {}  # pid of ranks that said Bye: the end of that process is no death
+        self._left: dict[
+            int, int
+        ] = {}  # pid of ranks that have sent Bye: the end of that process is no death
         # Ranks of whose death only a closed connection is known, and since when nothing has come from them.
         self._unexplained: dict[int, float] = {}
 
     # -- joining --------------------------------------------------------------------------------------------------
 
     def free_rank(self) -> int:
-        """The rank for a newcomer that asks to be given one."""
+        """Return the rank for a newcomer that asks to be given one."""
         for rank in self.expected or ():
             if rank not in self.ranks:
                 return rank
         return max((*self.ranks, -1)) + 1
 
     def refusal(self, rank: int) -> str:
-        """Why ``rank`` may not join now, or an empty text."""
+        """Return why no process may come as ``rank`` now, or an empty text."""
         if rank >= MOST_RANKS:
             return f"rank {rank} is too high; ranks have numbers from 0 to {MOST_RANKS - 1}"
         living = self.ranks.get(rank)
@@ -125,7 +127,7 @@ class Membership:
             return f"rank {rank} is not expected; the world is made of ranks {list(self.expected)}"
         return ""
 
-    def join(self, peer: int, rank: int, hello: Hello, now: float) -> RankPeer:
+    def add(self, peer: int, rank: int, hello: Hello, now: float) -> RankPeer:
         self._left.pop(rank, None)
         self.leaving.discard(rank)
         newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, self._wall(now))
@@ -138,16 +140,15 @@ class Membership:
         return newcomer
 
     def cut_off_since(self, rank: int, pid: int) -> float | None:
-        """Since when nothing has come from this process, which counts as dead for that reason alone.
+        """Return when this process was last heard from, if its only cause of death is a lost connection, so that it may come back.
 
-        ``None`` if the number is another process's now, or was one's, or if more is known against the process: the launcher has given it
-        up, or it broke the protocol.
+        ``None`` if another process has this rank or had it, if the launcher has reported its exit, or if it broke the protocol.
         """
         death = self.deaths.get(rank)
         return self._unexplained.get(rank) if death is not None and death.pid == pid else None
 
-    def expect(self, ranks: Iterable[int]) -> list[RankPeer]:
-        """Change which ranks the world is made of; returns the living ranks that have no place in it any more."""
+    def set_expected(self, ranks: Iterable[int]) -> list[RankPeer]:
+        """Set which ranks the world is made of; return the living ranks that have no place in it any more."""
         self.expected = tuple(sorted(set(ranks)))
         self.awaited = {rank for rank in self.expected if rank not in self.ranks}
         self.returning.intersection_update(self.expected)
@@ -164,7 +165,7 @@ class Membership:
     # -- going ----------------------------------------------------------------------------------------------------
 
     def leave(self, gone: RankPeer) -> None:
-        """A rank said Bye."""
+        """Remove a rank that has sent Bye."""
         self._remove(gone)
         self.leaving.discard(gone.rank)
         self._left[gone.rank] = gone.pid
@@ -176,7 +177,7 @@ class Membership:
     def die(
         self, gone: RankPeer, reason: str, now: float, *, explained: bool, since: float | None = None
     ) -> None:
-        """A rank was lost; ``since`` is when the last sign of life came, if that was before ``now``."""
+        """Remove a rank that was lost; ``since`` is when it was last heard from, if that was before ``now``."""
         self._remove(gone)
         self.leaving.discard(gone.rank)
         self.record_death(
@@ -201,7 +202,7 @@ class Membership:
         admitted: bool = False,
         since: float | None = None,
     ) -> None:
-        """Note how a rank that does not live any more has ended; the launcher's reason replaces that of a closed connection."""
+        """Record how a rank that does not live any more has ended; the launcher's reason replaces that of a closed connection."""
         self.awaited.discard(rank)
         if self._left.get(rank) == pid:
             if rank in self.returning and rank not in self.ranks:  # that process has ended: no return
@@ -230,8 +231,8 @@ class Membership:
         """Whether all expected ranks are there or known to be dead."""
         return self.expected is not None and not self.awaited
 
-    def recall(self, deaths: Iterable[Death]) -> None:
-        """Take over deaths that an earlier coordinator had noted."""
+    def restore_deaths(self, deaths: Iterable[Death]) -> None:
+        """Restore the deaths that an earlier coordinator had recorded."""
         for death in deaths:
             if death.rank not in self.ranks and self.expected is not None and death.rank in self.expected:
                 self.deaths[death.rank] = death
@@ -256,14 +257,14 @@ class Membership:
             training=training,
         )
 
-    def wait(self, ranks: tuple[int, ...]) -> None:
-        """These ranks, and no others, wait to be let in."""
+    def set_waiting(self, ranks: tuple[int, ...]) -> None:
+        """Set the ranks that wait to be admitted."""
         if ranks != self.waiting:
             self.waiting = ranks
             self.changed = self.urgent = True
 
-    def release(self, ranks: Iterable[int]) -> None:
-        """Let these ranks go where elastic training lets the world change."""
+    def scale_down(self, ranks: Iterable[int]) -> None:
+        """Release these ranks where elastic training lets the world change."""
         self.leaving.update(ranks)
         self.changed = self.urgent = True
 
@@ -272,8 +273,8 @@ class Membership:
         """Whether any peer has to get the membership, now or later."""
         return self.changed or self.formed or self.urgent or self._ranks_owed
 
-    def audience(self, now: float) -> tuple[int, ...]:
-        """The connections that have to get the membership now. Call it once after each round of events."""
+    def recipients(self, now: float) -> tuple[int, ...]:
+        """Return the connections that have to get the membership now; to be called once after each batch of events."""
         audience: tuple[int, ...] = ()
         if self.changed or self.formed:
             audience = (*self.clients, *self.observers)
@@ -287,11 +288,11 @@ class Membership:
         return audience
 
     def next_report(self) -> float | None:
-        """When ranks have to get the changed membership; ``None`` if they have it."""
+        """Return when ranks have to get the changed membership; ``None`` if they have it."""
         return self.ranks_sent_at + WORLD_INTERVAL if self._ranks_owed else None
 
     def validate(self) -> None:
-        """Assert what must hold between rounds."""
+        """Assert the invariants that hold between batches of events."""
         for rank, peer in self.ranks.items():
             assert peer.rank == rank
             assert rank not in self.deaths

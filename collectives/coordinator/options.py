@@ -1,13 +1,17 @@
-"""Settings of the coordinator."""
+"""Settings of the coordinator's state and server, with their defaults."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.autotune import TuningOptions
-from hvdlab.collectives.coordinator.fusion import FUSION_THRESHOLD
-from hvdlab.collectives.coordinator.history import HISTORY_BYTES
-from hvdlab.collectives.coordinator.scheduling import SCHEDULING_CREDIT
+
+FUSION_THRESHOLD = 64 * 1024 * 1024
+"""Bytes of tensors that are fused into one operation at most (a tensor that alone is larger is not split)."""
+SCHEDULING_CREDIT = 4 * 1024 * 1024
+"""Bytes of tensors with a priority that are ordered and not executed yet, at most (one that alone is larger is ordered nevertheless)."""
+HISTORY_BYTES = 64 * 1024 * 1024
+"""Payload of the event history, in bytes: views that open later can show no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,26 +19,26 @@ class CoordinatorOptions:
     """Settings of the state.
 
     Attributes:
-        size: Ranks 0 to ``size - 1`` are expected; ``None``: a client says which ranks are.
+        size: Ranks 0 to ``size - 1`` are expected; ``None``: a client sets them.
         fusion_threshold: Bytes that are fused into one operation at most; 0 fuses nothing.
-        flush_delay: Seconds that what is ready is held for more to fuse with it; 0 executes at once.
+        flush_delay: Seconds that ready collectives wait for more to fuse with them; 0 executes at once.
         separate_groups: Whether tensors of a group are fused with each other only.
         scheduling_credit: Bytes of tensors with a priority that are executed at a time; 0 orders all at once, whatever their priorities.
         stall_seconds: After how long (and then how often) a waiting collective is reported; 0 never.
         stall_shutdown: After how long a waiting collective ends its epoch; 0 never.
         failure_grace: Seconds that a plane's failure waits for the news that explains it, a rank's death.
-        dispute_grace: Seconds that ranks which disagree wait for the others, so that the error names all that was asked for.
+        dispute_grace: Seconds that ranks which disagree wait for the others, so that the error names all requests.
         history_bytes: Size of the history of events.
         hierarchical_allreduce, hierarchical_allgather: Whether ranks on several hosts work within each host first;
             ``None`` chooses.
         tuning: How to tune the parameters above, or ``None``.
         generation: How many coordinators of these ranks have died before.
         reattach: Seconds that a successor waits for the ranks of its predecessor.
-        pid: The coordinator's process id, as its welcome tells it to peers, or 0.
+        pid: The coordinator's process id, which its welcome has for peers, or 0.
         require_encryption: Refuse ranks whose data would travel between hosts in the clear: empty, ``1``, or the networks
             that count as encrypted.
         by_seniority: Whether members of process sets are in the order in which they came into the world, those that came
-            at once by their numbers; else by their numbers alone.
+            at once by their numbers; otherwise by their numbers alone.
     """
 
     size: int | None = None
@@ -64,7 +68,7 @@ class ServerOptions:
     Attributes:
         token: Secret that the Hello of a rank must show.
         client_token: Secret that the Hello of a client must show, which may post cells to ranks; empty admits no client.
-        hello_timeout: Time for a stranger to introduce itself, and for the peer of a closing connection to read what is left.
+        hello_timeout: Time for a stranger to introduce itself, and for the peer of a closing connection to read its backlog.
         ping_after: Silence after which the server asks a peer for a sign of life.
         dead_after: Silence after which the peer counts as lost, unless it is a process of this host that runs.
         backlog_limit: Bytes that may wait for a peer that does not read.

@@ -1,4 +1,4 @@
-"""What the server waits on: descriptors, and the target that handles each."""
+"""Poller: descriptors that the server waits for, and the target that handles each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Poller(Generic[Target]):
         self._targets[descriptor] = target
 
     def modify(self, watched: Watched, events: int) -> None:
-        """Watch for something else from now on."""
+        """Change the events to watch for."""
         self._epoll.modify(watched.fileno(), events)
 
     def unregister(self, watched: Watched | int) -> None:
@@ -47,7 +47,7 @@ class Poller(Generic[Target]):
         return iter(list(self._targets.values()))
 
     def wait(self, timeout: float | None) -> list[tuple[Target, int]]:
-        """Wait for at most ``timeout`` seconds (``None``: for ever). Returns the targets that have something to do, and what."""
+        """Wait for at most ``timeout`` seconds (``None``: for ever). Returns the targets that are ready, with their events."""
         # Rounded up, or else the caller would spend the last fraction of a millisecond in a busy loop.
         seconds = -1 if timeout is None else math.ceil(timeout * 1000) / 1000
         targets = self._targets

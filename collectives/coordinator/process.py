@@ -1,4 +1,9 @@
-"""Starting the coordinator as a process of its own."""
+"""The coordinator's process, as its starter sees it: settings, listening sockets, start, successor, end.
+
+The starter makes the sockets, and exchanges one line of JSON in each direction with the process over pipes
+(:class:`CoordinatorLaunch`, :class:`CoordinatorReady`). One that keeps the sockets when the coordinator dies lets a rank or client that
+connects meanwhile wait there for the successor, instead of being refused.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +13,37 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from hvdlab.collectives.coordinator.launch import Launch, Ready, settings_from
-from hvdlab.collectives.coordinator.listeners import SOCKET_NAME, Listeners
+from hvdlab.collectives.autotune import TuningOptions
+from hvdlab.collectives.coordinator.options import (
+    FUSION_THRESHOLD,
+    HISTORY_BYTES,
+    SCHEDULING_CREDIT,
+    CoordinatorOptions,
+)
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.knobs import Reader, for_reader
 from hvdlab.collectives.linux import process_state
-from hvdlab.collectives.protocol.address import UNIX_PATH_LIMIT
+from hvdlab.collectives.protocol.address import UNIX_PATH_LIMIT, TlsAddress, UnixAddress
+
+SOCKET_NAME = "coordinator"
+
+
+BACKLOG = 1024
+"""Connections that can wait while no coordinator accepts them; the ranks of a lost coordinator all come at once."""
+
 
 _NAME_LENGTH = len("/hvdlab-abcdefgh/coordinator")
 
@@ -46,7 +66,11 @@ class CoordinatorProcess:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], launch: Launch, listeners: Listeners, ready: Ready
+        self,
+        process: subprocess.Popen[bytes],
+        launch: CoordinatorLaunch,
+        listeners: Listeners,
+        ready: CoordinatorReady,
     ) -> None:
         self._process = process
         # With the certificate, so that a successor gets the same one, which ranks trust.
@@ -75,25 +99,25 @@ class CoordinatorProcess:
         """Start a coordinator and wait until it listens.
 
         Args:
-            size: Number of ranks, if known; else a client says which ranks to expect.
+            size: Number of ranks, if known; otherwise a client sends the ranks to expect.
             directory: Where to make its private directory; by default the system's temporary directory.
             tcp_host: Address on which it listens for ranks of other hosts (TLS), if any.
             linger: Whether it stays, when its starter has ended, until the last rank has gone.
             keep: Whether this process keeps its sockets, for :meth:`respawn`. Ranks that lose the coordinator then wait for a
-                successor (three times ``HVDLAB_REATTACH`` seconds), else they give up at once.
+                successor (three times ``HVDLAB_REATTACH`` seconds), otherwise they give up at once.
             timeout: Seconds that the start may take.
             environ: Mapping in which users' variables are looked up; by default this process's environment.
-            settings: Other fields of :class:`~hvdlab.collectives.coordinator.launch.Launch`, such as
+            settings: Other fields of :class:`~hvdlab.collectives.coordinator.process.CoordinatorLaunch`, such as
                 ``stall_seconds``; they win over users' variables.
 
         Raises:
-            InvalidRequestError: A variable of the environment does not hold what it should.
+            InvalidRequestError: A variable of the environment has an invalid value.
             StartError: It did not come up; the text says why.
         """
         deadline = Deadline(timeout)
         settings = {**settings_from(os.environ if environ is None else environ), **settings}
         private = private_directory(directory)
-        launch = Launch(
+        launch = CoordinatorLaunch(
             secrets.token_hex(32),
             secrets.token_hex(32),
             str(private),
@@ -107,7 +131,7 @@ class CoordinatorProcess:
         try:
             launch = msgspec.structs.replace(launch, **settings)
             listeners = Listeners(private, launch.tcp_host)
-            process, ready = _launch(launch, listeners, deadline)
+            process, ready = _start(launch, listeners, deadline)
         except BaseException:
             if listeners is not None:
                 listeners.close()
@@ -118,7 +142,9 @@ class CoordinatorProcess:
         return cls(process, launch, listeners, ready)
 
     @classmethod
-    def succeed(cls, launch: Launch, listeners: Listeners, timeout: float = 10) -> CoordinatorProcess:
+    def succeed(
+        cls, launch: CoordinatorLaunch, listeners: Listeners, timeout: float = 10
+    ) -> CoordinatorProcess:
         """Start the successor of a coordinator that another process had started, and that has ended.
 
         Args:
@@ -130,7 +156,7 @@ class CoordinatorProcess:
             StartError: The successor did not come up; this may be tried again.
         """
         launch = msgspec.structs.replace(launch, generation=launch.generation + 1, starter=os.getpid())
-        process, ready = _launch(launch, listeners, Deadline(timeout))
+        process, ready = _start(launch, listeners, Deadline(timeout))
         return cls(process, launch, listeners, ready)
 
     @property
@@ -151,7 +177,7 @@ class CoordinatorProcess:
         return process_state(self.pid) in ("T", "t")
 
     def ending(self) -> str:
-        """How it ended (``killed by SIGKILL``, ``exit status 1``); empty as long as it runs."""
+        """Return how it ended (``killed by SIGKILL``, ``exit status 1``); empty as long as it runs."""
         status = self._process.poll()
         if status is None:
             return ""
@@ -163,14 +189,14 @@ class CoordinatorProcess:
             return f"killed by signal {-status}"
 
     def respawn(self, timeout: float = 10, size: int | None = None) -> None:
-        """Kill what is left of this coordinator and start a successor on the same sockets, with the same tokens and certificate.
+        """Kill this coordinator, if it still runs, and start a successor on the same sockets, with the same tokens and certificate.
 
-        Ranks and clients that have lost the connection find the successor at the same addresses. It knows nothing
-        but what they tell it.
+        Ranks and clients that have lost the connection find the successor at the same addresses. It knows only
+        the facts that they send it.
 
         Args:
             timeout: Seconds that the start may take.
-            size: How many ranks the successor has to wait for, if no client will tell it.
+            size: Number of ranks that the successor has to wait for, if no client will send it.
 
         Raises:
             InvalidRequestError: It was started without ``keep``.
@@ -189,7 +215,7 @@ class CoordinatorProcess:
             _end(self._process, 0)
             following = msgspec.structs.replace(self._launch, generation=self._launch.generation + 1)
             launch = following if size is None else msgspec.structs.replace(following, size=size)
-            self._process, _ = _launch(launch, self._listeners, deadline)
+            self._process, _ = _start(launch, self._listeners, deadline)
             self._launch = following
 
     def release(self, timeout: float = 0.2) -> None:
@@ -208,7 +234,7 @@ class CoordinatorProcess:
             self._process.stdout.close()
 
     def close(self, timeout: float = 5) -> None:
-        """End the process and remove what it may have left. Idempotent.
+        """End the process and remove its directory, if it has left it. Idempotent.
 
         Args:
             timeout: Seconds that it has to end by itself before it is killed.
@@ -227,6 +253,167 @@ class CoordinatorProcess:
         self.close()
 
 
+class CoordinatorLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings that the starter sends to the coordinator's process.
+
+    Attributes:
+        token: Secret that ranks have to show.
+        client_token: Secret that clients have to show.
+        directory: A private directory for the socket; the coordinator removes it at its end.
+        starter: Process id of the starter.
+        size: Number of ranks, or ``None`` if a client will send the ranks to expect.
+        tcp_host: Address to listen on for ranks of other hosts, or empty.
+        linger: Whether to stay after the starter's end until no rank is connected.
+        listener: Descriptor of the listening Unix socket, passed on by the starter.
+        tls_listener: Descriptor of the listening socket for other hosts, or -1.
+        certificate, key: PEM texts of the predecessor, or empty to make new ones.
+        generation: How many coordinators there have been before on these sockets.
+        keeps: Whether the starter keeps the sockets for a successor: then the directory stays as long as it lives.
+        reattach: Seconds that a successor waits for the ranks of its predecessor.
+        stall_disable: Neither report nor end stalled collectives, whatever the other fields are.
+        autotune, autotune_log, autotune_*: Whether to tune, the file to log to, and ``TuningOptions``.
+        log_level: The least important lines to write to stderr, as ``logging`` counts.
+        fusion_threshold, …: See ``ServerOptions`` and ``CoordinatorOptions``.
+    """
+
+    token: str
+    client_token: str
+    directory: str
+    starter: int
+    size: int | None = None
+    tcp_host: str = ""
+    linger: bool = False
+    listener: int = -1
+    tls_listener: int = -1
+    certificate: str = ""
+    key: str = ""
+    generation: int = 0
+    keeps: bool = False
+    reattach: float = 10.0
+    fusion_threshold: int = FUSION_THRESHOLD
+    flush_delay: float = 0.0
+    separate_groups: bool = False
+    scheduling_credit: int = SCHEDULING_CREDIT
+    stall_disable: bool = False
+    stall_seconds: float = 10.0
+    stall_shutdown: float = 0.0
+    hierarchical_allreduce: bool | None = None
+    hierarchical_allgather: bool | None = None
+    history_bytes: int = HISTORY_BYTES
+    log_level: int = 30
+    autotune: bool = False
+    autotune_log: str = ""
+    autotune_warmup_samples: int = 3
+    autotune_steps_per_sample: int = 10
+    autotune_max_samples: int = 20
+    ping_after: float = 5.0
+    dead_after: float = 30.0
+    require_encryption: str = ""
+    rank_numbers: str = "stable"
+
+
+class CoordinatorReady(msgspec.Struct, frozen=True):
+    """Answer of the coordinator's process: certificate and key of the TLS socket, if there is one, or why it could not start."""
+
+    certificate: str = ""
+    key: str = ""
+    error: str = ""
+
+
+def settings_from(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Read the coordinator's settings from users' environment variables, as fields of :class:`CoordinatorLaunch`.
+
+    Raises:
+        InvalidRequestError: Variables have invalid values; the text names them.
+    """
+    return for_reader(Reader.COORDINATOR, environ)
+
+
+def state_options(launch: CoordinatorLaunch) -> CoordinatorOptions:
+    """Return the settings of the coordinator's state."""
+    tuning = None
+    if launch.autotune:
+        tuning = TuningOptions(
+            launch.autotune_warmup_samples,
+            launch.autotune_steps_per_sample,
+            launch.autotune_max_samples,
+        )
+    return CoordinatorOptions(
+        size=launch.size,
+        fusion_threshold=launch.fusion_threshold,
+        flush_delay=launch.flush_delay,
+        separate_groups=launch.separate_groups,
+        scheduling_credit=launch.scheduling_credit,
+        stall_seconds=0.0 if launch.stall_disable else launch.stall_seconds,
+        stall_shutdown=0.0 if launch.stall_disable else launch.stall_shutdown,
+        history_bytes=launch.history_bytes,
+        hierarchical_allreduce=launch.hierarchical_allreduce,
+        hierarchical_allgather=launch.hierarchical_allgather,
+        tuning=tuning,
+        generation=launch.generation,
+        reattach=launch.reattach,
+        require_encryption=launch.require_encryption,
+        by_seniority=launch.rank_numbers == "consecutive",
+        pid=os.getpid(),
+    )
+
+
+class Listeners:
+    """A Unix socket, and one for ranks of other hosts if there are any.
+
+    Args:
+        directory: Where the Unix socket is made.
+        tcp_host: Address to listen on for other hosts, or empty.
+        local: The Unix socket, if another process has made it.
+
+    Attributes:
+        address: Address at which ranks and clients of this host connect.
+        tls_address: Address at which those of other hosts connect, or ``None``.
+    """
+
+    def __init__(self, directory: Path, tcp_host: str, local: socket.socket | None = None) -> None:
+        path = directory / SOCKET_NAME
+        self._remote: socket.socket | None = None
+        self.tls_address: str | None = None
+        self._local = local or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            if local is None:
+                self._local.bind(str(path))
+                self._local.listen(BACKLOG)
+            if tcp_host:
+                family = socket.AF_INET6 if ":" in tcp_host else socket.AF_INET
+                self._remote = socket.create_server((tcp_host, 0), family=family, backlog=BACKLOG)
+                self.tls_address = str(TlsAddress(tcp_host, self._remote.getsockname()[1]))
+        except OSError as error:
+            self.close()
+            raise StartError(f"The coordinator could not start: {error}") from error
+        self.address = str(UnixAddress(str(path)))
+        _open.add(self)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Numbers of the two sockets; -1 for one that is not there."""
+        return self._local.fileno(), self._remote.fileno() if self._remote is not None else -1
+
+    def close(self) -> None:
+        """Close the sockets; they live on in a coordinator that has them. Idempotent."""
+        self._local.close()
+        if self._remote is not None:
+            self._remote.close()
+
+
+_open: weakref.WeakSet[Listeners] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    # A child that outlives the starter would keep the sockets open, at which no coordinator accepts any more.
+    for listeners in list(_open):
+        listeners.close()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def remove_directory(directory: Path) -> None:
     """Remove the private directory. Where this process can open no file any more, that works if only a socket is in it."""
     shutil.rmtree(directory, ignore_errors=True)
@@ -237,7 +424,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def private_directory(parent: Path | None) -> Path:
-    """A new directory that only this user may enter, with a path that leaves room for a socket's name. Raises ``StartError``."""
+    """Create a directory that only this user may enter, with a path that leaves room for a socket's name. Raises ``StartError``."""
     candidates = [parent] if parent is not None else [Path(tempfile.gettempdir()), Path("/tmp")]
     for candidate in candidates:
         if len(os.fsencode(candidate)) + _NAME_LENGTH <= UNIX_PATH_LIMIT:
@@ -250,9 +437,9 @@ def private_directory(parent: Path | None) -> Path:
     )
 
 
-def _launch(
-    launch: Launch, listeners: Listeners, deadline: Deadline
-) -> tuple[subprocess.Popen[bytes], Ready]:
+def _start(
+    launch: CoordinatorLaunch, listeners: Listeners, deadline: Deadline
+) -> tuple[subprocess.Popen[bytes], CoordinatorReady]:
     """Start the process and wait until it listens. Raises ``StartError``; no process is left then."""
     local, remote = listeners.descriptors
     process = _spawn(tuple(fd for fd in (local, remote) if fd >= 0))
@@ -276,7 +463,9 @@ def _spawn(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
     )
 
 
-def _exchange(process: subprocess.Popen[bytes], launch: Launch, deadline: Deadline) -> Ready:
+def _exchange(
+    process: subprocess.Popen[bytes], launch: CoordinatorLaunch, deadline: Deadline
+) -> CoordinatorReady:
     assert process.stdin is not None
     assert process.stdout is not None
     line = b""
@@ -296,7 +485,7 @@ def _exchange(process: subprocess.Popen[bytes], launch: Launch, deadline: Deadli
             line += piece
     except BrokenPipeError as error:
         raise StartError("The coordinator ended before it was up; its output on stderr says why.") from error
-    ready = msgspec.json.decode(line, type=Ready)
+    ready = msgspec.json.decode(line, type=CoordinatorReady)
     if ready.error:
         raise StartError(f"The coordinator could not start: {ready.error}")
     return ready

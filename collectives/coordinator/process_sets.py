@@ -1,50 +1,76 @@
-"""Process sets and their epochs."""
+"""Process sets: how their epochs begin and end, how sets are added and removed, and the values that members exchange to connect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
 
 import msgspec
 
-from hvdlab.collectives.coordinator.events import Outbox, SendConfigure
-from hvdlab.collectives.coordinator.matching import Matcher
-from hvdlab.collectives.coordinator.membership import Membership
-from hvdlab.collectives.coordinator.planes import AUTOMATIC, Hierarchy, choose_plane, without_memory
-from hvdlab.collectives.coordinator.store import Store
-from hvdlab.collectives.errors import CauseKind
-from hvdlab.collectives.protocol.messages import Abort, Configure, Dissolve
+from hvdlab.collectives.coordinator.events import Effects, SendConfigure
+from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
+from hvdlab.collectives.coordinator.negotiation import Impossible, Negotiation
+from hvdlab.collectives.coordinator.plane_selection import AUTOMATIC, Hierarchy, choose_plane, without_memory
+from hvdlab.collectives.coordinator.rounds import NegotiationRound
+from hvdlab.collectives.coordinator.signatures import describe
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.protocol.messages import (
+    Abort,
+    Batch,
+    Configure,
+    DeclinePost,
+    Dissolve,
+    Execute,
+    ProcessSetAdded,
+    Signature,
+    StoreValue,
+)
 
 WORLD = 0
+
+
 OPEN, SWITCHING, ENDED = range(3)
+
 
 PAST_STORES = 4
 """Former epochs of a process set whose rendezvous stores are kept."""
 
 
-class ProcessSet:
-    """A process set in its current epoch.
+class AboutSet(Protocol):
+    """A message about one epoch of a process set."""
+
+    @property
+    def process_set(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+
+class ProcessSetState:
+    """State of a process set in its current epoch.
 
     Attributes:
         id: 0 is the world.
         epoch: Grows by one with each change; 0 means never configured.
-        phase: ``OPEN``; ``SWITCHING`` (an orderly change is due: what executes is finished); or ``ENDED`` (aborted).
+        phase: ``OPEN``; ``SWITCHING`` (an orderly change is due: operations that execute are finished); or ``ENDED`` (aborted).
             In the latter two ``epoch`` is the one that ``Configure`` will name.
         members: Ranks, by position. peers: their connections, by position.
         next_members: Ranks of the epoch that is due (those of them that live then); ``None`` if none is due.
-        gone: Members that said Bye. The first collective after that ends the epoch.
+        gone: Members that have sent Bye. The first collective after that ends the epoch.
         former: Ranks that an orderly change left out and that are still connected, with their connections and their
-            last epochs: members may need them to finish what they still execute of those epochs.
+            last epochs: members may need them to finish operations of those epochs.
         aborted: The newest epoch of which nothing is executed any more.
         declined: Epoch and number of the latest request on the board that members were asked to decline.
-        matcher, store, sequence: State of this epoch.
-        past_stores: Stores of former epochs, in which ranks may still be finding each other to finish what they execute.
+        negotiation, store, sequence: Submissions of this epoch, values that its members exchange to connect, number of its last order.
+        past_stores: Stores of former epochs, in which ranks may still be finding each other to finish operations.
         failure: (when, rank, text) of a plane's failure that is about to end the epoch.
-        past_failure: (when, epoch, rank, text) of a plane's failure that is about to end what is executed of a former epoch.
+        past_failure: (when, epoch, rank, text) of a plane's failure that is about to abort operations of a former epoch.
     """
 
     __slots__ = (
-        "aborted", "declined", "epoch", "failure", "former", "gone", "id", "matcher", "members", "next_members",
-        "past_failure", "past_stores", "peers", "phase", "sequence", "store",
+        "aborted", "declined", "epoch", "failure", "former", "gone", "id", "members", "negotiation", "next_members", "past_failure",
+        "past_stores", "peers", "phase", "sequence", "store",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
@@ -61,19 +87,25 @@ class ProcessSet:
         self.past_failure: tuple[float, int, int, str] | None = None
         self.failure: tuple[float, int, str] | None = None
         self.sequence = 0
-        self.matcher = Matcher(())
-        self.store = Store()
-        self.past_stores: dict[int, Store] = {}
+        self.negotiation = Negotiation(())
+        self.store = RendezvousValues()
+        self.past_stores: dict[int, RendezvousValues] = {}
 
     @property
     def current(self) -> tuple[int, ...]:
         """The members, or those that the epoch that is due is for."""
         return self.members if self.next_members is None else self.next_members
 
-    def plane_failed_before(self, due: float, epoch: int, rank: int, text: str) -> None:
-        """The plane of a former epoch failed on a rank; ``due`` is when to end what is still executed of that epoch.
+    @property
+    def quiet(self) -> bool:
+        """Whether all members are there and agree, so that a ready round can be dispatched as it is."""
+        negotiation = self.negotiation
+        return not (self.gone or negotiation.mismatches or negotiation.rejections or negotiation.conflict)
 
-        That ends what is executed of all earlier epochs as well, so of several failures that of the latest epoch is kept.
+    def plane_failed_before(self, due: float, epoch: int, rank: int, text: str) -> None:
+        """Record that the plane of a former epoch failed on a rank; at ``due`` its operations end.
+
+        Those of all earlier epochs end as well, so of several failures that of the latest epoch is kept.
         """
         known = self.past_failure
         if known is None or epoch > known[1]:
@@ -81,79 +113,158 @@ class ProcessSet:
 
     def clear(self) -> None:
         """Forget everything about the epoch but its members."""
-        self.matcher = Matcher(self.members)
-        self.store = Store()
+        self.negotiation = Negotiation(self.members)
+        self.store = RendezvousValues()
         self.failure = None
         self.sequence = 0
 
 
 class ProcessSets:
-    """All process sets of the job; epochs end and begin here."""
+    """Process sets of the job; their epochs end and begin here.
+
+    Args:
+        membership: Ranks that live, and may enter an epoch.
+        effects: Where messages to members are added.
+        hierarchy: Wishes of the user for ranks on several hosts.
+        first_epoch: First epoch of sets of this coordinator, above those of the ones before.
+        by_seniority: Whether members are in the order in which they came into the world, not in that of their numbers.
+
+    Attributes:
+        world: The process set of all ranks.
+        by_id: All process sets, by id; the world has 0.
+    """
 
     def __init__(
         self,
-        membership: Membership,
-        outbox: Outbox,
+        membership: MembershipTable,
+        effects: Effects,
         hierarchy: Hierarchy = AUTOMATIC,
         first_epoch: int = 1,
         *,
         by_seniority: bool = False,
     ) -> None:
-        self.world = ProcessSet(WORLD)
-        self.by_id: dict[int, ProcessSet] = {WORLD: self.world}
+        self.world = ProcessSetState(WORLD)
+        self.by_id: dict[int, ProcessSetState] = {WORLD: self.world}
         self._membership = membership
-        self._outbox = outbox
+        self._effects = effects
         self._hierarchy = hierarchy
         self._by_seniority = by_seniority
         self._next_id = 1
-        self._anew = False  # whether the world was made anew since the last set was added
+        self._world_replaced = (
+            False  # whether all members of the world were replaced since the last set was added
+        )
         # The first epoch that a set of this world gets, and the last that any removed set had.
         self._first_epoch, self._last_epoch = first_epoch, first_epoch - 1
 
-    def __iter__(self) -> Iterator[ProcessSet]:
+    def __iter__(self) -> Iterator[ProcessSetState]:
         return iter(self.by_id.values())
 
-    def containing(self, rank: int) -> list[ProcessSet]:
-        """The sets that have ``rank`` as a member that has not left."""
+    def containing(self, rank: int) -> list[ProcessSetState]:
+        """Return the sets that have ``rank`` as a member that has not left."""
         return [ps for ps in self if rank in ps.members and rank not in ps.gone]
+
+    # -- sets that messages are about ---------------------------------------------------------------------------------
+
+    def open_set(self, rank: RankPeer, message: AboutSet) -> ProcessSetState | None:
+        """Return the process set that a member's message is about, or ``None`` if the message is of an ended epoch."""
+        ps = self.by_id.get(message.process_set)
+        if (
+            ps is None
+            or ps.phase != OPEN
+            or ps.epoch != message.epoch
+            or rank.rank not in ps.negotiation.members
+        ):
+            return None
+        return ps
+
+    def past_set(self, rank: RankPeer, message: AboutSet) -> ProcessSetState | None:
+        """Return the process set of a message of an earlier epoch, in which ranks may still be executing; otherwise ``None``."""
+        ps = self.by_id.get(message.process_set)
+        if ps is None or message.epoch >= ps.epoch or not (rank.rank in ps.members or rank.rank in ps.former):
+            return None
+        return ps
+
+    def values_of(self, rank: RankPeer, message: AboutSet) -> RendezvousValues | None:
+        """Return the values that a message is about: of this epoch, or of an earlier one that ended in order."""
+        ps = self.open_set(rank, message)
+        if ps is not None:
+            return ps.store
+        ps = self.past_set(rank, message)
+        return ps.past_stores.get(message.epoch) if ps is not None else None
+
+    def decline_post(self, rank: RankPeer, message: DeclinePost) -> None:
+        """Pass a request to decline on to the members that may have to."""
+        ps = self.open_set(rank, message)
+        if ps is not None and ps.gone:
+            # A rank that has left has declined everything for good, but perhaps it left before it had mapped the board.
+            left = tuple(sorted(ps.gone))
+            self.abort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
+            return
+        if ps is not None:
+            if (message.epoch, message.number) > ps.declined:
+                ps.declined = message.epoch, message.number
+                self._effects.send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
+        elif (past := self.past_set(rank, message)) is not None:
+            self.send_to_board(past, message)
+
+    def send_to_board(self, ps: ProcessSetState, message: DeclinePost, *, without: int | None = None) -> None:
+        """Pass the message on to all ranks that may be at that board.
+
+        With it go the process ids of those that are there, except ``without``.
+        """
+        there = {*ps.peers, *(peer for peer, _ in ps.former.values())}
+        ranks = [other for other in self._membership.ranks.values() if other.peer in there]
+        peers = tuple(sorted(other.peer for other in ranks))
+        pids = tuple(sorted(other.pid for other in ranks if other.pid != without))
+        self._effects.send(peers, msgspec.structs.replace(message, pids=pids))
 
     # -- ends of epochs -------------------------------------------------------------------------------------------
 
-    def abort(self, ps: ProcessSet, kind: CauseKind, ranks: Iterable[int], text: str, site: str = "") -> None:
-        """End the epoch: everything pending fails on every member. Without effect if it was aborted and the next has not begun."""
+    def abort(
+        self, ps: ProcessSetState, kind: CauseKind, ranks: Iterable[int], text: str, site: str = ""
+    ) -> None:
+        """Abort the epoch: everything pending fails on every member. Without effect if it was aborted and the next has not begun."""
         if ps.phase == ENDED:
             return
         old = ps.epoch if ps.phase == OPEN else ps.epoch - 1
-        pending = ps.matcher.report()
-        self._tell(ps, Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending))
+        pending = ps.negotiation.report()
+        self._send_abort(ps, Abort(ps.id, old, kind.value, tuple(ranks), text, site, pending))
         self._end(ps, ENDED)
 
     def abort_past(
-        self, ps: ProcessSet, epoch: int, kind: CauseKind, ranks: Iterable[int], text: str, site: str = ""
+        self,
+        ps: ProcessSetState,
+        epoch: int,
+        kind: CauseKind,
+        ranks: Iterable[int],
+        text: str,
+        site: str = "",
     ) -> None:
-        """End what is still executed of the epochs up to ``epoch``, which ended in order."""
+        """Abort operations that are still executed of the epochs up to ``epoch``, which ended in order."""
         if ps.aborted < epoch < ps.epoch:
-            self._tell(ps, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
+            self._send_abort(ps, Abort(ps.id, epoch, kind.value, tuple(ranks), text, site))
 
-    def _tell(self, ps: ProcessSet, abort: Abort) -> None:
+    def _send_abort(self, ps: ProcessSetState, abort: Abort) -> None:
         """Send an abort to members that live, and to former members that may be executing something with them."""
         ps.aborted = abort.epoch
         ps.past_stores = {epoch: store for epoch, store in ps.past_stores.items() if epoch > abort.epoch}
-        self._outbox.send(self._living_peers(ps), abort)
+        self._effects.send(self._living_peers(ps), abort)
         for rank, (peer, last) in list(ps.former.items()):
             mine = abort if last >= abort.epoch else msgspec.structs.replace(abort, epoch=last, pending=())
-            self._outbox.send((peer,), mine)
+            self._effects.send((peer,), mine)
             if last <= abort.epoch:
                 del ps.former[rank]
 
-    def switch(self, ps: ProcessSet, members: tuple[int, ...]) -> None:
-        """Change over to new members in order: ranks finish in the old epoch what they were ordered to execute, and announce
-        again in the new one what is pending."""
+    def change_members(self, ps: ProcessSetState, members: tuple[int, ...]) -> None:
+        """Change over to new members in order.
+
+        Ranks finish the operations that were ordered in the old epoch, and announce their pending submissions again in the new one.
+        """
         ps.next_members = members
         if ps.phase == OPEN:
             self._end(ps, SWITCHING)
 
-    def _end(self, ps: ProcessSet, phase: int) -> None:
+    def _end(self, ps: ProcessSetState, phase: int) -> None:
         if ps.phase == OPEN:
             if phase == SWITCHING:
                 if ps.failure is not None:
@@ -170,12 +281,12 @@ class ProcessSets:
 
     # -- beginnings -----------------------------------------------------------------------------------------------
 
-    def add(self, ranks: tuple[int, ...]) -> ProcessSet:
-        """Add a process set, and configure it at once. Ids begin anew with a new world; together with the epoch each is unique."""
-        if self._anew and len(self.by_id) == 1:
+    def add(self, ranks: tuple[int, ...]) -> ProcessSetState:
+        """Add a process set, and configure it at once. Ids begin at 1 again with a new world; together with the epoch each is unique."""
+        if self._world_replaced and len(self.by_id) == 1:
             self._next_id, self._first_epoch = 1, self._last_epoch + 1
-        self._anew = False
-        ps = ProcessSet(self._next_id)
+        self._world_replaced = False
+        ps = ProcessSetState(self._next_id)
         self._next_id += 1
         self.by_id[ps.id] = ps
         ps.epoch = self._first_epoch
@@ -196,22 +307,22 @@ class ProcessSets:
         self._next_id = max(self._next_id, last_id + 1)
         self._first_epoch = max(self._first_epoch, epoch)
         for id, members in sets.items():
-            ps = self.by_id.setdefault(id, ProcessSet(id))
+            ps = self.by_id.setdefault(id, ProcessSetState(id))
             ps.epoch = self._first_epoch
             ps.aborted = ps.epoch - 1
             ps.next_members = members
             ps.peers = tuple(ranks[rank].peer for rank in members)  # these are no newcomers
 
-    def remove(self, ps: ProcessSet, peers: tuple[int, ...]) -> None:
+    def remove(self, ps: ProcessSetState, peers: tuple[int, ...]) -> None:
         """Dissolve a process set; its pending collectives have been aborted before."""
         self._forget(ps)
-        self._outbox.send(peers, Dissolve(ps.id))
+        self._effects.send(peers, Dissolve(ps.id))
 
-    def _forget(self, ps: ProcessSet) -> None:
+    def _forget(self, ps: ProcessSetState) -> None:
         del self.by_id[ps.id]
         self._last_epoch = max(self._last_epoch, ps.epoch)
 
-    def configure(self, ps: ProcessSet) -> None:
+    def configure(self, ps: ProcessSetState) -> None:
         """Open the epoch that is due, with those of its members that live."""
         ranks = self._membership.ranks
         members = self._in_order(ps, [r for r in ps.next_members or () if self._may_enter(ps, r)])
@@ -232,7 +343,7 @@ class ProcessSets:
                 self._forget(ps)
             return
         if ps is self.world:
-            self._anew = self._anew or old.isdisjoint(ps.peers)
+            self._world_replaced = self._world_replaced or old.isdisjoint(ps.peers)
             for rank in members:
                 ranks[rank].admitted = True
             self._membership.formed = True
@@ -241,21 +352,21 @@ class ProcessSets:
         described = tuple(ranks[r].member for r in members)
         choice = choose_plane(described, self._hierarchy)
         for note in choice.notes:
-            self._outbox.log(f"process set {ps.id}: {note}")
+            self._effects.log(f"process set {ps.id}: {note}")
         message = Configure(
             ps.id, ps.epoch, described, choice.plane, choice.options, choice.memory > 0, choice.device_planes
         )
         if not choice.memory:
-            self._outbox.send(ps.peers, message)
+            self._effects.send(ps.peers, message)
             return
         other = without_memory(choice)
         fallback = msgspec.structs.replace(
             message, plane=other.plane, options=other.options, has_memory=False
         )
-        self._outbox.effects.append(SendConfigure(ps.peers, message, choice.memory, fallback))
+        self._effects.add(SendConfigure(ps.peers, message, choice.memory, fallback))
 
-    def _in_order(self, ps: ProcessSet, entering: Iterable[int]) -> tuple[int, ...]:
-        """The members of the epoch that is due, by position.
+    def _in_order(self, ps: ProcessSetState, entering: Iterable[int]) -> tuple[int, ...]:
+        """Return the members of the epoch that is due, by position.
 
         With ``by_seniority``, ranks that were members before keep their order and newcomers come behind them, also one that has
         the number of a rank that was lost.
@@ -271,10 +382,10 @@ class ProcessSets:
         old = [rank for rank in before if rank in members and self._membership.ranks[rank].peer in ps.peers]
         return (*old, *(rank for rank in members if rank not in old))
 
-    def _may_enter(self, ps: ProcessSet, rank: int) -> bool:
-        """Whether a rank lives and knows of the set: one that has left and come back on a new connection is a member of nothing."""
+    def _may_enter(self, ps: ProcessSetState, rank: int) -> bool:
+        """Return whether a rank lives and knows of the set: one that has come back on a new connection is a member of nothing."""
         peer = self._membership.ranks.get(rank)
-        if peer is None or peer.leaving or peer.behind:
+        if peer is None or peer.leaving or peer.outdated:
             return False
         if ps is self.world:
             return rank not in self._membership.returning
@@ -286,7 +397,7 @@ class ProcessSets:
             if ps.phase != OPEN and ps.next_members is not None:
                 self.configure(ps)
 
-    def _living_peers(self, ps: ProcessSet) -> tuple[int, ...]:
+    def _living_peers(self, ps: ProcessSetState) -> tuple[int, ...]:
         ranks = self._membership.ranks
         return tuple(
             peer
@@ -294,15 +405,98 @@ class ProcessSets:
             if rank in ranks and ranks[rank].peer == peer
         )
 
+    # -- sets that ranks add and remove, and planes that fail ------------------------------------------------------
+
+    def change_sets(self, ps: ProcessSetState, current: NegotiationRound) -> None:
+        """Add or remove a process set, as all members have asked for; reject the request on all of them if that is impossible."""
+        signature = current.info.signature
+        if signature.kind == OpKind.ADD_PROCESS_SET:
+            self._add_set(ps, current, tuple(sorted(set(signature.ranks))))
+            return
+        target = self._find_set(signature)
+        if target is None:
+            self._reject_change(ps, current, "there is no such process set")
+            return
+        self.abort(target, CauseKind.MEMBERSHIP, (), f"process set {target.id} was removed")
+        self.remove(target, ps.peers)
+        for rank, peer in zip(ps.members, ps.peers, strict=True):
+            batch = Batch((current.submissions[rank].local,))
+            self._effects.send((peer,), Execute(ps.id, ps.epoch, ps.sequence, (batch,)))
+
+    def _add_set(self, ps: ProcessSetState, current: NegotiationRound, ranks: tuple[int, ...]) -> None:
+        absent = [rank for rank in ranks if rank not in ps.members]
+        if absent or not ranks:
+            self._reject_change(
+                ps, current, f"{format_ranks(absent)} not in the world" if absent else "it needs a rank"
+            )
+            return
+        added = self.add(ranks)
+        for rank, peer in zip(ps.members, ps.peers, strict=True):
+            self._effects.send((peer,), ProcessSetAdded(current.submissions[rank].local, added.id, ranks))
+
+    def _find_set(self, signature: Signature) -> ProcessSetState | None:
+        """Return the process set to remove: that with the id in ``root``, or without one by its ranks."""
+        if signature.root > 0:
+            return self.by_id.get(signature.root)
+        for ps in self:
+            if ps.id > 0 and ps.members == tuple(sorted(set(signature.ranks))):
+                return ps
+        return None
+
+    def _reject_change(self, ps: ProcessSetState, current: NegotiationRound, why: str) -> None:
+        info = current.info
+        verdict = Impossible(info.name, f"{describe(info.signature)}: {why}.")
+        for rank, peer in zip(ps.members, ps.peers, strict=True):
+            self._effects.send((peer,), verdict.message(ps.id, ps.epoch, (current.submissions[rank].local,)))
+
+    def abort_failed(self, now: float) -> None:
+        """Abort the epochs whose plane failed a moment ago, and for which no better explanation has come since."""
+        for ps in list(self):
+            if ps.failure is not None and now >= ps.failure[0]:
+                _, rank, text = ps.failure
+                self.abort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+            if ps.past_failure is not None and now >= ps.past_failure[0]:
+                _, epoch, rank, text = ps.past_failure
+                ps.past_failure = None
+                self.abort_past(ps, epoch, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
+
     def validate(self) -> None:
-        """Assert what must hold between rounds."""
+        """Assert the invariants that hold between batches of events."""
         ranks = self._membership.ranks
         for id, ps in self.by_id.items():
             assert ps.id == id
             assert ps.phase == OPEN or not ps.members, (id, ps.phase)
             assert ps.next_members is None
             assert ps.gone <= set(ps.members)
-            assert ps.matcher.ranks == ps.members
+            assert ps.negotiation.ranks == ps.members
             for rank, peer in zip(ps.members, ps.peers, strict=True):
                 assert rank in ps.gone or (ranks[rank].peer == peer), (id, rank)
-            ps.matcher.validate()
+            ps.negotiation.validate()
+
+
+def _plane_failure(rank: int, text: str) -> str:
+    return f"the data plane failed on rank {rank}: {text}"
+
+
+class RendezvousValues:
+    """Values by key that the members of one epoch exchange to connect, and the peers that wait for keys that are not set yet."""
+
+    __slots__ = ("_values", "_waiting")
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, list[tuple[int, int]]] = {}
+
+    def set(self, key: str, value: bytes, effects: Effects) -> None:
+        """Keep a value (the last one counts) and answer the peers that wait for it."""
+        self._values[key] = value
+        for peer, ticket in self._waiting.pop(key, ()):
+            effects.send((peer,), StoreValue(ticket, value))
+
+    def get(self, key: str, peer: int, ticket: int, effects: Effects) -> None:
+        """Answer ``peer`` now, or once the key is set."""
+        value = self._values.get(key)
+        if value is None:
+            self._waiting.setdefault(key, []).append((peer, ticket))
+        else:
+            effects.send((peer,), StoreValue(ticket, value))

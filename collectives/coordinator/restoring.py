@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.coordinator import arrivals
 from hvdlab.collectives.coordinator.events import CloseConnection
-from hvdlab.collectives.coordinator.membership import Membership, RankPeer
+from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class Restoring:
         self.resumed.pop(rank, None)
         self.alive.pop(rank, None)
 
-    def awaited(self, membership: Membership) -> list[int]:
+    def awaited(self, membership: MembershipTable) -> list[int]:
         """Ranks that lived and have not come, and that still have a place in the world."""
         known = self.resumed.keys() | membership.deaths.keys() | self.renewed
         expected = membership.expected
@@ -98,7 +97,7 @@ def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: f
             state.cells.begin(cell, rank.rank)
     if message.elastic:
         state.elastic.training.add(rank.rank)
-    state.check_admission = True
+    state.admission.due = True
     if state.restoring.active:
         if message.released:
             state.restoring.released.add(rank.rank)
@@ -106,7 +105,7 @@ def on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: f
         return
     for known in message.sets:
         if known.id > 0:
-            state.outbox.send((rank.peer,), m.Dissolve(known.id))
+            state.effects.send((rank.peer,), m.Dissolve(known.id))
 
 
 def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float) -> None:
@@ -114,10 +113,10 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
     for death in message.deaths:
         back = state.membership.ranks.get(death.rank)
         if back is not None and back.pid == death.pid:  # the others have gone on without it
-            state.outbox.effects.append(CloseConnection(back.peer))
-            arrivals.lose(state, back.peer, death.reason, now)
-    arrivals.resize(state, message.expected)
-    state.membership.recall(message.deaths)
+            state.effects.add(CloseConnection(back.peer))
+            state.peer_lost(back.peer, death.reason, now)
+    state.admission.set_expected(message.expected)
+    state.membership.restore_deaths(message.deaths)
     restoring = state.restoring
     restoring.recalled = True
     restoring.cells = message.cells
@@ -127,8 +126,8 @@ def on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float)
             restoring.alive[member.rank] = member.pid
     else:
         _begin_cells(state)
-    arrivals.release(state, message.released)
-    state.check_admission = True
+    state.admission.scale_down(message.released)
+    state.admission.due = True
 
 
 def end_wait(state: CoordinatorState, now: float) -> None:
@@ -148,15 +147,15 @@ def end_wait(state: CoordinatorState, now: float) -> None:
         membership.record_death(rank, restoring.alive[rank], reason, now, explained=False, admitted=True)
     if membership.expected is None and state.elastic.active:
         # No client may come for long, if the notebook of a kept pool has ended together with the coordinator: the ranks train on.
-        membership.expect({*membership.ranks, *membership.deaths})
+        membership.set_expected({*membership.ranks, *membership.deaths})
         membership.awaited -= membership.deaths.keys()
     _restore_sets(state)
     _begin_cells(state)
     # A rank that has not resumed is dead, or another process than the one that was to be let go.
-    arrivals.release(state, tuple(restoring.resumed.keys() & restoring.released))
-    membership.changed = membership.urgent = state.check_admission = True
+    state.admission.scale_down(tuple(restoring.resumed.keys() & restoring.released))
+    membership.changed = membership.urgent = state.admission.due = True
     count = len(restoring.resumed)
-    state.outbox.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks")
+    state.effects.note(f"took over from coordinator {restoring.generation - 1} with {count} ranks")
     restoring.resumed, restoring.alive = {}, {}
 
 
@@ -176,13 +175,15 @@ def _restore_sets(state: CoordinatorState) -> None:
             kept[id] = members
             # A rank that was cut off when the others went on without it is no member any more, and must not wait to be one.
             former = [r for r, said in restoring.resumed.items() if r not in members and _is_in(said, id, r)]
-            state.outbox.send(tuple(state.membership.ranks[r].peer for r in former if id > 0), m.Dissolve(id))
+            state.effects.send(
+                tuple(state.membership.ranks[r].peer for r in former if id > 0), m.Dissolve(id)
+            )
             for rank in (state.membership.ranks[r] for r in former if id == 0):
                 if rank.tracked or restoring.resumed[rank.rank].elastic:
-                    arrivals.fall_behind(state, rank)
+                    state.admission.become_outdated(rank)
         else:
             knowing = [r for r, said in restoring.resumed.items() if any(k.id == id for k in said.sets)]
-            state.outbox.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))
+            state.effects.send(tuple(state.membership.ranks[r].peer for r in knowing), m.Dissolve(id))
     last_set = max((said.last_set for said in restoring.resumed.values()), default=0)
     state.sets.restore(kept, last_set, max((known.epoch for known in newest.values()), default=0) + 1)
     if newest and not restoring.recalled:

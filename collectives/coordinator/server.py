@@ -1,7 +1,7 @@
-"""The shell around the coordinator's state: sockets, clock and one poller.
+"""Server: the shell around the coordinator's state, with sockets, clock and one poller.
 
-The server waits for everything in one call; its timeout is the time of the next thing that is due, so the coordinator of an idle
-job wakes up for heartbeats only.
+The server waits for everything in one call, until the next thing is due. So the coordinator of an idle job wakes up for heartbeats
+only.
 """
 
 from __future__ import annotations
@@ -15,25 +15,32 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from hvdlab.collectives.coordinator.connection import CLOSING, EVERYTHING, OPEN, SHAKING, Connection
-from hvdlab.collectives.coordinator.connections import NEVER, Connections
+from hvdlab.collectives.coordinator.connections import (
+    CLOSING,
+    EVERYTHING,
+    NEVER,
+    OPEN,
+    SHAKING,
+    Connection,
+    Connections,
+)
+from hvdlab.collectives.coordinator.event_history import LaggingSubscriber
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     Effect,
     Event,
     Log,
     PeerConnected,
-    Received,
     Send,
     SendConfigure,
     Tick,
     Tuned,
 )
+from hvdlab.collectives.coordinator.liveness import Liveness
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE
 from hvdlab.collectives.coordinator.state import CoordinatorState
-from hvdlab.collectives.coordinator.watchers import Watcher
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.codec import decode_hello, encode
@@ -44,7 +51,6 @@ from hvdlab.collectives.protocol.messages import (
     Message,
     Pong,
     RankEvents,
-    RankLost,
     Refused,
 )
 from hvdlab.collectives.protocol.rosters import ROSTERS, SentMembers
@@ -79,14 +85,21 @@ class UnsoundStateError(Exception):
     """The failure of a handler that left the coordinator's state broken; the process must end."""
 
 
-class Server:
-    """Serves listeners until it is stopped.
+class CoordinatorServer:
+    """Event loop that serves the coordinator's listeners until it is stopped.
 
     Args:
         options: Settings.
         log: Takes warnings for the operator.
-        note: Takes lines about ordinary events, deaths included, of which the server tells its peers anyway.
+        note: Takes lines about ordinary events, deaths included, which peers learn anyway.
         memory: Creates shared memory, as :func:`create_memory` does; tests let it fail.
+
+    Attributes:
+        options: The settings.
+        state: The state machine that decides.
+        connections: The accepted sockets.
+        alone: Whether the starter is gone.
+        on_alone: Called once when the starter is gone.
     """
 
     def __init__(
@@ -101,7 +114,7 @@ class Server:
         offset = time.time() - time.monotonic()
         self.state = CoordinatorState(options.state, wall=lambda now: now + offset, clock=time.monotonic_ns)
         self.connections = Connections(options, log)
-        self.connections.excused = self.state.is_paused
+        self._liveness = Liveness(self.connections, self.state, options, log)
         self._poller = self.connections.poller
         self._log, self._note = log, note
         self._memory = memory
@@ -111,7 +124,7 @@ class Server:
         self._due = NEVER  # of the state
         self._running = True
         self.on_alone: Callable[[], None] = lambda: None
-        self.alone = False  # whether the starter is gone
+        self.alone = False
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -142,7 +155,7 @@ class Server:
         self._poller.register(descriptor, READ, callback)
 
     def stop(self) -> None:
-        """Leave :meth:`serve` after what is being handled."""
+        """Leave :meth:`serve` after the present batch of events."""
         self._running = False
 
     def _read_lifeline(self, descriptor: int, linger: bool) -> None:
@@ -172,12 +185,12 @@ class Server:
             self.connections.close()
 
     def timeout(self) -> float | None:
-        """Seconds until something is due, or ``None`` for never."""
-        due = min(self._due, self.connections.next_sweep)
+        """Return the seconds until something is due, or ``None`` for never."""
+        due = min(self._due, self.connections.next_check)
         return None if due == NEVER else max(0.0, due - time.monotonic())
 
     def serve_once(self, timeout: float | None) -> None:
-        """Wait at most ``timeout`` seconds for something to happen, and handle what has."""
+        """Wait at most ``timeout`` seconds for something to happen, and handle it."""
         connections = self.connections
         ready = self._poller.wait(timeout)
         now = time.monotonic()
@@ -193,17 +206,18 @@ class Server:
                 if target.phase != OPEN:
                     self._read_stranger(target, events)
                 elif target.client:
-                    # What the pool says about a cell comes before what the cell's ranks say.
-                    self._read(target, events, now)
+                    # The pool's message about a cell comes before those of the cell's ranks.
+                    self._liveness.read(target, events, now)
                 else:
                     later.append(target)
         for connection in later:
-            self._read(connection, events, now)
-        if now >= connections.next_sweep:
-            connections.sweep(now, events)
+            self._liveness.read(connection, events, now)
+        if now >= connections.next_check:
+            connections.check_timeouts(now)
+            self._liveness.check(now, events)
         if now >= self._due:
             events.append(Tick())
-        # The sweep's pings may have been too much for a peer that does not read.
+        # The pings of the check may have been too much for a peer that does not read.
         events, connections.lost = events + connections.lost, []
         while events:
             self._perform(self.state.handle_all(events, now))
@@ -240,20 +254,20 @@ class Server:
                 sock.getpeername()  # a connection that ended before it was accepted can't be wrapped
                 sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
-            self.connections.turned_away.tell(f"a connection is closed: {error}")
+            self.connections.rejections.add(f"a connection is closed: {error}")
             sock.close()
             return
         self.connections.add(sock)
 
     def _make_room(self, listener: socket.socket, context: ssl.SSLContext | None, error: OSError) -> None:
-        """No descriptor is left: close the oldest stranger that has not said Hello; if there is none, newcomers have to wait."""
-        if self.connections.drop_oldest_stranger():
+        """Close the oldest stranger that has not sent its Hello, as no descriptor is left; without one newcomers have to wait."""
+        if self.connections.close_oldest_stranger():
             return
         self._accept_later(listener, context, str(error))
 
     def _accept_later(self, listener: socket.socket, context: ssl.SSLContext | None, reason: str) -> None:
-        """Let newcomers wait at the listener for a while: it would be readable all the time."""
-        self.connections.turned_away.tell(f"new connections have to wait: {reason}")
+        """Stop watching the listener for a while, since it would be readable all the time; newcomers wait at it."""
+        self.connections.rejections.add(f"new connections have to wait: {reason}")
         self._poller.unregister(listener)
         self.connections.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._watch(listener, context))
 
@@ -265,18 +279,18 @@ class Server:
             if payloads:
                 self._introduce(connection, payloads, events)
         except ConnectionLost:
-            self.connections.drop(connection)
+            self.connections.close_now(connection)
         except (OSError, ProtocolError) as error:
-            self.connections.turned_away.tell(f"{connection.name} is closed: {error}")
-            self.connections.drop(connection)
+            self.connections.rejections.add(f"{connection.name} is closed: {error}")
+            self.connections.close_now(connection)
 
     def _introduce(self, connection: Connection, payloads: list[memoryview], events: list[Event]) -> None:
         hello = decode_hello(payloads[0])
         reason = self._refusal(hello)
         if reason:
-            self.connections.turned_away.tell(f"{connection.name} is refused: {reason}")
+            self.connections.rejections.add(f"{connection.name} is refused: {reason}")
             self.connections.write(connection, encode(Refused(reason)))
-            self.connections.finish(connection)
+            self.connections.close_after_flush(connection)
             return
         if len(payloads) > 1:
             raise ProtocolError("it did not wait for the answer to its Hello")
@@ -295,43 +309,11 @@ class Server:
         return ""
 
     def _role_of(self, token: str) -> str:
-        """What a peer with this token may be: ``rank``, ``client``, or nothing."""
+        """Return the role of a peer with this token: ``rank``, ``client``, or an empty text."""
         for role, expected in (("rank", self.options.token), ("client", self.options.client_token)):
             if expected and hmac.compare_digest(token.encode(), expected.encode()):
                 return role
         return ""
-
-    def _read(self, connection: Connection, events: list[Event], now: float) -> None:
-        peer = connection.peer
-        if peer not in self.connections.open:
-            return
-        try:
-            for payload in connection.endpoint.receive():
-                message = connection.decode(payload)
-                if type(message) is RankLost and connection.client:
-                    self._read_last_words(message, events)
-                events.append(Received(peer, message))
-            connection.heard = now
-        except ConnectionLost as error:
-            detail = f" ({error})" if connection.tls else ""
-            self.connections.lose(connection, f"its connection ended without a goodbye{detail}", events)
-        except ProtocolError as error:
-            self._log(f"{connection.name} is closed: {error}")
-            self.connections.lose(connection, f"it sent {error}", events, faulty=True)
-
-    def _read_last_words(self, lost: RankLost, events: list[Event]) -> None:
-        """Take in what a rank had written before its process ended: one that said goodbye has not died.
-
-        That was written before the launcher could see the end, but may lie unread where clients are read first.
-        """
-        rank = self.state.membership.ranks.get(lost.rank)
-        connection = self.connections.open.get(rank.peer) if rank is not None else None
-        if rank is None or connection is None or rank.pid != lost.pid:
-            return
-        # How the connection ended matters no more: the launcher knows better how the process did.
-        with contextlib.suppress(ConnectionLost, ProtocolError):
-            while payloads := connection.endpoint.receive():
-                events += [Received(rank.peer, connection.decode(payload)) for payload in payloads]
 
     # -- effects --------------------------------------------------------------------------------------------------
 
@@ -361,7 +343,7 @@ class Server:
             elif type(effect) is CloseConnection:
                 closing = by_peer.get(effect.peer)
                 if closing is not None:
-                    connections.finish(closing)
+                    connections.close_after_flush(closing)
             elif type(effect) is Log:
                 (self._log if effect.warning else self._note)(effect.text)
             elif type(effect) is Tuned:
@@ -393,9 +375,9 @@ class Server:
             connection = self.connections.open.get(peer)
             if connection is None:
                 continue
-            if connection.watcher is None:
-                connection.watcher = Watcher()
-            batch = connection.watcher.take(message, connection.endpoint.backlog)
+            if connection.subscriber is None:
+                connection.subscriber = LaggingSubscriber()
+            batch = connection.subscriber.next_batch(message, connection.endpoint.backlog)
             if batch is not None:
                 self.connections.write(connection, frame if batch is message else encode(batch), bulk=True)
 

@@ -1,4 +1,4 @@
-"""Signatures as objects that are compared by identity, and what ranks have defined their local ids to be."""
+"""Signatures as objects that are compared by identity, and the definitions of the ranks' local ids."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Channel = tuple[str, int]
 FuseKey = tuple[int, int, str, float, float]
 
 
-class Interned:
-    """The one object for all equal signatures.
+class InternedSignature:
+    """Unique object for all equal signatures.
 
     Attributes:
+        signature, name, kind: The signature, and the fields of it that are read most.
         references: How many definitions use it.
-        group: Equal for the tensors that are released together; empty for one that stands alone.
+        group, group_size: Equal for the tensors that are dispatched together, empty for one that stands alone; and their number.
         fuse_key: Equal for allreduces that may be one operation; ``None`` for collectives that are never fused.
         nbytes: Size of the tensor in bytes, for the fusion threshold.
         between: The two ranks that a message goes between, or the one that receives from any rank; empty for a collective of all members.
@@ -59,60 +60,69 @@ class Interned:
                 signature.postscale,
             )
 
-    def may_get(self, message: Interned) -> bool:
-        """Whether this receive from any rank fits a message of its channel."""
+    def may_get(self, message: InternedSignature) -> bool:
+        """Return whether this receive from any rank fits a message of its channel."""
         own, other = self.signature, message.signature
         return (own.dtype, own.shape, own.device) == (other.dtype, other.shape, other.device)
 
 
-class Defined:
-    """What a rank's local id stands for. Only allreduces have a priority."""
+class LocalDefinition:
+    """Definition of a rank's local id.
+
+    Attributes:
+        local: The local id.
+        info: The signature that it stands for.
+        site: The user's line that submits it.
+        priority: Its priority, or ``None``; only allreduces have one.
+    """
 
     __slots__ = ("info", "local", "priority", "site")
 
-    def __init__(self, local: int, info: Interned, site: str, priority: int | None = None) -> None:
+    def __init__(self, local: int, info: InternedSignature, site: str, priority: int | None = None) -> None:
         self.local, self.info, self.site = local, info, site
         self.priority = priority if info.fuse_key is not None else None
 
 
 class SignatureTable:
-    """Interns signatures for as long as some rank's definition uses them."""
+    """Table of signatures that some rank's definition uses."""
 
     def __init__(self) -> None:
-        self._interned: dict[Signature, Interned] = {}
+        self._interned: dict[Signature, InternedSignature] = {}
 
     def __len__(self) -> int:
         return len(self._interned)
 
-    def __iter__(self) -> Iterator[Interned]:
+    def __iter__(self) -> Iterator[InternedSignature]:
         return iter(self._interned.values())
 
-    def define(self, definitions: dict[int, Defined], definition: Definition) -> None:
-        """Enter a rank's definition; a local id may be defined anew."""
+    def define(self, definitions: dict[int, LocalDefinition], definition: Definition) -> None:
+        """Add a rank's definition; it replaces an earlier one of that local id."""
         signature = _comparable(definition.signature)
         info = self._interned.get(signature)
         if info is None:
-            info = self._interned[signature] = Interned(signature)
+            info = self._interned[signature] = InternedSignature(signature)
         info.references += 1
         old = definitions.get(definition.local)
-        definitions[definition.local] = Defined(definition.local, info, definition.site, definition.priority)
+        definitions[definition.local] = LocalDefinition(
+            definition.local, info, definition.site, definition.priority
+        )
         if old is not None:
             self._release(old.info)
 
-    def forget(self, definitions: dict[int, Defined]) -> None:
+    def forget(self, definitions: dict[int, LocalDefinition]) -> None:
         """Drop all definitions of a rank that is gone."""
         for defined in definitions.values():
             self._release(defined.info)
         definitions.clear()
 
-    def _release(self, info: Interned) -> None:
+    def _release(self, info: InternedSignature) -> None:
         info.references -= 1
         if info.references == 0:
             del self._interned[info.signature]
 
 
 def _comparable(signature: Signature) -> Signature:
-    """The same, but with the object ``math.nan`` for a factor that is NaN: a dict finds that again, as it finds no other NaN.
+    """Return the same, but with the object ``math.nan`` for a factor that is NaN: a dict finds that again, as it finds no other NaN.
 
     A factor such as 1 / loss is NaN on all ranks once the training has diverged, which is no disagreement.
     """
@@ -142,7 +152,7 @@ def kind_label(kind: int) -> str:
 
 
 def describe(signature: Signature, *, device: bool = False) -> str:
-    """A request in words, such as ``allreduce float32[10, 4] sum``. Names the device if it is not the host, or if ``device`` is true."""
+    """Describe a request in words, such as ``allreduce float32[10, 4] sum``. Names the device if it is not the host, or if ``device`` is true."""
     kind = signature.kind
     words = [kind_label(kind)]
     if kind in (OpKind.ADD_PROCESS_SET, OpKind.REMOVE_PROCESS_SET):

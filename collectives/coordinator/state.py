@@ -1,43 +1,46 @@
 """The coordinator as a pure state machine: events in, effects out.
 
-No sockets, threads or clocks: the server owns them, calls :meth:`CoordinatorState.handle_all` with what has happened
-and ``now`` (monotonic seconds), and carries out the effects in order. Events that are handled in one call make one
-*round*: what becomes ready in it is fused, and changes of membership take effect together at its end.
+No sockets, threads or clocks: the server owns them, calls :meth:`CoordinatorState.handle_all` with the events of one wait
+and ``now`` (monotonic seconds), and carries out the effects in order. Events that are handled in one call make one *batch of events*:
+collectives that become ready in it are fused, and changes of membership take effect together at its end.
+
+The class decides the order of events and effects; the functions below it handle one kind of message each (:data:`RANK_HANDLERS`,
+:data:`CLIENT_HANDLERS`).
 """
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
-from hvdlab.collectives.coordinator import arrivals, elastic, releasing, restoring, set_changes
-from hvdlab.collectives.coordinator.cells import Cells
-from hvdlab.collectives.coordinator.client_messages import TO_CLIENTS
-from hvdlab.collectives.coordinator.elastic import Elastic
+from hvdlab.collectives.coordinator import restoring
+from hvdlab.collectives.coordinator.admission import Admission, ElasticRanks
+from hvdlab.collectives.coordinator.deadlock import RunningCells, describe_deadlock, find_deadlock
+from hvdlab.collectives.coordinator.event_history import UNREAD_BYTES, EventHistory
 from hvdlab.collectives.coordinator.events import (
     CloseConnection,
     Effect,
+    Effects,
     Event,
-    Outbox,
     PeerConnected,
     PeerLost,
     Received,
 )
-from hvdlab.collectives.coordinator.history import UNREAD_BYTES, History
-from hvdlab.collectives.coordinator.holding import Holding
-from hvdlab.collectives.coordinator.membership import Membership, RankPeer
+from hvdlab.collectives.coordinator.fusion import Fusion
+from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer, Wait
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.pauses import Pauses
-from hvdlab.collectives.coordinator.planes import Hierarchy
-from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet, ProcessSets
-from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
-from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring
+from hvdlab.collectives.coordinator.plane_selection import Hierarchy
+from hvdlab.collectives.coordinator.point_to_point import lost_messages
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
+from hvdlab.collectives.coordinator.restoring import EPOCHS, Restoring, on_recall, on_resume
 from hvdlab.collectives.coordinator.signatures import SignatureTable
-from hvdlab.collectives.coordinator.stalls import Stalls
-from hvdlab.collectives.coordinator.tuning import Tuning
+from hvdlab.collectives.coordinator.stall_inspector import Pauses, StallInspector
 from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol import messages as m
 
 _PLAIN = frozenset(
@@ -50,12 +53,33 @@ _CHECK_AGAIN = 0.5
 
 
 class CoordinatorState:
-    """Membership, readiness and order of one job.
+    """State machine of one job: its members, process sets, negotiations and orders.
 
     Args:
         options: Settings.
-        wall: Turns ``now`` into seconds since 1970, for what users see.
+        wall: Turns ``now`` into seconds since 1970, for texts that users see.
         clock: Nanoseconds of the clock that ranks compare theirs with.
+
+    Attributes:
+        options, clock: The arguments.
+        effects: Effects of the present batch of events, in order.
+        membership: Ranks and clients that there are, are expected, or have died.
+        sets: Process sets, with their epochs and negotiations.
+        restoring: Facts from which a successor restores the world; inactive in a first coordinator.
+        signatures: Interned signatures of all definitions.
+        cells: Cells that run on tracked ranks.
+        elastic: Ranks in elastic training.
+        admission: Rules by which ranks get into the world.
+        fusion: Dispatch of ready collectives.
+        stalls, pauses: Watch over collectives that wait for long, and ranks whose users stop all clocks.
+        history: Newest event batches, and their subscribers.
+        by_peer: Living ranks, by connection.
+        refusals: Reasons why peers were refused, the last few.
+        touched: Process sets with submissions in this batch, in order; they are flushed at its end.
+        answers: Messages that are sent last in a batch: they prove to a peer that all before has been handled.
+        blocked: Ranks whose users wait for an undecided collective.
+        check_blocked: Whether to check for deadlocks at the end of this batch.
+        unsound: Why this state must not be used any more, after a handler failed halfway; empty as long as it may be.
     """
 
     def __init__(
@@ -65,53 +89,46 @@ class CoordinatorState:
         wall: Callable[[float], float] = float,
         clock: Callable[[], int] = int,
     ) -> None:
-        self.options = options or CoordinatorOptions()
+        self.options = options = options or CoordinatorOptions()
         self.clock = clock
-        self.outbox = Outbox()
-        size = self.options.size
-        self.membership = Membership(None if size is None else range(size), wall)
-        hierarchy = Hierarchy(self.options.hierarchical_allreduce, self.options.hierarchical_allgather)
-        generation = self.options.generation
+        self.effects = Effects()
+        self.membership = MembershipTable(None if options.size is None else range(options.size), wall)
         self.sets = ProcessSets(
             self.membership,
-            self.outbox,
-            hierarchy,
-            generation * EPOCHS + 1,
-            by_seniority=self.options.by_seniority,
+            self.effects,
+            Hierarchy(options.hierarchical_allreduce, options.hierarchical_allgather),
+            options.generation * EPOCHS + 1,
+            by_seniority=options.by_seniority,
         )
-        self.restoring = Restoring(generation, self.options.reattach)
+        self.restoring = Restoring(options.generation, options.reattach)
         self.signatures = SignatureTable()
-        self.cells = Cells()
-        self.elastic = Elastic()
-        self.history = History(min(UNREAD_BYTES, self.options.history_bytes))
+        self.cells = RunningCells()
+        self.elastic = ElasticRanks()
+        known = self.membership, self.sets, self.cells, self.elastic, self.restoring
+        self.admission = Admission(options, *known, self.effects)
+        self.fusion = Fusion(options, self.sets, self.effects)
+        places = self.sets, self.membership, self.effects
+        self.stalls = StallInspector(options.stall_seconds, options.stall_shutdown, *places)
+        self.pauses = Pauses(*places)
+        self.history = EventHistory(min(UNREAD_BYTES, options.history_bytes))
         self.by_peer: dict[int, RankPeer] = {}
-        #: Why peers were refused, the last few reasons.
-        self.refused: deque[str] = deque(maxlen=32)
-        self.touched: dict[ProcessSet, None] = {}
-        # Sent last in a round: they tell a peer that all before has been handled.
+        self.refusals: deque[str] = deque(maxlen=32)
+        self.touched: dict[ProcessSetState, None] = {}
         self.answers: list[tuple[int, m.Pong | m.Regrouped]] = []
-        self.check_admission = False
+        self.blocked: set[int] = set()
         self.check_blocked = False
-        self.blocked: set[int] = set()  # ranks whose user waits for a collective that is not decided
-        self._check_due: float | None = None
-        self.stalls = Stalls(self.options.stall_seconds, self.options.stall_shutdown)
-        self.pauses = Pauses()
-        self.holding = Holding()
-        self.fusion_threshold = self.options.fusion_threshold
-        self.flush_delay = self.options.flush_delay
-        self.tuning = Tuning(self.options)
-        self._due: float | None = None  # what _find_due found last
-        #: Why this state must not be used any more, after a handler failed halfway; empty as long as it may be.
+        self._check_due: float | None = None  # when to check for deadlocks again
+        self._due: float | None = None  # result of the last _find_due; None to find it again
         self.unsound = ""
 
-    # -- the door -------------------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """One event as a round of its own."""
+        """Handle one event as a batch of its own."""
         return self.handle_all((event,), now)
 
     def handle_all(self, events: Iterable[Event], now: float) -> list[Effect]:
-        """Take in the events of one round, in order, and return the effects to carry out, in order."""
+        """Handle a batch of events, in order, and return the effects to carry out, in order."""
         by_peer = self.by_peer
         plain = True
         if self.restoring.active:
@@ -132,26 +149,26 @@ class CoordinatorState:
                     continue
                 plain = False
                 if type(event) is PeerConnected:
-                    arrivals.connect(self, event.peer, event.hello, now)
+                    self._connect(event.peer, event.hello, now)
                 elif type(event) is PeerLost:
                     since = now - event.silence
-                    arrivals.lose(self, event.peer, event.reason, now, explained=event.faulty, since=since)
+                    self.peer_lost(event.peer, event.reason, now, explained=event.faulty, since=since)
             except Exception as error:  # noqa: BLE001  (a handler may raise anything)
                 # One peer's message must not end the job of all. The handler may have stopped halfway, though:
-                # the checks at the end of the round decide whether what it left can be used.
+                # the checks at the end of the batch decide whether the state can be used.
                 plain, failed = False, error
                 self._fail(event, error, now)
         try:
-            if not (plain and self._release_plain(now)):
-                self._settle(now)
+            if not (plain and self._dispatch_plain(now)):
+                self._end_batch(now)
                 self._due = self._find_due()
-            if self.options.tuning is not None:
-                self.tuning.advance(self, now)
+            if self.fusion.tuning.configured:
+                self.fusion.tune(now)
         except Exception as error:
             if failed is None:
                 raise  # no single peer's message is to blame, so that no connection can be ended instead of this process
             self._mark_unsound(error)
-        effects = self.outbox.take()
+        effects = self.effects.pop_all()
         if failed is not None and not self.unsound:
             self._check_after(failed)
         return effects
@@ -173,7 +190,7 @@ class CoordinatorState:
         else:
             raise error
         for line in traceback.format_exception(error):
-            self.outbox.log(line.rstrip())
+            self.effects.log(line.rstrip())
         try:
             text = f"{text} that the coordinator failed to handle: {error!r}"
             self._end_failed(event.peer, text, event, now)
@@ -185,14 +202,14 @@ class CoordinatorState:
         if rank is not None:
             self.violation(rank, text, now)
             return
-        self.outbox.log(f"peer {peer} sent {text}")
+        self.effects.log(f"peer {peer} sent {text}")
         if isinstance(event, PeerConnected):  # it waits for an answer, and would come again without one
-            self.outbox.send((peer,), m.Refused(f"it sent {text}"))
-        self.outbox.effects.append(CloseConnection(peer))
-        arrivals.lose(self, peer, "", now)
+            self.effects.send((peer,), m.Refused(f"it sent {text}"))
+        self.effects.add(CloseConnection(peer))
+        self.peer_lost(peer, "", now)
 
     def _check_after(self, error: Exception) -> None:
-        """Find out whether the state can be used after a handler has failed in this round."""
+        """Mark the state as unsound, if it is, after a handler has failed in this batch."""
         try:
             self.validate_state()
         except Exception as found:  # noqa: BLE001  (a broken state may raise anything)
@@ -201,26 +218,124 @@ class CoordinatorState:
 
     def _mark_unsound(self, error: Exception) -> None:
         for line in traceback.format_exception(error):
-            self.outbox.log(line.rstrip())
+            self.effects.log(line.rstrip())
         self.unsound = repr(error)
 
     def next_deadline(self) -> float | None:
-        """When a :class:`Tick` is due at the latest, or ``None`` for never."""
+        """Return when a :class:`Tick` is due at the latest, or ``None`` for never."""
         return self._due
 
     def _find_due(self) -> float | None:
         times = [ps.failure[0] for ps in self.sets if ps.failure is not None]
         times += [ps.past_failure[0] for ps in self.sets if ps.past_failure is not None]
         for ps in self.sets:
-            if ps.matcher.disputes and (since := ps.matcher.disputed_since) is not None:
+            if ps.negotiation.mismatches and (since := ps.negotiation.oldest_mismatch) is not None:
                 times.append(since + self.options.dispute_grace)
         if self.restoring.active and self.restoring.due is not None:
             times.append(self.restoring.due)
         stall = None if self.pauses else self.stalls.due
-        for time in (stall, self.holding.due, self.membership.next_report(), self._check_due):
+        for time in (stall, self.fusion.windows.due, self.membership.next_report(), self._check_due):
             if time is not None:
                 times.append(time)
         return min(times, default=None)
+
+    # -- peers that come and go ----------------------------------------------------------------------------------------
+
+    def _connect(self, peer: int, hello: m.Hello, now: float) -> None:
+        """Welcome or refuse a peer that has introduced itself."""
+        membership, effects = self.membership, self.effects
+        if hello.role == "client":
+            membership.clients[peer] = None
+            self.history.limit = self.options.history_bytes
+            effects.send((peer,), m.Welcome(-1, int(now * 1e9), self.options.generation, self.options.pid))
+            effects.send((peer,), self.world())
+            if self.pauses:
+                effects.send((peer,), self.pauses.message())
+            if hello.events:
+                self.history.subscribe(peer, effects)
+            return
+        if hello.role == "observer":
+            membership.observers[peer] = None
+            effects.send((peer,), m.Welcome(-1, int(now * 1e9), self.options.generation, self.options.pid))
+            effects.send((peer,), self.world())
+            return
+        rank = membership.free_rank() if hello.rank < 0 else hello.rank
+        reason = self.admission.refusal(rank, hello)
+        if reason:
+            early = self.admission.is_early(rank, hello)
+            if (
+                not early and reason not in self.refusals
+            ):  # a rank that is started again and again is logged once
+                self.refusals.append(reason)
+                effects.log(f"refused: {reason}")
+            effects.send((peer,), m.Refused(reason, early))
+            effects.add(CloseConnection(peer))
+            return
+        since = membership.cut_off_since(rank, hello.pid) if hello.generation >= 0 else None
+        newcomer = membership.add(peer, rank, hello, now)
+        self.by_peer[peer] = newcomer
+        if hello.generation < 0 and self.restoring.active:
+            self.restoring.renewed.add(rank)
+        if newcomer.tracked:
+            self.cells.add_rank(rank)
+        effects.send((peer,), m.Welcome(rank, int(now * 1e9), self.options.generation, self.options.pid))
+        if since is not None:
+            effects.note(f"rank {rank} (pid {hello.pid}) is back after {now - since:.1f} s")
+            effects.send(tuple(membership.clients), m.Returned(rank, hello.pid, now - since))
+        if hello.generation >= 0 and hello.returns and not self.restoring.active:
+            self.admission.become_outdated(newcomer)
+
+    def peer_lost(
+        self,
+        peer: int,
+        reason: str,
+        now: float,
+        *,
+        explained: bool = False,
+        since: float | None = None,
+    ) -> None:
+        """Remove a peer whose connection has ended without Bye.
+
+        Args:
+            peer: The connection.
+            reason: How it has ended.
+            now: When.
+            explained: Whether more is known than that: the process has ended, or must not come back.
+            since: When the last sign of life came; ``None`` for ``now``.
+        """
+        rank = self.by_peer.get(peer)
+        if rank is None:
+            self.membership.clients.pop(peer, None)
+            self.membership.observers.pop(peer, None)
+            self.history.unsubscribe(peer)
+            return
+        past = [(ps, ps.former[rank.rank][1]) for ps in self.sets if rank.rank in ps.former]
+        sets = self.sets.containing(rank.rank)
+        self.forget_peer(rank, now)
+        if rank.leaving:
+            self.membership.leave(rank)
+        else:
+            self.effects.note(f"rank {rank.rank} (pid {rank.pid}) is dead: {reason}")
+            self.membership.die(rank, reason, now, explained=explained, since=since)
+        text = f"rank {rank.rank} died: {reason}"
+        for ps in sets:
+            self.sets.abort(ps, CauseKind.RANK_DIED, (rank.rank,), text)
+        # Other ranks may still be executing with this one in former epochs, which ended before it was left out.
+        for ps, epoch in past:
+            self.sets.abort_past(ps, epoch, CauseKind.RANK_DIED, (rank.rank,), text)
+
+    def forget_peer(self, rank: RankPeer, now: float) -> None:
+        """Forget all that the state has of a rank's connection."""
+        del self.by_peer[rank.peer]
+        self.end_pause(rank.rank, now)
+        self.signatures.forget(rank.definitions)
+        self.cells.discard_rank(rank.rank)
+        self.elastic.drop(rank.rank)
+        self.restoring.drop(rank.rank)
+        self.blocked.discard(rank.rank)
+        for ps in self.sets:
+            ps.former.pop(rank.rank, None)
+        self.history.unsubscribe(rank.peer)
 
     # -- ranks ----------------------------------------------------------------------------------------------------
 
@@ -229,13 +344,18 @@ class CoordinatorState:
         for definition in message.definitions:
             self.signatures.define(definitions, definition)
         ps = self.sets.by_id.get(message.process_set)
-        if ps is None or ps.phase != OPEN or ps.epoch != message.epoch or rank.rank not in ps.matcher.members:
+        if (
+            ps is None
+            or ps.phase != OPEN
+            or ps.epoch != message.epoch
+            or rank.rank not in ps.negotiation.members
+        ):
             # The announcement is of an ended epoch: the abort or the new configuration is on its way, unless the rank was left out.
             if rank.leaving and (ps is None or ps.former.get(rank.rank) == (rank.peer, message.epoch)):
-                arrivals.refuse_left_out(self, rank, message)
+                self.admission.reject_left_out(rank, message)
             return
         self.touched[ps] = None
-        submit = ps.matcher.submit
+        submit = ps.negotiation.submit
         extra = message.extra
         try:
             if message.payload and len(message.locals) == 1:
@@ -251,11 +371,11 @@ class CoordinatorState:
             self.violation(rank, f"an announcement that makes no sense: {error!r}", now)
         if self.stalls.due is None:
             self.stalls.watch(now)
-            self._due = None  # to be found anew
-        self.check_later(now)  # this may be what makes the others wait in vain
+            self._due = None  # to be found again
+        self.check_later(now)  # the others may wait in vain because of this submission
 
     def _from_rank(self, rank: RankPeer, message: m.Message, now: float) -> None:
-        react = TO_RANKS.get(type(message))
+        react = RANK_HANDLERS.get(type(message))
         if react is None:
             self.violation(rank, f"a {type(message).__name__} out of place", now)
         else:
@@ -264,107 +384,174 @@ class CoordinatorState:
     def _from_client(self, event: Received, now: float) -> None:
         observes = event.peer in self.membership.observers
         if event.peer not in self.membership.clients and not observes:
-            return  # it was closed earlier in this round
-        react = TO_CLIENTS.get(type(event.message))
+            return  # it was closed earlier in this batch
+        react = CLIENT_HANDLERS.get(type(event.message))
         if react is None or (observes and not isinstance(event.message, m.Pong | m.Bye)):
-            self.outbox.log(
+            self.effects.log(
                 f"{'observer' if observes else 'client'} {event.peer} sent a {type(event.message).__name__} out of place"
             )
-            self.outbox.effects.append(CloseConnection(event.peer))
-            arrivals.lose(self, event.peer, "", now)
+            self.effects.add(CloseConnection(event.peer))
+            self.peer_lost(event.peer, "", now)
         else:
             react(self, event.peer, event.message, now)
 
     def violation(self, rank: RankPeer, text: str, now: float) -> None:
-        """A rank broke the protocol: its connection ends, which means the rank is lost."""
-        self.outbox.log(f"rank {rank.rank} sent {text}")
-        self.outbox.effects.append(CloseConnection(rank.peer))
-        arrivals.lose(self, rank.peer, f"it sent {text}", now, explained=True)
-
-    def open_set(self, rank: RankPeer, message: Any) -> ProcessSet | None:
-        """The process set that a message is about, unless the message is of an ended epoch."""
-        ps = self.sets.by_id.get(message.process_set)
-        if ps is None or ps.phase != OPEN or ps.epoch != message.epoch or rank.rank not in ps.matcher.members:
-            return None
-        return ps
+        """End the connection of a rank that broke the protocol: the rank is lost."""
+        self.effects.log(f"rank {rank.rank} sent {text}")
+        self.effects.add(CloseConnection(rank.peer))
+        self.peer_lost(rank.peer, f"it sent {text}", now, explained=True)
 
     def is_paused(self, peer: int) -> bool:
-        """Whether the user looks around in the rank of this connection."""
+        """Return whether the rank of this connection is paused for its user."""
         rank = self.by_peer.get(peer)
         return rank is not None and rank.rank in self.pauses
 
-    # -- the end of a round ---------------------------------------------------------------------------------------
+    def end_pause(self, rank: int, now: float) -> None:
+        """Count the time again for all that wait, if the last paused rank continues or is gone."""
+        since = self.pauses.end(rank, now)
+        if since is not None:
+            self.stalls.exclude_pause(since, now)
+            self.check_blocked = bool(self.blocked)
 
-    def _release_plain(self, now: float) -> bool:
-        """End the common round quickly: announcements that completed one collective at most. False if the round is not of that kind."""
+    # -- end of a batch -------------------------------------------------------------------------------------------
+
+    def _dispatch_plain(self, now: float) -> bool:
+        """End a common batch of events quickly: announcements that completed one collective at most. Return whether it was of that kind."""
         due = self._due
         if due is None or now >= due or len(self.touched) != 1:
             return False
-        if self.cells.idle or self.elastic.ready or self.outbox.effects:
+        if self.cells.idle or self.elastic.ready or self.effects:
             return False
         (ps,) = self.touched
-        matcher = ps.matcher
-        if ps.gone or matcher.disputes or matcher.rejections or matcher.conflict or len(matcher.ready) > 1:
+        negotiation = ps.negotiation
+        ready = negotiation.ready
+        if not ps.quiet or len(ready) > 1:
             return False
-        if self.flush_delay and matcher.ready:
-            return False
-        if matcher.ready:
-            if matcher.ready[0].info.kind not in _PLAIN or matcher.schedule.concerns(matcher.ready[0]):
+        if ready:
+            (complete,) = ready
+            if self.fusion.flush_delay or complete.info.kind not in _PLAIN:
                 return False
-            ready, matcher.ready = matcher.ready, []
-            releasing.run(self, ps, ready)
+            if negotiation.priorities.concerns(complete):
+                return False
+            negotiation.ready = []
+            self.fusion.dispatch(ps, ready)
         self.touched.clear()
         return True
 
-    def _settle(self, now: float) -> None:
+    def _end_batch(self, now: float) -> None:
+        """End a batch of events: dispatch, reject and abort, then change the world, then report it.
+
+        The order of the effects is part of the protocol. Orders and rejections come first: an abort after them ends only the rest.
+        Aborts come before new epochs begin. Answers come last: they prove that all before has been handled.
+        """
         if self._check_due is not None and now >= self._check_due:
             self._check_due, self.check_blocked = None, bool(self.blocked)
         urgent = bool(self.cells.idle) or self.check_blocked
-        if self.holding.due is not None:
-            self.touched |= dict.fromkeys(self.holding.over(now, all=urgent))
+        if self.fusion.windows.due is not None:
+            self.touched |= dict.fromkeys(self.fusion.windows.expired(now, all=urgent))
         if self.cells.idle or self.elastic.ready:
-            self.touched |= {ps: None for ps in self.sets if ps.matcher.schedule}
-        if releasing.end_disputes(self, now):
-            self.check_later(now)  # what waited behind a dispute may wait in vain now that it is over
+            self.touched |= {ps: None for ps in self.sets if ps.negotiation.priorities}
+        if self._reject_mismatches(now):
+            self.check_later(now)  # submissions queued behind a mismatch may wait in vain now that it is over
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
-                delay = 0.0 if urgent else self.flush_delay
-                if not self.holding.keep(ps, now, delay, self.fusion_threshold) and ps.phase == OPEN:
-                    releasing.decide(self, ps, now)
+                if not self.fusion.defer(ps, now, urgent=urgent) and ps.phase == OPEN:
+                    self.flush(ps, now)
         if self.cells.idle:
-            releasing.free_from_idle(self, now)
+            self._abort_waits_on_idle_ranks(now)
         if self.elastic.ready:
-            elastic.end_waits(self)
+            self.admission.abort_waits_on_regrouped()
         if self.check_blocked:
             self.check_blocked = False
-            set_changes.end_deadlock(self)
+            self._abort_deadlock()
         if self.stalls.due is not None and now >= self.stalls.due and not self.pauses:
-            self.stalls.look(self, now)
-        set_changes.end_failures(self, now)
+            self.stalls.check(now)
+        self.sets.abort_failed(now)
         if self.restoring.active:
             restoring.end_wait(self, now)
-        if self.membership.changed or self.check_admission:
-            self.check_admission = False
-            arrivals.admit(self)
+        if self.membership.changed or self.admission.due:
+            self.admission.due = False
+            self.answers += self.admission.admit_newcomers()
         self.sets.configure_due()
         if self.membership.has_news:
-            audience = self.membership.audience(now)
+            audience = self.membership.recipients(now)
             if audience:
-                self.outbox.send(audience, self.world())
+                self.effects.send(audience, self.world())
         if self.answers:
             answers, self.answers = self.answers, []
             for peer, answer in answers:
-                self.outbox.send((peer,), answer)
+                self.effects.send((peer,), answer)
+
+    def flush(self, ps: ProcessSetState, now: float) -> None:
+        """Dispatch the ready rounds of an open epoch, and send the rejections, in order."""
+        negotiation = ps.negotiation
+        if negotiation.priorities and not negotiation.conflict:
+            # A rank was not taken to wait while a round of that name was held back; it may wait for the next one of the name, and in vain.
+            self.check_later(now)
+        release_all = bool(self.elastic.ready) or not negotiation.members.isdisjoint(self.cells.idle)
+        self.fusion.flush(ps, release_all=release_all)
+
+    def _reject_mismatches(self, now: float) -> bool:
+        """Reject rounds in which ranks disagree, after the others have had their time to submit them; return whether any was."""
+        idle = self.cells.idle
+        ended = False
+        for ps in self.sets:
+            negotiation = ps.negotiation
+            if negotiation.mismatches:
+                vain = ps.gone or not negotiation.members.isdisjoint(idle)
+                negotiation.reject_mismatches(0.0 if vain else self.options.dispute_grace, now)
+                if negotiation.rejections or negotiation.conflict:
+                    self.touched[ps] = None
+                    ended = True
+        return ended
+
+    def _abort_waits_on_idle_ranks(self, now: float) -> None:
+        """Abort the collectives that other ranks wait in and that ranks without a cell will not submit."""
+        idle = self.cells.idle - self.pauses.reasons.keys()
+        for ps in list(self.sets):
+            if ps.negotiation.owed:
+                for rank in idle & ps.negotiation.owed.ranks:
+                    ps.negotiation.owed.discard_rank(rank)
+            if ps.negotiation.pending and not ps.negotiation.members.isdisjoint(idle):
+                self._cancel_messages_to_idle(ps, idle, now)
+                for current, missing in ps.negotiation.waiting():
+                    absent = [r for r in (missing or ps.members) if r in idle]
+                    if absent and not current.info.from_any:  # else another rank may send
+                        why = self.cells.absence_reason(absent, current.submissions)
+                        self.sets.abort(ps, why.kind, why.ranks, why.text)
+                        break
+
+    def _cancel_messages_to_idle(self, ps: ProcessSetState, idle: AbstractSet[int], now: float) -> None:
+        """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the epoch goes on."""
+        for name, absent in lost_messages(ps.negotiation.waiting(), idle).items():
+            while (
+                current := ps.negotiation.rounds.get(name)
+            ) is not None and not current.submissions.keys() & {*absent}:
+                why = self.cells.absence_reason(absent, current.submissions)
+                ps.negotiation.end_message(current, why.kind, why.ranks, why.text, now)
+        if ps.negotiation.rejections:
+            self.flush(ps, now)
+
+    def _abort_deadlock(self) -> None:
+        """Abort the epochs in which ranks wait for each other."""
+        # A rank that is paused for its user is not stuck: the user may type there the very call that others wait for.
+        ranks = {rank: peer for rank, peer in self.membership.ranks.items() if rank not in self.pauses}
+        idle = self.cells.idle - self.pauses.reasons.keys()
+        stuck = find_deadlock(self.sets.by_id, ranks, idle)
+        if stuck:
+            text = describe_deadlock(stuck)
+            for ps in {s.process_set.id: s.process_set for s in stuck.values()}.values():
+                self.sets.abort(ps, CauseKind.DEADLOCK, sorted(stuck), text)
 
     def check_later(self, now: float) -> None:
-        """Look for ranks that wait for each other, once ranks that do not wait any more have had the time to say so."""
+        """Check for deadlocks after ranks that do not wait any more have had the time to report it."""
         if self.blocked and self._check_due is None:
             self._check_due = now + _CHECK_AGAIN
             self._due = None
 
     def world(self) -> m.World:
-        """The message that tells peers the membership."""
+        """Return the message that describes the membership."""
         world = self.sets.world
         formed = tuple(sorted(world.members)) if world.phase == OPEN else ()
         training = bool(self.elastic.training or self.elastic.ready)
@@ -373,7 +560,7 @@ class CoordinatorState:
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def validate_state(self) -> None:
-        """Assert what must hold between rounds."""
+        """Assert the invariants that hold between batches of events."""
         self.membership.validate()
         self.sets.validate()
         ranks = self.membership.ranks
@@ -382,12 +569,316 @@ class CoordinatorState:
         assert not self.by_peer.keys() & self.membership.clients.keys()
         assert self.blocked == {rank for rank, peer in ranks.items() if peer.wait is not None}
         assert self.pauses.reasons.keys() <= ranks.keys()
-        assert not self.outbox.effects
+        assert not self.effects
         references = sum(len(peer.definitions) for peer in ranks.values())
         assert sum(info.references for info in self.signatures) == references
         for ps in self.sets:
-            assert not ps.matcher.ready or ps in self.holding
-            if next(iter(ps.matcher.waiting()), None) is not None:
+            assert not ps.negotiation.ready or ps in self.fusion.windows
+            if next(iter(ps.negotiation.waiting()), None) is not None:
                 assert self.stalls.due is not None
-            if ps.matcher.pending:
+            if ps.negotiation.pending:
                 assert not ps.gone
+
+
+def answer_ping(state: CoordinatorState, peer: int, message: m.Ping, now: float) -> None:
+    """Answer a ping, after all other messages of the batch."""
+    # The batch may have begun before the question was asked, hence not ``now``.
+    state.answers.append((peer, m.Pong(message.number, state.clock(), message.after_events)))
+
+
+def subscribe(state: CoordinatorState, peer: int, message: m.Subscribe, now: float) -> None:
+    if message.events:
+        state.history.subscribe(peer, state.effects, past=message.history, after=message.after)
+    else:
+        state.history.unsubscribe(peer)
+
+
+def peers_of(state: CoordinatorState, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Connections of those of these ranks that live."""
+    living = state.membership.ranks
+    return tuple(living[rank].peer for rank in ranks if rank in living)
+
+
+RankHandler = Callable[[CoordinatorState, RankPeer, Any, float], None]
+
+
+def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float) -> None:
+    """Remove a rank that leaves in order.
+
+    If others wait in a process set, its epoch ends; otherwise the set stays until it is used again.
+    """
+    sets = state.sets.containing(rank.rank)
+    past = [(ps, ps.former[rank.rank][1]) for ps in state.sets if rank.rank in ps.former]
+    state.forget_peer(rank, now)
+    state.membership.leave(rank)
+    state.effects.add(CloseConnection(rank.peer))
+    said = f" ({message.reason})" if message.reason else ""
+    for ps in sets:
+        if ps.phase == OPEN and ps.negotiation.pending:
+            state.sets.abort(ps, CauseKind.RANK_LEFT, (rank.rank,), f"rank {rank.rank} left the job{said}")
+            continue
+        ps.gone.add(rank.rank)
+        if ps.declined[0] == ps.epoch:
+            # A member has waited at the board, and may still do; this rank may have left before it had mapped the board.
+            state.sets.send_to_board(ps, m.DeclinePost(ps.id, *ps.declined))
+        if len(ps.gone) == len(ps.members):
+            state.sets.change_members(ps, ())
+            state.sets.configure(ps)
+    for ps, epoch in past:
+        state.sets.send_to_board(ps, m.DeclinePost(ps.id, epoch, 0))
+
+
+def _on_paused(state: CoordinatorState, rank: RankPeer, message: m.Paused, now: float) -> None:
+    """Stop the clocks of all waits while a rank is paused for its user (again, if it is for another reason)."""
+    state.pauses.begin(rank.rank, message.reason, now)
+
+
+def _on_resumed(state: CoordinatorState, rank: RankPeer, message: m.Resumed, now: float) -> None:
+    """End the pause of a rank."""
+    state.end_pause(rank.rank, now)
+
+
+def _on_elastic(state: CoordinatorState, rank: RankPeer, message: m.Elastic, now: float) -> None:
+    state.admission.due = True
+    if message.on and not state.elastic.active:
+        state.membership.changed = True  # those that wait for the world to be complete need not any more
+    state.elastic.drop(rank.rank)
+    if message.on:
+        state.elastic.training.add(rank.rank)
+    elif not rank.tracked:
+        state.elastic.finished.add(rank.rank)
+
+
+def _on_regroup(state: CoordinatorState, rank: RankPeer, message: m.Regroup, now: float) -> None:
+    state.admission.due = True
+    state.elastic.training.discard(rank.rank)
+    state.elastic.ready[rank.rank] = message
+
+
+def _on_withdraw(state: CoordinatorState, rank: RankPeer, message: m.Withdraw, now: float) -> None:
+    try:
+        kind = CauseKind(message.kind)
+    except ValueError:
+        kind = CauseKind.WITHDRAWN
+    ps = state.sets.open_set(rank, message)
+    if ps is not None:
+        state.sets.abort(ps, kind, (rank.rank,), message.text, message.site)
+    elif (ps := state.sets.past_set(rank, message)) is not None:
+        state.sets.abort_past(ps, message.epoch, kind, (rank.rank,), message.text, message.site)
+
+
+def _on_cancel(state: CoordinatorState, rank: RankPeer, message: m.Cancel, now: float) -> None:
+    ps, defined = state.sets.open_set(rank, message), rank.definitions.get(message.local)
+    report = None
+    if ps is not None and defined is not None:
+        report = ps.negotiation.cancel(rank.rank, defined, message.later, now)
+    if ps is None or report is None:
+        # The coordinator has ordered the message meanwhile: the other rank may be in the middle of it.
+        why = message.kind, message.text, message.site
+        _on_withdraw(state, rank, m.Withdraw(message.process_set, message.epoch, *why), now)
+        return
+    state.touched[ps] = None
+    answer = m.Cancelled(
+        ps.id, ps.epoch, (), message.kind, (rank.rank,), message.text, message.site, report, message.ticket
+    )
+    state.effects.send((rank.peer,), answer)
+
+
+def _on_decline_post(state: CoordinatorState, rank: RankPeer, message: m.DeclinePost, now: float) -> None:
+    state.sets.decline_post(rank, message)
+
+
+def _on_board_missing(state: CoordinatorState, rank: RankPeer, message: m.BoardMissing, now: float) -> None:
+    ps = state.sets.open_set(rank, message) or state.sets.past_set(rank, message)
+    if ps is not None:
+        state.sets.send_to_board(ps, m.DeclinePost(ps.id, message.epoch, 0), without=rank.pid)
+
+
+def _on_plane_failed(state: CoordinatorState, rank: RankPeer, message: m.PlaneFailed, now: float) -> None:
+    """Record that a plane failed. A member that died explains it better, if the end of its connection comes in time."""
+    ps = state.sets.open_set(rank, message)
+    if ps is not None and ps.failure is None:
+        ps.failure = (now + state.options.failure_grace, rank.rank, message.text)
+    elif ps is None and (ps := state.sets.past_set(rank, message)) is not None:
+        due = now + state.options.failure_grace
+        ps.plane_failed_before(due, message.epoch, rank.rank, message.text)
+
+
+def _on_executed(state: CoordinatorState, rank: RankPeer, message: m.Executed, now: float) -> None:
+    """Dispatch the next rounds with a priority, after a batch of them has ended."""
+    ps = state.sets.open_set(rank, message)
+    if ps is not None:
+        ps.negotiation.priorities.executed(message.sequence, message.batch)
+        state.touched[ps] = None
+
+
+def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: float) -> None:
+    ps = state.sets.open_set(rank, message)
+    if ps is not None:
+        state.sets.change_members(ps, tuple(member for member in ps.members if member not in ps.gone))
+
+
+def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin, now: float) -> None:
+    if rank.tracked:
+        state.admission.due = True
+        state.cells.begin(message.cell, rank.rank)
+
+
+def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, now: float) -> None:
+    state.admission.due = True
+    if not rank.tracked:
+        return
+    state.restoring.cell_ended(message.cell, rank.rank)
+    if state.cells.end(message.cell, rank.rank, message.error):
+        for ps in state.sets.containing(rank.rank):
+            ps.negotiation.owed.discard_rank(rank.rank)
+
+
+def _on_store_set(state: CoordinatorState, rank: RankPeer, message: m.StoreSet, now: float) -> None:
+    store = state.sets.values_of(rank, message)
+    if store is not None:
+        store.set(message.key, message.value, state.effects)
+
+
+def _on_store_get(state: CoordinatorState, rank: RankPeer, message: m.StoreGet, now: float) -> None:
+    store = state.sets.values_of(rank, message)
+    if store is not None:
+        store.get(message.key, rank.peer, message.ticket, state.effects)
+
+
+def _on_events(state: CoordinatorState, rank: RankPeer, message: m.Events, now: float) -> None:
+    state.history.add(rank.rank, message.batch, state.effects)
+
+
+def _on_post(state: CoordinatorState, rank: RankPeer, message: m.Post, now: float) -> None:
+    peers = peers_of(state, message.to) if message.to else tuple(state.membership.clients)
+    state.effects.send(peers, m.Mail(message.topic, rank.rank, message.body))
+
+
+def _on_ping(state: CoordinatorState, rank: RankPeer, message: m.Ping, now: float) -> None:
+    answer_ping(state, rank.peer, message, now)
+
+
+def _on_subscribe(state: CoordinatorState, rank: RankPeer, message: m.Subscribe, now: float) -> None:
+    subscribe(state, rank.peer, message, now)
+
+
+def _on_pong(state: CoordinatorState, rank: RankPeer, message: m.Pong, now: float) -> None:
+    state.stalls.executions.answered(rank.rank)
+
+
+def _on_duplicate(state: CoordinatorState, rank: RankPeer, message: m.Duplicate, now: float) -> None:
+    ps = state.sets.open_set(rank, message)
+    if ps is not None:
+        state.touched[ps] = None
+        ps.negotiation.duplicate(message.name, rank.rank, message.first_site, message.second_site, now)
+
+
+def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now: float) -> None:
+    # NaN and infinity can't be subtracted from a time.
+    seconds = message.seconds if math.isfinite(message.seconds) else 0.0
+    wait = Wait(message.process_set, message.epoch, message.local, now - max(0.0, seconds))
+    over = message.local < 0
+    rank.executing = wait if message.executing and not over else None
+    if not message.executing or (rank.wait is not None and rank.wait[:3] == wait[:3]):
+        rank.wait = None
+        state.blocked.discard(rank.rank)
+    if over:
+        return
+    if message.executing:
+        state.stalls.watch_execution(wait.since, now)
+    else:
+        rank.wait = wait
+        state.blocked.add(rank.rank)
+        state.check_blocked = True
+
+
+RANK_HANDLERS: dict[type, RankHandler] = {
+    m.Resume: on_resume,
+    m.Duplicate: _on_duplicate,
+    m.Blocked: _on_blocked,
+    m.Paused: _on_paused,
+    m.Resumed: _on_resumed,
+    m.Pong: _on_pong,
+    m.Bye: _on_bye,
+    m.Ping: _on_ping,
+    m.Post: _on_post,
+    m.Withdraw: _on_withdraw,
+    m.Cancel: _on_cancel,
+    m.DeclinePost: _on_decline_post,
+    m.BoardMissing: _on_board_missing,
+    m.PlaneFailed: _on_plane_failed,
+    m.Executed: _on_executed,
+    m.Renew: _on_renew,
+    m.CellBegin: _on_cell_begin,
+    m.CellEnd: _on_cell_end,
+    m.Elastic: _on_elastic,
+    m.Regroup: _on_regroup,
+    m.StoreSet: _on_store_set,
+    m.StoreGet: _on_store_get,
+    m.Events: _on_events,
+    m.Subscribe: _on_subscribe,
+}
+
+ClientHandler = Callable[[CoordinatorState, int, Any, float], None]
+
+
+def _on_client_bye(state: CoordinatorState, peer: int, message: m.Bye, now: float) -> None:
+    state.membership.clients.pop(peer, None)
+    state.membership.observers.pop(peer, None)
+    state.history.unsubscribe(peer)
+    state.effects.add(CloseConnection(peer))
+
+
+def _on_expect(state: CoordinatorState, peer: int, message: m.Expect, now: float) -> None:
+    state.restoring.recalled = True
+    state.admission.set_expected(message.ranks)
+
+
+def _on_release(state: CoordinatorState, peer: int, message: m.Release, now: float) -> None:
+    state.admission.scale_down(message.ranks)
+
+
+def _on_cell_started(state: CoordinatorState, peer: int, message: m.CellStarted, now: float) -> None:
+    ranks = state.membership.ranks
+    state.admission.due = True
+    for rank in message.ranks:
+        if rank in ranks and ranks[rank].tracked:  # a rank that comes later does not get this cell
+            state.cells.begin(message.cell, rank)
+
+
+def _on_interrupt(state: CoordinatorState, peer: int, message: m.InterruptRanks, now: float) -> None:
+    state.effects.send(peers_of(state, message.ranks), m.Interrupt())
+
+
+def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: float) -> None:
+    """Record the end of a process that the launcher saw, perhaps before its connection ended; its reason is the better one."""
+    rank = state.membership.ranks.get(message.rank)
+    if rank is None:
+        state.membership.record_death(message.rank, message.pid, message.reason, now, explained=True)
+    elif rank.pid == message.pid:
+        state.effects.add(CloseConnection(rank.peer))
+        state.peer_lost(rank.peer, message.reason, now, explained=True)
+
+
+def _on_client_post(state: CoordinatorState, peer: int, message: m.Post, now: float) -> None:
+    state.effects.send(peers_of(state, message.to), m.Mail(message.topic, -1, message.body))
+
+
+def _ignore(state: CoordinatorState, peer: int, message: m.Message, now: float) -> None:
+    """Do nothing for a Pong: it is only a sign of life, and the server has noted that bytes came."""
+
+
+CLIENT_HANDLERS: dict[type, ClientHandler] = {
+    m.Pong: _ignore,
+    m.Bye: _on_client_bye,
+    m.Ping: answer_ping,
+    m.Post: _on_client_post,
+    m.Recall: on_recall,
+    m.Expect: _on_expect,
+    m.Release: _on_release,
+    m.CellStarted: _on_cell_started,
+    m.InterruptRanks: _on_interrupt,
+    m.RankLost: _on_rank_lost,
+    m.Subscribe: subscribe,
+}

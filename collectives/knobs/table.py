@@ -58,7 +58,7 @@ class Knob:
         reader: Which process reads it.
         default: What holds when it is unset, in the words of the documentation.
         meaning: What it does; for a variable that no process reads, why.
-        field: The field of ``Launch`` or ``Settings`` that it sets, or empty.
+        field: The field of ``CoordinatorLaunch`` or ``Settings`` that it sets, or empty.
     """
 
     variable: str

@@ -62,7 +62,9 @@ def restart(lab: LabPage) -> None:
     lab.page.locator(".jp-Dialog .jp-mod-accept, .jp-Dialog .jp-mod-warn").first.click()
 
 
-def test_a_restart_from_the_menu_leaves_the_training_of_a_kept_pool_running(lab: LabPage, tmp_path: Path) -> None:
+def test_a_restart_from_the_menu_leaves_the_training_of_a_kept_pool_running(
+    lab: LabPage, tmp_path: Path
+) -> None:
     for cell in (LOAD, START, VIEW):
         lab.finish(cell)
     assert "ranks 0,1 are ready" in lab.output(START)

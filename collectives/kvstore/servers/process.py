@@ -28,8 +28,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hvdlab.collectives.coordinator.connections import RejectionLog
 from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
-from hvdlab.collectives.coordinator.strangers import TurnedAway
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.kvstore.arrays import Array
@@ -225,7 +225,7 @@ class Server:
         os.set_blocking(self._wake_writer, False)
         self._news: deque[Event | None] = deque()
         self._later: list[tuple[float, Any]] = []
-        self._turned_away = TurnedAway(_log, lambda when, call: self._later.append((when, call)))
+        self._turned_away = RejectionLog(_log, lambda when, call: self._later.append((when, call)))
         #: Listeners at which the server accepts nothing for a while, or until a connection ends.
         self._waiting: list[socket.socket] = []
         self._ending = self._over = False
@@ -323,7 +323,7 @@ class Server:
                 sock.getpeername()  # one that has gone before it was accepted can't be wrapped
                 sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
-            self._turned_away.tell(f"a connection is closed: {error}")
+            self._turned_away.add(f"a connection is closed: {error}")
             sock.close()
             return
         self._numbers += 1
@@ -355,7 +355,7 @@ class Server:
 
     def _accept_later(self, listener: socket.socket, reason: str) -> None:
         """Let newcomers wait at the listener for a while, or until a connection ends: it would be readable all the time."""
-        self._turned_away.tell(f"new connections have to wait: {reason}")
+        self._turned_away.add(f"new connections have to wait: {reason}")
         self._poller.unregister(listener)
         self._waiting.append(listener)
         self._later.append((time.monotonic() + _ACCEPT_AGAIN_SECONDS, self._accept_again))
@@ -433,7 +433,7 @@ class Server:
         self._answers.setdefault(connection.number, []).append(m.encode(m.Begun(0)))
 
     def _turn_away(self, connection: _Connection, reason: str) -> None:
-        self._turned_away.tell(f"a connection was turned away: {reason}")
+        self._turned_away.add(f"a connection was turned away: {reason}")
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:

@@ -14,11 +14,11 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOpt
 
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
-    monkeypatch.setattr(connections, "STRANGERS", 2)
+    monkeypatch.setattr(connections, "MOST_STRANGERS", 2)
     server = Connections(ServerOptions("token", state=CoordinatorOptions(size=1)), lambda text: None)
     yield server
-    for connection in list(server._unsettled):
-        server.drop(connection)
+    for connection in list(server._transient):
+        server.close_now(connection)
     server.poller.close()
 
 
@@ -43,7 +43,7 @@ def test_the_oldest_stranger_ends_for_a_newcomer_once_it_has_had_its_time(
     for _ in range(4):
         assert bounded.has_place_for_stranger()
         peers.append(arrive(bounded, listener))
-    assert len(bounded._unsettled) == 3, "two strangers and the rank that is expected"
+    assert len(bounded._transient) == 3, "two strangers and the rank that is expected"
     assert peers[0].recv(1) == b"", "the oldest was closed"
     for peer in peers:
         peer.close()
@@ -54,7 +54,7 @@ def test_a_newcomer_waits_while_all_others_may_still_say_hello(
 ) -> None:
     peers = [arrive(bounded, listener) for _ in range(3)]
     assert not bounded.has_place_for_stranger()
-    assert len(bounded._unsettled) == 3
+    assert len(bounded._transient) == 3
     monkeypatch.setattr(connections, "_HELLO_SECONDS", 0.0)
     assert bounded.has_place_for_stranger(), "once the oldest has had its time"
     for peer in peers:

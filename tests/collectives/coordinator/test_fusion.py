@@ -4,21 +4,23 @@ import pytest
 
 from coordinator_simulation import signature
 from hvdlab.collectives.coordinator.fusion import fuse
-from hvdlab.collectives.coordinator.rounds import Round
-from hvdlab.collectives.coordinator.signatures import Interned
+from hvdlab.collectives.coordinator.rounds import NegotiationRound
+from hvdlab.collectives.coordinator.signatures import InternedSignature
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 
 
-def rounds(*infos: Interned) -> list[Round]:
-    return [Round(info, 0, 0.0) for info in infos]
+def rounds(*infos: InternedSignature) -> list[NegotiationRound]:
+    return [NegotiationRound(info, 0, 0.0) for info in infos]
 
 
-def names(batches: list[list[Round]]) -> list[str]:
+def names(batches: list[list[NegotiationRound]]) -> list[str]:
     return ["+".join(current.info.name for current in batch) for batch in batches]
 
 
-def tensor(name: str, count: int = 4, dtype: DType = DType.F32, op: ReduceOp = ReduceOp.SUM) -> Interned:
-    return Interned(signature(name, shape=(count,), dtype=dtype, op=op))
+def tensor(
+    name: str, count: int = 4, dtype: DType = DType.F32, op: ReduceOp = ReduceOp.SUM
+) -> InternedSignature:
+    return InternedSignature(signature(name, shape=(count,), dtype=dtype, op=op))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_a_tensor_above_the_threshold_goes_alone() -> None:
 
 
 def test_only_one_kind_goes_together_and_others_do_not_part_it() -> None:
-    barrier = Interned(signature("barrier", OpKind.BARRIER, shape=()))
+    barrier = InternedSignature(signature("barrier", OpKind.BARRIER, shape=()))
     ready = rounds(
         tensor("a"), tensor("h", dtype=DType.F16), barrier, tensor("b"), tensor("m", op=ReduceOp.MAX),
         tensor("h2", dtype=DType.F16), tensor("c"),
@@ -49,5 +51,5 @@ def test_only_one_kind_goes_together_and_others_do_not_part_it() -> None:
 
 
 def test_only_allreduces_are_fused() -> None:
-    gathers = [Interned(signature(name, OpKind.ALLGATHER)) for name in "ab"]
+    gathers = [InternedSignature(signature(name, OpKind.ALLGATHER)) for name in "ab"]
     assert names(fuse(rounds(*gathers), 1 << 20)) == ["a", "b"]

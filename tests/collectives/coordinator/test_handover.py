@@ -13,7 +13,7 @@ import pytest
 import ordinary_user
 from hvdlab.collectives import linux
 from hvdlab.collectives.coordinator.handover import Handover, take_over
-from hvdlab.collectives.coordinator.launch import Launch
+from hvdlab.collectives.coordinator.process import CoordinatorLaunch
 from patience import PATIENCE
 
 
@@ -25,7 +25,9 @@ def offered() -> Iterator[Handover]:
         socket.socket(socket.AF_UNIX) as listener,
     ):
         os.chmod(directory, 0o755)
-        found = Handover(Launch("secret", "another", directory, os.getpid(), listener=listener.fileno()))
+        found = Handover(
+            CoordinatorLaunch("secret", "another", directory, os.getpid(), listener=listener.fileno())
+        )
         os.chmod(Path(directory) / "handover", 0o777)
         with found.socket:
             yield found

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlab.collectives.coordinator.connections import STRANGERS
+from hvdlab.collectives.coordinator.connections import MOST_STRANGERS
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
@@ -142,7 +142,7 @@ def test_strangers_can_not_use_all_descriptors_up(
 def test_a_rank_gets_in_behind_a_crowd(coordinator: CoordinatorProcess, job: Job) -> None:
     job.endpoints[0].send(m.Bye())
     job.endpoints[0].close()
-    silent = [stranger(coordinator, "tls") for _ in range(STRANGERS + 40)]
+    silent = [stranger(coordinator, "tls") for _ in range(MOST_STRANGERS + 40)]
     job.endpoints[0] = job.join(0, "tls")
     for sock in silent:
         sock.close()

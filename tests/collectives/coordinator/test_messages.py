@@ -100,7 +100,7 @@ def test_the_two_are_told_if_they_disagree_and_nobody_else() -> None:
         assert {party.request for party in end.outcome.parties} == {
             "sendrecv float32[4] from rank 0 to rank 1", "sendrecv float32[5] from rank 0 to rank 1",
         }  # fmt: skip
-    assert not sim.state.sets.world.matcher.debts
+    assert not sim.state.sets.world.negotiation.owed
 
 
 def test_a_message_to_a_rank_whose_cell_ends_ends_alone_with_what_is_behind_it() -> None:
@@ -135,7 +135,7 @@ def test_one_that_is_given_up_ends_alone_and_the_next_takes_its_place() -> None:
     sim.ranks[0].submit(message(0, 1))
     sim.drain()
     assert isinstance(second.outcome, m.Execute)
-    assert not sim.state.sets.world.matcher.pending
+    assert not sim.state.sets.world.negotiation.pending
 
 
 def test_the_last_of_several_is_given_up_from_behind() -> None:
@@ -149,7 +149,7 @@ def test_the_last_of_several_is_given_up_from_behind() -> None:
         sim.ranks[0].submit(message(0, 1))
     sim.drain()
     assert executed(sim.ranks[1]) == ["0>1"]
-    assert sim.state.sets.world.matcher.pending, "the second message has no one to take it"
+    assert sim.state.sets.world.negotiation.pending, "the second message has no one to take it"
 
 
 def test_one_that_was_ordered_meanwhile_ends_with_its_epoch() -> None:
@@ -226,7 +226,7 @@ def test_a_receive_from_any_rank_gets_what_one_sends_and_the_others_hear_nothing
     assert [executed(sim.ranks[rank]) for rank in range(4)] == [[], ["any>1"], [], ["3>1"]]
     assert sources(sim.ranks[1]) == [3]
     assert len(sim.ranks[0].received) == heard
-    assert not sim.state.sets.world.matcher.pending
+    assert not sim.state.sets.world.negotiation.pending
 
 
 def test_of_several_messages_the_oldest_is_received_and_those_of_a_rank_in_their_order() -> None:
@@ -285,7 +285,7 @@ def test_the_two_of_a_receive_from_any_rank_are_told_if_they_disagree() -> None:
     sim.ranks[0].submit(on_channel(0, 1))
     sim.drain()
     assert executed(sim.ranks[1]) == ["any>1"]
-    assert not sim.state.sets.world.matcher.debts
+    assert not sim.state.sets.world.negotiation.owed
 
 
 def test_what_waits_behind_a_message_that_ranks_disagree_about_is_received() -> None:
@@ -334,7 +334,7 @@ def test_a_receive_from_any_rank_that_is_given_up_ends_alone() -> None:
     sim.drain()
     assert isinstance(first.outcome, m.Execute)
     assert isinstance(third.outcome, m.Execute)
-    assert not sim.state.sets.world.matcher.pending
+    assert not sim.state.sets.world.negotiation.pending
 
 
 def test_ranks_that_all_receive_from_any_rank_are_in_a_deadlock_and_not_before() -> None:

@@ -34,14 +34,14 @@ sys.stdin.read()
 """
 
 BREAKING = """
-from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
+from hvdlab.collectives.coordinator.state import RANK_HANDLERS
 from hvdlab.collectives.protocol import messages as m
 
 def break_state(state, *arguments):
     state.blocked.add(99)
     raise ZeroDivisionError("made to fail")
 
-TO_RANKS[m.Ping] = break_state
+RANK_HANDLERS[m.Ping] = break_state
 """
 """What a coordinator's interpreter imports first, so that a ping breaks the state."""
 

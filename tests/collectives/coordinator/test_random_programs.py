@@ -103,7 +103,7 @@ def test_each_mistake_fails_on_all_ranks_and_everything_else_works(
         moves = [p.advance for p in programs if not p.finished]
         moves += [lambda r=r: sim.deliver_from(r) for r in sim.ranks.values() if r.outgoing]  # type: ignore[misc]
         moves += [lambda r=r: sim.deliver_to(r) for r in sim.ranks.values() if r.incoming]  # type: ignore[misc]
-        moves += [lambda: sim.tick(0.6)] if sim.state.sets.world.matcher.disputes else []  # type: ignore[list-item]
+        moves += [lambda: sim.tick(0.6)] if sim.state.sets.world.negotiation.mismatches else []  # type: ignore[list-item]
         idle = not any(r.outgoing or r.incoming for r in sim.ranks.values())
         if idle and not any(list(map(Program.advance, programs))):
             break
@@ -122,8 +122,8 @@ def test_each_mistake_fails_on_all_ranks_and_everything_else_works(
         last = {batch.tables for o in joined for batch in o.batches if batch.tables}  # type: ignore[union-attr]
         assert len(last) == 1
         assert {*last.pop()[0]} <= {(rank,) for rank in range(size)}
-    assert not sim.state.sets.world.matcher.pending
-    assert not sim.state.sets.world.matcher.debts
+    assert not sim.state.sets.world.negotiation.pending
+    assert not sim.state.sets.world.negotiation.owed
     sim.check_order()
     told = {tuple(map(str, rank.executed[0, 1])) for rank in sim.ranks.values()}
     assert len(told) <= 1, "a rank was not told of an operation"

@@ -51,7 +51,7 @@ class RandomSchedules(RuleBasedStateMachine):
     def drain(self) -> None:
         """Deliver everything there is, what is held included; whoever disagrees has waited for the others."""
         self.sim.drain()
-        if self.delay or any(ps.matcher.disputes for ps in self.sim.state.sets):
+        if self.delay or any(ps.negotiation.mismatches for ps in self.sim.state.sets):
             self.sim.tick(self.delay + self.sim.state.options.dispute_grace)
             self.sim.drain()
 
@@ -263,7 +263,12 @@ class RandomSchedules(RuleBasedStateMachine):
             assert not (names and ps.gone), "a rank has left while others wait"
             for name in names:
                 # What a rank submits after it has joined, and others have done without it, is another one.
-                held = [c for group in ps.matcher.held.values() for c in group if c.info.name == name]
+                held = [
+                    c
+                    for group in ps.negotiation.incomplete_groups.values()
+                    for c in group
+                    if c.info.name == name
+                ]
                 late = {r for current in held for r in current.absent}
                 heads = [waiting[r][name] for r in waiting if name in waiting[r] and r not in late]
                 exempt = joined if name != JOIN else set()
@@ -324,8 +329,8 @@ class RandomSchedules(RuleBasedStateMachine):
         assert len(state.signatures) == 0
         assert not state.by_peer
         assert set(state.sets.by_id) == {0}
-        assert not state.sets.world.matcher.pending
-        assert not state.sets.world.matcher.debts
+        assert not state.sets.world.negotiation.pending
+        assert not state.sets.world.negotiation.owed
         assert not state.cells.idle
 
 

@@ -373,10 +373,10 @@ def test_cells_go_on_and_ends_count_even_if_the_client_has_not_heard_of_them() -
     successor.client(recall)
     successor.comes(1, ended=(("c7", "ZeroDivisionError: no"),))
     successor.comes(2)  # the cell was on its way to it; the pool sends it again
-    active = [successor.state.cells.active(rank) for rank in range(3)]
+    active = [successor.state.cells.is_running(rank) for rank in range(3)]
     assert active == [True, False, True]
     successor.client(recall)  # over a connection that it gave up, which is read after all
-    assert [successor.state.cells.active(rank) for rank in range(3)] == active
+    assert [successor.state.cells.is_running(rank) for rank in range(3)] == active
     definition = m.Definition(1, signature("loss"), "cell [7] line 4")
     epoch = successor.state.sets.world.epoch
     successor.says(0, m.Announce(0, epoch, (1,), (definition,)))
@@ -394,7 +394,7 @@ def test_a_cell_of_a_process_that_died_is_not_one_of_its_successor() -> None:
     successor.wait()
     # Over a connection that the client gave up before it knew that rank 0 had died.
     successor.client(m.Recall((0, 1), members(0, 1), cells=(("c7", (0, 1)),)))
-    assert [successor.state.cells.active(rank) for rank in (0, 1)] == [False, True]
+    assert [successor.state.cells.is_running(rank) for rank in (0, 1)] == [False, True]
 
 
 def test_elastic_training_goes_on() -> None:

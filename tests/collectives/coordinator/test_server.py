@@ -14,11 +14,12 @@ from typing import TypeVar
 
 import pytest
 
-from hvdlab.collectives.coordinator import connection, watchers
+from hvdlab.collectives.coordinator import event_history, liveness
+from hvdlab.collectives.coordinator.connections import Connection
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.coordinator.options import CoordinatorOptions, ServerOptions
-from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
-from hvdlab.collectives.coordinator.server import Server, UnsoundStateError
+from hvdlab.collectives.coordinator.server import CoordinatorServer, UnsoundStateError
+from hvdlab.collectives.coordinator.state import RANK_HANDLERS
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
@@ -67,7 +68,7 @@ class Running:
         self.log, self.notes = Lines(), Lines()
         state = CoordinatorOptions(size=2)
         settings = ServerOptions(TOKEN, client_token, state=state, **options)  # type: ignore[arg-type]  # tests give the right ones
-        self.server = Server(settings, log=self.log, note=self.notes, memory=memory)
+        self.server = CoordinatorServer(settings, log=self.log, note=self.notes, memory=memory)
         self.address = f"unix:{path}/s"
         self.certificate: str | None = None
         listener = socket.socket(socket.AF_UNIX)
@@ -404,13 +405,13 @@ def test_a_busy_process_of_this_host_is_not_taken_for_dead(start: Start) -> None
 def test_a_stopped_rank_of_a_pool_keeps_its_place(
     monkeypatch: pytest.MonkeyPatch, state: str, script: int, pool: int
 ) -> None:
-    monkeypatch.setattr(connection, "process_state", lambda pid: state)
+    monkeypatch.setattr(liveness, "process_state", lambda pid: state)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        peer = connection.Connection(ours, 1, 0.0)
-        assert peer.may_live() == bool(script)
+        peer = Connection(ours, 1, 0.0)
+        assert liveness.may_be_busy(peer) == bool(script)
         peer.tracked = True
-        assert peer.may_live() == bool(pool)
+        assert liveness.may_be_busy(peer) == bool(pool)
 
 
 def flood(peer: Peer, count: int) -> None:
@@ -629,7 +630,7 @@ def test_mail_overtakes_events_that_wait(start: Start) -> None:
 def test_a_client_that_reads_no_events_keeps_its_connection(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchers, "BEHIND", 2 << 20)
+    monkeypatch.setattr(event_history, "LAG_LIMIT", 2 << 20)
     running = start(backlog_limit=4 << 20)
     hello = m.Hello(m.PROTOCOL_VERSION, CLIENT_TOKEN, "client", pid=os.getpid())
     endpoint, _ = connect(running.address, hello, deadline=Deadline(PATIENCE))
@@ -655,7 +656,7 @@ def test_a_client_that_reads_no_events_keeps_its_connection(
 
 def test_a_server_whose_state_is_broken_ends_after_it_has_told_the_sender(tmp_path: Path) -> None:
     """So that the ranks go on with a successor, and no rank waits for ever."""
-    server = Server(ServerOptions(TOKEN, CLIENT_TOKEN, state=CoordinatorOptions(size=2)))
+    server = CoordinatorServer(ServerOptions(TOKEN, CLIENT_TOKEN, state=CoordinatorOptions(size=2)))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{tmp_path}/s")
     listener.listen()
@@ -673,7 +674,7 @@ def test_a_server_whose_state_is_broken_ends_after_it_has_told_the_sender(tmp_pa
             raised.append(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TO_RANKS, m.Ping, break_state)
+        patch.setitem(RANK_HANDLERS, m.Ping, break_state)
         thread = threading.Thread(target=serve)
         thread.start()
         hello = m.Hello(m.PROTOCOL_VERSION, TOKEN, "rank", 0, "h", os.getpid(), planes=("gloo",))

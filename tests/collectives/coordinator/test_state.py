@@ -9,7 +9,7 @@ import pytest
 from coordinator_simulation import CLIENT, SimulatedRank, Simulation, signature
 from hvdlab.collectives.coordinator.events import CloseConnection, PeerConnected, PeerLost, Received
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
-from hvdlab.collectives.coordinator.rank_messages import TO_RANKS
+from hvdlab.collectives.coordinator.state import RANK_HANDLERS
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.protocol import messages as m
 
@@ -105,7 +105,7 @@ def test_a_rank_beyond_the_numbers_that_recordings_have_room_for_is_refused() ->
     for rank, refused in ((m.MOST_RANKS - 1, False), (m.MOST_RANKS, True)):
         sim.handle(PeerConnected(rank, m.Hello(1, "", "rank", rank, pid=7)))
         assert (rank not in sim.state.by_peer) == refused
-    assert f"rank {m.MOST_RANKS} is too high; ranks have numbers from 0 to 65534" in sim.state.refused
+    assert f"rank {m.MOST_RANKS} is too high; ranks have numbers from 0 to 65534" in sim.state.refusals
 
 
 def test_a_rank_may_ask_for_a_number() -> None:
@@ -825,7 +825,7 @@ def test_a_rank_whose_message_makes_a_handler_fail_is_lost_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sim = simulate()
-    monkeypatch.setitem(TO_RANKS, m.Ping, fail)
+    monkeypatch.setitem(RANK_HANDLERS, m.Ping, fail)
     sim.ranks[2].say(m.Ping(1))
     sim.drain()
     abort = last(sim.ranks[0], m.Abort)
@@ -841,7 +841,7 @@ def test_a_handler_that_fails_and_leaves_a_broken_state_is_reported(monkeypatch:
         sim.state.blocked.add(99)
         fail()
 
-    monkeypatch.setitem(TO_RANKS, m.Ping, spoil)
+    monkeypatch.setitem(RANK_HANDLERS, m.Ping, spoil)
     effects = sim.state.handle(Received(sim.ranks[2].peer, m.Ping(1)), sim.now)
     assert CloseConnection(sim.ranks[2].peer) in effects
     assert "AssertionError" in sim.state.unsound

@@ -479,7 +479,7 @@ def test_a_rank_that_was_cut_off_comes_back_and_waits_to_be_let_in() -> None:
     regroup(sim, 0, 2, ticket=2)
     assert world_of(sim, 0) == world_of(sim, 1) == (0, 1, 2)
     assert [answer.ticket for answer in all_of(back, m.Regrouped)] == [1]
-    assert not sim.state.membership.ranks[1].behind
+    assert not sim.state.membership.ranks[1].outdated
 
 
 def test_one_in_the_middle_of_its_own_training_is_not_let_in_before_it_has_gone_back() -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hvdlab.collectives.coordinator.launch import Launch
+from hvdlab.collectives.coordinator.process import CoordinatorLaunch
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.knobs import KNOBS, Knob, Reader, read
 from hvdlab.collectives.knobs.markdown import filled
 from hvdlab.collectives.settings import Settings
 
 PAGE = Path(__file__).parents[3] / "docs/reference/settings.md"
-LAUNCH = {field.name: field for field in msgspec.structs.fields(Launch)}
+LAUNCH = {field.name: field for field in msgspec.structs.fields(CoordinatorLaunch)}
 SETTINGS = {field.name: field for field in dataclasses.fields(Settings)}
 
 

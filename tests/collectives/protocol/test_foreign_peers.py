@@ -15,7 +15,7 @@ from hvdlab.collectives import linux
 from hvdlab.collectives.bootstrap.card import Card
 from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.options import ServerOptions
-from hvdlab.collectives.coordinator.server import Server
+from hvdlab.collectives.coordinator.server import CoordinatorServer
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
@@ -112,7 +112,7 @@ def test_a_coordinator_takes_no_connection_of_another_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    server = Server(ServerOptions(token="secret"), log=lines.append)
+    server = CoordinatorServer(ServerOptions(token="secret"), log=lines.append)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{tmp_path}/c")
     listener.listen()

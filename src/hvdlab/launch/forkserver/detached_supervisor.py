@@ -14,9 +14,7 @@ from pathlib import Path
 import msgspec
 
 from hvdlab.collectives.coordinator.handover import server_of, take_over
-from hvdlab.collectives.coordinator.launch import Launch
-from hvdlab.collectives.coordinator.listeners import Listeners
-from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, Listeners
 from hvdlab.collectives.errors import StartError
 from hvdlab.launch.processes import readable
 
@@ -39,7 +37,7 @@ class DetachedSupervisor:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._launch: Launch | None = None
+        self._launch: CoordinatorLaunch | None = None
         self._listeners: Listeners | None = None
         self._successor: CoordinatorProcess | None = None
         self.process = -1

@@ -8,7 +8,7 @@ import pytest
 
 from hvdlab.collectives.autotune import TuningOptions
 from hvdlab.collectives.coordinator.__main__ import _log
-from hvdlab.collectives.coordinator.launch import Launch, settings_from, state_options
+from hvdlab.collectives.coordinator.process import CoordinatorLaunch, settings_from, state_options
 from hvdlab.collectives.errors import InvalidRequestError
 
 
@@ -38,7 +38,7 @@ def test_nonsense_is_refused_by_name(text: str) -> None:
 
 
 def test_every_setting_reaches_the_state() -> None:
-    launch = Launch(
+    launch = CoordinatorLaunch(
         "token", "other", "/", 1, size=3, fusion_threshold=5, flush_delay=0.25, separate_groups=True, stall_seconds=7.0,
         stall_shutdown=9.0, history_bytes=11, hierarchical_allreduce=True, hierarchical_allgather=False,
         autotune=True, autotune_warmup_samples=1, autotune_steps_per_sample=2, autotune_max_samples=3,
@@ -53,13 +53,13 @@ def test_every_setting_reaches_the_state() -> None:
 
 def test_a_disabled_stall_check_neither_reports_nor_ends() -> None:
     options = state_options(
-        Launch("token", "other", "/", 1, stall_disable=True, stall_seconds=1.0, stall_shutdown=2.0)
+        CoordinatorLaunch("token", "other", "/", 1, stall_disable=True, stall_seconds=1.0, stall_shutdown=2.0)
     )
     assert (options.stall_seconds, options.stall_shutdown) == (0.0, 0.0)
 
 
 def test_nothing_is_tuned_unless_asked() -> None:
-    assert state_options(Launch("token", "other", "/", 1)).tuning is None
+    assert state_options(CoordinatorLaunch("token", "other", "/", 1)).tuning is None
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_coordinator_writes_what_is_important_enough(
     level: int, written: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HVDLAB_COORDINATOR_LOG", raising=False)
-    launch = Launch("token", "other", "/", 1, log_level=level)
+    launch = CoordinatorLaunch("token", "other", "/", 1, log_level=level)
     _log(launch, 30)("warning")
     _log(launch, 20)("note")
     assert capsys.readouterr().err.splitlines() == [f"hvdlab coordinator: {text}" for text in written]
@@ -78,5 +78,5 @@ def test_the_coordinator_writes_what_is_important_enough(
 def test_the_journal_gets_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = tmp_path / "journal"
     monkeypatch.setenv("HVDLAB_COORDINATOR_LOG", str(journal))
-    _log(Launch("token", "other", "/", 1, log_level=50), 20)("a note")
+    _log(CoordinatorLaunch("token", "other", "/", 1, log_level=50), 20)("a note")
     assert journal.read_text().endswith(" a note\n")

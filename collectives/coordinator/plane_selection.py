@@ -1,4 +1,4 @@
-"""Which data plane a process set gets."""
+"""Plane selection: which data plane a process set gets in an epoch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Hierarchy:
 
     @property
     def refused(self) -> bool:
-        """Whether the user wants no operation to be hierarchical."""
+        """Whether the user refuses hierarchical operations of any kind."""
         return self.allreduce is False and self.allgather is not True
 
     @property
@@ -58,9 +58,9 @@ AUTOMATIC = Hierarchy()
 
 
 def choose_plane(members: Sequence[Member], hierarchy: Hierarchy = AUTOMATIC) -> PlaneChoice:
-    """Choose for these members, by position.
+    """Choose the planes of a process set with these members, by position.
 
-    A plane that users ask for comes first. Otherwise, on one host: MPI if all members offer it, as those of an MPI launcher do; else
+    A plane that users ask for comes first. Otherwise, on one host: MPI if all members offer it, as those of an MPI launcher do; otherwise
     ``local`` for one member, and shared memory for several (Gloo where that is not possible). Between hosts MPI or Gloo, with shared
     memory within those hosts that have several members. Beside it there is a plane for each device class for which all members offer
     one.
@@ -79,7 +79,7 @@ def _device_planes(members: Sequence[Member]) -> dict[str, str]:
 
 
 def _suits(plane: str, members: Sequence[Member]) -> bool:
-    """Whether a plane for devices can connect these members."""
+    """Return whether a plane for devices can connect these members."""
     if plane == CUDA_IPC:
         return len(members) <= CUDA_IPC_LIMIT and len({member.host for member in members}) == 1
     return plane != CUDA_NCCL or len(members) <= CUDA_NCCL_LIMIT
@@ -105,7 +105,7 @@ def _choose_host_plane(members: Sequence[Member], hierarchy: Hierarchy) -> Plane
 
 
 def without_memory(choice: PlaneChoice) -> PlaneChoice:
-    """The choice instead of one whose shared memory the coordinator can't hand out: the members make it themselves."""
+    """Return the choice for members that have to make shared memory themselves, since the coordinator can't hand it out."""
     note = "; ".join((*choice.notes, "shared memory can't be given to all members; they make it themselves"))
     return PlaneChoice(
         "hierarchical", {"slots": str(SLOTS), "note": note}, device_planes=choice.device_planes
@@ -113,7 +113,7 @@ def without_memory(choice: PlaneChoice) -> PlaneChoice:
 
 
 def _nests(hosts: Mapping[str, Sequence[Member]], hierarchy: Hierarchy, notes: list[str]) -> bool:
-    """Whether to use shared memory within the hosts. Adds a note with the reason if users asked for it and it is not possible."""
+    """Return whether to use shared memory within the hosts; add a note with the reason if users asked for it in vain."""
     asked = hierarchy.allreduce or hierarchy.allgather
     reason = _why_flat(hosts)
     if reason and asked:
@@ -122,7 +122,7 @@ def _nests(hosts: Mapping[str, Sequence[Member]], hierarchy: Hierarchy, notes: l
 
 
 def _why_flat(hosts: Mapping[str, Sequence[Member]]) -> str:
-    """Why shared memory within hosts is of no use or not possible, or an empty text."""
+    """Return why shared memory within hosts is of no use or not possible, or an empty text."""
     shared = [here for here in hosts.values() if len(here) > 1]
     if not shared:
         return "no host has more than one rank"
@@ -130,7 +130,7 @@ def _why_flat(hosts: Mapping[str, Sequence[Member]]) -> str:
 
 
 def _why_not_shared(hosts: Iterable[Sequence[Member]]) -> str:
-    """Why the members of these hosts, of several members each, can't share memory, or an empty text."""
+    """Return why the members of these hosts, of several members each, can't share memory, or an empty text."""
     for here in hosts:
         if len(here) > SHM_LIMIT:
             return f"a segment has room for {SHM_LIMIT} ranks, not {len(here)}"
@@ -152,7 +152,7 @@ def _all_offer(plane: str, members: Sequence[Member]) -> bool:
 
 
 def _between(members: Sequence[Member]) -> str:
-    """The plane between hosts."""
+    """Return the plane between hosts."""
     return "mpi" if _all_offer("mpi", members) else "gloo"
 
 
@@ -162,8 +162,8 @@ def _wish(members: Sequence[Member], notes: list[str]) -> str:
         return ""
     plane, rank = min(wishes.items(), key=lambda item: item[1])
     if len(wishes) > 1:
-        said = ", ".join(f"rank {r} {p}" for p, r in sorted(wishes.items(), key=lambda item: item[1]))
-        notes.append(f"the ranks ask for different planes ({said}); taking {plane} of rank {rank}")
+        listed = ", ".join(f"rank {r} {p}" for p, r in sorted(wishes.items(), key=lambda item: item[1]))
+        notes.append(f"the ranks ask for different planes ({listed}); taking {plane} of rank {rank}")
     if "/" in plane:
         notes.append(f"plane {plane} is not for tensors of the host; choosing another for those")
         return ""

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from hvdlab.collectives.coordinator.strangers import EACH, MINUTE, TurnedAway
+from hvdlab.collectives.coordinator.connections import LOGGED_PER_MINUTE, MINUTE, RejectionLog
 
 
 class Clock:
@@ -29,38 +29,38 @@ class Clock:
 def test_the_first_ones_are_told_each_and_the_others_counted() -> None:
     lines: list[str] = []
     clock = Clock()
-    turned_away = TurnedAway(lines.append, clock.call_at, lambda: clock.now)
+    rejections = RejectionLog(lines.append, clock.call_at, lambda: clock.now)
     for number in range(1000):
-        turned_away.tell(f"connection {number} is closed")
-    assert lines == [f"connection {number} is closed" for number in range(EACH)]
+        rejections.add(f"connection {number} is closed")
+    assert lines == [f"connection {number} is closed" for number in range(LOGGED_PER_MINUTE)]
     clock.pass_(MINUTE)
-    assert lines[EACH:] == [
-        f"{1000 - EACH} more connections were turned away within a minute, the last: connection 999 is closed"
+    assert lines[LOGGED_PER_MINUTE:] == [
+        f"{1000 - LOGGED_PER_MINUTE} more connections were turned away within a minute, the last: connection 999 is closed"
     ]
-    turned_away.tell("another")
+    rejections.add("another")
     assert lines[-1] == "another"
 
 
 def test_an_attack_that_goes_on_costs_a_few_lines_a_minute() -> None:
     lines: list[str] = []
     clock = Clock()
-    turned_away = TurnedAway(lines.append, clock.call_at, lambda: clock.now)
+    rejections = RejectionLog(lines.append, clock.call_at, lambda: clock.now)
     for _ in range(10):
         for _ in range(600):
-            turned_away.tell("no Hello")
+            rejections.add("no Hello")
             clock.pass_(0.1)
-    assert EACH <= len(lines) <= 11 * (EACH + 1)
+    assert LOGGED_PER_MINUTE <= len(lines) <= 11 * (LOGGED_PER_MINUTE + 1)
 
 
 def test_the_last_ones_are_told_and_nothing_is_called_for_ever() -> None:
     lines: list[str] = []
     clock = Clock()
-    turned_away = TurnedAway(lines.append, clock.call_at, lambda: clock.now)
-    for _ in range(EACH + 1):
-        turned_away.tell("the token is wrong")
+    rejections = RejectionLog(lines.append, clock.call_at, lambda: clock.now)
+    for _ in range(LOGGED_PER_MINUTE + 1):
+        rejections.add("the token is wrong")
     clock.pass_(MINUTE)
-    assert lines == ["the token is wrong"] * (EACH + 1)
+    assert lines == ["the token is wrong"] * (LOGGED_PER_MINUTE + 1)
     for _ in range(3):
         clock.pass_(MINUTE)
     assert not clock.calls
-    assert len(lines) == EACH + 1
+    assert len(lines) == LOGGED_PER_MINUTE + 1

@@ -1,8 +1,8 @@
-"""Rounds with a priority: which of them is ordered next, and how many bytes of them are executed at a time.
+"""Priorities: which of the rounds with one is ordered next, and how many bytes of them are executed at a time.
 
-Ranks execute what was ordered in that order, whatever becomes ready meanwhile. So the coordinator keeps rounds with a priority back
-while others with one are being executed, up to a *credit* of bytes, and the member at position 0 reports the end of each of their
-batches. What becomes ready then goes before everything that was kept back and is less urgent.
+Ranks execute collectives in the order of the coordinator, whatever becomes ready meanwhile. So the coordinator holds rounds with a
+priority back while others with one are being executed, up to a *credit* of bytes, and the member at position 0 reports the end of
+each of their batches. Rounds that become ready then go before all held ones that are less urgent.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
-from hvdlab.collectives.coordinator.rounds import Round
-
-SCHEDULING_CREDIT = 4 * 1024 * 1024
-"""Bytes of tensors with a priority that are ordered and not executed yet, at most (one that alone is larger is ordered nevertheless)."""
+from hvdlab.collectives.coordinator.rounds import NegotiationRound
 
 
-class Schedule:
-    """The rounds of an epoch that have a priority: those that are kept back, and the batches that are under way.
+class PriorityQueue:
+    """Priority queue of an epoch: the rounds that are held back, and the batches that are under way.
 
     Iterating over it gives the rounds that are kept back.
 
@@ -27,7 +24,7 @@ class Schedule:
 
     def __init__(self) -> None:
         #: A heap of (-priority, order of becoming ready, round).
-        self._kept: list[tuple[int, int, Round]] = []
+        self._kept: list[tuple[int, int, NegotiationRound]] = []
         self._added = 0
         #: How many rounds of each name are kept, and the lowest priority that any of them has.
         self._names: dict[str, tuple[int, int]] = {}
@@ -36,16 +33,26 @@ class Schedule:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __iter__(self) -> Iterator[Round]:
+    def __iter__(self) -> Iterator[NegotiationRound]:
         return (current for _, _, current in self._kept)
 
-    def concerns(self, current: Round) -> bool:
-        """Whether a ready round has its place here: it has a priority, or an earlier round of its name is kept."""
+    def concerns(self, current: NegotiationRound) -> bool:
+        """Return whether a ready round has its place here: it has a priority, or an earlier round of its name is kept."""
         if current.priority is not None:
             return True
         return current.info.name in self._names and current.info.fuse_key is not None
 
-    def add(self, rounds: Iterable[Round]) -> None:
+    def hold(self, ready: Iterable[NegotiationRound]) -> list[NegotiationRound]:
+        """Keep the rounds that have their place here; return the others, in order."""
+        others: list[NegotiationRound] = []
+        for current in ready:
+            if self.concerns(current):
+                self.add((current,))
+            else:
+                others.append(current)
+        return others
+
+    def add(self, rounds: Iterable[NegotiationRound]) -> None:
         """Keep these rounds until it is their turn.
 
         Rounds of one name stay in order whatever their priorities, since a rank may have submitted all of them under one local id.
@@ -60,10 +67,10 @@ class Schedule:
             self._added += 1
             heapq.heappush(self._kept, (-priority, self._added, current))
 
-    def next(self, credit: int | None = None) -> list[Round]:
-        """Take out the rounds whose turn it is, most urgent first, until ``credit`` bytes are under way; ``None`` for all rounds."""
+    def pop_due(self, credit: int | None = None) -> list[NegotiationRound]:
+        """Remove and return the rounds whose turn it is, most urgent first, until ``credit`` bytes are under way; ``None`` for all."""
         room = None if credit is None else credit - sum(self.under_way.values())
-        due: list[Round] = []
+        due: list[NegotiationRound] = []
         while self._kept and (room is None or room > 0):
             _, _, current = heapq.heappop(self._kept)
             name = current.info.name
@@ -75,19 +82,24 @@ class Schedule:
             due.append(current)
         return due
 
-    def ordered(self, sequence: int, batches: Iterable[Sequence[Round]]) -> None:
-        """These batches are the ``sequence``-th order, and the end of each will be reported."""
+    def ordered(self, sequence: int, batches: Iterable[Sequence[NegotiationRound]]) -> None:
+        """Record that these batches are the ``sequence``-th order; the end of each will be reported."""
         for number, batch in enumerate(batches):
             self.under_way[sequence, number] = sum(current.info.nbytes for current in batch)
 
     def executed(self, sequence: int, batch: int) -> None:
-        """A batch has ended."""
+        """Record that a batch has ended."""
         self.under_way.pop((sequence, batch), None)
 
     def validate(self) -> None:
-        """Assert what must hold between calls."""
+        """Assert the invariants that hold between calls."""
         counts: dict[str, int] = {}
         for _, _, current in self._kept:
             counts[current.info.name] = counts.get(current.info.name, 0) + 1
         assert counts == {name: count for name, (count, _) in self._names.items()}
         assert not self._kept or self.under_way, "kept back, and no end of a batch is awaited"
+
+
+def have_priority(rounds: Iterable[NegotiationRound]) -> bool:
+    """Return whether any of these rounds was submitted with a priority."""
+    return any(current.priority is not None for current in rounds)

@@ -56,7 +56,7 @@ def test_the_first_layers_gradient_overtakes_those_that_were_ready_before() -> N
         report(sim)
     assert executed(sim) == ["layer 3", "layer 0", "layer 1", "layer 2"]
     report(sim)
-    assert not sim.state.sets.world.matcher.pending
+    assert not sim.state.sets.world.negotiation.pending
 
 
 def test_as_many_are_under_way_as_the_credit_allows() -> None:
@@ -184,7 +184,7 @@ def test_a_death_ends_what_is_kept_back_and_the_error_names_it() -> None:
     sim.drain()
     assert isinstance(kept.outcome, m.Abort)
     assert [pending.name for pending in kept.outcome.pending] == ["b"]
-    assert not sim.state.sets.world.matcher.pending
+    assert not sim.state.sets.world.negotiation.pending
 
 
 def test_what_is_kept_back_is_announced_again_in_the_next_epoch_that_begins_in_order() -> None:

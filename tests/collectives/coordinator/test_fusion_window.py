@@ -75,7 +75,7 @@ def test_a_rank_that_dies_ends_what_is_held() -> None:
     sim.drain()
     assert isinstance(sim.ranks[0].submissions[0].outcome, m.Abort)
     sim.tick(DELAY)
-    assert sim.state.holding.due is None
+    assert sim.state.fusion.windows.due is None
 
 
 def test_a_cell_that_ends_does_not_fail_what_is_complete() -> None:

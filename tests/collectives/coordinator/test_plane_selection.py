@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hvdlab.collectives.coordinator.planes import SHM_LIMIT, Hierarchy, choose_plane, without_memory
+from hvdlab.collectives.coordinator.plane_selection import SHM_LIMIT, Hierarchy, choose_plane, without_memory
 from hvdlab.collectives.planes.shm.layout import segment_size
 from hvdlab.collectives.protocol.messages import Member
 

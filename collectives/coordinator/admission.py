@@ -1,0 +1,324 @@
+"""Admission: which peers may connect, which ranks make up the world, and when newcomers enter it.
+
+Elastic training decides at which point the world changes, and its ranks begin again together. A rank in training keeps newcomers
+out, since its collectives would wait for them. When it is at a point where the world may change, after a failure or because a
+newcomer waits to enter, it reports so (*regroups*) and submits nothing more. Collectives in which other ranks wait for it are aborted
+at once, so that they come, too. Once no rank of the world is in training any more, the world gets a new epoch, with the newcomers.
+
+Once training has ended on a rank of a script, newcomers wait until that rank trains again or leaves. Otherwise they would begin to
+train from the start, with no rank whose state they could take over. (A pool's ranks only run cells that their notebook sends.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from hvdlab.collectives import encryption, versions
+from hvdlab.collectives.coordinator.deadlock import RunningCells
+from hvdlab.collectives.coordinator.events import Effects
+from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
+from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets
+from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.protocol import messages as m
+
+
+class WorldRestoration(Protocol):
+    """Restoration of the world that a dead coordinator had, as far as admission depends on it.
+
+    Attributes:
+        active: Whether it still lasts: which ranks train and are in the world is not known yet.
+        released: Ranks to let go once it is over.
+    """
+
+    active: bool
+    released: set[int]
+
+
+class Admission:
+    """Rules by which ranks get into the world and out of it.
+
+    Args:
+        options: Settings of the state.
+        membership: Ranks that are there, expected and dead.
+        sets: Process sets, to change and abort.
+        cells: Cells that run.
+        elastic: Ranks in elastic training.
+        restoring: Restoration of the world that a dead coordinator had.
+        effects: Where messages to ranks are added.
+
+    Attributes:
+        due: Whether newcomers may be admitted at the end of this batch of events.
+    """
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        membership: MembershipTable,
+        sets: ProcessSets,
+        cells: RunningCells,
+        elastic: ElasticRanks,
+        restoring: WorldRestoration,
+        effects: Effects,
+    ) -> None:
+        self.due = False
+        self._options = options
+        self._membership = membership
+        self._sets = sets
+        self._cells = cells
+        self._elastic = elastic
+        self._restoring = restoring
+        self._effects = effects
+
+    def refusal(self, rank: int, hello: m.Hello) -> str:
+        """Return why a peer may not come as this rank, or an empty text."""
+        reason = (
+            self._membership.refusal(rank) if hello.role == "rank" else f"there is no role {hello.role!r}"
+        )
+        return reason or self._too_late(rank, hello) or self._differs(rank, hello)
+
+    def _differs(self, rank: int, hello: m.Hello) -> str:
+        """Return why a rank does not fit those that are there, or an empty text.
+
+        They are compared one by one only for the text, which names the one that differs.
+        """
+        membership = self._membership
+        members = (living.member for living in membership.ranks.values())
+        required, hosts = self._options.require_encryption, membership.hosts.keys()
+        reason = encryption.refusal(required, rank, hello, members, hosts)
+        # For hvdlab itself the coordinator's counts: of two ranks that differ, the first one to come need not be right.
+        others = [("the coordinator", {"hvdlab": versions.own_versions()["hvdlab"]})]
+        if not membership.versions.fit(hello.versions):
+            others += [(f"rank {living.rank}", living.versions) for living in membership.ranks.values()]
+        return reason or versions.refusal(rank, hello.versions, others)
+
+    def _too_late(self, rank: int, hello: m.Hello) -> str:
+        """Return why a rank that has lost its connection can't come back, since the others continue without it; empty if it can."""
+        death = self._membership.deaths.get(rank)
+        if hello.generation < 0:
+            return ""
+        if hello.generation >= self._options.generation or (death is not None and death.pid == hello.pid):
+            cut_off = self._membership.cut_off_since(rank, hello.pid) is not None
+            if cut_off and hello.returns and not self._restoring.active:
+                return ""
+            return f"the connection of rank {rank} was lost, and the others have gone on without it"
+        return ""
+
+    def is_early(self, rank: int, hello: m.Hello) -> bool:
+        """Return whether a rank that was refused comes back too soon.
+
+        Its old connection is not given up yet, or the world is not restored yet, before which no rank is known to live.
+        """
+        if hello.generation < 0 or not hello.returns:
+            return False
+        living = self._membership.ranks.get(rank)
+        if living is not None:
+            return living.pid == hello.pid
+        return self._restoring.active and self._membership.cut_off_since(rank, hello.pid) is not None
+
+    def become_outdated(self, rank: RankPeer) -> None:
+        """Inform a rank that has come back with its memory that the others have continued without it; it waits to be admitted."""
+        rank.outdated = True
+        text = f"rank {rank.rank} was cut off, and the others have gone on without it"
+        self._effects.send((rank.peer,), m.Outdated(text))
+
+    def set_expected(self, ranks: tuple[int, ...]) -> None:
+        """Make these ranks, and no others, the expected ones; members among the others leave."""
+        dropped = self._membership.set_expected(ranks)
+        self._cells.discard_all_but({*ranks, *self._membership.ranks})
+        for rank in dropped:
+            self._effects.send((rank.peer,), m.Leave("the world was resized"))
+        leaving = {rank.rank for rank in dropped}
+        busy = any(self._cells.is_running(rank) for rank in leaving)
+        for ps in list(self._sets):
+            going = leaving & (set(ps.members) - ps.gone)
+            if not going:
+                continue
+            if busy or (ps.phase == OPEN and ps.negotiation.pending):
+                text = f"{format_ranks(sorted(going))} left, because the world was resized"
+                self._sets.abort(ps, CauseKind.MEMBERSHIP, sorted(going), text)
+            else:
+                self._sets.change_members(ps, tuple(rank for rank in ps.members if rank not in going))
+
+    def scale_down(self, ranks: tuple[int, ...]) -> None:
+        """Remove ranks where elastic training lets the world change; at once if no rank trains, or if they are not in the world."""
+        if (
+            self._restoring.active
+        ):  # which ranks train, and are in the world, is known once the ranks have resumed
+            self._restoring.released.update(ranks)
+            return
+        expected = set(self._membership.expected or ())
+        going = expected & set(ranks)
+        later = going & set(self._sets.world.current) & self._membership.ranks.keys()
+        if not self._elastic.active:
+            later = set()
+        if going - later:
+            self.set_expected(tuple(sorted(expected - (going - later))))
+        if later:
+            self._membership.scale_down(later)
+            self.due = True
+
+    def _remove_released(self, going: set[int]) -> None:
+        """Remove released ranks that have come to where the world may change; the others continue without them, and nothing fails."""
+        left = [rank for rank in self._membership.expected or () if rank not in going]
+        for rank in self._membership.set_expected(left):
+            self._elastic.drop(rank.rank)
+            self._effects.send((rank.peer,), m.Leave("its host is not part of the job any more"))
+        for ps in list(self._sets):
+            if going & (set(ps.members) - ps.gone):
+                self._sets.change_members(ps, tuple(rank for rank in ps.members if rank not in going))
+
+    def reject_left_out(self, rank: RankPeer, message: m.Announce) -> None:
+        """Fail the submissions of a rank that was asked to leave: the others continue without it, and no epoch of its own will end.
+
+        The epoch is not aborted: operations that it still executes with the others complete.
+        """
+        text = f"rank {rank.rank} was let go, and the others go on without it"
+        for local in message.locals:
+            defined = rank.definitions.get(local)
+            if defined is not None:
+                info, site = defined.info, defined.site
+                pending = m.AbortedCollective(int(info.kind), info.name, (rank.rank,), (), (site,))
+                scope = message.process_set, message.epoch
+                kind = CauseKind.MEMBERSHIP.value
+                refusal = m.Cancelled(*scope, (local,), kind, (rank.rank,), text, "", pending)
+                self._effects.send((rank.peer,), refusal)
+
+    def admit_newcomers(self) -> list[tuple[int, m.Regrouped]]:
+        """Form a larger world once all expected ranks are there (or dead).
+
+        A tracked newcomer without a cell waits until no member runs one. It would not take part in that cell's
+        collectives, and the ranks that run it would fail for no reason of their own. Ranks that train elastically let
+        newcomers in when they regroup; then not all expected ranks need be there. A rank that the others have gone on without waits until its own training has
+        gone back to its last commit, or the cells of the members have ended.
+
+        Returns:
+            Answers to the ranks that have regrouped, by connection: they go out after all messages about the new epoch.
+        """
+        membership, world, cells = self._membership, self._sets.world, self._cells
+        if membership.expected is None or not (membership.complete or self._elastic.active):
+            return []
+        if self._restoring.active:
+            return []
+        there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
+        current = world.current
+        gone = world.gone | membership.returning
+        outdated = {rank for rank in there if membership.ranks[rank].outdated}
+        stay = [rank for rank in there if rank in current and rank not in gone | outdated]
+        new = [
+            rank
+            for rank in there
+            if rank not in stay and (rank not in outdated or self._may_enter(rank, stay))
+        ]
+        if any(cells.is_running(rank) for rank in current):
+            new = [rank for rank in new if rank not in cells.idle]
+        if any(not membership.ranks[rank].tracked for rank in stay):
+            new = [rank for rank in new if rank not in membership.returning]
+        going = membership.leaving.intersection(stay)
+        change = self._elastic.consider(stay, new, len(going))
+        if going and change is not WorldChange.LATER:
+            self._remove_released(going)
+            stay = [rank for rank in stay if rank not in going]
+        membership.set_waiting(tuple(new) if change is WorldChange.LATER else ())
+        if change is WorldChange.NOW or (change is WorldChange.FREE and new and membership.complete):
+            membership.returning.difference_update(new)
+            for rank in new:
+                membership.ranks[rank].outdated = False
+            # The members keep their order: a restored world has no other record of which rank came first.
+            self._sets.change_members(world, (*(rank for rank in current if rank in stay), *sorted(new)))
+            return [
+                (membership.ranks[rank].peer, m.Regrouped(ticket)) for rank, ticket in self._elastic.resume()
+            ]
+        return []
+
+    def _may_enter(self, rank: int, members: Sequence[int]) -> bool:
+        """Return whether an outdated rank may be admitted now, beside these members.
+
+        Not while the members are inside something that it did not start with them:
+
+        * A rank that is still training itself waits for its reset; its own submissions fail until then
+          (:class:`~hvdlab.collectives.protocol.messages.Outdated`).
+        * A rank at a reset point is admitted if a member trains elastically too, or no member runs a cell.
+        * Any other one must be a pool's, and comes in between cells.
+        """
+        training, ready = self._elastic.training, self._elastic.ready
+        if rank in training:
+            return False
+        busy = any(self._cells.is_running(member) for member in members)
+        if rank in ready:
+            return not busy or any(member in training or member in ready for member in members)
+        return self._membership.ranks[rank].tracked and not busy
+
+    def abort_waits_on_regrouped(self) -> None:
+        """End the collectives that other ranks wait in and that a rank which has regrouped will not submit."""
+        ready = self._elastic.ready
+        for ps in list(self._sets):
+            if ps.phase != OPEN or not ps.negotiation.pending:
+                continue
+            absent = sorted(ps.negotiation.members & ready.keys())
+            if absent:
+                whose = "its" if len(absent) == 1 else "their"
+                why = ready[absent[0]].reason
+                text = f"{format_ranks(absent)} went back to {whose} last commit" + (
+                    f" ({why})" if why else ""
+                )
+                self._sets.abort(ps, CauseKind.WITHDRAWN, absent, text)
+
+
+class WorldChange(Enum):
+    """Answer to the question whether the world may change."""
+
+    FREE = "no rank trains"
+    LATER = "when the ranks in training have come"
+    NOW = "they have, and begin again"
+
+
+class ElasticRanks:
+    """Progress of the living ranks in elastic training, as they report it.
+
+    Attributes:
+        training: Ranks in the middle of training.
+        ready: Ranks that have regrouped, with their messages.
+        finished: Ranks of scripts whose training has ended.
+    """
+
+    def __init__(self) -> None:
+        self.training: set[int] = set()
+        self.ready: dict[int, m.Regroup] = {}
+        self.finished: set[int] = set()
+
+    @property
+    def active(self) -> bool:
+        """Whether elastic training decides when ranks are admitted."""
+        return bool(self.training or self.ready or self.finished)
+
+    def drop(self, rank: int) -> None:
+        """Forget a rank that is gone."""
+        self.training.discard(rank)
+        self.ready.pop(rank, None)
+        self.finished.discard(rank)
+
+    def consider(self, stay: Sequence[int], new: Sequence[int], leaving: int = 0) -> WorldChange:
+        """Return whether the world may change.
+
+        Args:
+            stay: Members of the world that stay there.
+            new: Newcomers that are there.
+            leaving: How many of ``stay`` leave with the change.
+        """
+        if not self.training.isdisjoint(stay):
+            return WorldChange.LATER
+        # If no member is left, those that come back begin again by themselves, as soon as there are enough.
+        wanted = [self.ready[rank].at_least for rank in stay or new if rank in self.ready]
+        if not wanted:
+            return WorldChange.FREE if self.finished.isdisjoint(stay) else WorldChange.LATER
+        return WorldChange.NOW if len(stay) + len(new) - leaving >= max(wanted) else WorldChange.LATER
+
+    def resume(self) -> list[tuple[int, int]]:
+        """Put all ranks that have regrouped into training again; returns them with their tickets."""
+        answered = [(rank, said.ticket) for rank, said in self.ready.items()]
+        self.training.update(self.ready)
+        self.ready.clear()
+        return answered

@@ -1,0 +1,121 @@
+"""Liveness: where the server notices that a peer is dead, stopped or silent.
+
+There are four signs, from the quickest to the slowest:
+
+1. The end of its connection: the kernel closes the sockets of a process that ends on this host, however it ends.
+2. The launcher's word (:class:`~hvdlab.collectives.protocol.messages.RankLost`), which also has the reason. Messages that the rank had
+   written before are read first: one that sent Bye has not died.
+3. Silence, after a ping, of a peer on another host: its connection may end without any packet.
+4. Silence of a process of this host that is stopped, unless it is a pool's rank. A silent process that runs is only busy.
+
+A peer that is paused for its user may be silent, perhaps with all its threads stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from hvdlab.collectives.coordinator.connections import NEVER, Connection, Connections
+from hvdlab.collectives.coordinator.events import Event, Received
+from hvdlab.collectives.coordinator.options import ServerOptions
+from hvdlab.collectives.coordinator.state import CoordinatorState
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.linux import process_state
+from hvdlab.collectives.protocol.codec import encode
+from hvdlab.collectives.protocol.endpoint import ConnectionLost
+from hvdlab.collectives.protocol.messages import Ping, RankLost
+
+
+class Liveness:
+    """Watch over the connections that were introduced.
+
+    Args:
+        connections: The connections, to close those of dead peers.
+        state: Membership of the job, and the ranks that are paused; it is only read.
+        options: Times after which silent peers are pinged, and count as dead.
+        log: Takes warnings for the operator.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        state: CoordinatorState,
+        options: ServerOptions,
+        log: Callable[[str], None],
+    ) -> None:
+        self._connections = connections
+        self._state = state
+        self._options = options
+        self._log = log
+        self._ping = 0
+
+    def read(self, connection: Connection, events: list[Event], now: float) -> None:
+        """Append the messages that a peer has sent as events; close its connection if that has ended or breaks the protocol."""
+        peer = connection.peer
+        if peer not in self._connections.open:
+            return
+        try:
+            for payload in connection.endpoint.receive():
+                message = connection.decode(payload)
+                if type(message) is RankLost and connection.client:
+                    self._read_last_words(message, events)
+                events.append(Received(peer, message))
+            connection.heard = now
+        except ConnectionLost as error:
+            detail = f" ({error})" if connection.tls else ""
+            self._connections.peer_lost(connection, f"its connection ended without a goodbye{detail}", events)
+        except ProtocolError as error:
+            self._log(f"{connection.name} is closed: {error}")
+            self._connections.peer_lost(connection, f"it sent {error}", events, faulty=True)
+
+    def _read_last_words(self, lost: RankLost, events: list[Event]) -> None:
+        """Read the messages that a rank had written before its process ended: one that sent Bye has not died.
+
+        They were written before the launcher could see the end, but may lie unread where clients are read first.
+        """
+        rank = self._state.membership.ranks.get(lost.rank)
+        connection = self._connections.open.get(rank.peer) if rank is not None else None
+        if rank is None or connection is None or rank.pid != lost.pid:
+            return
+        # How the connection ended matters no more: the launcher knows better how the process did.
+        with contextlib.suppress(ConnectionLost, ProtocolError):
+            while payloads := connection.endpoint.receive():
+                events += [Received(rank.peer, connection.decode(payload)) for payload in payloads]
+
+    def check(self, now: float, events: list[Event]) -> None:
+        """Ping peers that are silent, close those that have been silent for too long, and schedule the next check."""
+        upcoming = NEVER
+        options = self._options
+        silent: list[Connection] = []
+        for connection in list(self._connections.open.values()):
+            silence = now - connection.heard
+            if silence < options.ping_after:
+                upcoming = min(upcoming, connection.heard + options.ping_after)
+            elif silence >= options.dead_after and not (
+                self._state.is_paused(connection.peer) or may_be_busy(connection)
+            ):
+                self._log(f"{connection.name} has been silent for {silence:.0f} s")
+                self._connections.peer_lost(connection, f"no sign of life for {silence:.0f} s", events)
+            else:
+                silent.append(connection)
+                upcoming = min(upcoming, now + options.ping_after)
+        self._connections.schedule_check(upcoming)
+        if silent:
+            self._ping += 1
+            frame = encode(Ping(self._ping))
+            for connection in silent:
+                self._connections.write(connection, frame)
+
+
+def may_be_busy(connection: Connection) -> bool:
+    """Return whether a silent peer can only be busy: its process is on this host, and not stopped.
+
+    The end of a local process closes its socket, so that silence alone proves nothing. A process that holds the interpreter
+    for a minute is healthy and must not lose its place. Nor must a pool's rank that is stopped: it has its memory, and the user,
+    to whom that is shown, decides.
+    """
+    if not connection.pid:
+        return False
+    ended_or_stopped = ("Z", "X", "") if connection.tracked else ("T", "t", "Z", "X", "")
+    return process_state(connection.pid) not in ended_or_stopped

@@ -1,0 +1,344 @@
+"""Stall inspector: reports collectives that wait or execute for long, and ends those that wait too long if the options say so.
+
+A member of an operation that was stopped, or whose code keeps the interpreter busy, does not do its part, and does not answer a ping
+either. A healthy member answers it on its control thread, whatever its user's code does.
+
+While a rank is paused for its user (at a prompt, in a debugger), no rank that waits for it is late, and no clock of a wait runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from hvdlab.collectives.coordinator.events import Effects
+from hvdlab.collectives.coordinator.membership import MembershipTable
+from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets, ProcessSetState
+from hvdlab.collectives.coordinator.rounds import NegotiationRound
+from hvdlab.collectives.coordinator.signatures import LocalDefinition, kind_label
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.errors import CauseKind, call_name, compact_ranks, format_ranks
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.messages import AbortedCollective, Stalled
+
+ANSWER_WITHIN = 1.0
+"""Seconds that members have to answer."""
+
+
+class StallInspector:
+    """Inspector of collectives that wait or execute for long.
+
+    Args:
+        every: Seconds after which, and then how often, one is reported; 0 never.
+        shutdown: Seconds after which its epoch ends; 0 never.
+        sets: Process sets, to abort.
+        membership: Ranks and clients of the job.
+        effects: Where reports are added.
+
+    Attributes:
+        due: When to check next; ``None`` if nothing waited at the last check.
+        executions: Operations that take long.
+    """
+
+    def __init__(
+        self,
+        every: float,
+        shutdown: float,
+        sets: ProcessSets,
+        membership: MembershipTable,
+        effects: Effects,
+    ) -> None:
+        self._sets = sets
+        self._membership = membership
+        self._effects = effects
+        self._every = every or math.inf
+        self._shutdown = shutdown or math.inf
+        self._first = min(self._every, self._shutdown)
+        self.due: float | None = None
+        self.executions = Executions(sets, membership, effects)
+
+    def watch(self, now: float) -> None:
+        """Schedule a check, as something was submitted while nothing was pending."""
+        self.due = now + self._first
+
+    def watch_execution(self, since: float, now: float) -> None:
+        """Schedule a check of an operation that a rank executes and has waited for since ``since``."""
+        if math.isfinite(self._every):
+            due = max(since + self._every - probe_lead_time(self._every), now)
+            self.due = due if self.due is None else min(self.due, due)
+
+    def exclude_pause(self, since: float, now: float) -> None:
+        """Exclude the time from ``since`` to ``now`` from all waits, and check them at the next tick."""
+        if self.due is not None:
+            self.due = now
+        self.executions.exclude_pause(since, now)
+
+    def check(self, now: float) -> None:
+        """Report or end the collectives that wait for long, and set :attr:`due`."""
+        upcoming: list[float] = []
+        for ps in list(self._sets):
+            for current, missing in list(ps.negotiation.waiting()):
+                if self._is_over(current, now):
+                    self._end(ps, current, missing)
+                    break
+                if now >= self._next_report(current):
+                    current.reported = max(current.reported + 1, int((now - current.since) / self._every))
+                    self._report_round(ps, current, missing, now - current.since)
+                upcoming.append(min(self._next_report(current), self._end_of(current)))
+        stuck, times = self.executions.check(now, self._every)
+        for ps, seconds, report in stuck:
+            lacking = f"{_ranks_or_rest(report.missing)} do not answer (stopped, or busy in C code)"
+            self._report_stall(ps, report, seconds, f"has been executed for {seconds:.0f} s: {lacking}")
+        self.due = min(upcoming + times, default=None)
+
+    def _report_round(
+        self,
+        ps: ProcessSetState,
+        current: NegotiationRound,
+        missing: tuple[int, ...],
+        seconds: float,
+    ) -> None:
+        report = ps.negotiation.report_round(current, missing)
+        joined = f", joined {_ranks_or_rest(report.joined)}" if report.joined else ""
+        lacking = (
+            f"submitted by {_ranks_or_rest(report.waited)}, missing {_ranks_or_rest(report.missing)}{joined}"
+        )
+        self._report_stall(ps, report, seconds, f"has been waiting for {seconds:.0f} s: {lacking}")
+
+    def _next_report(self, current: NegotiationRound) -> float:
+        return current.since + self._every * (current.reported + 1)
+
+    def _end_of(self, current: NegotiationRound) -> float:
+        # A rank that has joined waits for the others to run out of data, however long that takes.
+        return math.inf if current.info.kind == OpKind.JOIN else current.since + self._shutdown
+
+    def _is_over(self, current: NegotiationRound, now: float) -> bool:
+        return now >= self._end_of(current)
+
+    def _end(
+        self,
+        ps: ProcessSetState,
+        current: NegotiationRound,
+        missing: tuple[int, ...],
+    ) -> None:
+        what = call_name(kind_label(current.info.kind), current.info.name)
+        lacking = f"{format_ranks(missing)} did not submit it" if missing else "its group was not complete"
+        text = f"{what}: {lacking} within {self._shutdown:g} s (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
+        self._effects.log(text)
+        if ps.phase == OPEN:
+            self._sets.abort(ps, CauseKind.TIMEOUT, missing, text)
+
+    def _report_stall(
+        self, ps: ProcessSetState, report: AbortedCollective, seconds: float, text: str
+    ) -> None:
+        self._effects.send(tuple(self._membership.clients), Stalled(ps.id, seconds, report))
+        if self._is_shown(report.waited):
+            return
+        what = call_name(kind_label(report.kind), report.name)
+        self._effects.log(f"{what} {text}")
+
+    def _is_shown(self, waited: tuple[int, ...]) -> bool:
+        """Return whether a client runs cells on these ranks: it shows its user the stall, better than a line in the log would."""
+        ranks = self._membership.ranks
+        return bool(self._membership.clients) and all(ranks[rank].tracked for rank in waited if rank in ranks)
+
+
+class Executions:
+    """Operations that are being executed and waited for, as far as ranks have reported them.
+
+    Args:
+        sets: Process sets, whose members are asked for a sign of life.
+        membership: Ranks, with the operations whose end they wait for.
+        effects: Where pings are added.
+    """
+
+    def __init__(self, sets: ProcessSets, membership: MembershipTable, effects: Effects) -> None:
+        self._sets = sets
+        self._membership = membership
+        self._effects = effects
+        self._operations: dict[OperationKey, AwaitedOperation] = {}
+
+    def answered(self, rank: int) -> None:
+        """Record a sign of life of a rank."""
+        for operation in self._operations.values():
+            operation.silent.discard(rank)
+
+    def exclude_pause(self, since: float, now: float) -> None:
+        """Exclude the time from ``since`` to ``now`` from all waits. Members that have been asked are asked again."""
+        for operation in self._operations.values():
+            operation.since = shifted_start(operation.since, since, now)
+            operation.asked = None
+
+    def check(self, now: float, every: float) -> tuple[list[OverdueOperation], list[float]]:
+        """Ask the members of operations that take long.
+
+        Returns:
+            The operations to report now, and the times at which to look again.
+        """
+        waits = self._waits()
+        self._operations = {
+            key: self._operations.get(key) or AwaitedOperation(since) for key, (since, _) in waits.items()
+        }
+        stuck: list[OverdueOperation] = []
+        upcoming: list[float] = []
+        for key, operation in self._operations.items():
+            ps = self._sets.by_id[key.process_set]
+            if operation.asked is None and now >= _ask_at(operation, every):
+                info = next(iter(waits[key][1].values())).info
+                members = ps.members if info.from_any else info.between or ps.members
+                operation.asked, operation.silent = now, set(members) - ps.gone
+                self._effects.send(ps.peers, m.Ping(0))
+            elif operation.asked is not None and now >= operation.asked + ANSWER_WITHIN:
+                operation.asked = None
+                operation.reported = max(operation.reported + 1, int((now - operation.since) / every))
+                if operation.silent:
+                    report = _silence_report(waits[key][1], operation.silent)
+                    stuck.append(OverdueOperation(ps, now - operation.since, report))
+            asked = operation.asked
+            upcoming.append(_ask_at(operation, every) if asked is None else asked + ANSWER_WITHIN)
+        return stuck, upcoming
+
+    def _waits(self) -> dict[OperationKey, tuple[float, dict[int, LocalDefinition]]]:
+        """Return the operations for whose end ranks wait: since when, and with which submission each of these ranks."""
+        found: dict[OperationKey, tuple[float, dict[int, LocalDefinition]]] = {}
+        for rank, peer in self._membership.ranks.items():
+            wait = peer.executing
+            defined = peer.definitions.get(wait.local) if wait is not None else None
+            if wait is None or defined is None:
+                continue
+            ps = self._sets.by_id.get(wait.process_set)
+            if ps is None or ps.epoch != wait.epoch:
+                continue
+            since, waiting = found.setdefault(
+                OperationKey(ps.id, ps.epoch, defined.info.name), (wait.since, {})
+            )
+            waiting[rank] = defined
+            if wait.since < since:
+                found[OperationKey(ps.id, ps.epoch, defined.info.name)] = (wait.since, waiting)
+        return found
+
+
+def _ranks_or_rest(ranks: tuple[int, ...]) -> str:
+    return f"ranks {compact_ranks(ranks)}" if ranks else "the rest of its group"
+
+
+class OperationKey(NamedTuple):
+    """An operation, as the ranks that wait for its end name it."""
+
+    process_set: int
+    epoch: int
+    name: str
+
+
+class AwaitedOperation:
+    """An operation for whose end at least one rank has been waiting.
+
+    Attributes:
+        since: When the first rank began to wait.
+        reported: How many times the stall time had passed when the operation was looked at last.
+        asked: When its members were asked for a sign of life, or ``None``.
+        silent: The members that have not answered.
+    """
+
+    __slots__ = ("asked", "reported", "silent", "since")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.reported = 0
+        self.asked: float | None = None
+        self.silent: set[int] = set()
+
+
+class OverdueOperation(NamedTuple):
+    """An operation whose members have been asked for a sign of life and did not all answer."""
+
+    process_set: ProcessSetState
+    seconds: float
+    collective: m.AbortedCollective
+
+
+def probe_lead_time(every: float) -> float:
+    """Return the seconds before a report at which the members are asked, so that it comes in time."""
+    return min(ANSWER_WITHIN, every / 2)
+
+
+def _ask_at(operation: AwaitedOperation, every: float) -> float:
+    return operation.since + every * (operation.reported + 1) - probe_lead_time(every)
+
+
+def _silence_report(waiting: dict[int, LocalDefinition], silent: set[int]) -> m.AbortedCollective:
+    info = next(iter(waiting.values())).info
+    waited = tuple(sorted(waiting.keys() - silent))
+    sites = tuple(waiting[rank].site for rank in waited)
+    return m.AbortedCollective(info.kind, info.name, waited, tuple(sorted(silent)), sites)
+
+
+class Pauses:
+    """Ranks that are paused for their user, and the waits whose clocks stand still meanwhile.
+
+    Args:
+        sets: Process sets, whose rounds wait.
+        membership: Ranks, which wait; and clients, which show the pauses.
+        effects: Where reports for clients are added.
+
+    Attributes:
+        reasons: Why each of them is paused, by rank; empty if none is.
+    """
+
+    def __init__(self, sets: ProcessSets, membership: MembershipTable, effects: Effects) -> None:
+        self.reasons: dict[int, str] = {}
+        self._since = 0.0
+        self._sets = sets
+        self._membership = membership
+        self._effects = effects
+
+    def __bool__(self) -> bool:
+        return bool(self.reasons)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self.reasons
+
+    def begin(self, rank: int, reason: str, now: float) -> None:
+        """Record that a rank is paused, for this reason, and report it to clients."""
+        if not self.reasons:
+            self._since = now
+        self.reasons[rank] = reason
+        self._report()
+
+    def end(self, rank: int, now: float) -> float | None:
+        """Record that a rank continues, or is gone, and report it to clients; after the last one move the begin of all waits.
+
+        Returns:
+            When the first rank was paused, if this was the last; otherwise ``None``.
+        """
+        if rank not in self.reasons:
+            return None
+        del self.reasons[rank]
+        self._report()
+        if self.reasons:
+            return None
+        since = self._since
+        for peer in self._membership.ranks.values():
+            if peer.wait is not None:
+                peer.wait = peer.wait._replace(since=shifted_start(peer.wait.since, since, now))
+            if peer.executing is not None:
+                peer.executing = peer.executing._replace(
+                    since=shifted_start(peer.executing.since, since, now)
+                )
+        for ps in self._sets:
+            for current, _ in ps.negotiation.waiting():
+                current.since = shifted_start(current.since, since, now)
+        return since
+
+    def message(self) -> m.PausedRanks:
+        """Return the message that lists the paused ranks for clients."""
+        ranks = tuple(sorted(self.reasons))
+        return m.PausedRanks(ranks, tuple(self.reasons[rank] for rank in ranks))
+
+    def _report(self) -> None:
+        self._effects.send(tuple(self._membership.clients), self.message())
+
+
+def shifted_start(begun: float, since: float, now: float) -> float:
+    """Return the begin of a wait that began at ``begun``, moved later by the part of ``since`` to ``now`` that it lasted."""
+    return begun + now - since if begun < since else now

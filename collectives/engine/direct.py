@@ -25,13 +25,12 @@ import numpy as np
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.entry import Entry
-from hvdlab.collectives.engine.executor import Executor
+from hvdlab.collectives.engine.executor import Executor, PlaneSlot
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.operations import run_parts
 from hvdlab.collectives.engine.posting import Posting, fits, needs_plane
 from hvdlab.collectives.engine.request import Limit, Request, Result
-from hvdlab.collectives.engine.slots import PlaneSlot
-from hvdlab.collectives.engine.small import run_parts
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.planes.base import Phases, PlaneAborted

@@ -19,14 +19,13 @@ from hvdlab.collectives.engine.effects import (
     RunBatch,
     Succeed,
 )
-from hvdlab.collectives.engine.executor import Executor, Lane
+from hvdlab.collectives.engine.executor import Executor, Lane, PlaneSlot
 from hvdlab.collectives.engine.guarded import GuardedState, complete
 from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.lacking import Lacking
 from hvdlab.collectives.engine.mailbox import Mailbox
 from hvdlab.collectives.engine.posting import Seat
 from hvdlab.collectives.engine.request import Result
-from hvdlab.collectives.engine.slots import PlaneSlot
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.engine.store import EngineStore, Tickets

@@ -12,8 +12,8 @@ import numpy as np
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.entry import ENDED, Entry, signature_of
+from hvdlab.collectives.engine.operations import SMALL_BYTES, Folds
 from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.engine.small import BYTES, Folds
 from hvdlab.collectives.planes.buffers import HOST, HostArray, host_view
 from hvdlab.collectives.planes.shm.board import DECLINED, Board
 from hvdlab.collectives.protocol.messages import Member
@@ -44,7 +44,7 @@ def fits(request: Request) -> bool:
 
 def needs_plane(request: Request) -> bool:
     """Whether the tensor is too large for the board, or on a device: the members agree on the board, and then meet on the data plane."""
-    return request.device != HOST or (request.input is not None and request.input.nbytes > BYTES)
+    return request.device != HOST or (request.input is not None and request.input.nbytes > SMALL_BYTES)
 
 
 class Plan:

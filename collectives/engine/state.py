@@ -15,10 +15,10 @@ from hvdlab.collectives.engine.entry import ANNOUNCED, ENDED, EXECUTING, HELD, P
 from hvdlab.collectives.engine.epochs import ON_EPOCHS
 from hvdlab.collectives.engine.fitting import fit
 from hvdlab.collectives.engine.locals import LOCAL_LIMIT, Locals
+from hvdlab.collectives.engine.operations import payload_of
 from hvdlab.collectives.engine.orders import ON_ORDERS, Reaction
 from hvdlab.collectives.engine.posting import Posting, Seat
 from hvdlab.collectives.engine.reattaching import Memory
-from hvdlab.collectives.engine.small import payload_of
 from hvdlab.collectives.errors import (
     AbortedError,
     Cause,

@@ -16,10 +16,9 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.effects import RunBatch
-from hvdlab.collectives.engine.executor import Executor
+from hvdlab.collectives.engine.executor import Executor, PlaneSlot
 from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.request import Result
-from hvdlab.collectives.engine.slots import PlaneSlot
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
 from hvdlab.collectives.planes.base import Phases, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST

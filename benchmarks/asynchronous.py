@@ -64,8 +64,7 @@ class Ways:
 
     def unasked(self) -> None:
         from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-        from hvdlab.collectives.engine.effects import RunBatch
-        from hvdlab.collectives.engine.entry import EXECUTING
+        from hvdlab.collectives.engine.entries import EXECUTING, RunBatch
         from hvdlab.collectives.engine.handle import Handle
         from hvdlab.collectives.engine.request import Request
         from hvdlab.collectives.engine.state import RankState

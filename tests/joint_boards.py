@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hvdlab.collectives.engine.direct import batch_of
-from hvdlab.collectives.engine.effects import NewEpoch
-from hvdlab.collectives.engine.posting import Posting, Seat, needs_plane
+from hvdlab.collectives.engine.entries import NewEpoch
+from hvdlab.collectives.engine.process_set_view import Posting, Seat, needs_plane
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.board import DECLINED
 from joint_ranks import Scope, SimEntry, SimRank

@@ -26,7 +26,7 @@ import numpy as np
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.engine.entry import ANNOUNCED, EXECUTING, HELD, POSTED, Entry
+from hvdlab.collectives.engine.entries import ANNOUNCED, EXECUTING, HELD, POSTED, Entry
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m

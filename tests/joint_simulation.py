@@ -27,9 +27,8 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.effects import AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
-from hvdlab.collectives.engine.entry import ANNOUNCED
-from hvdlab.collectives.engine.posting import Posting, fits, needs_plane
+from hvdlab.collectives.engine.entries import ANNOUNCED, AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
+from hvdlab.collectives.engine.process_set_view import Posting, fits, needs_plane
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError

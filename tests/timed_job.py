@@ -28,8 +28,7 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.effects import Fail, NewEpoch, RunBatch
-from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.entries import Entry, Fail, NewEpoch, RunBatch
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.protocol import messages as m

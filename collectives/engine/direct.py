@@ -10,7 +10,7 @@ deadlocks, ended cells and stalls; it hears of agreed requests by their spans.
 A rank that is asked to decline does so on its control thread, unless its user's thread is between post and result just then. It does
 not know which of its own requests the others are about to announce; its next one is a good guess, and goes to the coordinator at once.
 After a wrong guess the others wait for :data:`PATIENCE` once more. Members that keep disagreeing leave the board alone for longer and
-longer (:class:`~hvdlab.collectives.engine.posting.Seat`).
+longer (:class:`~hvdlab.collectives.engine.process_set_view.Seat`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from time import monotonic_ns
 import numpy as np
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.effects import RunBatch
-from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.operations import run_parts
-from hvdlab.collectives.engine.posting import Posting, fits, needs_plane
+from hvdlab.collectives.engine.process_set_view import Posting, fits, needs_plane
 from hvdlab.collectives.engine.request import Limit, Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import CauseKind

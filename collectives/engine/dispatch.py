@@ -10,7 +10,7 @@ from functools import partial
 
 from hvdlab.collectives import logs
 from hvdlab.collectives.engine.control import Control
-from hvdlab.collectives.engine.effects import (
+from hvdlab.collectives.engine.entries import (
     AbortPlane,
     ClosePlanes,
     Effect,
@@ -24,7 +24,7 @@ from hvdlab.collectives.engine.guarded import GuardedState, complete
 from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.lacking import Lacking
 from hvdlab.collectives.engine.mailbox import Mailbox
-from hvdlab.collectives.engine.posting import Seat
+from hvdlab.collectives.engine.process_set_view import Seat
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.engine.state import RankState

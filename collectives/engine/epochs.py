@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.effects import AbortPlane, ClosePlanes, Effect, Fail, NewEpoch
-from hvdlab.collectives.engine.entry import EXECUTING, HELD, POSTED, SetState
-from hvdlab.collectives.engine.fitting import fit
+from hvdlab.collectives.engine.entries import (
+    EXECUTING,
+    HELD,
+    POSTED,
+    AbortPlane,
+    ClosePlanes,
+    Effect,
+    Fail,
+    NewEpoch,
+)
 from hvdlab.collectives.engine.orders import Reaction
+from hvdlab.collectives.engine.process_set_view import SetState, check_request
 from hvdlab.collectives.errors import Cause, CauseKind, InvalidRequestError, Pending
 from hvdlab.collectives.protocol import messages as m
 
@@ -109,7 +117,7 @@ def _announce_again(state: RankState, group: SetState) -> list[Effect]:
         try:
             if group.index < 0:
                 raise InvalidRequestError(f"Rank {state.rank} is no longer in process set {group.id}.")
-            fit(group, entry)
+            check_request(group, entry)
         except InvalidRequestError as error:
             state.end(entry)
             effects.append(Fail(entry, error))

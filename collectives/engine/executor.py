@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.entries import RunBatch
 from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.operations import Folds, run_batch, run_message, run_small, source_of
 from hvdlab.collectives.engine.request import Result

@@ -14,12 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hvdlab.collectives.engine.effects import Effect, RunBatch, Succeed
-from hvdlab.collectives.engine.entry import ENDED, EXECUTING, Entry
+from hvdlab.collectives.engine.entries import ENDED, EXECUTING, LOCAL_LIMIT, Effect, Entry, RunBatch, Succeed
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.hooks import Hooks
-from hvdlab.collectives.engine.locals import LOCAL_LIMIT
-from hvdlab.collectives.engine.posting import Posting
+from hvdlab.collectives.engine.process_set_view import Posting
 from hvdlab.collectives.engine.request import PendingCollective, Result
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError

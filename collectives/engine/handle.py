@@ -7,7 +7,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.entries import Entry
 from hvdlab.collectives.engine.request import CompletionHook, Limit, Request, Result
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.entry import EXECUTING
+from hvdlab.collectives.engine.entries import EXECUTING
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.handle import Handle
 from hvdlab.collectives.engine.state import RankState

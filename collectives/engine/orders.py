@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.effects import Effect, Fail, RunBatch, Succeed
-from hvdlab.collectives.engine.entry import EXECUTING, Entry, SetState
-from hvdlab.collectives.engine.joined import Zeros
+from hvdlab.collectives.engine.entries import EXECUTING, Effect, Entry, Fail, RunBatch, Succeed, Zeros
+from hvdlab.collectives.engine.process_set_view import SetState
 from hvdlab.collectives.errors import (
     Cause,
     CauseKind,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.entries import RunBatch
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.spans import SpanLog

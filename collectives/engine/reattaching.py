@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.entry import SetState
+from hvdlab.collectives.engine.process_set_view import SetState
 from hvdlab.collectives.protocol import messages as m
 
 ENDED_CELLS = 16

@@ -8,8 +8,7 @@ import time
 from typing import ClassVar
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.engine.effects import RunBatch
-from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.timeline.clock import ClockSamples

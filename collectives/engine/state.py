@@ -10,14 +10,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.effects import AbortPlane, Effect, Fail, RunBatch
-from hvdlab.collectives.engine.entry import ANNOUNCED, ENDED, EXECUTING, HELD, POSTED, Entry, SetState
+from hvdlab.collectives.engine.entries import (
+    ANNOUNCED,
+    ENDED,
+    EXECUTING,
+    HELD,
+    LOCAL_LIMIT,
+    POSTED,
+    AbortPlane,
+    Effect,
+    Entry,
+    Fail,
+    Locals,
+    RunBatch,
+)
 from hvdlab.collectives.engine.epochs import ON_EPOCHS
-from hvdlab.collectives.engine.fitting import fit
-from hvdlab.collectives.engine.locals import LOCAL_LIMIT, Locals
 from hvdlab.collectives.engine.operations import payload_of
 from hvdlab.collectives.engine.orders import ON_ORDERS, Reaction
-from hvdlab.collectives.engine.posting import Posting, Seat
+from hvdlab.collectives.engine.process_set_view import Posting, Seat, SetState, check_request
 from hvdlab.collectives.engine.reattaching import Memory
 from hvdlab.collectives.errors import (
     AbortedError,
@@ -111,7 +121,7 @@ class RankState:
         self._announce_or_hold(group, entry)
 
     def _enter(self, group: SetState, entry: Entry) -> None:
-        fit(group, entry)
+        check_request(group, entry)
         self._name(group, entry)
         group.pending[entry] = None
 

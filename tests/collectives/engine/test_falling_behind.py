@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.effects import Fail
-from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.entries import Entry, Fail
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind

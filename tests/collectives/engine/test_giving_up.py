@@ -14,7 +14,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.engine.effects import Fail
+from hvdlab.collectives.engine.entries import Fail
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError
 from hvdlab.collectives.protocol import messages as m

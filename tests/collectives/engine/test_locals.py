@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.entry import Entry
-from hvdlab.collectives.engine.locals import Locals
+from hvdlab.collectives.engine.entries import Entry, Locals
 from hvdlab.collectives.engine.request import Request
 
 

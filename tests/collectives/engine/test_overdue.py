@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.entries import Entry
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.protocol import messages as m

@@ -15,7 +15,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.engine.effects import RunBatch
+from hvdlab.collectives.engine.entries import RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
 from hvdlab.collectives.engine.hooks import Hooks
 from hvdlab.collectives.engine.request import Result

@@ -1,4 +1,7 @@
-"""How a rank uses the board of a process set: what it has posted, and which requests it sends to the coordinator instead."""
+"""A process set as a rank sees it: its members, its pending entries, checks of requests, and the rank's use of the board.
+
+Everything here belongs to :class:`~hvdlab.collectives.engine.state.RankState`, under the engine's lock.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ import msgspec
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
-from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.entry import ENDED, Entry, signature_of
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.engine.entries import ENDED, Entry, signature_of
 from hvdlab.collectives.engine.operations import SMALL_BYTES, Folds
 from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.errors import CauseKind, InvalidRequestError
 from hvdlab.collectives.planes.buffers import HOST, HostArray, host_view
+from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.planes.shm.board import DECLINED, Board
 from hvdlab.collectives.protocol.messages import Member
+from hvdlab.collectives.reduce.integers import needs_width
 
 PLANS = 1024
 """Plans (see :class:`Plan`) that a rank keeps per board."""
@@ -29,6 +35,165 @@ _NO_PARTS: HostArray = np.empty((0, 0), _BYTE)
 _PRIME, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 Key = tuple[object, ...]
+
+
+class SetState:
+    """One process set, as the coordinator configured it last on this rank.
+
+    Attributes:
+        id: Its number; 0 is the world.
+        epoch: The epoch that was configured last, or whose abort came last.
+        members: The members, by position.
+        plane: Name of the data plane for tensors of the host.
+        options: Options of that plane.
+        device_planes: Names of the data planes of other device classes.
+        links: Connections between GPUs that the plane for CUDA tensors has found in this epoch.
+        chunk_bytes: Size in bytes of the chunks that the plane of this epoch has measured as the best, or 0.
+        ranks: Rank of each member, by position.
+        index: Own position, or -1 if this rank is no member.
+        configured: Whether ``epoch`` may be announced in; between an abort and the next ``Configure`` it may not.
+        withdrawn: The epoch that this rank has asked to end, and which has not ended yet, or -1.
+        pending: Entries that have not ended, in order of submission.
+        names: The named ones among the pending entries that were not given up.
+        given_up: Why entries were given up for which other ranks may still wait (kind, text, site), or ``None``.
+        seat: This rank's use of the epoch's board, or ``None`` if there is no board.
+        past_seats: The seats of former epochs at which a thread may still wait, by epoch.
+    """
+
+    __slots__ = (
+        "chunk_bytes", "configured", "device_planes", "epoch", "given_up", "id", "index", "links", "members", "names",
+        "options", "past_seats", "pending", "plane", "ranks", "seat", "withdrawn",
+    )  # fmt: skip
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.epoch = 0
+        self.members: tuple[Member, ...] = ()
+        self.ranks: tuple[int, ...] = ()
+        self.index = -1
+        self.plane = ""
+        self.device_planes: dict[str, str] = {}
+        self.links: Links = {}
+        self.chunk_bytes = 0
+        self.options: dict[str, str] = {}
+        self.configured = False
+        self.withdrawn = -1
+        self.given_up: tuple[CauseKind, str, str] | None = None
+        self.pending: dict[Entry, None] = {}
+        self.names: dict[str, Entry] = {}
+        self.seat: Seat | None = None
+        self.past_seats: dict[int, Seat] = {}
+
+    def retire_seat(self) -> None:
+        """The epoch has ended in order, or this rank leaves: nothing is posted any more."""
+        seat, self.seat = self.seat, None
+        if seat is not None and seat.retire():
+            self.past_seats[seat.board.epoch] = seat
+
+    def abort_seats(self, epoch: int) -> set[Entry | None]:
+        """The epochs up to ``epoch`` have ended at once; returns the requests that had been agreed on their boards before that."""
+        if self.seat is not None and self.seat.board.epoch <= epoch:
+            self.past_seats[self.seat.board.epoch], self.seat = self.seat, None
+        return {self.past_seats.pop(old).abort() for old in list(self.past_seats) if old <= epoch}
+
+
+# -- checks of requests -------------------------------------------------------------------------------------------
+
+
+def check_request(group: SetState, entry: Entry) -> None:
+    """Check a request against the members as they are now, and set the numbers that go along with its announcement.
+
+    Raises:
+        InvalidRequestError: It does not fit.
+    """
+    request = entry.request
+    kind = request.kind
+    if request.device != HOST:
+        _fit_device(group, request)
+    if kind is OpKind.BROADCAST and group.configured and request.root not in group.ranks:
+        raise InvalidRequestError(
+            f"root {request.root} is not in process set {group.id}; its ranks are {list(group.ranks)}."
+        )
+    if kind is OpKind.SENDRECV:
+        _fit_message(group, request)
+    if kind is OpKind.ALLGATHER or kind is OpKind.ALLTOALL:
+        assert request.input is not None
+        rows = request.input.shape[0] if request.input.shape else 1
+        if kind is OpKind.ALLGATHER:
+            entry.extra = (rows,)
+        else:
+            entry.extra = _splits(request.splits, rows, group)
+
+
+def _fit_message(group: SetState, request: Request) -> None:
+    if request.group is not None:
+        raise InvalidRequestError("a message can't be one of a group of tensors.")
+    if len(request.ranks) == 1:
+        _fit_receive_from_any(group, request)
+        return
+    source, target = request.ranks
+    for rank in request.ranks:
+        if group.configured and rank not in group.ranks:
+            raise InvalidRequestError(
+                f"rank {rank} is not in process set {group.id}; its ranks are {list(group.ranks)}."
+            )
+    if source == target:
+        raise InvalidRequestError(f"rank {source} can't send to itself.")
+    if group.configured and group.ranks[group.index] not in request.ranks:
+        raise InvalidRequestError(
+            f"rank {group.ranks[group.index]} is neither rank {source}, which sends, nor rank {target}, which receives."
+        )
+
+
+def _fit_receive_from_any(group: SetState, request: Request) -> None:
+    if not request.channel:
+        raise InvalidRequestError("a receive from any rank needs a channel.")
+    if group.configured and group.ranks == request.ranks:
+        raise InvalidRequestError(f"process set {group.id} has no other rank that could send.")
+    if group.configured and group.ranks[group.index] != request.ranks[0]:
+        raise InvalidRequestError(
+            f"rank {group.ranks[group.index]} can't receive in place of rank {request.ranks[0]}."
+        )
+
+
+def _fit_device(group: SetState, request: Request) -> None:
+    """Refuse what no plane of the device could execute."""
+    if group.configured and request.device not in group.device_planes:
+        raise InvalidRequestError(
+            f"process set {group.id} has no data plane for tensors on {request.device}: some of its ranks offer none. "
+            "Copy the tensor to the CPU."
+        )
+    if request.kind is OpKind.SENDRECV:
+        raise InvalidRequestError(f"messages of tensors on {request.device}: copy them to the CPU.")
+    if request.op is ReduceOp.ADASUM:
+        raise InvalidRequestError(f"Adasum of tensors on {request.device}: copy them to the CPU.")
+    if needs_width(request.dtype, request.op, request.prescale, request.postscale):
+        raise InvalidRequestError(
+            f"an average or scaled sum of integers on {request.device}: copy them to the CPU."
+        )
+
+
+def _splits(splits: tuple[int, ...] | None, rows: int, group: SetState) -> tuple[int, ...]:
+    members = len(group.ranks)
+    if splits is None:
+        if members and rows % members:
+            raise InvalidRequestError(
+                f"alltoall without splits needs a first dimension that {members} members divide, not {rows}; give splits."
+            )
+        return (rows // members,) * members if members else ()
+    if members and len(splits) != members:
+        # The ranks are named: if one of them has died since the caller counted them, its number is missing here.
+        raise InvalidRequestError(
+            f"alltoall needs one split per member, not {len(splits)}: process set {group.id} has the ranks {list(group.ranks)}."
+        )
+    if any(rows_to < 0 for rows_to in splits) or sum(splits) != rows:
+        raise InvalidRequestError(
+            f"alltoall's splits {list(splits)} must not be negative, and add up to {rows} rows."
+        )
+    return splits
+
+
+# -- the board ----------------------------------------------------------------------------------------------------
 
 
 def fits(request: Request) -> bool:

@@ -65,9 +65,9 @@ class Ways:
     def unasked(self) -> None:
         from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
         from hvdlab.collectives.engine.entries import EXECUTING, RunBatch
-        from hvdlab.collectives.engine.handle import Handle
-        from hvdlab.collectives.engine.request import Request
-        from hvdlab.collectives.engine.state import RankState
+        from hvdlab.collectives.engine.handles import Handle
+        from hvdlab.collectives.engine.rank_state import RankState
+        from hvdlab.collectives.engine.requests import Request
         from hvdlab.collectives.sites import call_site
 
         handles: list[Handle] = []

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.engine.entries import Entry, RunBatch
-from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.rosters import KnownMembers
 

@@ -27,7 +27,7 @@ import numpy as np
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.entries import ANNOUNCED, EXECUTING, HELD, POSTED, Entry
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry, SimRank

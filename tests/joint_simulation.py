@@ -29,8 +29,8 @@ from hvdlab.collectives.coordinator.state import CoordinatorOptions, Coordinator
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import ANNOUNCED, AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
 from hvdlab.collectives.engine.process_set_view import Posting, fits, needs_plane
-from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.rosters import ROSTERS, KnownMembers, SentMembers

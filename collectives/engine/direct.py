@@ -25,11 +25,11 @@ import numpy as np
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
-from hvdlab.collectives.engine.guarded import GuardedState
-from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.locked_state import GuardedState
 from hvdlab.collectives.engine.operations import run_parts
 from hvdlab.collectives.engine.process_set_view import Posting, fits, needs_plane
-from hvdlab.collectives.engine.request import Limit, Request, Result
+from hvdlab.collectives.engine.requests import Limit, Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.planes.base import Phases, PlaneAborted

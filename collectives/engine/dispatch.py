@@ -20,14 +20,14 @@ from hvdlab.collectives.engine.entries import (
     Succeed,
 )
 from hvdlab.collectives.engine.executor import Executor, Lane, PlaneSlot
-from hvdlab.collectives.engine.guarded import GuardedState, complete
-from hvdlab.collectives.engine.hooks import Hooks
+from hvdlab.collectives.engine.handles import Hooks
 from hvdlab.collectives.engine.lacking import Lacking
+from hvdlab.collectives.engine.locked_state import GuardedState, complete
 from hvdlab.collectives.engine.mailbox import Mailbox
 from hvdlab.collectives.engine.process_set_view import Seat
-from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.engine.spans import SpanLog
-from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.engine.store import EngineStore, Tickets
 from hvdlab.collectives.engine.world import WorldView
 from hvdlab.collectives.errors import Cause, CauseKind

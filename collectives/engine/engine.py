@@ -19,18 +19,16 @@ from hvdlab.collectives.engine.dispatch import Dispatcher
 from hvdlab.collectives.engine.executor import Executor
 from hvdlab.collectives.engine.exports import Exports
 from hvdlab.collectives.engine.groups import Groups
-from hvdlab.collectives.engine.guarded import GuardedState
-from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.hooks import Hooks
+from hvdlab.collectives.engine.handles import Handle, Hooks
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.engine.leading import Leader
 from hvdlab.collectives.engine.leaving import settle
-from hvdlab.collectives.engine.outcomes import BatchOutcomes
+from hvdlab.collectives.engine.locked_state import BatchOutcomes, GuardedState
+from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.reconnecting import Reconnecting
 from hvdlab.collectives.engine.regrouping import Regrouping
-from hvdlab.collectives.engine.request import PendingCollective, Request, Result
+from hvdlab.collectives.engine.requests import PendingCollective, Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
-from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.engine.subscribing import Subscription
 from hvdlab.collectives.engine.timeline import TimelineTap
 from hvdlab.collectives.engine.waiting import Waiter

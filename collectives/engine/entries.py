@@ -10,7 +10,8 @@ import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.requests import Request, Result
+from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.protocol.messages import Definition, Member, Signature
 
@@ -91,6 +92,23 @@ class Zeros(Entry):
 
     def complete(self, result: Result | None, error: Exception | None) -> None:
         """Do nothing: only the ranks that submitted the collective have handles."""
+
+
+@dataclass(slots=True)
+class Cancellation:
+    """The end of a message to another rank, as this rank asks the coordinator for it.
+
+    Attributes:
+        entry: The message.
+        kind: Kind of the cause.
+        text: The cause, as errors name it.
+        asked: Whether the coordinator has the question in the present epoch of the message.
+    """
+
+    entry: Entry
+    kind: CauseKind
+    text: str
+    asked: bool = False
 
 
 # -- local ids ----------------------------------------------------------------------------------------------------

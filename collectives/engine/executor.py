@@ -22,9 +22,9 @@ from typing import Protocol
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.entries import RunBatch
-from hvdlab.collectives.engine.hooks import Hooks
+from hvdlab.collectives.engine.handles import Hooks
 from hvdlab.collectives.engine.operations import Folds, run_batch, run_message, run_small, source_of
-from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.planes.base import Phases, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.planes.completion import Completion

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.hosts import Place, place
+from hvdlab.collectives.engine.locked_state import GuardedState
 from hvdlab.collectives.errors import Cause
 from hvdlab.collectives.planes.links import Links, plane_text
 from hvdlab.collectives.settings import Settings

@@ -18,8 +18,8 @@ import time
 
 from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.executor import Executor
-from hvdlab.collectives.engine.guarded import GuardedState
-from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.locked_state import GuardedState
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.messages import Execute

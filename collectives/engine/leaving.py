@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.entries import EXECUTING
-from hvdlab.collectives.engine.guarded import GuardedState
-from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.locked_state import GuardedState
+from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.errors import CauseKind
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import Entry, RunBatch, Zeros
-from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.planes.base import Phases, Plane
 from hvdlab.collectives.planes.buffers import (
     HOST,

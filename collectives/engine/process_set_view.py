@@ -1,6 +1,6 @@
 """A process set as a rank sees it: its members, its pending entries, checks of requests, and the rank's use of the board.
 
-Everything here belongs to :class:`~hvdlab.collectives.engine.state.RankState`, under the engine's lock.
+Everything here belongs to :class:`~hvdlab.collectives.engine.rank_state.RankState`, under the engine's lock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import ENDED, Entry, signature_of
 from hvdlab.collectives.engine.operations import SMALL_BYTES, Folds
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import CauseKind, InvalidRequestError
 from hvdlab.collectives.planes.buffers import HOST, HostArray, host_view
 from hvdlab.collectives.planes.links import Links

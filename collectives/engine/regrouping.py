@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from hvdlab.collectives.engine.guarded import GuardedState
+from hvdlab.collectives.engine.locked_state import GuardedState
 from hvdlab.collectives.engine.world import WorldView
 from hvdlab.collectives.errors import StartError, format_ranks
 from hvdlab.collectives.protocol import messages as m

@@ -6,12 +6,11 @@ from functools import partial
 
 from hvdlab.collectives.engine.direct import Direct
 from hvdlab.collectives.engine.executor import Executor
-from hvdlab.collectives.engine.guarded import GuardedState
-from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.hooks import Hooks
+from hvdlab.collectives.engine.handles import Handle, Hooks
 from hvdlab.collectives.engine.leading import Leader
-from hvdlab.collectives.engine.request import Limit
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.locked_state import GuardedState
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Limit
 from hvdlab.collectives.errors import CauseKind
 
 BLOCKED_AFTER = 0.5

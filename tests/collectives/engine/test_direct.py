@@ -20,7 +20,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine import direct
-from hvdlab.collectives.engine.request import Limit, Request
+from hvdlab.collectives.engine.requests import Limit, Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
 from hvdlab.collectives.timeline.events import Span
 from hvdlab.collectives.timeline.records import decode
@@ -485,7 +485,7 @@ class Full:
 
 def no_memory() -> str:
     from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-    from hvdlab.collectives.engine.request import Request
+    from hvdlab.collectives.engine.requests import Request
 
     engine = context.engine()
     x = np.ones(3, np.float32)

@@ -15,7 +15,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.entries import Fail
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError
 from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry

@@ -22,7 +22,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine import waiting
-from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import AbortedError
 from patience import PATIENCE

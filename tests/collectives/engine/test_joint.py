@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from effort import examples
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
 from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry

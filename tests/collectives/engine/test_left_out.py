@@ -7,8 +7,8 @@ import pytest
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import Effect, Entry, Fail
-from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind
 from hvdlab.collectives.protocol import messages as m
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import Entry, Locals
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 
 
 def entry(about: str) -> Entry:

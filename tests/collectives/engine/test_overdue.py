@@ -6,8 +6,8 @@ import numpy as np
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import Entry
-from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
 
 SECOND = 1_000_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.settings import Settings

@@ -17,8 +17,8 @@ from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.entries import RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
-from hvdlab.collectives.engine.hooks import Hooks
-from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.engine.handles import Hooks
+from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
 from hvdlab.collectives.planes.base import Phases, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST

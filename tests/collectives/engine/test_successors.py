@@ -16,7 +16,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.process_sets import add_process_set
 from patience import HOUR, PATIENCE

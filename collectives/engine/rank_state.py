@@ -1,13 +1,16 @@
 """The rank's side of negotiation as a pure state machine.
 
-Users' requests and the coordinator's messages go in, effects come out; :meth:`RankState.take_messages` returns what the
-caller has to send. No sockets, threads or clocks here: the engine holds its lock around every call.
+Users' requests and the coordinator's messages go in, effects come out; :meth:`RankState.take_messages` returns the messages
+to send. No sockets, threads or clocks here: the engine holds its lock around every call.
+
+:class:`RankState` has the users' side. The functions behind it, one for each type of message, apply decisions of the
+coordinator: about submissions, then about ends and beginnings of epochs. ``_HANDLERS`` at the end lists them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.entries import (
@@ -18,23 +21,29 @@ from hvdlab.collectives.engine.entries import (
     LOCAL_LIMIT,
     POSTED,
     AbortPlane,
+    Cancellation,
+    ClosePlanes,
     Effect,
     Entry,
     Fail,
     Locals,
+    NewEpoch,
     RunBatch,
+    Succeed,
+    Zeros,
 )
-from hvdlab.collectives.engine.epochs import ON_EPOCHS
 from hvdlab.collectives.engine.operations import payload_of
-from hvdlab.collectives.engine.orders import ON_ORDERS, Reaction
 from hvdlab.collectives.engine.process_set_view import Posting, Seat, SetState, check_request
 from hvdlab.collectives.engine.reattaching import Memory
 from hvdlab.collectives.errors import (
     AbortedError,
     Cause,
     CauseKind,
+    Disagreement,
     DuplicateNameError,
     InvalidRequestError,
+    JoinedRanksError,
+    MismatchError,
     Pending,
 )
 from hvdlab.collectives.planes.links import Links
@@ -43,21 +52,8 @@ from hvdlab.collectives.protocol import messages as m
 OVERDUE_NS = 1_000_000_000
 """Nanoseconds after which an operation counts as taking long."""
 
-
-@dataclass(slots=True)
-class _GivenUp:
-    """A message that this rank gives up.
-
-    Attributes:
-        entry: The message.
-        kind, text: Why.
-        asked: Whether the coordinator was asked for it in the message's present epoch.
-    """
-
-    entry: Entry
-    kind: CauseKind
-    text: str
-    asked: bool = False
+# Messages whose news are part of ``Resume``: a successor of the coordinator gets them once.
+_REMEMBERED = (m.Elastic, m.Regroup, m.CellBegin, m.CellEnd, m.Paused, m.Resumed)
 
 
 class RankState:
@@ -87,7 +83,7 @@ class RankState:
         self._outbox: dict[int, list[Entry]] = {}
         self._messages: list[m.Message] = []
         #: Messages to other ranks that this rank gives up, by ticket.
-        self._cancelling: dict[int, _GivenUp] = {}
+        self._cancelling: dict[int, Cancellation] = {}
         self._tickets = 0
         #: Tickets of those that the coordinator is to be asked for, in order.
         self._to_ask: list[int] = []
@@ -370,7 +366,7 @@ class RankState:
         if any(each.entry is entry for each in self._cancelling.values()):
             return True  # asked for a second time, the coordinator would take out another one
         self._tickets += 1
-        self._cancelling[self._tickets] = _GivenUp(entry, kind, text)
+        self._cancelling[self._tickets] = Cancellation(entry, kind, text)
         self._to_ask.append(self._tickets)
         return True
 
@@ -545,10 +541,10 @@ class RankState:
 
     def handle(self, message: m.Message, now: int) -> list[Effect]:
         """Take in a message at ``now`` (nanoseconds); one that belongs to an ended epoch has no effect."""
-        reaction = _REACTIONS.get(type(message))
-        if reaction is None:
+        handler = _HANDLERS.get(type(message))
+        if handler is None:
             return []
-        effects = reaction(self, message)
+        effects = handler(self, message)
         for effect in effects:
             if type(effect) is RunBatch:
                 for entry in effect.entries:
@@ -618,6 +614,244 @@ class RankState:
                 assert entry.name == name
 
 
+def _plain(name: object) -> str:
+    """A name as it can be sent: that of a subclass of ``str``, such as ``numpy.str_``, as a ``str``."""
+    if not isinstance(name, str):
+        raise InvalidRequestError(f"name= takes a text, not {name!r} ({type(name).__name__}).")
+    return str.__str__(name)
+
+
+def _pending(collective: m.AbortedCollective) -> Pending:
+    """Return an aborted collective as errors have it."""
+    sites = dict(zip(collective.waited, collective.sites, strict=False))
+    kind = OpKind(collective.kind).label
+    return Pending(kind, collective.name, collective.waited, collective.missing, sites)
+
+
+# -- decisions about submissions ----------------------------------------------------------------------------------
+
+
+def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
+    group = state.sets.get(message.process_set)
+    if group is None or message.epoch != group.epoch or group.withdrawn == group.epoch:
+        return []  # an abort of this epoch is on its way
+    effects: list[Effect] = []
+    by_id = state.locals.by_id
+    for number, batch in enumerate(message.batches):
+        entries = []
+        for id in batch.locals:
+            entry = by_id[id].queue.popleft() if id >= 0 else _take_part(group, batch.zeros[-1 - id])
+            entry.phase = EXECUTING
+            if entry.waited:
+                state.blocked(entry, entry.waited)
+            entries.append(entry)
+        kind = entries[0].request.kind
+        if kind is OpKind.ADD_PROCESS_SET or kind is OpKind.REMOVE_PROCESS_SET:
+            for entry in entries:
+                state.end(entry)
+                effects.append(Succeed(entry))
+        else:
+            run = RunBatch(
+                group.id, group.epoch, message.sequence, number, tuple(entries), batch.tables, batch.payloads,
+                entries[0].request.device, reported=batch.reported and group.index == 0,
+            )  # fmt: skip
+            effects.append(run)
+    return effects
+
+
+def _take_part(group: SetState, signature: m.Signature) -> Entry:
+    """This rank has joined: make an entry with zeros for a collective that other members have submitted."""
+    entry = Zeros(group.id, signature)
+    entry.epoch = group.epoch
+    group.pending[entry] = None
+    return entry
+
+
+def _heads(state: RankState, set_id: int, epoch: int, locals: tuple[int, ...]) -> list[Entry]:
+    group = state.sets.get(set_id)
+    if group is None or epoch != group.epoch or group.withdrawn == epoch:
+        return []  # the ids may stand for something else by now; an abort is on its way
+    entries = []
+    for id in locals:
+        entry = state.locals.take(id)
+        if entry is not None:
+            state.end(entry)
+            entries.append(entry)
+    return entries
+
+
+def _on_reject(state: RankState, message: m.Reject) -> list[Effect]:
+    parties = [Disagreement(p.ranks, p.request, p.site) for p in message.parties]
+    return [
+        Fail(entry, MismatchError(message.name, message.process_set, parties))
+        for entry in _heads(state, message.process_set, message.epoch, message.locals)
+    ]
+
+
+def _on_reject_duplicate(state: RankState, message: m.RejectDuplicate) -> list[Effect]:
+    return [
+        Fail(entry, DuplicateNameError(message.name, message.first_site, message.second_site))
+        for entry in _heads(state, message.process_set, message.epoch, message.locals)
+    ]
+
+
+def _on_decline(state: RankState, message: m.Decline) -> list[Effect]:
+    def error() -> Exception:
+        if message.joined:
+            return JoinedRanksError(message.name, message.process_set, message.joined, message.reason)
+        return InvalidRequestError(message.reason)
+
+    return [
+        Fail(entry, error()) for entry in _heads(state, message.process_set, message.epoch, message.locals)
+    ]
+
+
+def _on_cancelled(state: RankState, message: m.Cancelled) -> list[Effect]:
+    if message.ticket >= 0:
+        entries = state.cancelled(message.ticket)
+    else:
+        entries = _heads(state, message.process_set, message.epoch, message.locals)
+    cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site)
+    pending = _pending(message.pending)
+    return [Fail(entry, state.aborted(entry, cause, pending)) for entry in entries]
+
+
+def _on_process_set_added(state: RankState, message: m.ProcessSetAdded) -> list[Effect]:
+    state.memory.added(message.process_set, message.ranks)
+    local = state.locals.by_id.get(message.local)
+    if local is None or local.signature.kind != OpKind.ADD_PROCESS_SET or not local.queue:
+        return []  # the addition was given up, and the id may stand for something else by now
+    entry = local.queue.popleft()
+    state.end(entry)
+    return [Succeed(entry, message.process_set)]
+
+
+# -- ends and beginnings of epochs --------------------------------------------------------------------------------
+
+
+def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
+    group = state.sets.get(message.process_set)
+    if group is None:
+        return []
+    cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site)
+    if message.epoch < group.epoch:
+        return _end_past(state, group, message.epoch, cause)
+    if state.elastic and group.id == 0:
+        # The other ranks know that this attempt has failed, and must not meet what this rank would still submit in it.
+        state.failure = cause
+    known = {(c.kind, c.name): _pending(c) for c in message.pending}
+    state.drop_announcements(group.id)
+    effects: list[Effect] = [AbortPlane(group.id, message.epoch)]
+    effects += state.fail_all(
+        group,
+        lambda entry: state.aborted(entry, cause, known.get((int(entry.request.kind), entry.name))),
+        message.epoch,
+    )
+    group.epoch = message.epoch
+    group.configured, group.withdrawn = False, -1
+    return effects
+
+
+def _end_past(state: RankState, group: SetState, epoch: int, cause: Cause) -> list[Effect]:
+    """Fail what still executes of an earlier epoch, which had ended in order: it can't come to its end any more."""
+    failed = state.fail_all(group, lambda entry: state.aborted(entry, cause), epoch)
+    if failed and state.elastic and group.id == 0:
+        state.failure = cause
+    return [AbortPlane(group.id, epoch), *failed]
+
+
+def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
+    group = state.sets.get(message.process_set)
+    if group is None:
+        group = state.sets[message.process_set] = SetState(message.process_set)
+    elif message.epoch < group.epoch:
+        return []
+    group.retire_seat()
+    ranks = tuple(member.rank for member in message.members)
+    group.epoch, group.members, group.ranks = message.epoch, message.members, ranks
+    group.index = ranks.index(state.rank) if state.rank in ranks else -1
+    group.plane, group.options = message.plane, message.options
+    group.device_planes, group.links, group.chunk_bytes = message.device_planes, {}, 0
+    group.configured, group.withdrawn = True, -1
+    if group.id == 0:
+        state.memory.restored()
+    new = NewEpoch(
+        group.id, group.epoch, group.index, group.members, group.plane, group.options, message.has_memory,
+        group.device_planes,
+    )  # fmt: skip
+    effects: list[Effect] = [ClosePlanes(group.id, group.epoch), new]
+    for entry in [entry for entry in group.pending if entry.phase == POSTED and entry.given_up]:
+        # The request was agreed on a board when the last epoch ended, and its thread was interrupted before it could finish it.
+        state.end(entry)
+        kind, text, site = group.given_up or (CauseKind.INTERRUPTED, "it was interrupted", "")
+        effects.append(Fail(entry, state.aborted(entry, Cause(kind, (state.rank,), text, site))))
+    waiting = [entry for entry in group.pending if entry.phase not in (EXECUTING, POSTED)]
+    if group.given_up is not None and any(entry.given_up for entry in waiting):
+        # Other ranks wait for these entries: the epoch ends at once, and what was submitted later is for the one after it.
+        for entry in waiting:
+            entry.epoch = group.epoch + (not entry.given_up)
+        state.end_epoch(group, group.given_up)
+    else:
+        group.given_up = None
+        effects += _announce_again(state, group)
+    return effects
+
+
+def _announce_again(state: RankState, group: SetState) -> list[Effect]:
+    """Announce in the new epoch what is pending and not executing; fail what no longer fits its members."""
+    effects: list[Effect] = []
+    state.drop_announcements(group.id)
+    for entry in list(group.pending):
+        if entry.phase in (EXECUTING, POSTED):
+            continue  # if it is posted and the old board does not agree on it, the thread that waits there announces it
+        state.locals.unqueue(entry)
+        entry.phase = HELD
+        try:
+            if group.index < 0:
+                raise InvalidRequestError(f"Rank {state.rank} is no longer in process set {group.id}.")
+            check_request(group, entry)
+        except InvalidRequestError as error:
+            state.end(entry)
+            effects.append(Fail(entry, error))
+        else:
+            entry.epoch = group.epoch
+            state.announce(entry)
+    state.cancel_again(group)
+    return effects
+
+
+def _on_dissolve(state: RankState, message: m.Dissolve) -> list[Effect]:
+    state.memory.dissolved(message.process_set)
+    group = state.sets.pop(message.process_set, None)
+    if group is None:
+        return []
+    cause = Cause(CauseKind.MEMBERSHIP, (), f"process set {group.id} was removed")
+    state.drop_announcements(group.id)
+    effects = state.fail_all(group, lambda entry: state.aborted(entry, cause))
+    if effects:
+        effects.insert(0, AbortPlane(group.id, group.epoch))
+    effects.append(ClosePlanes(group.id, group.epoch + 1))
+    return effects
+
+
+def _on_leave(state: RankState, message: m.Leave) -> list[Effect]:
+    """The others go on without this rank: what is held for an epoch to come would wait for ever.
+
+    What was announced in the last epoch is the coordinator's to refuse, and what executes in it comes to its end.
+    """
+    text = f"rank {state.rank} was let go, and the others go on without it"
+    state.left_out = cause = Cause(CauseKind.MEMBERSHIP, (state.rank,), text)
+    effects: list[Effect] = []
+    for group in state.sets.values():
+        for entry in [entry for entry in group.pending if entry.phase == HELD and not group.configured]:
+            state.end(entry)
+            effects.append(Fail(entry, state.aborted(entry, cause)))
+    return effects
+
+
+# -- other messages -----------------------------------------------------------------------------------------------
+
+
 def _on_regrouped(state: RankState, message: m.Regrouped) -> list[Effect]:
     state.begin_again()
     return []
@@ -643,18 +877,20 @@ def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
     return []
 
 
-_REMEMBERED = (m.Elastic, m.Regroup, m.CellBegin, m.CellEnd, m.Paused, m.Resumed)
-_REACTIONS: dict[type, Reaction] = {
-    **ON_ORDERS,
-    **ON_EPOCHS,
+_Handler = Callable[["RankState", Any], list[Effect]]
+
+_HANDLERS: dict[type, _Handler] = {
+    m.Execute: _on_execute,
+    m.Reject: _on_reject,
+    m.RejectDuplicate: _on_reject_duplicate,
+    m.Decline: _on_decline,
+    m.Cancelled: _on_cancelled,
+    m.ProcessSetAdded: _on_process_set_added,
+    m.Abort: _on_abort,
+    m.Configure: _on_configure,
+    m.Dissolve: _on_dissolve,
+    m.Leave: _on_leave,
     m.Regrouped: _on_regrouped,
     m.Outdated: _on_outdated,
     m.DeclinePost: _on_decline_post,
 }
-
-
-def _plain(name: object) -> str:
-    """A name as it can be sent: that of a subclass of ``str``, such as ``numpy.str_``, as a ``str``."""
-    if not isinstance(name, str):
-        raise InvalidRequestError(f"name= takes a text, not {name!r} ({type(name).__name__}).")
-    return str.__str__(name)

@@ -10,19 +10,23 @@ after an interrupted wait.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from hvdlab.collectives.engine.entries import ENDED, EXECUTING, LOCAL_LIMIT, Effect, Entry, RunBatch, Succeed
-from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.hooks import Hooks
+from hvdlab.collectives.engine.handles import Handle, Hooks
 from hvdlab.collectives.engine.process_set_view import Posting
-from hvdlab.collectives.engine.request import PendingCollective, Result
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import PendingCollective, Result
+from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
+from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+
+_monotonic_ns = time.monotonic_ns
 
 DIRECT_LIMIT = 64
 """Announcements that a user's thread sends itself at most; if more are queued, the control thread sends them."""
@@ -305,6 +309,36 @@ class GuardedState:
         """In a forked child: nothing works any more; the lock may have been held by a thread that is not here."""
         self.unusable = error
         self._lock = threading.Lock()
+
+
+class BatchOutcomes:
+    """Receives the ends of batches from the executor, on whichever thread ran them.
+
+    Args:
+        guarded: The rank's state.
+        spans: Where batches are recorded.
+        schedule_events: Has the recorded spans sent.
+    """
+
+    def __init__(self, guarded: GuardedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
+        self._guarded, self._spans, self._schedule_events = guarded, spans, schedule_events
+
+    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None:
+        """A batch was executed. Called by whichever thread ran it."""
+        finished = _monotonic_ns()
+        self._guarded.finish(batch, results)
+        if self._spans.batch(batch, started, finished, phases):
+            self._schedule_events()
+
+    def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None:
+        """A batch was not executed to its end; ``started`` is 0 if it was not begun. Its handles are ended elsewhere."""
+        if self._spans.batch(batch, started, _monotonic_ns(), phases, ok=False):
+            self._schedule_events()
+
+    def batch_failed(self, batch: RunBatch, error: Exception) -> None:
+        """The plane failed: tell the coordinator. The handles end on all members with the abort that follows."""
+        text = f"{type(error).__name__}: {error}"
+        self._guarded.tell(lambda state: state.plane_failed(batch.process_set, batch.epoch, text))
 
 
 def complete(entry: Entry, result: Result | None, error: Exception | None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hvdlab.collectives.engine.direct import batch_of
+from hvdlab.collectives.engine.coordinator_bypass import batch_of
 from hvdlab.collectives.engine.entries import NewEpoch
 from hvdlab.collectives.engine.process_set_view import Posting, Seat, needs_plane
 from hvdlab.collectives.planes.buffers import HostArray

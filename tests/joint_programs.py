@@ -28,9 +28,8 @@ from hvdlab.collectives.elastic import attempts, running
 from hvdlab.collectives.elastic.notification import NotificationManager
 from hvdlab.collectives.elastic.state import News
 from hvdlab.collectives.engine.rank_state import RankState
-from hvdlab.collectives.engine.regrouping import Regrouping
 from hvdlab.collectives.engine.requests import Request, Result
-from hvdlab.collectives.engine.world import WorldView
+from hvdlab.collectives.engine.world_view import Regrouping, WorldView
 from hvdlab.collectives.errors import Cause, HvdlabError
 from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.protocol import messages as m

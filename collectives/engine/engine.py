@@ -13,29 +13,25 @@ from hvdlab.collectives import logs
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.affinity import bind
-from hvdlab.collectives.engine.control import Control
-from hvdlab.collectives.engine.direct import Direct
-from hvdlab.collectives.engine.dispatch import Dispatcher
+from hvdlab.collectives.engine.control_thread import Control, Dispatcher
+from hvdlab.collectives.engine.coordinator_bypass import Direct
+from hvdlab.collectives.engine.entries import EXECUTING
 from hvdlab.collectives.engine.executor import Executor
-from hvdlab.collectives.engine.exports import Exports
-from hvdlab.collectives.engine.groups import Groups
 from hvdlab.collectives.engine.handles import Handle, Hooks
-from hvdlab.collectives.engine.hosts import host_key
-from hvdlab.collectives.engine.leading import Leader
-from hvdlab.collectives.engine.leaving import settle
+from hvdlab.collectives.engine.hosts import Place, host_key, place
+from hvdlab.collectives.engine.inline_execution import Leader, Waiter
 from hvdlab.collectives.engine.locked_state import BatchOutcomes, GuardedState
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.reconnecting import Reconnecting
-from hvdlab.collectives.engine.regrouping import Regrouping
 from hvdlab.collectives.engine.requests import PendingCollective, Request, Result
-from hvdlab.collectives.engine.spans import SpanLog
-from hvdlab.collectives.engine.subscribing import Subscription
-from hvdlab.collectives.engine.timeline import TimelineTap
-from hvdlab.collectives.engine.waiting import Waiter
+from hvdlab.collectives.engine.span_log import SpanLog
+from hvdlab.collectives.engine.telemetry import MetricExports, Subscription, TimelineTap
+from hvdlab.collectives.engine.world_view import Regrouping
 from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError
 from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import KeyValue, Phases
+from hvdlab.collectives.planes.links import Links, plane_text
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
@@ -46,7 +42,7 @@ from hvdlab.collectives.versions import own_versions
 _monotonic_ns = time.monotonic_ns
 
 
-class Engine(Groups):
+class Engine:
     """One rank of a world. Made by :meth:`connect`; safe to use from any thread unless said otherwise.
 
     Attributes:
@@ -69,7 +65,9 @@ class Engine(Groups):
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
         self.hooks = Hooks(rank, self._wake)
         guarded = GuardedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
-        super().__init__(rank, settings, guarded)
+        self.rank, self.settings = rank, settings
+        self._guarded = guarded
+        self._place: tuple[int, Place] | None = None
         self.failed_cells = self.cells_begun = self.interrupt_held_in = 0
         self.farewell = "shutdown"
         self.sent_through_native: deque[CollectiveError] = deque(maxlen=8)
@@ -78,12 +76,12 @@ class Engine(Groups):
         self._endpoint = endpoint
         self._submit = guarded.submit
         self._closed = threading.Event()
+        self._control = Control(endpoint, str(rank))
         outcomes = BatchOutcomes(guarded, self._spans, lambda: self._dispatcher.schedule_events())
         self._executor = Executor(outcomes, self.hooks, str(rank))
         self._dispatcher = Dispatcher(
-            guarded, endpoint, self._executor, self._spans, self.hooks, settings.address
+            guarded, endpoint, self._executor, self._spans, self.hooks, settings.address, self._control
         )
-        self._control = self._dispatcher.control = Control(endpoint, self._dispatcher, str(rank))
         hello = introduction(settings, rank)
         self._reconnecting = Reconnecting(
             settings, hello, generation, self._dispatcher, self._control, self._may_return
@@ -94,10 +92,10 @@ class Engine(Groups):
         self.wait_for = self._waiter.wait_for
         subscription = Subscription(self._dispatcher)
         self._timeline = TimelineTap(subscription)
-        self.exports = Exports(self._dispatcher, subscription)
+        self.exports = MetricExports(self._dispatcher, subscription)
         self.elastic = Regrouping(rank, guarded, self._dispatcher.world)
         _engines.add(self)
-        self._control.start()
+        self._control.start(self._dispatcher)
         self._control.call(self._dispatcher.ask_clock)
         interval = settings.metrics_interval if settings.record else 0.0
         self._sampler = sampler_of_rank(self.metric, interval, rank)
@@ -178,6 +176,124 @@ class Engine(Groups):
             return
         if all("mpi" in member.planes for member in world.members):
             registry.why_unavailable("mpi")  # why MPI can't be loaded is said by the first collective
+
+    # -- process sets ---------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Living members of the world."""
+        return len(self.ranks()) or 1
+
+    def ranks(self, process_set: int = 0) -> tuple[int, ...]:
+        """Ranks of a process set's members, by position; empty if this rank does not know it."""
+        group = self._guarded.state.sets.get(process_set)
+        return group.ranks if group is not None else ()
+
+    def epoch(self) -> int:
+        """The world's epoch: as long as it is the same, so are the world's members."""
+        group = self._guarded.state.sets.get(0)
+        return group.epoch if group is not None else -1
+
+    @property
+    def failure(self) -> Cause | None:
+        """Why this rank's attempt at elastic training has failed, so that all it submits fails, until the ranks begin again."""
+        return self._guarded.state.failure
+
+    def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:
+        """The world's epoch, and its members' processes as (rank, host, process id). A rank that was replaced has another process."""
+        group = self._guarded.state.sets.get(0)
+        if group is None:
+            return -1, ()
+        return group.epoch, tuple((member.rank, member.host, member.pid) for member in group.members)
+
+    def plane(self, process_set: int = 0) -> str:
+        """Name of the data plane of a process set; empty if this rank does not know it."""
+        group = self._guarded.state.sets.get(process_set)
+        return group.plane if group is not None else ""
+
+    def plane_text(self, process_set: int = 0) -> str:
+        """The data plane, with the size of its chunks once that was measured: ``shm in chunks of 512 KiB``."""
+        group = self._guarded.state.sets.get(process_set)
+        return plane_text(group.plane, group.chunk_bytes) if group is not None else ""
+
+    def device_plane(self, process_set: int, device: str) -> str:
+        """Name of the data plane for tensors on a device class; empty if there is none: stage them through the host.
+
+        The plane may be gone in the next epoch, if that has other members; what was submitted for it then fails with
+        ``InvalidRequestError`` on all ranks.
+        """
+        group = self._guarded.state.sets.get(process_set)
+        return group.device_planes.get(device, "") if group is not None else ""
+
+    def device_planes(self, process_set: int = 0) -> tuple[str, ...]:
+        """Names of the data planes for tensors that are not on the host."""
+        group = self._guarded.state.sets.get(process_set)
+        return tuple(group.device_planes.values()) if group is not None else ()
+
+    def links(self, process_set: int = 0) -> Links:
+        """What the data of CUDA tensors goes over to the other ranks; empty until these have joined the plane for CUDA tensors."""
+        group = self._guarded.state.sets.get(process_set)
+        return group.links if group is not None else {}
+
+    def planes(self, process_set: int = 0) -> tuple[str, ...]:
+        """The data plane, or what the hierarchical one consists of: the plane within hosts and that between them."""
+        group = self._guarded.state.sets.get(process_set)
+        if group is None:
+            return ()
+        if group.plane != "hierarchical":
+            return (group.plane,)
+        return group.options.get("inner", "shm"), group.options.get("outer", "gloo")
+
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """Ids of the process sets that this rank knows, and their ranks."""
+        return {id: group.ranks for id, group in dict(self._guarded.state.sets).items()}
+
+    def knows_process_set(self, process_set: int) -> bool:
+        """Whether a process set that was added is still there, whether this rank is in it or not.
+
+        One that was being added or removed when the coordinator died may be gone once there is a successor.
+        """
+        return process_set in self._guarded.state.memory.sets
+
+    def added_process_sets(self) -> dict[int, tuple[int, ...]]:
+        """Return the ranks of each process set that was added and is still there, by id; also of those without this rank."""
+        return dict(self._guarded.state.memory.sets)
+
+    @property
+    def local_rank(self) -> int:
+        """Position among the ranks of this host."""
+        given = self.settings.local_rank
+        return self._where().local_rank if given is None else given
+
+    def local_rank_in(self, process_set: int) -> int:
+        """Position among those ranks of this host that are in a process set to which this rank belongs."""
+        group = self._guarded.state.sets[process_set]
+        return place(self.rank, group.ranks, [member.host for member in group.members]).local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Living ranks of this host."""
+        return self._where().local_size
+
+    @property
+    def cross_rank(self) -> int:
+        """Position among the hosts that have a rank with this local rank."""
+        given = self.settings.cross_rank
+        return self._where().cross_rank if given is None else given
+
+    @property
+    def cross_size(self) -> int:
+        """Number of the hosts that have a rank with this local rank."""
+        return self._where().cross_size
+
+    def _where(self) -> Place:
+        group = self._guarded.state.sets.get(0)
+        if group is None or group.index < 0:
+            return Place(0, 1, 0, 1)
+        if self._place is None or self._place[0] != group.epoch:
+            hosts = [member.host for member in group.members]
+            self._place = (group.epoch, place(self.rank, group.ranks, hosts))
+        return self._place[1]
 
     def add_process_set(self, ranks: Sequence[int], timeout: float | None = None) -> int:
         """Make a process set of these ranks; every rank of the world calls it alike. Returns its id."""
@@ -335,7 +451,7 @@ class Engine(Groups):
     ) -> None:
         """Record what was asked of a parameter server, and see to it that it is sent.
 
-        The arguments are those of :meth:`~hvdlab.collectives.engine.spans.SpanLog.request`.
+        The arguments are those of :meth:`~hvdlab.collectives.engine.span_log.SpanLog.request`.
         """
         if self._spans.request(name, site, kind, dtype, group, sequence, batch, nbytes, times, phases, ok):
             self._dispatcher.schedule_events()
@@ -452,7 +568,7 @@ class Engine(Groups):
         if self._sampler is not None:
             self._sampler.close(timeout)
         on_control = threading.current_thread() is self._control.thread
-        settle(self._guarded, self.rank, self.farewell, None if on_control else Deadline(timeout))
+        _drain(self._guarded, self.rank, self.farewell, None if on_control else Deadline(timeout))
         self._timeline.stop()
         self.exports.close(timeout)
         self._closed.set()
@@ -497,6 +613,54 @@ def introduction(settings: Settings, rank: int) -> m.Hello:
         settings.cells_tracked,
         versions=own_versions(),
     )
+
+
+def _drain(guarded: GuardedState, rank: int, why: str, deadline: Deadline | None) -> None:
+    """Wait for the operations that are executing, then give up all other entries, on all ranks.
+
+    A rank that leaves finishes its operations, since the other members are in the middle of them, too. The coordinator may be
+    ordering an announced entry at this very moment, and other ranks would then wait for this one in the plane. So announced
+    entries are given up, too. Nothing may be submitted meanwhile.
+
+    Args:
+        guarded: The rank's state.
+        rank: This rank.
+        why: Why it leaves, as the other ranks read it.
+        deadline: How long to wait; ``None``, without a wait, if the calling thread is needed for the operations to end.
+    """
+    try:
+        if deadline is not None:
+            _finish_executing(guarded, deadline)
+    finally:
+        guarded.tell(lambda state: _give_up(state, f"rank {rank} left the job ({why})"))
+
+
+def _finish_executing(guarded: GuardedState, deadline: Deadline) -> None:
+    executing: list[Handle] = []
+
+    def find(state: RankState) -> None:
+        executing[:] = [
+            entry
+            for group in state.sets.values()
+            for entry in group.pending
+            if entry.phase == EXECUTING and isinstance(entry, Handle)
+        ]
+
+    guarded.tell(find)
+    while executing:
+        for handle in executing:
+            left = deadline.remaining()
+            if not handle.ended.acquire(timeout=-1 if left is None else left):
+                return
+            handle.open()
+        guarded.tell(find)
+
+
+def _give_up(state: RankState, text: str) -> None:
+    for group in list(state.sets.values()):
+        group.retire_seat()
+        if group.pending:
+            state.withdraw(group.id, CauseKind.RANK_LEFT, text)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

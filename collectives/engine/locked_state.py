@@ -20,7 +20,7 @@ from hvdlab.collectives.engine.handles import Handle, Hooks
 from hvdlab.collectives.engine.process_set_view import Posting
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import PendingCollective, Result
-from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.protocol import messages as m

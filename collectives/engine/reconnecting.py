@@ -13,8 +13,7 @@ from functools import partial
 import msgspec
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.control import Control
-from hvdlab.collectives.engine.dispatch import Dispatcher
+from hvdlab.collectives.engine.control_thread import Control, Dispatcher
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError, UnreachableError, connect

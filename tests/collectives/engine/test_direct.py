@@ -19,7 +19,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine import direct
+from hvdlab.collectives.engine import coordinator_bypass
 from hvdlab.collectives.engine.requests import Limit, Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
 from hvdlab.collectives.timeline.events import Span
@@ -309,7 +309,7 @@ def test_process_sets_have_boards_of_their_own(three: Ranks) -> None:
 
 
 def wait_long_at_boards() -> None:
-    direct.PATIENCE = PATIENCE
+    coordinator_bypass.PATIENCE = PATIENCE
 
 
 def large(steps: int, beside: int) -> tuple[int, int]:
@@ -415,7 +415,7 @@ def reduce_at_once(size: int, beside: bool) -> tuple[float, int]:
     before = agreed()
     with pytest.MonkeyPatch.context() as patch:
         if not beside:
-            patch.setattr(direct, "PATIENCE", PATIENCE)
+            patch.setattr(coordinator_bypass, "PATIENCE", PATIENCE)
         other = engine.submit(Request(OpKind.BARRIER, "beside")) if beside and engine.rank == 0 else None
         request = Request(OpKind.ALLREDUCE, "at once", x, x, DType.F32, ReduceOp.SUM, anonymous=True)
         engine.submit(request, at_once=True).wait()
@@ -458,9 +458,12 @@ def wait_within(seconds: float) -> None:
 
 
 def then_die(rank: int) -> float:
-    usual, direct.PATIENCE = direct.PATIENCE, PATIENCE  # else a slow machine has them go to the coordinator
+    usual, coordinator_bypass.PATIENCE = (
+        coordinator_bypass.PATIENCE,
+        PATIENCE,
+    )  # else a slow machine has them go to the coordinator
     hvd.barrier()
-    direct.PATIENCE = usual
+    coordinator_bypass.PATIENCE = usual
     if context.engine().rank == rank:
         os._exit(3)
     meet()

@@ -14,8 +14,8 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine import lacking
-from hvdlab.collectives.engine.lacking import Lacking
+from hvdlab.collectives.engine import control_thread
+from hvdlab.collectives.engine.control_thread import Lacking
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.protocol import messages as m
 from patience import PATIENCE
@@ -145,7 +145,7 @@ def test_it_is_found_out_without_a_cell_as_well(ranks: Ranks) -> None:
 
 def test_looks_end_when_the_memory_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     there = False
-    monkeypatch.setattr(lacking, "_has_descriptors", lambda: there)
+    monkeypatch.setattr(control_thread, "_has_descriptors", lambda: there)
     sent: list[m.Message] = []
     calls: list[Any] = []
     lack = Lacking(sent.append, lambda seconds, call: calls.append(call))

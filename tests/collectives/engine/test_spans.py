@@ -15,7 +15,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import AbortedError, MismatchError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.timeline.check import check, load

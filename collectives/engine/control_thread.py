@@ -1,15 +1,20 @@
-"""What the control thread does with the coordinator's messages."""
+"""The control thread: reads the coordinator's messages, sends what is queued, keeps timers. It never blocks on work."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import os
+import select
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from hvdlab.collectives import logs
-from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.entries import (
     AbortPlane,
     ClosePlanes,
@@ -21,16 +26,14 @@ from hvdlab.collectives.engine.entries import (
 )
 from hvdlab.collectives.engine.executor import Executor, Lane, PlaneSlot
 from hvdlab.collectives.engine.handles import Hooks
-from hvdlab.collectives.engine.lacking import Lacking
 from hvdlab.collectives.engine.locked_state import GuardedState, complete
-from hvdlab.collectives.engine.mailbox import Mailbox
 from hvdlab.collectives.engine.process_set_view import Seat
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Result
-from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.engine.store import EngineStore, Tickets
-from hvdlab.collectives.engine.world import WorldView
-from hvdlab.collectives.errors import Cause, CauseKind
+from hvdlab.collectives.engine.world_view import WorldView
+from hvdlab.collectives.errors import Cause, CauseKind, ProtocolError
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.planes.links import Links, plane_text, planes_text
@@ -39,11 +42,224 @@ from hvdlab.collectives.planes.shm.board import MEMBERS, map_board
 from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
-from hvdlab.collectives.protocol.endpoint import LOST, Endpoint
+from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.rosters import ROSTERS, KnownMembers
 
+Call = Callable[[], object]
+
+PARTING = 2.0
+"""Seconds that the coordinator has to read the rank's goodbye."""
 STUCK_AFTER = 2.0
 """Seconds that a plane has to obey an abort before the thread that is stuck in it is abandoned."""
+AGAIN = 0.5
+"""Seconds between two looks whether descriptors are free; the system does not notify a process of that."""
+NEEDED = 3
+"""Descriptors that the memory takes at most: the one that comes, and one for each of the two mappings. With fewer free the next epoch
+would lack its memory as well, and the rank would ask for yet another one."""
+
+
+class Control:
+    """One thread, one epoll: the coordinator's socket and a wake-up.
+
+    Attributes:
+        place: Held by the thread that leads (see :mod:`~hvdlab.collectives.engine.inline_execution`), from before :meth:`cede` until
+            after :meth:`reclaim`.
+        reading: Held by the thread that reads from the connection.
+    """
+
+    def __init__(self, endpoint: Endpoint, label: str) -> None:
+        self._endpoint = endpoint
+        self._handlers: Dispatcher
+        self._fd = endpoint.fileno()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._fd, select.EPOLLIN)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+        self._calls: deque[Call] = deque()
+        self._timers: list[tuple[float, int, Call]] = []
+        self._order = itertools.count()
+        self._stopping = False
+        self._lost = False
+        self._writable = False
+        self.place = threading.Lock()
+        self.reading = threading.Lock()
+        # How often the control thread's place at the socket was ceded, and the last of these times that was taken back.
+        self._ceded = self._reclaimed = 0
+        self._closing = threading.Lock()
+        self.thread = threading.Thread(target=self._run, name=f"hvdlab-control-{label}", daemon=True)
+
+    def start(self, handlers: Dispatcher) -> None:
+        """Start the thread.
+
+        Args:
+            handlers: The handlers of messages, flushes and ends, which it calls.
+        """
+        self._handlers = handlers
+        self.thread.start()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Let the thread flush. Any thread; one write."""
+        # Under a lock: after close() the descriptor's number may belong to another file of this process.
+        with self._closing:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
+
+    def call(self, call: Call) -> None:
+        """Run this on the control thread."""
+        self._calls.append(call)
+        self.wake()
+
+    def stop(self, timeout: float) -> None:
+        """Flush, end the thread and close what it owns."""
+        self._stopping = True
+        self.wake()
+        if threading.current_thread() is not self.thread:
+            self.thread.join(timeout)
+
+    def close(self) -> None:
+        """Free the descriptors, after the thread has ended. Wake-ups have no effect from then on."""
+        with self._closing:
+            wakeup, self._wakeup = self._wakeup, -1
+        if wakeup >= 0:
+            self._epoll.close()
+            os.close(wakeup)
+
+    def after_fork(self) -> None:
+        """In a forked child: let go of copies of the parent's descriptors; closing them does not end anything."""
+        self._closing = threading.Lock()
+        self.close()
+        self._endpoint.forget()
+
+    def cede(self) -> bool:
+        """Let the calling thread watch for messages instead of the control thread. False if there is no connection to watch."""
+        # First, so that the control thread notices if Ctrl-C tears the caller away anywhere behind it.
+        self._ceded += 1
+        try:
+            self._epoll.modify(self._fd, select.EPOLLOUT if self._writable else 0)
+        except (OSError, ValueError):  # unregistered or closed
+            return False
+        return True
+
+    def reclaim(self) -> None:
+        """Let the control thread watch for messages again, and handle what the leader has read ahead."""
+        ceded = self._ceded
+        try:
+            self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if self._writable else 0))
+        except (OSError, ValueError):
+            return
+        finally:
+            self._reclaimed = ceded
+        if self._endpoint.early:
+            self.wake()
+
+    # -- the control thread ---------------------------------------------------------------------------------------
+
+    def renewed(self) -> None:
+        """Watch the new connection of the endpoint, whose old one was lost."""
+        self._fd = self._endpoint.fileno()
+        self._writable = False
+        self._epoll.register(self._fd, select.EPOLLIN)
+        self._lost = False
+        self._guard(self._receive)  # what came along with the handshake does not make the socket readable
+
+    def call_later(self, seconds: float, call: Call) -> None:
+        """Run this on the control thread after some time. Control thread only."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), call))
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._step()
+            self._run_calls()  # the goodbye is one, and must not depend on where this thread was when stop() was called
+            self._guard(self._flush)
+            self._part()
+        except BaseException as error:
+            # A fault of ours. Without this thread nothing else would end what the rank's other threads wait for.
+            self._lost = True
+            self._handlers.fail(error)
+            raise
+        finally:
+            self._endpoint.close()
+
+    def _step(self) -> None:
+        for fd, _events in self._epoll.poll(self._timeout()):
+            if fd == self._fd:
+                self._guard(self._receive)
+            else:
+                os.eventfd_read(self._wakeup)
+        if self._ceded != self._reclaimed and not self.place.locked():
+            self._take_back()
+        if self._endpoint.early:
+            self._guard(self._receive)
+        self._run_calls()
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        self._handlers.run_hooks()
+        self._guard(self._flush)
+
+    def _take_back(self) -> None:
+        """Take back the place of a leader that Ctrl-C tore away before it had reclaimed it for this thread.
+
+        The leader has woken this thread on its way out, or the end of what it ran does. If another thread begins to lead right
+        now, both watch the socket; that does no harm.
+        """
+        self.reclaim()
+        self._guard(self._receive)
+        self._handlers.leader_torn()
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+    def _receive(self) -> None:
+        with self.reading:
+            self._handlers.receive()
+
+    def _timeout(self) -> float:
+        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else -1
+
+    def _flush(self) -> None:
+        self._handlers.flush()
+        waiting = self._endpoint.backlog > 0 and not self._endpoint.flush()
+        if waiting != self._writable:
+            self._writable = waiting
+            self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if waiting else 0))
+
+    def _part(self) -> None:
+        """Wait until the coordinator has closed the connection: it has read the goodbye then.
+
+        A process that connects again right away under the same rank would else find that rank taken.
+        """
+        deadline = time.monotonic() + PARTING
+        watch = select.poll()
+        if not self._lost:
+            watch.register(self._fd, select.POLLIN)
+        while not self._lost and (left := deadline - time.monotonic()) > 0:
+            waiting = self._endpoint.backlog > 0
+            watch.modify(self._fd, select.POLLIN | (select.POLLOUT if waiting else 0))
+            try:
+                watch.poll(left * 1000)
+                if waiting:
+                    self._endpoint.flush()
+                with self.reading:
+                    self._endpoint.receive()  # messages to a rank that has left are dropped
+            except (ConnectionLost, ProtocolError):
+                return
+
+    def _guard(self, step: Call) -> None:
+        """Run a step that uses the connection; if that is lost, tell the shell once and go on without it."""
+        if self._lost:
+            return
+        try:
+            step()
+        except (ConnectionLost, ProtocolError) as error:
+            self._lost = True
+            self._epoll.unregister(self._fd)
+            self._fd = -1  # no thread may watch it any more: the number may become another file's
+            self._handlers.connection_lost(str(error))
 
 
 class Dispatcher:
@@ -57,10 +273,11 @@ class Dispatcher:
         spans: SpanLog,
         hooks: Hooks,
         address: str,
+        control: Control,
     ) -> None:
         self.world = WorldView()
         self.mailbox = Mailbox()
-        self.control: Control | None = None  # set before it starts
+        self.control = control
         self.reconnect: Callable[[str], None] = self.give_up
         self._guarded = guarded
         self._endpoint = endpoint
@@ -70,7 +287,7 @@ class Dispatcher:
         self._address = address
         self._tickets = Tickets()
         self._members = KnownMembers()  # of this connection
-        self.lacking = Lacking(self.send, self._call_later)
+        self.lacking = Lacking(self.send, control.call_later)
         self.mailbox.on(m.COLLECT, lambda sender, body: self._collect_events(body))
         self._handlers: dict[type, Callable[[m.Message], None]] = {
             m.Ping: self._on_ping,
@@ -161,12 +378,7 @@ class Dispatcher:
 
     def _watch(self, lane: Lane, slot: PlaneSlot) -> None:
         """An aborted plane is in the middle of an operation: if it still is after a while, abandon its lane."""
-        assert self.control is not None
         self.control.call_later(STUCK_AFTER, lambda: self._executor.abandon(lane, slot))
-
-    def _call_later(self, seconds: float, call: Callable[[], None]) -> None:
-        assert self.control is not None
-        self.control.call_later(seconds, call)
 
     def store(self, process_set: int, epoch: int) -> EngineStore:
         """The rendezvous store of a process set's members in one epoch."""
@@ -285,8 +497,6 @@ class Dispatcher:
     def schedule_events(self) -> None:
         """Send what was recorded, soon but not too often. Any thread."""
         control = self.control
-        if control is None:
-            return
         try:
             if self._spans.claim():
                 control.call(lambda: control.call_later(self._spans.INTERVAL, self._events_due))
@@ -303,9 +513,7 @@ class Dispatcher:
         self._spans.release()
         # Where something is recorded all the time the threads that record it need not wake this one up for each flush.
         if self.send_events() and self._spans.claim():
-            control = self.control
-            assert control is not None
-            control.call_later(self._spans.INTERVAL, self._events_due)
+            self.control.call_later(self._spans.INTERVAL, self._events_due)
 
     def send_events(self) -> bool:
         """Send what was recorded until now. Returns whether there was anything. Control thread."""
@@ -333,7 +541,6 @@ class Dispatcher:
     def reconnected(self, endpoint: Endpoint) -> None:
         """There is a successor of the coordinator: go on with this connection to it."""
         control = self.control
-        assert control is not None
         with control.reading:  # no other thread may read from the connection meanwhile
             self._members = KnownMembers()
             self._guarded.resume(endpoint, self.world.alive, self.world.leaving)
@@ -368,3 +575,140 @@ class Dispatcher:
         effects = self._guarded.lose(cause)
         self._tickets.abort()
         self.perform(effects)
+
+
+class Mailbox:
+    """The callbacks for each kind of news. They run on the control thread and must not block.
+
+    A callback that raises is reported as an uncaught exception of the thread; the others and the thread go on.
+
+    Attributes:
+        event_sinks: Get the events of all ranks, if this rank has subscribed to them.
+        own_event_sinks: Get the events that this rank itself sends.
+    """
+
+    def __init__(self) -> None:
+        self._topics: dict[str, list[Callable[[int, bytes], None]]] = {}
+        self.interrupts: list[Callable[[], None]] = []
+        self.native_waits: list[Callable[[], None]] = []
+        self.reconnections: list[Callable[[], None]] = []
+        self._leaves: list[Callable[[str], None]] = []
+        self._leaving: str | None = None  # why this rank is to leave, once it is
+        self._leave_guard = threading.Lock()  # of the two above
+        self.event_sinks: list[Callable[[int, bytes], None]] = []
+        self.own_event_sinks: list[Callable[[int, bytes], None]] = []
+        self.stalls: list[Callable[[m.Stalled], None]] = []
+
+    def on(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
+        self._topics.setdefault(topic, []).append(callback)
+
+    def deliver(self, message: m.Message) -> None:
+        assert isinstance(message, m.Mail)
+        for callback in tuple(self._topics.get(message.topic, ())):
+            _call(callback, message.sender, message.body)
+
+    def interrupt(self, message: m.Message) -> None:
+        for callback in tuple(self.interrupts):
+            _call(callback)
+
+    def end_native_waits(self) -> None:
+        for callback in tuple(self.native_waits):
+            _call(callback)
+
+    def reconnected(self) -> None:
+        for callback in tuple(self.reconnections):
+            _call(callback)
+
+    def on_leave(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback(reason)`` when this rank is to leave; at once, on this thread, if it is already."""
+        with self._leave_guard:
+            self._leaves.append(callback)
+            reason = self._leaving
+        if reason is not None:
+            _call(callback, reason)
+
+    def leave(self, message: m.Message) -> None:
+        assert isinstance(message, m.Leave)
+        with self._leave_guard:
+            self._leaving = message.reason
+            callbacks = tuple(self._leaves)
+        for callback in callbacks:
+            _call(callback, message.reason)
+
+    def events(self, message: m.Message) -> None:
+        assert isinstance(message, m.RankEvents)
+        for sink in tuple(self.event_sinks):
+            _call(sink, message.rank, message.batch)
+
+    def own_events(self, rank: int, batch: bytes) -> None:
+        for sink in tuple(self.own_event_sinks):
+            _call(sink, rank, batch)
+
+    def stalled(self, message: m.Message) -> None:
+        assert isinstance(message, m.Stalled)
+        for callback in tuple(self.stalls):
+            _call(callback, message)
+
+
+def _call(callback: Callable[..., None], *args: object) -> None:
+    try:
+        callback(*args)
+    except Exception:  # noqa: BLE001  (reported; a bug in a callback must not end the rank's control thread)
+        kind, value, trace = sys.exc_info()
+        assert kind is not None
+        threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
+
+
+class Lacking:
+    """Asks the coordinator for a new epoch, and so for its memory, as soon as enough descriptors are free.
+
+    Args:
+        send: Sends a message; any thread.
+        call_later: Has something called on the control thread.
+    """
+
+    def __init__(
+        self, send: Callable[[m.Message], None], call_later: Callable[[float, Callable[[], None]], None]
+    ) -> None:
+        self._send, self._call_later = send, call_later
+        self._epochs: dict[int, int] = {}
+        self._looking = False
+
+    def lost(self, process_set: int, epoch: int) -> None:
+        """The memory of an epoch has not reached this rank. Control thread."""
+        self._epochs[process_set] = epoch
+        self._look_later()
+
+    def came(self, process_set: int) -> None:
+        """A newer epoch has all it needs. Control thread."""
+        self._epochs.pop(process_set, None)
+
+    def look(self) -> None:
+        """Ask for new epochs if enough descriptors are free now. Any thread; a question that comes too late names an ended epoch."""
+        if self._epochs and _has_descriptors():
+            while self._epochs:
+                self._send(m.Renew(*self._epochs.popitem()))
+
+    def _look_later(self) -> None:
+        if not self._looking:
+            self._looking = True
+            self._call_later(AGAIN, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking = False
+        self.look()
+        if self._epochs:
+            self._look_later()
+
+
+def _has_descriptors() -> bool:
+    found = []
+    try:
+        for _ in range(NEEDED):
+            found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    finally:
+        for descriptor in found:
+            os.close(descriptor)
+    return True

@@ -30,7 +30,7 @@ from hvdlab.collectives.engine.locked_state import GuardedState
 from hvdlab.collectives.engine.operations import run_parts
 from hvdlab.collectives.engine.process_set_view import Posting, fits, needs_plane
 from hvdlab.collectives.engine.requests import Limit, Request, Result
-from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.planes.base import Phases, PlaneAborted
 from hvdlab.collectives.planes.buffers import host_view

@@ -1,4 +1,8 @@
-"""The control thread: reads the coordinator's messages, sends what is queued, keeps timers. It never blocks on work."""
+"""The control thread: it reads the coordinator's messages, sends queued messages, and keeps timers. It never blocks on work.
+
+:class:`Control` is the loop, :class:`Dispatcher` has the handlers of messages and of the connection's ends. User code and
+bindings get news by :class:`Mailbox`, and :class:`Lacking` asks again for memory that could not be received.
+"""
 
 from __future__ import annotations
 

@@ -15,15 +15,24 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hvdlab.collectives.engine.entries import Entry
 from hvdlab.collectives.engine.requests import CompletionHook, Limit, Request, Result
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.logs import LOG
 
-if TYPE_CHECKING:
-    from hvdlab.collectives.engine.engine import Engine
+
+class HandleOwner(Protocol):
+    """The part of an engine that its handles use."""
+
+    hooks: Hooks
+
+    def wait_for(self, handle: Handle, timeout: float | None, limit: Limit | None = None, /) -> None: ...
+
+    def tell_blocked(self, handle: Handle, seconds: float, /) -> None: ...
+
+    def tell_unblocked(self, handle: Handle, /) -> None: ...
 
 
 class Handle(Entry):
@@ -31,7 +40,7 @@ class Handle(Entry):
 
     __slots__ = ("_done", "_engine", "_error", "_result", "at_once", "ended", "hook_called", "wakeup")
 
-    def __init__(self, engine: Engine, request: Request, site: str, submitted: int) -> None:
+    def __init__(self, engine: HandleOwner, request: Request, site: str, submitted: int) -> None:
         Entry.__init__(self, request, site, submitted)
         self._engine = engine
         self.at_once = False  # whether the thread that submitted it waits for it next, and has not begun to

@@ -1,13 +1,20 @@
-"""A user's thread that waits anyway leads: it reads the coordinator's order and executes it itself.
+"""Waits of users' threads, and inline execution: a thread that waits polls the coordinator's socket and executes the order itself.
 
-Without this an order wakes the control thread, which wakes the executor, which wakes the user's thread. While a
-thread leads, the control thread does not watch the socket; it takes over again as soon as the leader is done, begins
-to execute, or reads anything but an order to execute.
+Without inline execution an order wakes the control thread, which wakes the executor, which wakes the user's thread. While a
+user's thread polls, the control thread does not watch the socket. It watches again as soon as that thread is done, begins to
+execute, or reads anything but an order to execute.
 
-Ctrl-C may hit the leader between any two instructions. Hence the leader takes bytes from the socket in one step into a
-place where the control thread finds them, and handles them under the mark of :class:`GuardedState`. It may not even come to its
-last step, giving the control thread its place back: the control thread checks for that whenever it wakes, and a wait that is
-interrupted wakes it.
+Ctrl-C may interrupt the thread between any two instructions. The protocol with the control thread, step by step:
+
+* I1  ``Control.cede`` counts up, then unwatches the socket.
+* I2  The thread polls, and moves raw bytes from the socket into ``endpoint.early`` in one step of the interpreter.
+* I3  It handles an order under the mark of :class:`GuardedState`, and removes the order from ``endpoint.early`` under it.
+* I4  ``Control.reclaim`` watches the socket again, and records the count of I1.
+
+Interrupted between I1 and I4, the thread leaves the socket unwatched and the counts unequal. The interrupted wait wakes the
+control thread (``Leader.torn``), which compares the counts whenever it wakes, and does I4 itself. Interrupted in I2, it has
+read no bytes or left them all in ``endpoint.early``, where the control thread finds them. Interrupted in I3, it leaves the
+mark set, and the next thread that locks the state recovers.
 """
 
 from __future__ import annotations
@@ -29,8 +36,91 @@ from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.messages import Execute
 
+BLOCKED_AFTER = 0.5
+"""Seconds of waiting after which the rank tells the coordinator that the user's thread is blocked."""
+
 _EXECUTE = b"\xa7Execute"
 _TAG = slice(1, 1 + len(_EXECUTE))  # after the header of the array
+
+
+class Waiter:
+    """Waits of one rank's user threads: interruptible, and reported to the coordinator when they take long."""
+
+    def __init__(
+        self,
+        rank: int,
+        guarded: GuardedState,
+        leader: Leader,
+        executor: Executor,
+        hooks: Hooks,
+        direct: Direct,
+    ) -> None:
+        self._rank = rank
+        self._guarded = guarded
+        self._leader = leader
+        self._executor = executor
+        self._hooks = hooks
+        self._direct = direct
+
+    def wait_for(self, handle: Handle, timeout: float | None, limit: Limit | None = None) -> None:
+        """Wait until the handle has ended, or withdraw it once the limit has passed; see :meth:`Handle.wait`.
+
+        Raises ``InvalidRequestError`` in a completion hook.
+        """
+        self._hooks.refuse_to_wait()
+        try:
+            if handle.at_once:
+                handle.at_once = False
+                if timeout is None or limit is not None:
+                    self._direct.run(handle, queued=True, limit=limit)
+            if not handle.done():
+                self._wait_indirectly(handle, timeout)
+        except TimeoutError:
+            if limit is None:
+                raise
+            self._guarded.withdraw(handle, CauseKind.TIMEOUT, limit.text)
+        except KeyboardInterrupt:
+            self._interrupted(handle)
+            raise
+        finally:
+            if handle.done():
+                handle.open()  # an interrupt may have come between acquire and release below; other threads may wait, too
+
+    def _wait_indirectly(self, handle: Handle, timeout: float | None) -> None:
+        if timeout is None:
+            left = self._leader.lead(handle, BLOCKED_AFTER)
+        else:
+            # Not as a leader: that may find itself in the middle of an operation, which does not look at the clock.
+            self._guarded.flush_direct()
+            left = min(BLOCKED_AFTER, max(timeout, 0.0))
+        if not handle.ended.acquire(timeout=left) and not self._wait_long(handle, timeout):
+            raise TimeoutError(
+                f"{handle.request.kind.label} `{handle.name}` ({handle.site}) is still in flight after {timeout:g} s"
+            )
+        handle.ended.release()
+
+    def _wait_long(self, handle: Handle, timeout: float | None) -> bool:
+        """Second part of a wait: let the coordinator know that this thread is blocked, so that it finds deadlocks."""
+        if timeout is not None and timeout <= BLOCKED_AFTER:
+            return False
+        self._guarded.tell(lambda state: state.blocked(handle, BLOCKED_AFTER))
+        try:
+            return handle.ended.acquire(timeout=-1 if timeout is None else timeout - BLOCKED_AFTER)
+        finally:
+            self._guarded.tell(lambda state: state.unblocked(handle))
+
+    def abandon(self, handle: Handle) -> None:
+        """Withdraw a handle of :meth:`Engine.run` after an interrupt: only this thread knows it, so no thread will wait for it."""
+        if not handle.given_up:
+            self._interrupted(handle)
+
+    def _interrupted(self, handle: Handle) -> None:
+        self._leader.torn()
+        text = f"rank {self._rank} was interrupted"
+        self._guarded.withdraw(handle, CauseKind.INTERRUPTED, text)
+        # This thread may have been executing an operation of another process set meanwhile.
+        for set_id, epoch in self._executor.take_interrupted():
+            self._guarded.tell(partial(_withdraw, set_id, epoch, text, handle.site))
 
 
 class Leader:
@@ -143,90 +233,6 @@ class Leader:
             wakeup, self._wakeup = self._wakeup, -1
             if wakeup >= 0:
                 os.close(wakeup)
-
-
-BLOCKED_AFTER = 0.5
-"""Seconds of waiting after which the rank tells the coordinator that the user's thread is blocked."""
-
-
-class Waiter:
-    """Waits of one rank's user threads."""
-
-    def __init__(
-        self,
-        rank: int,
-        guarded: GuardedState,
-        leader: Leader,
-        executor: Executor,
-        hooks: Hooks,
-        direct: Direct,
-    ) -> None:
-        self._rank = rank
-        self._guarded = guarded
-        self._leader = leader
-        self._executor = executor
-        self._hooks = hooks
-        self._direct = direct
-
-    def wait_for(self, handle: Handle, timeout: float | None, limit: Limit | None = None) -> None:
-        """Wait until the handle has ended, or withdraw it once the limit has passed; see :meth:`Handle.wait`.
-
-        Raises ``InvalidRequestError`` in a completion hook.
-        """
-        self._hooks.refuse_to_wait()
-        try:
-            if handle.at_once:
-                handle.at_once = False
-                if timeout is None or limit is not None:
-                    self._direct.run(handle, queued=True, limit=limit)
-            if not handle.done():
-                self._wait_indirectly(handle, timeout)
-        except TimeoutError:
-            if limit is None:
-                raise
-            self._guarded.withdraw(handle, CauseKind.TIMEOUT, limit.text)
-        except KeyboardInterrupt:
-            self._interrupted(handle)
-            raise
-        finally:
-            if handle.done():
-                handle.open()  # an interrupt may have come between acquire and release below; other threads may wait, too
-
-    def _wait_indirectly(self, handle: Handle, timeout: float | None) -> None:
-        if timeout is None:
-            left = self._leader.lead(handle, BLOCKED_AFTER)
-        else:
-            # Not as a leader: that may find itself in the middle of an operation, which does not look at the clock.
-            self._guarded.flush_direct()
-            left = min(BLOCKED_AFTER, max(timeout, 0.0))
-        if not handle.ended.acquire(timeout=left) and not self._wait_long(handle, timeout):
-            raise TimeoutError(
-                f"{handle.request.kind.label} `{handle.name}` ({handle.site}) is still in flight after {timeout:g} s"
-            )
-        handle.ended.release()
-
-    def _wait_long(self, handle: Handle, timeout: float | None) -> bool:
-        """Second part of a wait: let the coordinator know that this thread is blocked, so that it finds deadlocks."""
-        if timeout is not None and timeout <= BLOCKED_AFTER:
-            return False
-        self._guarded.tell(lambda state: state.blocked(handle, BLOCKED_AFTER))
-        try:
-            return handle.ended.acquire(timeout=-1 if timeout is None else timeout - BLOCKED_AFTER)
-        finally:
-            self._guarded.tell(lambda state: state.unblocked(handle))
-
-    def abandon(self, handle: Handle) -> None:
-        """Withdraw a handle of :meth:`Engine.run` after an interrupt: only this thread knows it, so no thread will wait for it."""
-        if not handle.given_up:
-            self._interrupted(handle)
-
-    def _interrupted(self, handle: Handle) -> None:
-        self._leader.torn()
-        text = f"rank {self._rank} was interrupted"
-        self._guarded.withdraw(handle, CauseKind.INTERRUPTED, text)
-        # This thread may have been executing an operation of another process set meanwhile.
-        for set_id, epoch in self._executor.take_interrupted():
-            self._guarded.tell(partial(_withdraw, set_id, epoch, text, handle.site))
 
 
 def _withdraw(set_id: int, epoch: int, text: str, site: str, state: RankState) -> None:

@@ -1,4 +1,4 @@
-"""The events of all ranks, subscribed to as long as something in this process takes them."""
+"""Consumers of recorded events in a rank: the subscription to the events of all ranks, the timeline file, exports of metrics."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from hvdlab.collectives.timeline.file import TimelineFile
 Sink = Callable[[int, bytes], None]
 
 LAST_EVENTS = 2.5 * SpanLog.INTERVAL
-"""Seconds until what every rank has recorded by now has arrived here."""
+"""Seconds until the events that every rank has recorded by now have arrived here."""
+FLUSHED_WITHIN = 1.0
+"""Seconds that the control thread has to hand over the events that were recorded by now."""
+REPLACED_WITHIN = 5.0
+"""Seconds that an export has to write what it still holds before another one takes its place."""
 
 
 class Subscription:
-    """This rank's one subscription to the events of all ranks, shared by all sinks. Any thread."""
+    """Subscription of this rank to the events of all ranks, shared by all sinks. It exists as long as there are any. Any thread."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -44,7 +48,7 @@ class Subscription:
         self._dispatcher.send(m.Subscribe(True, history=False))
 
     def settle(self) -> None:
-        """Wait a moment, so that what other ranks have recorded but not sent yet can arrive."""
+        """Wait a moment, so that events that other ranks have recorded but not sent yet can arrive."""
         control = self._dispatcher.control
         if control.thread.is_alive():
             arrived = threading.Event()
@@ -63,7 +67,7 @@ class Subscription:
 
 
 class TimelineTap:
-    """The timeline file of a rank, if one is open. Any thread."""
+    """Timeline file of a rank, if one is open. It gets the events of all ranks. Any thread."""
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
@@ -86,7 +90,7 @@ class TimelineTap:
         """Complete the file. Raises ``OSError`` if it could not be written.
 
         Args:
-            settle: Wait a moment for what other ranks have recorded but not sent yet.
+            settle: Wait a moment for events that other ranks have recorded but not sent yet.
         """
         with self._lock:
             file, self._file = self._file, None
@@ -97,12 +101,6 @@ class TimelineTap:
             self._subscription.settle()
         self._subscription.remove(file.feed)
         file.close()
-
-
-FLUSHED_WITHIN = 1.0
-"""Seconds that the control thread has to hand over what was recorded by now."""
-REPLACED_WITHIN = 5.0
-"""Seconds that an export has to write what it still holds before another one takes its place."""
 
 
 class RankExport(Export):
@@ -127,7 +125,7 @@ class RankExport(Export):
         self.unaligned = self._reader.dropped
 
     def close(self, timeout: float | None = None) -> bool:
-        """Write what was recorded by now, close the exporter and end the thread. Idempotent.
+        """Write the points that were recorded by now, close the exporter and end the thread. Idempotent.
 
         Returns:
             Whether that was done within ``timeout`` seconds; otherwise it goes on.
@@ -137,7 +135,7 @@ class RankExport(Export):
 
 
 class MetricExports:
-    """The exports of a rank. Any thread."""
+    """Exports of metrics of one rank. Any thread."""
 
     def __init__(self, dispatcher: Dispatcher, subscription: Subscription) -> None:
         self._dispatcher = dispatcher
@@ -160,7 +158,7 @@ class MetricExports:
         return export
 
     def remove(self, export: RankExport) -> None:
-        """Hand over what was recorded by now, and nothing more."""
+        """Hand over the points that were recorded by now, and no more."""
         with self._lock:
             if export not in self._open:
                 return
@@ -185,7 +183,7 @@ class MetricExports:
         done.wait(FLUSHED_WITHIN)
 
     def close(self, timeout: float) -> None:
-        """End them all, with what was recorded by now."""
+        """Close all exports, with the points that were recorded by now."""
         deadline = Deadline(timeout)
         for export in list(self._open):
             export.close(deadline.remaining())

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdlab.collectives.engine.coordinator_bypass import batch_of
 from hvdlab.collectives.engine.entries import NewEpoch
-from hvdlab.collectives.engine.process_set_view import Posting, Seat, needs_plane
+from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, needs_plane
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.board import DECLINED
 from joint_ranks import Scope, SimEntry, SimRank
@@ -87,7 +87,7 @@ class AtBoard:
     """A rank's user thread that has posted and waits."""
 
     entry: SimEntry
-    posting: Posting
+    posting: PostedRequest
     asked: bool = False
 
     @property
@@ -108,7 +108,7 @@ class Boards:
         if effect.has_memory and effect.index >= 0 and members > 1:
             words = self.words.setdefault((effect.process_set, effect.epoch), Words(members))
             board = SimBoard(words, effect.index, effect.epoch)
-            me.state.seat(Seat(board, effect.process_set, effect.index, effect.members))  # type: ignore[arg-type]  # stands in for a Board
+            me.state.seat(BoardMember(board, effect.process_set, effect.index, effect.members))  # type: ignore[arg-type]  # stands in for a Board
 
     def go_on(self, me: SimRank) -> None:
         """The thread that waits does its next step."""

@@ -29,7 +29,7 @@ from hvdlab.collectives.elastic.notification import NotificationManager
 from hvdlab.collectives.elastic.state import News
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request, Result
-from hvdlab.collectives.engine.world_view import Regrouping, WorldView
+from hvdlab.collectives.engine.world_view import ElasticMembership, WorldView
 from hvdlab.collectives.errors import Cause, HvdlabError
 from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.protocol import messages as m
@@ -147,7 +147,7 @@ class SimEngine:
         """This is the rank, and the program that uses the engine."""
         self.me, self.turns, self.rank = me, turns, me.rank
         self.world._changed = _Condition(turns)  # type: ignore[assignment]  # stands in for a Condition
-        self.elastic = Regrouping(me.rank, self, self.world)  # type: ignore[arg-type]  # stands in for a GuardedState
+        self.elastic = ElasticMembership(me.rank, self, self.world)  # type: ignore[arg-type]  # stands in for a LockedState
 
     def hears(self, message: m.Message) -> None:
         """As the dispatcher does it, once the state has the message."""

@@ -28,7 +28,7 @@ from hvdlab.collectives.coordinator.events import (
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import ANNOUNCED, AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
-from hvdlab.collectives.engine.process_set_view import Posting, fits, needs_plane
+from hvdlab.collectives.engine.process_set_view import PostedRequest, fits, needs_plane
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
@@ -327,7 +327,7 @@ class Simulation:
             self._flush(me)
         return entry
 
-    def _post(self, me: SimRank, entry: SimEntry, *, queued: bool) -> Posting | None:
+    def _post(self, me: SimRank, entry: SimEntry, *, queued: bool) -> PostedRequest | None:
         """As the direct way does it: what needs the plane is posted only while nothing is executed on this rank."""
         if not needs_plane(entry.request):
             return me.state.post_directly(entry, queued=queued)

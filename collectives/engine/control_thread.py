@@ -1,7 +1,7 @@
 """The control thread: it reads the coordinator's messages, sends queued messages, and keeps timers. It never blocks on work.
 
-:class:`Control` is the loop, :class:`Dispatcher` has the handlers of messages and of the connection's ends. User code and
-bindings get news by :class:`Mailbox`, and :class:`Lacking` asks again for memory that could not be received.
+:class:`Control` is the loop, :class:`ControlHandlers` has the handlers of messages and of the connection's ends. User code and
+bindings get news by :class:`Callbacks`, and :class:`SharedMemoryRetry` asks again for memory that could not be received.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hvdlab.collectives.engine.entries import (
     RunBatch,
     Succeed,
 )
-from hvdlab.collectives.engine.executor import Executor, Lane, PlaneSlot
-from hvdlab.collectives.engine.handles import Hooks
-from hvdlab.collectives.engine.locked_state import GuardedState, complete
-from hvdlab.collectives.engine.process_set_view import Seat
+from hvdlab.collectives.engine.executor import Executor, PlaneSlot, WorkQueue
+from hvdlab.collectives.engine.handles import CompletionHooks
+from hvdlab.collectives.engine.locked_state import LockedState, complete
+from hvdlab.collectives.engine.process_set_view import BoardMember
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.engine.span_log import SpanLog
-from hvdlab.collectives.engine.store import EngineStore, Tickets
+from hvdlab.collectives.engine.store import EngineStore, StoreWaits
 from hvdlab.collectives.engine.world_view import WorldView
 from hvdlab.collectives.errors import Cause, CauseKind, ProtocolError
 from hvdlab.collectives.planes.base import PlaneContext
@@ -73,7 +73,7 @@ class Control:
 
     def __init__(self, endpoint: Endpoint, label: str) -> None:
         self._endpoint = endpoint
-        self._handlers: Dispatcher
+        self._handlers: ControlHandlers
         self._fd = endpoint.fileno()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -92,7 +92,7 @@ class Control:
         self._closing = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"hvdlab-control-{label}", daemon=True)
 
-    def start(self, handlers: Dispatcher) -> None:
+    def start(self, handlers: ControlHandlers) -> None:
         """Start the thread.
 
         Args:
@@ -266,21 +266,21 @@ class Control:
             self._handlers.connection_lost(str(error))
 
 
-class Dispatcher:
+class ControlHandlers:
     """Carries out what messages ask for. Everything here runs on the control thread, unless said otherwise."""
 
     def __init__(
         self,
-        guarded: GuardedState,
+        guarded: LockedState,
         endpoint: Endpoint,
         executor: Executor,
         spans: SpanLog,
-        hooks: Hooks,
+        hooks: CompletionHooks,
         address: str,
         control: Control,
     ) -> None:
         self.world = WorldView()
-        self.mailbox = Mailbox()
+        self.mailbox = Callbacks()
         self.control = control
         self.reconnect: Callable[[str], None] = self.give_up
         self._guarded = guarded
@@ -289,9 +289,9 @@ class Dispatcher:
         self._spans = spans
         self._hooks = hooks
         self._address = address
-        self._tickets = Tickets()
+        self._tickets = StoreWaits()
         self._members = KnownMembers()  # of this connection
-        self.lacking = Lacking(self.send, control.call_later)
+        self.lacking = SharedMemoryRetry(self.send, control.call_later)
         self.mailbox.on(m.COLLECT, lambda sender, body: self._collect_events(body))
         self._handlers: dict[type, Callable[[m.Message], None]] = {
             m.Ping: self._on_ping,
@@ -380,7 +380,7 @@ class Dispatcher:
             case NewEpoch():
                 self._new_epoch(effect)
 
-    def _watch(self, lane: Lane, slot: PlaneSlot) -> None:
+    def _watch(self, lane: WorkQueue, slot: PlaneSlot) -> None:
         """An aborted plane is in the middle of an operation: if it still is after a while, abandon its lane."""
         self.control.call_later(STUCK_AFTER, lambda: self._executor.abandon(lane, slot))
 
@@ -457,7 +457,7 @@ class Dispatcher:
         place = layout_from(effect.options, members).size
         board = map_board(memory, place, members, effect.index, effect.epoch)
         if board is not None:
-            seat = Seat(board, effect.process_set, effect.index, effect.members)
+            seat = BoardMember(board, effect.process_set, effect.index, effect.members)
             self._guarded.tell(lambda state: state.seat(seat))
 
     def send(self, message: m.Message) -> None:
@@ -581,7 +581,7 @@ class Dispatcher:
         self.perform(effects)
 
 
-class Mailbox:
+class Callbacks:
     """The callbacks for each kind of news. They run on the control thread and must not block.
 
     A callback that raises is reported as an uncaught exception of the thread; the others and the thread go on.
@@ -663,7 +663,7 @@ def _call(callback: Callable[..., None], *args: object) -> None:
         threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
 
 
-class Lacking:
+class SharedMemoryRetry:
     """Asks the coordinator for a new epoch, and so for its memory, as soon as enough descriptors are free.
 
     Args:

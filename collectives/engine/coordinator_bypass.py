@@ -10,7 +10,7 @@ deadlocks, ended cells and stalls; it hears of agreed requests by their spans.
 A rank that is asked to decline does so on its control thread, unless its user's thread is between post and result just then. It does
 not know which of its own requests the others are about to announce; its next one is a good guess, and goes to the coordinator at once.
 After a wrong guess the others wait for :data:`PATIENCE` once more. Members that keep disagreeing leave the board alone for longer and
-longer (:class:`~hvdlab.collectives.engine.process_set_view.Seat`).
+longer (:class:`~hvdlab.collectives.engine.process_set_view.BoardMember`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
 from hvdlab.collectives.engine.handles import Handle
-from hvdlab.collectives.engine.locked_state import GuardedState
+from hvdlab.collectives.engine.locked_state import LockedState
 from hvdlab.collectives.engine.operations import run_parts
-from hvdlab.collectives.engine.process_set_view import Posting, fits, needs_plane
+from hvdlab.collectives.engine.process_set_view import PostedRequest, fits, needs_plane
 from hvdlab.collectives.engine.requests import Limit, Request, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import CauseKind
@@ -45,7 +45,7 @@ FIRST_SEQUENCE = 1 << 31
 """The coordinator numbers what it orders from 1 on, in each epoch; what is agreed on the board is numbered from here on."""
 
 
-class Direct:
+class CoordinatorBypass:
     """The direct way of one rank. Any thread.
 
     Args:
@@ -57,7 +57,7 @@ class Direct:
 
     def __init__(
         self,
-        guarded: GuardedState,
+        guarded: LockedState,
         executor: Executor,
         spans: SpanLog,
         schedule_events: Callable[[], None],
@@ -103,7 +103,7 @@ class Direct:
             self._executor.run_alone(batch_of(handle, posting))
         return posting is not None
 
-    def _agreed(self, handle: Handle, posting: Posting, limit: Limit | None) -> bool:
+    def _agreed(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> bool:
         """Wait for the other members. Returns whether all have posted the same; if not, the handle goes to the coordinator."""
         board, number = posting.seat.board, posting.number
         # An abort ends the epoch, and with it the handle, unless all had posted before.
@@ -114,7 +114,7 @@ class Direct:
         self._guarded.tell(lambda state: state.leave_board(handle, posting.seat, agreed=False))
         return False
 
-    def _compute(self, handle: Handle, posting: Posting) -> None:
+    def _compute(self, handle: Handle, posting: PostedRequest) -> None:
         """End an agreed handle by what lies on the board."""
         seat, handle.received = posting.seat, monotonic_ns()
         try:
@@ -130,7 +130,7 @@ class Direct:
             if self._spans.batch(batch, handle.received, monotonic_ns(), Phases()):
                 self._schedule_events()
 
-    def _wait(self, handle: Handle, posting: Posting, limit: Limit | None) -> None:
+    def _wait(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> None:
         board, number = posting.seat.board, posting.number
         if board.wait(number, PATIENCE * max(1.0, board.members / FEW)):
             return
@@ -145,7 +145,7 @@ class Direct:
         board.wait(number, None)
 
 
-def batch_of(entry: Entry, posting: Posting) -> RunBatch:
+def batch_of(entry: Entry, posting: PostedRequest) -> RunBatch:
     """The request that all members have posted, as a batch such as the coordinator would have ordered."""
     seat = posting.seat
     number = FIRST_SEQUENCE + posting.number
@@ -154,7 +154,7 @@ def batch_of(entry: Entry, posting: Posting) -> RunBatch:
     )
 
 
-def _result(request: Request, posting: Posting) -> Result:
+def _result(request: Request, posting: PostedRequest) -> Result:
     if request.kind is OpKind.ALLREDUCE:
         return run_parts(request, posting.parts, posting.seat.folds)
     if request.kind is OpKind.BARRIER:

@@ -13,20 +13,20 @@ from hvdlab.collectives import logs
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.affinity import bind
-from hvdlab.collectives.engine.control_thread import Control, Dispatcher
-from hvdlab.collectives.engine.coordinator_bypass import Direct
+from hvdlab.collectives.engine.control_thread import Control, ControlHandlers
+from hvdlab.collectives.engine.coordinator_bypass import CoordinatorBypass
 from hvdlab.collectives.engine.entries import EXECUTING
 from hvdlab.collectives.engine.executor import Executor
-from hvdlab.collectives.engine.handles import Handle, Hooks
+from hvdlab.collectives.engine.handles import CompletionHooks, Handle
 from hvdlab.collectives.engine.hosts import Place, host_key, place
-from hvdlab.collectives.engine.inline_execution import Leader, Waiter
-from hvdlab.collectives.engine.locked_state import BatchOutcomes, GuardedState
+from hvdlab.collectives.engine.inline_execution import HandleWaiter, InlineExecutor
+from hvdlab.collectives.engine.locked_state import BatchOutcomes, LockedState
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.reconnecting import Reconnecting
 from hvdlab.collectives.engine.requests import PendingCollective, Request, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.engine.telemetry import MetricExports, Subscription, TimelineTap
-from hvdlab.collectives.engine.world_view import Regrouping
+from hvdlab.collectives.engine.world_view import ElasticMembership
 from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError
 from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
@@ -63,8 +63,8 @@ class Engine:
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
-        self.hooks = Hooks(rank, self._wake)
-        guarded = GuardedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
+        self.hooks = CompletionHooks(rank, self._wake)
+        guarded = LockedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
         self.rank, self.settings = rank, settings
         self._guarded = guarded
         self._place: tuple[int, Place] | None = None
@@ -79,21 +79,23 @@ class Engine:
         self._control = Control(endpoint, str(rank))
         outcomes = BatchOutcomes(guarded, self._spans, lambda: self._dispatcher.schedule_events())
         self._executor = Executor(outcomes, self.hooks, str(rank))
-        self._dispatcher = Dispatcher(
+        self._dispatcher = ControlHandlers(
             guarded, endpoint, self._executor, self._spans, self.hooks, settings.address, self._control
         )
         hello = introduction(settings, rank)
         self._reconnecting = Reconnecting(
             settings, hello, generation, self._dispatcher, self._control, self._may_return
         )
-        self._leader = Leader(guarded, endpoint, self._control, self._executor)
-        self._direct = Direct(guarded, self._executor, self._spans, self._dispatcher.schedule_events)
-        self._waiter = Waiter(rank, guarded, self._leader, self._executor, self.hooks, self._direct)
+        self._leader = InlineExecutor(guarded, endpoint, self._control, self._executor)
+        self._direct = CoordinatorBypass(
+            guarded, self._executor, self._spans, self._dispatcher.schedule_events
+        )
+        self._waiter = HandleWaiter(rank, guarded, self._leader, self._executor, self.hooks, self._direct)
         self.wait_for = self._waiter.wait_for
         subscription = Subscription(self._dispatcher)
         self._timeline = TimelineTap(subscription)
         self.exports = MetricExports(self._dispatcher, subscription)
-        self.elastic = Regrouping(rank, guarded, self._dispatcher.world)
+        self.elastic = ElasticMembership(rank, guarded, self._dispatcher.world)
         _engines.add(self)
         self._control.start(self._dispatcher)
         self._control.call(self._dispatcher.ask_clock)
@@ -615,7 +617,7 @@ def introduction(settings: Settings, rank: int) -> m.Hello:
     )
 
 
-def _drain(guarded: GuardedState, rank: int, why: str, deadline: Deadline | None) -> None:
+def _drain(guarded: LockedState, rank: int, why: str, deadline: Deadline | None) -> None:
     """Wait for the operations that are executing, then give up all other entries, on all ranks.
 
     A rank that leaves finishes its operations, since the other members are in the middle of them, too. The coordinator may be
@@ -635,7 +637,7 @@ def _drain(guarded: GuardedState, rank: int, why: str, deadline: Deadline | None
         guarded.tell(lambda state: _give_up(state, f"rank {rank} left the job ({why})"))
 
 
-def _finish_executing(guarded: GuardedState, deadline: Deadline) -> None:
+def _finish_executing(guarded: LockedState, deadline: Deadline) -> None:
     executing: list[Handle] = []
 
     def find(state: RankState) -> None:

@@ -4,7 +4,7 @@ A host plane has executed a batch when its call returns. A device plane may only
 from a thread of its own, and the executor goes on with the next batch meanwhile. So the batches of a process set begin in the
 same order on all ranks, whatever their devices, and those of one device class end in that order.
 
-Work is queued in a :class:`Lane`. The thread that works holds the lane's baton: the lane's own thread, or a user's thread that
+Work is queued in a :class:`WorkQueue`. The thread that works holds the lane's baton: the lane's own thread, or a user's thread that
 waits for a result anyway and so saves a change of threads. If a plane does not obey an abort, the executor abandons the
 whole lane, with the thread that is stuck in it, and goes on with a new one.
 """
@@ -22,7 +22,7 @@ from typing import Protocol
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.entries import RunBatch
-from hvdlab.collectives.engine.handles import Hooks
+from hvdlab.collectives.engine.handles import CompletionHooks
 from hvdlab.collectives.engine.operations import Folds, run_batch, run_message, run_small, source_of
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.planes.base import Phases, Plane, PlaneAborted, PlaneContext
@@ -137,7 +137,7 @@ class Outcomes(Protocol):
     def batch_failed(self, batch: RunBatch, error: Exception) -> None: ...
 
 
-class Lane:
+class WorkQueue:
     """Jobs in order, the baton, and the thread that works when no user's thread does."""
 
     def __init__(self, number: int) -> None:
@@ -164,12 +164,12 @@ class Executor:
     threads.
     """
 
-    def __init__(self, outcomes: Outcomes, hooks: Hooks, label: str) -> None:
+    def __init__(self, outcomes: Outcomes, hooks: CompletionHooks, label: str) -> None:
         self._outcomes = outcomes
         self._hooks = hooks
         self._label = label
         self._slots: dict[Scope, PlaneSlot] = {}
-        self._abandoned: list[Lane] = []
+        self._abandoned: list[WorkQueue] = []
         self._lanes = 0
         # Guards taking and putting jobs, moving them to another lane, and counting the batches under way.
         self._handing = threading.Lock()
@@ -196,7 +196,7 @@ class Executor:
         """Work on the jobs on the calling thread, unless another thread does already."""
         self._drain(self.lane)
 
-    def _drain(self, lane: Lane) -> None:
+    def _drain(self, lane: WorkQueue) -> None:
         # A thread that has put a job and finds the baton taken may go: the baton's holder looks for jobs again after it has
         # put the baton down.
         while lane.jobs and not lane.abandoned and not lane.baton.locked():
@@ -255,7 +255,7 @@ class Executor:
         lane.current = None
         return [(job.process_set, job.epoch)]
 
-    def _run(self, lane: Lane, batch: RunBatch) -> None:
+    def _run(self, lane: WorkQueue, batch: RunBatch) -> None:
         slot = self._slots.get((batch.process_set, batch.epoch, batch.device))
         phases = Phases()
         if slot is None or slot.aborted:
@@ -328,7 +328,7 @@ class Executor:
         if last:
             self.close_older(slot.scope[0], slot.scope[1] + 1)
 
-    def _loop(self, lane: Lane) -> None:
+    def _loop(self, lane: WorkQueue) -> None:
         while lane.bell.get():
             self._drain(lane)
             if lane.abandoned:
@@ -341,7 +341,7 @@ class Executor:
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def abort(self, process_set: int, epoch: int) -> tuple[Lane, PlaneSlot] | None:
+    def abort(self, process_set: int, epoch: int) -> tuple[WorkQueue, PlaneSlot] | None:
         """End the planes of a process set up to ``epoch``; returns the lane and slot of an operation that is in one of them."""
         busy = None
         for slot in list(self._slots.values()):
@@ -396,7 +396,7 @@ class Executor:
         errors = (slot.error for slot in list(self._slots.values()) if slot.scope[:2] == (process_set, epoch))
         return next(filter(None, errors), None)
 
-    def abandon(self, lane: Lane, slot: PlaneSlot) -> None:
+    def abandon(self, lane: WorkQueue, slot: PlaneSlot) -> None:
         """Go on with a new lane if ``lane`` is still in ``slot``, whose abort it did not obey."""
         with self._handing:
             if lane is not self.lane or lane.running is not slot:
@@ -438,9 +438,9 @@ class Executor:
             self.lane.thread.join(timeout)
         self._reap()
 
-    def _new_lane(self) -> Lane:
+    def _new_lane(self) -> WorkQueue:
         self._lanes += 1
-        lane = Lane(self._lanes)
+        lane = WorkQueue(self._lanes)
         name = f"hvdlab-executor-{self._label}-{lane.number}"
         lane.thread = threading.Thread(target=self._loop, args=(lane,), name=name, daemon=True)
         lane.thread.start()

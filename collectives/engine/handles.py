@@ -26,7 +26,7 @@ from hvdlab.collectives.logs import LOG
 class HandleOwner(Protocol):
     """The part of an engine that its handles use."""
 
-    hooks: Hooks
+    hooks: CompletionHooks
 
     def wait_for(self, handle: Handle, timeout: float | None, limit: Limit | None = None, /) -> None: ...
 
@@ -47,7 +47,7 @@ class Handle(Entry):
         self._done = False
         self._result: Result | None = None
         self._error: Exception | None = None
-        self.hook_called = False  # belongs to :class:`Hooks`
+        self.hook_called = False  # belongs to :class:`CompletionHooks`
         self.wakeup = -1  # an eventfd that the waiting thread watches instead of the lock
         # A bare lock, held until the end, is the cheapest thing that a thread can wait on and Ctrl-C can break.
         self.ended = _thread.allocate_lock()
@@ -137,7 +137,7 @@ class Handle(Entry):
                 self.ended.release()
 
 
-class Hooks:
+class CompletionHooks:
     """The hooks of one rank that are due. Any thread.
 
     Args:

@@ -8,11 +8,11 @@ Ctrl-C may interrupt the thread between any two instructions. The protocol with 
 
 * I1  ``Control.cede`` counts up, then unwatches the socket.
 * I2  The thread polls, and moves raw bytes from the socket into ``endpoint.early`` in one step of the interpreter.
-* I3  It handles an order under the mark of :class:`GuardedState`, and removes the order from ``endpoint.early`` under it.
+* I3  It handles an order under the mark of :class:`LockedState`, and removes the order from ``endpoint.early`` under it.
 * I4  ``Control.reclaim`` watches the socket again, and records the count of I1.
 
 Interrupted between I1 and I4, the thread leaves the socket unwatched and the counts unequal. The interrupted wait wakes the
-control thread (``Leader.torn``), which compares the counts whenever it wakes, and does I4 itself. Interrupted in I2, it has
+control thread (``InlineExecutor.torn``), which compares the counts whenever it wakes, and does I4 itself. Interrupted in I2, it has
 read no bytes or left them all in ``endpoint.early``, where the control thread finds them. Interrupted in I3, it leaves the
 mark set, and the next thread that locks the state recovers.
 """
@@ -25,10 +25,10 @@ import time
 from functools import partial
 
 from hvdlab.collectives.engine.control_thread import Control
-from hvdlab.collectives.engine.coordinator_bypass import Direct
+from hvdlab.collectives.engine.coordinator_bypass import CoordinatorBypass
 from hvdlab.collectives.engine.executor import Executor
-from hvdlab.collectives.engine.handles import Handle, Hooks
-from hvdlab.collectives.engine.locked_state import GuardedState
+from hvdlab.collectives.engine.handles import CompletionHooks, Handle
+from hvdlab.collectives.engine.locked_state import LockedState
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Limit
 from hvdlab.collectives.errors import CauseKind
@@ -43,17 +43,17 @@ _EXECUTE = b"\xa7Execute"
 _TAG = slice(1, 1 + len(_EXECUTE))  # after the header of the array
 
 
-class Waiter:
+class HandleWaiter:
     """Waits of one rank's user threads: interruptible, and reported to the coordinator when they take long."""
 
     def __init__(
         self,
         rank: int,
-        guarded: GuardedState,
-        leader: Leader,
+        guarded: LockedState,
+        leader: InlineExecutor,
         executor: Executor,
-        hooks: Hooks,
-        direct: Direct,
+        hooks: CompletionHooks,
+        direct: CoordinatorBypass,
     ) -> None:
         self._rank = rank
         self._guarded = guarded
@@ -123,7 +123,7 @@ class Waiter:
             self._guarded.tell(partial(_withdraw, set_id, epoch, text, handle.site))
 
 
-class Leader:
+class InlineExecutor:
     """At most one user's thread at a time leads.
 
     Args:
@@ -134,7 +134,7 @@ class Leader:
     """
 
     def __init__(
-        self, guarded: GuardedState, endpoint: Endpoint, control: Control, executor: Executor
+        self, guarded: LockedState, endpoint: Endpoint, control: Control, executor: Executor
     ) -> None:
         self._guarded = guarded
         self._endpoint = endpoint

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlab.collectives.engine.entries import ENDED, EXECUTING, LOCAL_LIMIT, Effect, Entry, RunBatch, Succeed
-from hvdlab.collectives.engine.handles import Handle, Hooks
-from hvdlab.collectives.engine.process_set_view import Posting
+from hvdlab.collectives.engine.handles import CompletionHooks, Handle
+from hvdlab.collectives.engine.process_set_view import PostedRequest
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import PendingCollective, Result
 from hvdlab.collectives.engine.span_log import SpanLog
@@ -32,7 +32,7 @@ DIRECT_LIMIT = 64
 """Announcements that a user's thread sends itself at most; if more are queued, the control thread sends them."""
 
 
-class GuardedState:
+class LockedState:
     """State, outgoing messages and ends of handles, under one lock that is held for microseconds.
 
     Args:
@@ -48,7 +48,7 @@ class GuardedState:
         rank: int,
         endpoint: Endpoint,
         wake: Callable[[], None],
-        hooks: Hooks,
+        hooks: CompletionHooks,
         capacity: int = LOCAL_LIMIT,
     ) -> None:
         self.state = RankState(rank, capacity)
@@ -86,7 +86,7 @@ class GuardedState:
 
     def post_directly(
         self, handle: Handle, plane: tuple[int, int] | None = None, *, queued: bool = False
-    ) -> Posting | None:
+    ) -> PostedRequest | None:
         """Post a request on the board, if that may be; see :meth:`RankState.post_directly`. Raises what :meth:`RankState.submit` does."""
         if self.unusable is not None:
             raise self.unusable
@@ -275,7 +275,7 @@ class GuardedState:
         if overdue:
             self._wake()  # this rank has reported to the coordinator that it takes long; the control thread sends that it has ended
 
-    def finish_posted(self, handle: Handle, posting: Posting, result: Result) -> None:
+    def finish_posted(self, handle: Handle, posting: PostedRequest, result: Result) -> None:
         """End a handle whose request was agreed on the board, if it has not been failed in the meantime."""
         with self._lock:
             if self._torn:
@@ -320,7 +320,7 @@ class BatchOutcomes:
         schedule_events: Has the recorded spans sent.
     """
 
-    def __init__(self, guarded: GuardedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
+    def __init__(self, guarded: LockedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
         self._guarded, self._spans, self._schedule_events = guarded, spans, schedule_events
 
     def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None:

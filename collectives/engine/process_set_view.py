@@ -25,7 +25,7 @@ from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce.integers import needs_width
 
 PLANS = 1024
-"""Plans (see :class:`Plan`) that a rank keeps per board."""
+"""Plans (see :class:`RequestLayout`) that a rank keeps per board."""
 LONGEST_PAUSE = 10
 """After more and more refusals in a row a rank leaves a board alone for up to 2 to the power of this requests."""
 
@@ -81,8 +81,8 @@ class SetState:
         self.given_up: tuple[CauseKind, str, str] | None = None
         self.pending: dict[Entry, None] = {}
         self.names: dict[str, Entry] = {}
-        self.seat: Seat | None = None
-        self.past_seats: dict[int, Seat] = {}
+        self.seat: BoardMember | None = None
+        self.past_seats: dict[int, BoardMember] = {}
 
     def retire_seat(self) -> None:
         """The epoch has ended in order, or this rank leaves: nothing is posted any more."""
@@ -212,7 +212,7 @@ def needs_plane(request: Request) -> bool:
     return request.device != HOST or (request.input is not None and request.input.nbytes > SMALL_BYTES)
 
 
-class Plan:
+class RequestLayout:
     """What a request looks like on a board.
 
     Attributes:
@@ -233,7 +233,7 @@ class Plan:
             self.parts = (board.tensors(0, size).view(storage), board.tensors(1, size).view(storage))
 
 
-class Posting(NamedTuple):
+class PostedRequest(NamedTuple):
     """A request that this rank has posted.
 
     Attributes:
@@ -242,12 +242,12 @@ class Posting(NamedTuple):
         parts: The members' tensors once all have posted: a row for each, by position. Empty for a request that needs the plane.
     """
 
-    seat: Seat
+    seat: BoardMember
     number: int
     parts: HostArray
 
 
-class Seat:
+class BoardMember:
     """This rank's use of one board. Its fields belong to :class:`RankState`, under the engine's lock, but for ``folds``.
 
     Attributes:
@@ -264,7 +264,7 @@ class Seat:
         self.ranks = tuple(member.rank for member in members)
         self._pids = [member.pid for member in members]
         self.folds: Folds = {}
-        self._plans: dict[Key, Plan] = {}
+        self._plans: dict[Key, RequestLayout] = {}
         #: The request that this rank has posted and not left yet: one, of one thread, at a time.
         self._posted: Entry | None = None
         #: The number that this rank has been asked to decline as soon as it has left the one before, or 0.
@@ -292,7 +292,7 @@ class Seat:
             return False
         return True
 
-    def post(self, entry: Entry, operations: int) -> Posting:
+    def post(self, entry: Entry, operations: int) -> PostedRequest:
         """Post a request that the seat takes.
 
         Args:
@@ -309,9 +309,9 @@ class Seat:
             tensor = host_view(source).reshape(-1).view(_BYTE)
         self._posted = entry
         number = self.board.post(digest, tensor)
-        return Posting(self, number, plan.parts[number & 1])
+        return PostedRequest(self, number, plan.parts[number & 1])
 
-    def _plan(self, entry: Entry) -> Plan:
+    def _plan(self, entry: Entry) -> RequestLayout:
         request = entry.request
         shape = None if request.input is None else request.input.shape
         key: Key = (
@@ -322,7 +322,7 @@ class Seat:
         if plan is None:
             if len(self._plans) >= PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = Plan(request, entry.name, self.board)
+            plan = self._plans[key] = RequestLayout(request, entry.name, self.board)
         return plan
 
     def leave(self, *, agreed: bool) -> None:

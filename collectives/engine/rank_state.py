@@ -33,8 +33,8 @@ from hvdlab.collectives.engine.entries import (
     Zeros,
 )
 from hvdlab.collectives.engine.operations import payload_of
-from hvdlab.collectives.engine.process_set_view import Posting, Seat, SetState, check_request
-from hvdlab.collectives.engine.reattaching import Memory
+from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, SetState, check_request
+from hvdlab.collectives.engine.reattaching import FailoverFacts
 from hvdlab.collectives.errors import (
     AbortedError,
     Cause,
@@ -78,7 +78,7 @@ class RankState:
         self.failure: Cause | None = None
         self.behind = False
         self.left_out: Cause | None = None
-        self.memory = Memory()
+        self.memory = FailoverFacts()
         self.locals = Locals(local_limit)
         self._outbox: dict[int, list[Entry]] = {}
         self._messages: list[m.Message] = []
@@ -162,7 +162,7 @@ class RankState:
 
     # -- the board ------------------------------------------------------------------------------------------------
 
-    def seat(self, seat: Seat) -> None:
+    def seat(self, seat: BoardMember) -> None:
         """Take in this rank's seat at the board of a process set's epoch; it is retired at once if that epoch is not the present one."""
         group = self.sets.get(seat.process_set)
         if group is not None and group.configured and group.epoch == seat.board.epoch and self.lost is None:
@@ -172,7 +172,7 @@ class RankState:
 
     def post_directly(
         self, entry: Entry, plane: tuple[int, int] | None = None, *, queued: bool = False
-    ) -> Posting | None:
+    ) -> PostedRequest | None:
         """Take in a request and post it on the board. Raises what :meth:`submit` does.
 
         Args:
@@ -203,7 +203,7 @@ class RankState:
         entry.epoch, entry.phase = group.epoch, POSTED
         return group.seat.post(entry, 0 if plane is None else plane[1])
 
-    def leave_board(self, entry: Entry, seat: Seat, *, agreed: bool) -> None:
+    def leave_board(self, entry: Entry, seat: BoardMember, *, agreed: bool) -> None:
         """A posted request leaves the board. If it was not agreed, and its epoch has not failed, it is announced."""
         seat.leave(agreed=agreed)
         if agreed or entry.phase != POSTED:
@@ -214,14 +214,14 @@ class RankState:
         if group is not None:
             self._announce_or_hold(group, entry)
 
-    def order_posted(self, entry: Entry, seat: Seat, now: int) -> None:
+    def order_posted(self, entry: Entry, seat: BoardMember, now: int) -> None:
         """A posted request was agreed, and is executed on the plane as if the coordinator had ordered it."""
         seat.leave(agreed=True)
         if entry.phase == POSTED:
             self._end_overdue(entry)
             entry.phase, entry.received = EXECUTING, now
 
-    def posted_failed(self, seat: Seat, text: str) -> None:
+    def posted_failed(self, seat: BoardMember, text: str) -> None:
         """The result of an agreed request could not be computed here; the request ends with the epoch."""
         seat.leave(agreed=True)
         self.plane_failed(seat.process_set, seat.board.epoch, text)

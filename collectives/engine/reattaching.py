@@ -13,7 +13,7 @@ ENDED_CELLS = 16
 """Ends of cells that a rank tells a successor again: the coordinator may have died before it, or the others, had heard of them."""
 
 
-class Memory:
+class FailoverFacts:
     """Facts for a successor. Its fields belong to the rank's state.
 
     Attributes:

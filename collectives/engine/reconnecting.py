@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.control_thread import Control, Dispatcher
+from hvdlab.collectives.engine.control_thread import Control, ControlHandlers
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError, UnreachableError, connect
@@ -52,7 +52,7 @@ class Reconnecting:
         settings: Settings,
         hello: m.Hello,
         generation: int,
-        dispatcher: Dispatcher,
+        dispatcher: ControlHandlers,
         control: Control,
         returns: Callable[[], bool] = lambda: False,
     ) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.control_thread import Dispatcher
+from hvdlab.collectives.engine.control_thread import ControlHandlers
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics.exporting import Export, Exporter, same_target
@@ -29,7 +29,7 @@ REPLACED_WITHIN = 5.0
 class Subscription:
     """Subscription of this rank to the events of all ranks, shared by all sinks. It exists as long as there are any. Any thread."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: ControlHandlers) -> None:
         self._dispatcher = dispatcher
         self._lock = threading.Lock()
         self._sinks: list[Sink] = []
@@ -137,7 +137,7 @@ class RankExport(Export):
 class MetricExports:
     """Exports of metrics of one rank. Any thread."""
 
-    def __init__(self, dispatcher: Dispatcher, subscription: Subscription) -> None:
+    def __init__(self, dispatcher: ControlHandlers, subscription: Subscription) -> None:
         self._dispatcher = dispatcher
         self._subscription = subscription
         self._lock = threading.Lock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from hvdlab.collectives.engine.locked_state import GuardedState
+from hvdlab.collectives.engine.locked_state import LockedState
 from hvdlab.collectives.errors import ReleasedError, StartError, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
@@ -170,7 +170,7 @@ class WorldView:
         )
 
 
-class Regrouping:
+class ElasticMembership:
     """Tells the coordinator where this rank is in elastic training, and waits for the other ranks.
 
     Args:
@@ -179,7 +179,7 @@ class Regrouping:
         world: Its view of the world.
     """
 
-    def __init__(self, rank: int, guarded: GuardedState, world: WorldView) -> None:
+    def __init__(self, rank: int, guarded: LockedState, world: WorldView) -> None:
         self._rank = rank
         self._guarded = guarded
         self._world = world

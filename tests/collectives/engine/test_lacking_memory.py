@@ -15,7 +15,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine import control_thread
-from hvdlab.collectives.engine.control_thread import Lacking
+from hvdlab.collectives.engine.control_thread import SharedMemoryRetry
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.protocol import messages as m
 from patience import PATIENCE
@@ -148,7 +148,7 @@ def test_looks_end_when_the_memory_has_come(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(control_thread, "_has_descriptors", lambda: there)
     sent: list[m.Message] = []
     calls: list[Any] = []
-    lack = Lacking(sent.append, lambda seconds, call: calls.append(call))
+    lack = SharedMemoryRetry(sent.append, lambda seconds, call: calls.append(call))
     lack.lost(0, 5)
     lack.lost(3, 2)
     lack.lost(0, 6)

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol
 from unittest import mock
 
 import numpy as np
@@ -37,6 +37,8 @@ from joint_ranks import SimEntry, SimRank
 from joint_simulation import Simulation
 
 _FOLDS = {ReduceOp.SUM: np.sum, ReduceOp.MIN: np.min, ReduceOp.MAX: np.max}
+
+P = ParamSpec("P")
 
 Values = npt.NDArray[Any]
 
@@ -161,9 +163,11 @@ class SimEngine:
             case m.Configure() if message.process_set == 0:
                 self.world.configured([member.rank for member in message.members], message.epoch)
 
-    def tell(self, change: Callable[[RankState], None]) -> None:
-        """Change the state, and send what comes of it."""
-        change(self.me.state)
+    def update(
+        self, change: Callable[Concatenate[RankState, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Change the state, and send the messages that come of it."""
+        change(self.me.state, *args, **kwargs)
         self.job.simulation._flush(self.me)
 
     def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:

@@ -178,7 +178,7 @@ class Simulation:
         self._introduce(me)
         if me.open:
             me.ending = False
-            me.to_coordinator.append(me.state.resume(me.world))
+            me.to_coordinator.append(me.state.reconnect(me.world))
             self._flush(me)
         elif self._refused is not None and self._refused.again:
             me.lost = me.ending = me.early = True
@@ -204,7 +204,7 @@ class Simulation:
         """It shuts down: it gives up what it waits for, says Bye, and what is in flight there fails."""
         me = self.ranks[rank]
         for group in list(me.state.sets.values()):
-            group.retire_seat()
+            group.close_board()
             if group.pending:
                 me.state.withdraw(group.id, CauseKind.RANK_LEFT, f"rank {rank} left the job")
         self._flush(me)
@@ -290,7 +290,7 @@ class Simulation:
     def _end(self, me: SimRank, cause: Cause) -> None:
         """No more of this process."""
         me.alive, me.early, self._gone = False, False, True
-        for effect in me.state.lose(cause):
+        for effect in me.state.close(cause):
             if isinstance(effect, Fail) and isinstance(effect.entry, SimEntry):
                 effect.entry.complete(effect.error)
         me.from_coordinator.clear()
@@ -330,12 +330,12 @@ class Simulation:
     def _post(self, me: SimRank, entry: SimEntry, *, queued: bool) -> PostedRequest | None:
         """As the direct way does it: what needs the plane is posted only while nothing is executed on this rank."""
         if not needs_plane(entry.request):
-            return me.state.post_directly(entry, queued=queued)
+            return me.state.try_post(entry, queued=queued)
         group = me.state.sets.get(entry.request.process_set)
         if group is None or me.jobs:
             return None
         scope = entry.request.process_set, group.epoch
-        return me.state.post_directly(entry, (group.epoch, me.operations[scope]), queued=queued)
+        return me.state.try_post(entry, (group.epoch, me.operations[scope]), queued=queued)
 
     def withdraw(self, rank: int, process_set: int = 0) -> None:
         """A user is interrupted in the middle of a wait, at the board perhaps, and does not come back there."""
@@ -349,7 +349,7 @@ class Simulation:
         """An interrupt in the middle of a submission."""
         me = self.ranks[rank]
         me.at_board = None
-        me.state.mend(f"rank {rank} was interrupted")
+        me.state.abandon_interrupted(f"rank {rank} was interrupted")
         self._flush(me)
 
     def say(self, *messages: m.Message) -> None:
@@ -533,14 +533,14 @@ class Simulation:
     def _tell_wait(self, me: SimRank) -> None:
         """A user has waited for long."""
         assert me.blocked is not None
-        me.state.blocked(me.blocked, 0.5)
+        me.state.report_waiting(me.blocked, 0.5)
 
     def _from_coordinator(self, me: SimRank) -> None:
         message = me.from_coordinator.popleft()
         if message is None:
             me.ending = me.lost = True
             self._perform(
-                me, me.state.suspend(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
+                me, me.state.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
             )
             return
         if type(message) in ROSTERS:

@@ -66,8 +66,8 @@ class Control:
     """One thread, one epoll: the coordinator's socket and a wake-up.
 
     Attributes:
-        place: Held by the thread that leads (see :mod:`~hvdlab.collectives.engine.inline_execution`), from before :meth:`cede` until
-            after :meth:`reclaim`.
+        socket_owner: Held by the thread that leads (see :mod:`~hvdlab.collectives.engine.inline_execution`), from before :meth:`pause_reading` until
+            after :meth:`resume_reading`.
         reading: Held by the thread that reads from the connection.
     """
 
@@ -85,10 +85,10 @@ class Control:
         self._stopping = False
         self._lost = False
         self._writable = False
-        self.place = threading.Lock()
+        self.socket_owner = threading.Lock()
         self.reading = threading.Lock()
         # How often the control thread's place at the socket was ceded, and the last of these times that was taken back.
-        self._ceded = self._reclaimed = 0
+        self._paused = self._resumed = 0
         self._closing = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"hvdlab-control-{label}", daemon=True)
 
@@ -136,25 +136,25 @@ class Control:
         self.close()
         self._endpoint.forget()
 
-    def cede(self) -> bool:
+    def pause_reading(self) -> bool:
         """Let the calling thread watch for messages instead of the control thread. False if there is no connection to watch."""
         # First, so that the control thread notices if Ctrl-C tears the caller away anywhere behind it.
-        self._ceded += 1
+        self._paused += 1
         try:
             self._epoll.modify(self._fd, select.EPOLLOUT if self._writable else 0)
         except (OSError, ValueError):  # unregistered or closed
             return False
         return True
 
-    def reclaim(self) -> None:
+    def resume_reading(self) -> None:
         """Let the control thread watch for messages again, and handle what the leader has read ahead."""
-        ceded = self._ceded
+        ceded = self._paused
         try:
             self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if self._writable else 0))
         except (OSError, ValueError):
             return
         finally:
-            self._reclaimed = ceded
+            self._resumed = ceded
         if self._endpoint.early:
             self.wake()
 
@@ -178,7 +178,7 @@ class Control:
                 self._step()
             self._run_calls()  # the goodbye is one, and must not depend on where this thread was when stop() was called
             self._guard(self._flush)
-            self._part()
+            self._wait_for_close()
         except BaseException as error:
             # A fault of ours. Without this thread nothing else would end what the rank's other threads wait for.
             self._lost = True
@@ -193,8 +193,8 @@ class Control:
                 self._guard(self._receive)
             else:
                 os.eventfd_read(self._wakeup)
-        if self._ceded != self._reclaimed and not self.place.locked():
-            self._take_back()
+        if self._paused != self._resumed and not self.socket_owner.locked():
+            self._resume_after_interrupt()
         if self._endpoint.early:
             self._guard(self._receive)
         self._run_calls()
@@ -204,15 +204,15 @@ class Control:
         self._handlers.run_hooks()
         self._guard(self._flush)
 
-    def _take_back(self) -> None:
+    def _resume_after_interrupt(self) -> None:
         """Take back the place of a leader that Ctrl-C tore away before it had reclaimed it for this thread.
 
         The leader has woken this thread on its way out, or the end of what it ran does. If another thread begins to lead right
         now, both watch the socket; that does no harm.
         """
-        self.reclaim()
+        self.resume_reading()
         self._guard(self._receive)
-        self._handlers.leader_torn()
+        self._handlers.wake_executor()
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -232,7 +232,7 @@ class Control:
             self._writable = waiting
             self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if waiting else 0))
 
-    def _part(self) -> None:
+    def _wait_for_close(self) -> None:
         """Wait until the coordinator has closed the connection: it has read the goodbye then.
 
         A process that connects again right away under the same rank would else find that rank taken.
@@ -280,7 +280,7 @@ class ControlHandlers:
         control: Control,
     ) -> None:
         self.world = WorldView()
-        self.mailbox = Callbacks()
+        self.callbacks = Callbacks()
         self.control = control
         self.reconnect: Callable[[str], None] = self.give_up
         self._guarded = guarded
@@ -291,19 +291,19 @@ class ControlHandlers:
         self._address = address
         self._tickets = StoreWaits()
         self._members = KnownMembers()  # of this connection
-        self.lacking = SharedMemoryRetry(self.send, control.call_later)
-        self.mailbox.on(m.COLLECT, lambda sender, body: self._collect_events(body))
+        self.memory_retry = SharedMemoryRetry(self.send, control.call_later)
+        self.callbacks.on(m.COLLECT, lambda sender, body: self._collect_events(body))
         self._handlers: dict[type, Callable[[m.Message], None]] = {
             m.Ping: self._on_ping,
             m.Pong: self._on_pong,
             m.StoreValue: self._on_store_value,
             m.Tune: self._on_tune,
             m.World: self.world.update,
-            m.Mail: self.mailbox.deliver,
-            m.Interrupt: self.mailbox.interrupt,
+            m.Mail: self.callbacks.deliver,
+            m.Interrupt: self.callbacks.interrupt,
             m.Leave: self._on_leave,
-            m.RankEvents: self.mailbox.events,
-            m.Stalled: self.mailbox.stalled,
+            m.RankEvents: self.callbacks.events,
+            m.Stalled: self.callbacks.stalled,
         }
 
     def receive(self) -> None:
@@ -324,14 +324,14 @@ class ControlHandlers:
     def run_hooks(self) -> None:
         self._hooks.run()
 
-    def leader_torn(self) -> None:
+    def wake_executor(self) -> None:
         """Ring for the jobs that a leader put for the executor before Ctrl-C tore it away; it may not have done so itself."""
-        self._executor.ring()
+        self._executor.wake()
 
     def _handle(self, message: m.Message) -> None:
         effects = self._guarded.handle(message, time.monotonic_ns())
         if self.perform(effects):
-            self._executor.ring()
+            self._executor.wake()
         if isinstance(message, m.Configure):
             logs.configured(self._guarded.state.rank, message)
             planes = planes_text((message.plane, *message.device_planes.values()), {})
@@ -355,7 +355,7 @@ class ControlHandlers:
         work = False
         for effect in effects:
             if type(effect) is RunBatch:
-                self._executor.put(effect)
+                self._executor.enqueue(effect)
                 work = True
             else:
                 self._perform(effect)
@@ -380,9 +380,9 @@ class ControlHandlers:
             case NewEpoch():
                 self._new_epoch(effect)
 
-    def _watch(self, lane: WorkQueue, slot: PlaneSlot) -> None:
-        """An aborted plane is in the middle of an operation: if it still is after a while, abandon its lane."""
-        self.control.call_later(STUCK_AFTER, lambda: self._executor.abandon(lane, slot))
+    def _watch(self, queue: WorkQueue, slot: PlaneSlot) -> None:
+        """An aborted plane is in the middle of an operation: if it still is after a while, abandon its queue."""
+        self.control.call_later(STUCK_AFTER, lambda: self._executor.abandon(queue, slot))
 
     def store(self, process_set: int, epoch: int) -> EngineStore:
         """The rendezvous store of a process set's members in one epoch."""
@@ -395,9 +395,9 @@ class ControlHandlers:
                 os.close(memory)
             return
         if effect.has_memory and memory == LOST:
-            self.lacking.lost(effect.process_set, effect.epoch)
+            self.memory_retry.memory_missing(effect.process_set, effect.epoch)
         else:
-            self.lacking.came(effect.process_set)
+            self.memory_retry.memory_received(effect.process_set)
         if memory >= 0:
             self._open_board(effect, memory)
         store = self.store(effect.process_set, effect.epoch)
@@ -431,7 +431,7 @@ class ControlHandlers:
             state.linked(process_set, epoch, links)
             self._record_planes(state, process_set, epoch)
 
-        self._guarded.tell(record)
+        self._guarded.update(record)
 
     def _chunks_measured(self, process_set: int, epoch: int, chunk_bytes: int) -> None:
         """The plane of the host has measured which size of chunks suits the machine. Executor thread."""
@@ -440,7 +440,7 @@ class ControlHandlers:
             state.chunks_measured(process_set, epoch, chunk_bytes)
             self._record_planes(state, process_set, epoch)
 
-        self._guarded.tell(record)
+        self._guarded.update(record)
 
     def _record_planes(self, state: RankState, process_set: int, epoch: int) -> None:
         # Under the lock: else the record of a newer epoch could come in between, and this one replace it.
@@ -457,23 +457,23 @@ class ControlHandlers:
         place = layout_from(effect.options, members).size
         board = map_board(memory, place, members, effect.index, effect.epoch)
         if board is not None:
-            seat = BoardMember(board, effect.process_set, effect.index, effect.members)
-            self._guarded.tell(lambda state: state.seat(seat))
+            member = BoardMember(board, effect.process_set, effect.index, effect.members)
+            self._guarded.update(RankState.attach_board, member)
 
     def send(self, message: m.Message) -> None:
         """Send a message. Any thread."""
-        self._guarded.tell(lambda state: state.post(message))
+        self._guarded.update(RankState.post, message)
 
     def withdraw(self, process_set: int, text: str, kind: CauseKind = CauseKind.WITHDRAWN) -> None:
         """End the epoch of a process set. Any thread."""
-        self._guarded.tell(lambda state: state.withdraw(process_set, kind, text))
+        self._guarded.update(RankState.withdraw, process_set, kind, text)
 
     def _on_ping(self, message: m.Message) -> None:
         assert isinstance(message, m.Ping)
         now = time.monotonic_ns()
         self._endpoint.send(m.Pong(message.number, now))
         # The coordinator pings a rank from which it has heard nothing for a while: it may be stuck in an operation with others.
-        self._guarded.tell(lambda state: state.tell_overdue(now))
+        self._guarded.update(RankState.report_oldest_executing, now)
         self.ask_clock()
 
     def ask_clock(self) -> None:
@@ -502,10 +502,10 @@ class ControlHandlers:
         """Send what was recorded, soon but not too often. Any thread."""
         control = self.control
         try:
-            if self._spans.claim():
+            if self._spans.claim_flush():
                 control.call(lambda: control.call_later(self._spans.INTERVAL, self._events_due))
-        except BaseException:  # an interrupt, perhaps after claim() and before the call was queued
-            self._spans.release()
+        except BaseException:  # an interrupt, perhaps after claim_flush() and before the call was queued
+            self._spans.release_flush()
             raise
 
     def _collect_events(self, body: bytes) -> None:
@@ -514,9 +514,9 @@ class ControlHandlers:
         self._guarded.post(m.Post(m.COLLECTED, body, ()))
 
     def _events_due(self) -> None:
-        self._spans.release()
+        self._spans.release_flush()
         # Where something is recorded all the time the threads that record it need not wake this one up for each flush.
-        if self.send_events() and self._spans.claim():
+        if self.send_events() and self._spans.claim_flush():
             self.control.call_later(self._spans.INTERVAL, self._events_due)
 
     def send_events(self) -> bool:
@@ -525,7 +525,7 @@ class ControlHandlers:
         batches = self._spans.take()
         for batch in batches:
             self._guarded.post(m.Events(batch))
-            self.mailbox.own_events(self._spans.recorder.rank, batch)
+            self.callbacks.own_events(self._spans.recorder.rank, batch)
         return bool(batches)
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -537,7 +537,7 @@ class ControlHandlers:
             "the group goes on in a moment: run this again then"
         )
         logs.lost(self._guarded.state.rank, text)
-        effects = self._guarded.suspend(Cause(CauseKind.COORDINATOR_LOST, (), text))
+        effects = self._guarded.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self._tickets.abort()
         self.perform(effects)
         self.reconnect(reason)
@@ -547,15 +547,15 @@ class ControlHandlers:
         control = self.control
         with control.reading:  # no other thread may read from the connection meanwhile
             self._members = KnownMembers()
-            self._guarded.resume(endpoint, self.world.alive, self.world.leaving)
+            self._guarded.reconnect(endpoint, self.world.alive, self.world.leaving)
         control.renewed()
-        self.mailbox.reconnected()
+        self.callbacks.reconnected()
 
     def _on_leave(self, message: m.Message) -> None:
         assert isinstance(message, m.Leave)
         self._handle(message)
         self.world.released(message.reason)
-        self.mailbox.leave(message)
+        self.callbacks.leave(message)
 
     def give_up(self, reason: str) -> None:
         """There is no successor: fail everything pending, and from now on whatever is submitted."""
@@ -572,11 +572,11 @@ class ControlHandlers:
         logs.lost(self._guarded.state.rank, text)
         self.lose(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self.world.lost(text)
-        self.mailbox.leave(m.Leave(text))
+        self.callbacks.leave(m.Leave(text))
 
     def lose(self, cause: Cause) -> None:
         """Fail everything pending. On the control thread, or on the thread that closes the engine after that one's end."""
-        effects = self._guarded.lose(cause)
+        effects = self._guarded.close(cause)
         self._tickets.abort()
         self.perform(effects)
 
@@ -676,33 +676,33 @@ class SharedMemoryRetry:
     ) -> None:
         self._send, self._call_later = send, call_later
         self._epochs: dict[int, int] = {}
-        self._looking = False
+        self._scheduled = False
 
-    def lost(self, process_set: int, epoch: int) -> None:
+    def memory_missing(self, process_set: int, epoch: int) -> None:
         """The memory of an epoch has not reached this rank. Control thread."""
         self._epochs[process_set] = epoch
-        self._look_later()
+        self._retry_later()
 
-    def came(self, process_set: int) -> None:
+    def memory_received(self, process_set: int) -> None:
         """A newer epoch has all it needs. Control thread."""
         self._epochs.pop(process_set, None)
 
-    def look(self) -> None:
+    def retry_now(self) -> None:
         """Ask for new epochs if enough descriptors are free now. Any thread; a question that comes too late names an ended epoch."""
         if self._epochs and _has_descriptors():
             while self._epochs:
                 self._send(m.Renew(*self._epochs.popitem()))
 
-    def _look_later(self) -> None:
-        if not self._looking:
-            self._looking = True
-            self._call_later(AGAIN, self._look_again)
+    def _retry_later(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._call_later(AGAIN, self._retry)
 
-    def _look_again(self) -> None:
-        self._looking = False
-        self.look()
+    def _retry(self) -> None:
+        self._scheduled = False
+        self.retry_now()
         if self._epochs:
-            self._look_later()
+            self._retry_later()
 
 
 def _has_descriptors() -> bool:

@@ -29,6 +29,7 @@ from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.locked_state import LockedState
 from hvdlab.collectives.engine.operations import run_parts
 from hvdlab.collectives.engine.process_set_view import PostedRequest, fits, needs_plane
+from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Limit, Request, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import CauseKind
@@ -86,43 +87,43 @@ class CoordinatorBypass:
         if not fits(request):
             return queued
         if not needs_plane(request):
-            posting = self._guarded.post_directly(handle, queued=queued)
+            posting = self._guarded.try_post(handle, queued=queued)
             if posting is not None and self._agreed(handle, posting, limit):
                 self._compute(handle, posting)
             return queued or posting is not None
         epoch = self._guarded.epoch(request.process_set)
         work = partial(self._meet, handle, epoch, queued, limit)
-        return self._executor.while_idle((request.process_set, epoch, request.device), work) or queued
+        return self._executor.with_idle_queue((request.process_set, epoch, request.device), work) or queued
 
     def _meet(self, handle: Handle, epoch: int, queued: bool, limit: Limit | None, slot: PlaneSlot) -> bool:
         """What :meth:`run` does with a tensor that needs the plane, while this thread has the lane."""
-        posting = self._guarded.post_directly(handle, (epoch, slot.operations), queued=queued)
+        posting = self._guarded.try_post(handle, (epoch, slot.operations), queued=queued)
         if posting is not None and self._agreed(handle, posting, limit):
             now = monotonic_ns()
-            self._guarded.tell(lambda state: state.order_posted(handle, posting.seat, now))
-            self._executor.run_alone(batch_of(handle, posting))
+            self._guarded.update(RankState.start_posted, handle, posting.member, now)
+            self._executor.run_now(batch_of(handle, posting))
         return posting is not None
 
     def _agreed(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> bool:
         """Wait for the other members. Returns whether all have posted the same; if not, the handle goes to the coordinator."""
-        board, number = posting.seat.board, posting.number
+        board, number = posting.member.board, posting.number
         # An abort ends the epoch, and with it the handle, unless all had posted before.
         with contextlib.suppress(PlaneAborted):
             self._wait(handle, posting, limit)
         if board.complete(number) and board.agreed(number):
             return True
-        self._guarded.tell(lambda state: state.leave_board(handle, posting.seat, agreed=False))
+        self._guarded.update(RankState.finish_posting, handle, posting.member, agreed=False)
         return False
 
     def _compute(self, handle: Handle, posting: PostedRequest) -> None:
         """End an agreed handle by what lies on the board."""
-        seat, handle.received = posting.seat, monotonic_ns()
+        member, handle.received = posting.member, monotonic_ns()
         try:
             result = _result(handle.request, posting)
         except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends, and says why
-            self._executor.failed(seat.process_set, seat.board.epoch, error)
+            self._executor.failed(member.process_set, member.board.epoch, error)
             text = f"{type(error).__name__}: {error}"
-            self._guarded.tell(lambda state: state.posted_failed(seat, text))
+            self._guarded.update(RankState.fail_posted, member, text)
             return
         self._guarded.finish_posted(handle, posting, result)
         if self._spans.enabled:
@@ -131,13 +132,13 @@ class CoordinatorBypass:
                 self._schedule_events()
 
     def _wait(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> None:
-        board, number = posting.seat.board, posting.number
+        board, number = posting.member.board, posting.number
         if board.wait(number, PATIENCE * max(1.0, board.members / FEW)):
             return
-        self._guarded.tell(lambda state: state.ask_to_decline(handle, number))
+        self._guarded.update(RankState.ask_to_decline, handle, number)
         if board.wait(number, OVERDUE if limit is None else min(OVERDUE, limit.seconds)):
             return
-        self._guarded.tell(lambda state: state.posted_overdue(handle, OVERDUE))
+        self._guarded.update(RankState.report_posted_overdue, handle, OVERDUE)
         if limit is not None:
             if board.wait(number, max(limit.seconds - OVERDUE, 0.0)):
                 return
@@ -147,22 +148,22 @@ class CoordinatorBypass:
 
 def batch_of(entry: Entry, posting: PostedRequest) -> RunBatch:
     """The request that all members have posted, as a batch such as the coordinator would have ordered."""
-    seat = posting.seat
+    member = posting.member
     number = FIRST_SEQUENCE + posting.number
     return RunBatch(
-        seat.process_set, seat.board.epoch, number, 0, (entry,), ((),), device=entry.request.device
+        member.process_set, member.board.epoch, number, 0, (entry,), ((),), device=entry.request.device
     )
 
 
 def _result(request: Request, posting: PostedRequest) -> Result:
     if request.kind is OpKind.ALLREDUCE:
-        return run_parts(request, posting.parts, posting.seat.folds)
+        return run_parts(request, posting.parts, posting.member.folds)
     if request.kind is OpKind.BARRIER:
         return Result()
     output = request.output
     assert output is not None
-    root = posting.seat.ranks.index(request.root)
+    root = posting.member.ranks.index(request.root)
     # What the root sends is only read, and may be memory that can't be written to.
-    if root != posting.seat.index or output is not request.input:
+    if root != posting.member.index or output is not request.input:
         np.copyto(host_view(output).reshape(-1), posting.parts[root])
     return Result(output)

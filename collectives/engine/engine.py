@@ -255,11 +255,11 @@ class Engine:
 
         One that was being added or removed when the coordinator died may be gone once there is a successor.
         """
-        return process_set in self._guarded.state.memory.sets
+        return process_set in self._guarded.state.failover.sets
 
     def added_process_sets(self) -> dict[int, tuple[int, ...]]:
         """Return the ranks of each process set that was added and is still there, by id; also of those without this rank."""
-        return dict(self._guarded.state.memory.sets)
+        return dict(self._guarded.state.failover.sets)
 
     @property
     def local_rank(self) -> int:
@@ -344,7 +344,7 @@ class Engine:
                 self._submit(handle)
             return handle.wait(timeout)
         except KeyboardInterrupt:
-            self._waiter.abandon(handle)
+            self._waiter.withdraw_after_interrupt(handle)
             raise
 
     def join(self, process_set: int = 0) -> int:
@@ -389,11 +389,11 @@ class Engine:
 
     def tell_blocked(self, handle: Handle, seconds: float) -> None:
         """See :meth:`Handle.tell_blocked`. Any thread; does not wait."""
-        self._guarded.tell(lambda state: state.blocked(handle, seconds))
+        self._guarded.update(RankState.report_waiting, handle, seconds)
 
     def tell_unblocked(self, handle: Handle) -> None:
         """See :meth:`Handle.tell_unblocked`. Any thread; does not wait."""
-        self._guarded.tell(lambda state: state.unblocked(handle))
+        self._guarded.update(RankState.report_done_waiting, handle)
 
     def pending(self) -> list[PendingCollective]:
         """Return the collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""
@@ -407,23 +407,23 @@ class Engine:
 
         May be called again for another reason before that. Any thread; does not wait.
         """
-        self._guarded.tell(lambda state: state.paused((*state.memory.paused, reason)))
+        self._guarded.update(lambda state: state.paused((*state.failover.paused, reason)))
 
     def resume(self, reason: str = "being looked at") -> None:
         """End the pause that :meth:`pause` began for this reason; without one nothing happens. Any thread; does not wait."""
 
         def resume(state: RankState) -> None:
-            left = list(state.memory.paused)
+            left = list(state.failover.paused)
             if reason in left:
                 left.remove(reason)
                 state.paused(tuple(left))
 
-        self._guarded.tell(resume)
+        self._guarded.update(resume)
 
     @property
     def paused(self) -> str:
         """Why the user looks around here, as it reads after ``rank 3 is``; empty if the rank is not paused."""
-        reasons = self._guarded.state.memory.paused
+        reasons = self._guarded.state.failover.paused
         return reasons[-1] if reasons else ""
 
     # -- metrics --------------------------------------------------------------------------------------------------
@@ -463,9 +463,9 @@ class Engine:
     def begin_cell(self, cell: str) -> None:
         """A cell begins to run here."""
         self.cells_begun += 1
-        self._dispatcher.lacking.look()  # the cell before may have closed what was open
+        self._dispatcher.memory_retry.retry_now()  # the cell before may have closed what was open
         self.recorder.cell_begin(cell)
-        self._guarded.tell(lambda state: state.begin_cell(cell))
+        self._guarded.update(RankState.begin_cell, cell)
 
     def hold_interrupt(self) -> None:
         """The running cell is interrupted, and native code that must not be left by an exception is in the way.
@@ -481,13 +481,13 @@ class Engine:
 
     def end_native_waits(self) -> None:
         """Have bindings withdraw the collectives that native code may be waiting for. Any thread; does not wait."""
-        self._control.call(self._dispatcher.mailbox.end_native_waits)
+        self._control.call(self._dispatcher.callbacks.end_native_waits)
 
     def end_cell(self, cell: str, error: str | None = None) -> None:
         """A cell ended here; ``error`` is one line that says how it failed."""
         self.failed_cells += error is not None
         self.recorder.cell_end(cell, error is None)
-        self._guarded.tell(lambda state: state.end_cell(cell, error or ""))
+        self._guarded.update(RankState.end_cell, cell, error or "")
         self._dispatcher.schedule_events()
 
     def post(self, topic: str, body: bytes, to: Sequence[int] | None = None) -> None:
@@ -496,11 +496,11 @@ class Engine:
 
     def on_mail(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
         """Call ``callback(sender, body)`` on the control thread; it must not block. Sender -1 is a client."""
-        self._dispatcher.mailbox.on(topic, callback)
+        self._dispatcher.callbacks.on(topic, callback)
 
     def on_interrupt(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when the notebook interrupts this rank."""
-        self._dispatcher.mailbox.interrupts.append(callback)
+        self._dispatcher.callbacks.interrupts.append(callback)
 
     def on_native_waits(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread to withdraw collectives that native code may be waiting for, without Python's lock.
@@ -508,21 +508,21 @@ class Engine:
         That is when the notebook interrupts this rank, and again for an interrupt that is held (:meth:`hold_interrupt`).
         """
         self.on_interrupt(callback)
-        self._dispatcher.mailbox.native_waits.append(callback)
+        self._dispatcher.callbacks.native_waits.append(callback)
 
     def on_leave(self, callback: Callable[[str], None]) -> None:
         """Call ``callback(reason)`` on the control thread when this rank is to leave.
 
         That is also when the coordinator is lost and has no successor. If it has happened already, this calls the callback.
         """
-        self._dispatcher.mailbox.on_leave(callback)
+        self._dispatcher.callbacks.on_leave(callback)
 
     def on_reconnected(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when this rank has found the coordinator's successor.
 
         Mail that was on its way when the coordinator died may be lost; mail that this rank posted since then has been sent.
         """
-        self._dispatcher.mailbox.reconnections.append(callback)
+        self._dispatcher.callbacks.reconnections.append(callback)
 
     @property
     def waits_for_successor(self) -> bool:
@@ -634,7 +634,7 @@ def _drain(guarded: LockedState, rank: int, why: str, deadline: Deadline | None)
         if deadline is not None:
             _finish_executing(guarded, deadline)
     finally:
-        guarded.tell(lambda state: _give_up(state, f"rank {rank} left the job ({why})"))
+        guarded.update(_give_up, f"rank {rank} left the job ({why})")
 
 
 def _finish_executing(guarded: LockedState, deadline: Deadline) -> None:
@@ -648,19 +648,19 @@ def _finish_executing(guarded: LockedState, deadline: Deadline) -> None:
             if entry.phase == EXECUTING and isinstance(entry, Handle)
         ]
 
-    guarded.tell(find)
+    guarded.update(find)
     while executing:
         for handle in executing:
             left = deadline.remaining()
-            if not handle.ended.acquire(timeout=-1 if left is None else left):
+            if not handle.done_lock.acquire(timeout=-1 if left is None else left):
                 return
-            handle.open()
-        guarded.tell(find)
+            handle.release_waiters()
+        guarded.update(find)
 
 
 def _give_up(state: RankState, text: str) -> None:
     for group in list(state.sets.values()):
-        group.retire_seat()
+        group.close_board()
         if group.pending:
             state.withdraw(group.id, CauseKind.RANK_LEFT, text)
 

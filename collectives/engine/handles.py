@@ -38,7 +38,7 @@ class HandleOwner(Protocol):
 class Handle(Entry):
     """A collective in flight. Made by :meth:`Engine.submit`."""
 
-    __slots__ = ("_done", "_engine", "_error", "_result", "at_once", "ended", "hook_called", "wakeup")
+    __slots__ = ("_done", "_engine", "_error", "_result", "at_once", "done_lock", "hook_called", "wakeup")
 
     def __init__(self, engine: HandleOwner, request: Request, site: str, submitted: int) -> None:
         Entry.__init__(self, request, site, submitted)
@@ -50,8 +50,8 @@ class Handle(Entry):
         self.hook_called = False  # belongs to :class:`CompletionHooks`
         self.wakeup = -1  # an eventfd that the waiting thread watches instead of the lock
         # A bare lock, held until the end, is the cheapest thing that a thread can wait on and Ctrl-C can break.
-        self.ended = _thread.allocate_lock()
-        self.ended.acquire()
+        self.done_lock = _thread.allocate_lock()
+        self.done_lock.acquire()
 
     def done(self) -> bool:
         """Whether it has ended, well or badly. Never blocks."""
@@ -92,7 +92,7 @@ class Handle(Entry):
             self._result, self._error = result, error
             self._done = True
             try:  # noqa: SIM105  (done for each tensor of a step, and a context takes longer than all else here)
-                self.ended.release()
+                self.done_lock.release()
             except RuntimeError:
                 pass  # a thread that gave up waiting has seen it done, and has opened the lock for all others
             if self.wakeup >= 0:
@@ -113,7 +113,7 @@ class Handle(Entry):
         # complete() marks the end and then reads the hook; this sets the hook and then reads the mark. So at least one of the two
         # threads sees what the other has stored; if both do, the one that claims the hook calls it.
         self.request.on_done = hook
-        return not (self._done and self._engine.hooks.claim(self))
+        return not (self._done and self._engine.hooks.try_claim(self))
 
     def tell_blocked(self, seconds: float) -> None:
         """Let the coordinator know that the user's code can't go on before this has ended, and has waited for ``seconds``.
@@ -130,11 +130,11 @@ class Handle(Entry):
         """Result and error of a handle that is done; one of them is ``None``."""
         return (self._result, None) if self._error is None else (None, self._error)
 
-    def open(self) -> None:
+    def release_waiters(self) -> None:
         """Let all threads through that wait. For the engine only."""
-        if self.ended.locked():
+        if self.done_lock.locked():
             with contextlib.suppress(RuntimeError):  # another thread has just released it
-                self.ended.release()
+                self.done_lock.release()
 
 
 class CompletionHooks:
@@ -163,7 +163,7 @@ class CompletionHooks:
         """Whether there is something to be called."""
         return bool(self._due)
 
-    def leave(self) -> None:
+    def defer_to_control(self) -> None:
         """If something is due, leave it to the control thread."""
         if self._due:
             self._wake()
@@ -173,7 +173,7 @@ class CompletionHooks:
         while (handle := self._next()) is not None:
             self._call(handle)
 
-    def claim(self, handle: Handle) -> bool:
+    def try_claim(self, handle: Handle) -> bool:
         """Whether the caller has to call this handle's hook, since no thread has done so or will; true once for each handle."""
         with self._claiming:
             if handle.hook_called:

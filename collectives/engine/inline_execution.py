@@ -6,13 +6,13 @@ execute, or reads anything but an order to execute.
 
 Ctrl-C may interrupt the thread between any two instructions. The protocol with the control thread, step by step:
 
-* I1  ``Control.cede`` counts up, then unwatches the socket.
+* I1  ``Control.pause_reading`` counts up, then unwatches the socket.
 * I2  The thread polls, and moves raw bytes from the socket into ``endpoint.early`` in one step of the interpreter.
 * I3  It handles an order under the mark of :class:`LockedState`, and removes the order from ``endpoint.early`` under it.
-* I4  ``Control.reclaim`` watches the socket again, and records the count of I1.
+* I4  ``Control.resume_reading`` watches the socket again, and records the count of I1.
 
 Interrupted between I1 and I4, the thread leaves the socket unwatched and the counts unequal. The interrupted wait wakes the
-control thread (``InlineExecutor.torn``), which compares the counts whenever it wakes, and does I4 itself. Interrupted in I2, it has
+control thread (``InlineExecutor.interrupted``), which compares the counts whenever it wakes, and does I4 itself. Interrupted in I2, it has
 read no bytes or left them all in ``endpoint.early``, where the control thread finds them. Interrupted in I3, it leaves the
 mark set, and the next thread that locks the state recovers.
 """
@@ -22,7 +22,6 @@ from __future__ import annotations
 import os
 import select
 import time
-from functools import partial
 
 from hvdlab.collectives.engine.control_thread import Control
 from hvdlab.collectives.engine.coordinator_bypass import CoordinatorBypass
@@ -84,43 +83,43 @@ class HandleWaiter:
             raise
         finally:
             if handle.done():
-                handle.open()  # an interrupt may have come between acquire and release below; other threads may wait, too
+                handle.release_waiters()  # an interrupt may have come between acquire and release below; other threads may wait, too
 
     def _wait_indirectly(self, handle: Handle, timeout: float | None) -> None:
         if timeout is None:
-            left = self._leader.lead(handle, BLOCKED_AFTER)
+            left = self._leader.wait_and_execute(handle, BLOCKED_AFTER)
         else:
             # Not as a leader: that may find itself in the middle of an operation, which does not look at the clock.
             self._guarded.flush_direct()
             left = min(BLOCKED_AFTER, max(timeout, 0.0))
-        if not handle.ended.acquire(timeout=left) and not self._wait_long(handle, timeout):
+        if not handle.done_lock.acquire(timeout=left) and not self._wait_long(handle, timeout):
             raise TimeoutError(
                 f"{handle.request.kind.label} `{handle.name}` ({handle.site}) is still in flight after {timeout:g} s"
             )
-        handle.ended.release()
+        handle.done_lock.release()
 
     def _wait_long(self, handle: Handle, timeout: float | None) -> bool:
         """Second part of a wait: let the coordinator know that this thread is blocked, so that it finds deadlocks."""
         if timeout is not None and timeout <= BLOCKED_AFTER:
             return False
-        self._guarded.tell(lambda state: state.blocked(handle, BLOCKED_AFTER))
+        self._guarded.update(RankState.report_waiting, handle, BLOCKED_AFTER)
         try:
-            return handle.ended.acquire(timeout=-1 if timeout is None else timeout - BLOCKED_AFTER)
+            return handle.done_lock.acquire(timeout=-1 if timeout is None else timeout - BLOCKED_AFTER)
         finally:
-            self._guarded.tell(lambda state: state.unblocked(handle))
+            self._guarded.update(RankState.report_done_waiting, handle)
 
-    def abandon(self, handle: Handle) -> None:
+    def withdraw_after_interrupt(self, handle: Handle) -> None:
         """Withdraw a handle of :meth:`Engine.run` after an interrupt: only this thread knows it, so no thread will wait for it."""
         if not handle.given_up:
             self._interrupted(handle)
 
     def _interrupted(self, handle: Handle) -> None:
-        self._leader.torn()
+        self._leader.interrupted()
         text = f"rank {self._rank} was interrupted"
         self._guarded.withdraw(handle, CauseKind.INTERRUPTED, text)
         # This thread may have been executing an operation of another process set meanwhile.
-        for set_id, epoch in self._executor.take_interrupted():
-            self._guarded.tell(partial(_withdraw, set_id, epoch, text, handle.site))
+        for set_id, epoch in self._executor.pop_interrupted():
+            self._guarded.update(_withdraw, set_id, epoch, text, handle.site)
 
 
 class InlineExecutor:
@@ -147,40 +146,40 @@ class InlineExecutor:
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._poll.register(self._wakeup, select.POLLIN)
 
-    def lead(self, handle: Handle, seconds: float) -> float:
+    def wait_and_execute(self, handle: Handle, seconds: float) -> float:
         """Announce what is queued and try to bring ``handle`` to its end on this thread, for ``seconds`` at most.
 
         Returns:
             The seconds that are left. The handle may still be in flight then, if this thread could not lead, or not go on to.
         """
         # Locks are only taken by ``with`` here: an interrupt can't come between taking one and having it released at the end.
-        if self._wakeup < 0 or self._control.place.locked() or self._endpoint.backlog:
+        if self._wakeup < 0 or self._control.socket_owner.locked() or self._endpoint.backlog:
             self._guarded.flush_direct()
             return seconds
-        with self._control.place:
+        with self._control.socket_owner:
             deadline = time.monotonic() + seconds
             left = seconds
             try:
                 while left > 0 and self._watch(handle, left):
-                    self._executor.help()
+                    self._executor.run_pending()
                     if handle.done():
                         return left
                     left = deadline - time.monotonic()
             finally:
-                if self._executor.lane.jobs:
-                    self._executor.ring()
+                if self._executor.queue.jobs:
+                    self._executor.wake()
         return max(0.0, deadline - time.monotonic())
 
     def _watch(self, handle: Handle, seconds: float) -> bool:
         """Wait for an order and take it in; false if this thread can't go on leading."""
         control = self._control
         try:
-            if not control.cede():
+            if not control.pause_reading():
                 self._guarded.flush_direct()
                 return False
             if self._endpoint.fileno() != self._fd and not self._watch_socket():
                 return False
-            # Only after cede(): else the answer might come, and wake the control thread, before this thread has its place.
+            # Only after pause_reading(): else the answer might come, and wake the control thread, before this thread has its place.
             self._guarded.flush_direct()
             handle.wakeup = self._wakeup
             if handle.done():
@@ -193,7 +192,7 @@ class InlineExecutor:
             return True
         finally:
             handle.wakeup = -1
-            control.reclaim()
+            control.resume_reading()
 
     def _watch_socket(self) -> bool:
         """Watch the endpoint's new socket instead of the old one. Returns whether there is one: it may be lost."""
@@ -220,24 +219,23 @@ class InlineExecutor:
                 return False
             message = decode_to_peer(payload)
             assert isinstance(message, Execute)
-            self._guarded.execute(message, time.monotonic_ns(), endpoint.early, self._executor.put)
+            self._guarded.execute(message, time.monotonic_ns(), endpoint.early, self._executor.enqueue)
         return True
 
-    def torn(self) -> None:
+    def interrupted(self) -> None:
         """An interrupt has hit this thread, which may have led: let the control thread see to what is left undone."""
         self._control.wake()
 
     def close(self) -> None:
         """Free the wake-up descriptor; no thread can lead afterwards."""
-        with self._control.place:
+        with self._control.socket_owner:
             wakeup, self._wakeup = self._wakeup, -1
             if wakeup >= 0:
                 os.close(wakeup)
 
 
-def _withdraw(set_id: int, epoch: int, text: str, site: str, state: RankState) -> None:
+def _withdraw(state: RankState, set_id: int, epoch: int, text: str, site: str) -> None:
     group = state.sets.get(set_id)
-    if (
-        group is not None and group.epoch == epoch
-    ):  # else it has ended, perhaps because the handle was given up just before
+    # Otherwise the epoch has ended, perhaps because the handle was given up just before.
+    if group is not None and group.epoch == epoch:
         state.withdraw(set_id, CauseKind.INTERRUPTED, text, site)

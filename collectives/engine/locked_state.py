@@ -1,7 +1,7 @@
 """The one door to the rank's state: a lock, sending in order, and mending after an interrupt.
 
 User threads, the control thread and the executor come through here. Python may raise KeyboardInterrupt between any two
-instructions of the main thread, hence also in the middle of a submission. So a thread sets a mark, ``_torn``, before it touches
+instructions of the main thread, hence also in the middle of a submission. So a thread sets a mark, ``_update_in_progress``, before it touches
 the state, and resets it afterwards. A thread that takes the lock and finds the mark set knows that Ctrl-C tore another one
 away in between, and mends: which part of the change was done can't be told, so the epoch is given up on all ranks, as
 after an interrupted wait.
@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from hvdlab.collectives.engine.entries import ENDED, EXECUTING, LOCAL_LIMIT, Effect, Entry, RunBatch, Succeed
 from hvdlab.collectives.engine.handles import CompletionHooks, Handle
@@ -27,6 +27,8 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 
 _monotonic_ns = time.monotonic_ns
+
+P = ParamSpec("P")
 
 DIRECT_LIMIT = 64
 """Announcements that a user's thread sends itself at most; if more are queued, the control thread sends them."""
@@ -60,7 +62,7 @@ class LockedState:
         self._lock = threading.Lock()
         self._flush_wanted = False
         self._suspended = False
-        self._torn = False
+        self._update_in_progress = False
         self._finishing: tuple[Entry, ...] = ()
 
     # -- submissions ----------------------------------------------------------------------------------------------
@@ -71,36 +73,36 @@ class LockedState:
             raise self.unusable
         try:
             with self._lock:
-                if self._torn:
-                    self._mend()
-                self._torn = True
+                if self._update_in_progress:
+                    self._recover()
+                self._update_in_progress = True
                 try:
                     self.state.submit(handle)
                 except HvdlabError:
-                    self._torn = False
+                    self._update_in_progress = False
                     raise
-                self._torn = False
+                self._update_in_progress = False
         except BaseException:
             self._wake()  # the control thread sends the news of a duplicate, or mends an interrupted submission
             raise
 
-    def post_directly(
+    def try_post(
         self, handle: Handle, plane: tuple[int, int] | None = None, *, queued: bool = False
     ) -> PostedRequest | None:
-        """Post a request on the board, if that may be; see :meth:`RankState.post_directly`. Raises what :meth:`RankState.submit` does."""
+        """Post a request on the board, if that may be; see :meth:`RankState.try_post`. Raises what :meth:`RankState.submit` does."""
         if self.unusable is not None:
             raise self.unusable
         try:
             with self._lock:
-                if self._torn:
-                    self._mend()
-                self._torn = True
+                if self._update_in_progress:
+                    self._recover()
+                self._update_in_progress = True
                 try:
-                    posting = self.state.post_directly(handle, plane, queued=queued)
+                    posting = self.state.try_post(handle, plane, queued=queued)
                 except HvdlabError:
-                    self._torn = False
+                    self._update_in_progress = False
                     raise
-                self._torn = False
+                self._update_in_progress = False
                 return posting
         except BaseException:
             self._wake()
@@ -128,23 +130,23 @@ class LockedState:
             ConnectionLost: The coordinator is gone; the control thread finds that out by itself as well.
         """
         with self._lock:
-            if self._torn:
-                self._mend()
+            if self._update_in_progress:
+                self._recover()
             self._flush_wanted = False
             state = self.state
             if state.has_messages and not self._suspended:
-                self._torn = True
+                self._update_in_progress = True
                 send = self._endpoint.send
                 complete = True
                 for message in state.take_messages():
                     complete = send(message)
-                self._torn = False
+                self._update_in_progress = False
                 return complete
         return True
 
     def flush_direct(self) -> None:
         """Send what is queued, on a user's thread. The control thread sends large amounts."""
-        if self._suspended or not (self.state.has_messages or self._torn):
+        if self._suspended or not (self.state.has_messages or self._update_in_progress):
             return
         if self.state.queued > DIRECT_LIMIT or self._endpoint.backlog:
             self._wake()
@@ -156,14 +158,22 @@ class LockedState:
         if not complete:
             self._wake()  # the control thread waits until the socket takes more, or finds that the connection has ended
 
-    def tell(self, change: Callable[[RankState], None]) -> None:
-        """Change the state under the lock, then send the messages that come of it."""
+    def update(
+        self, change: Callable[Concatenate[RankState, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Change the state under the lock, then send the messages that come of it.
+
+        Args:
+            change: A method of :class:`RankState`, or a function of the state.
+            args: Further arguments of ``change``.
+            kwargs: Further arguments by name.
+        """
         with self._lock:
-            if self._torn:
-                self._mend()
-            self._torn = True
-            change(self.state)
-            self._torn = False
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
+            change(self.state, *args, **kwargs)
+            self._update_in_progress = False
         self.flush_direct()
 
     def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
@@ -179,30 +189,30 @@ class LockedState:
                     return
                 state.withdraw(group.id, kind, text, handle.site)
 
-        self.tell(withdraw)
+        self.update(withdraw)
 
     def post(self, message: m.Message) -> None:
         """Queue a message; nothing is sent."""
         with self._lock:
             self.state.post(message)
 
-    def _mend(self) -> None:
-        self._torn = False
+    def _recover(self) -> None:
+        self._update_in_progress = False
         text = f"rank {self._rank} was interrupted"
-        self.state.mend(text)
+        self.state.abandon_interrupted(text)
         for entry in self._finishing:
             if entry.phase == ENDED:
                 cause = Cause(CauseKind.INTERRUPTED, (self._rank,), text)
                 complete(entry, None, self.state.aborted(entry, cause))
         self._finishing = ()
-        self._hooks.leave()
+        self._hooks.defer_to_control()
 
     # -- the coordinator's messages -------------------------------------------------------------------------------
 
     def handle(self, message: m.Message, now: int) -> list[Effect]:
         with self._lock:
-            if self._torn:
-                self._mend()
+            if self._update_in_progress:
+                self._recover()
             return self.state.handle(message, now)
 
     def execute(
@@ -210,9 +220,9 @@ class LockedState:
     ) -> None:
         """Take in an order on a user's thread: its batches are put, and the order is taken out of ``early``."""
         with self._lock:
-            if self._torn:
-                self._mend()
-            self._torn = True
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
             for effect in self.state.handle(message, now):
                 if type(effect) is RunBatch:
                     put(effect)
@@ -221,35 +231,35 @@ class LockedState:
                     complete(effect.entry, Result(process_set=effect.process_set), None)
             early.popleft()
             self._finishing = ()
-            self._torn = False
-        self._hooks.leave()  # the caller has the place at the socket
+            self._update_in_progress = False
+        self._hooks.defer_to_control()  # the caller has the place at the socket
 
-    def lose(self, cause: Cause) -> list[Effect]:
+    def close(self, cause: Cause) -> list[Effect]:
         with self._lock:
-            if self._torn:
-                self._mend()
-            return self.state.lose(cause)
+            if self._update_in_progress:
+                self._recover()
+            return self.state.close(cause)
 
-    def suspend(self, cause: Cause) -> list[Effect]:
-        """The coordinator is gone and this rank waits for a successor: nothing is sent until :meth:`resume`."""
+    def disconnect(self, cause: Cause) -> list[Effect]:
+        """The coordinator is gone and this rank waits for a successor: nothing is sent until :meth:`reconnect`."""
         with self._lock:
             self._suspended = True
-            if self._torn:
-                self._mend()
-            return self.state.suspend(cause)
+            if self._update_in_progress:
+                self._recover()
+            return self.state.disconnect(cause)
 
-    def resume(self, endpoint: Endpoint, alive: tuple[int, ...], leaving: tuple[int, ...]) -> None:
+    def reconnect(self, endpoint: Endpoint, alive: tuple[int, ...], leaving: tuple[int, ...]) -> None:
         """The successor is there: go on with the connection of this endpoint, and send the successor what it has to know.
 
         Raises:
             ConnectionLost: The successor is gone as well.
         """
         with self._lock:
-            if self._torn:
-                self._mend()
+            if self._update_in_progress:
+                self._recover()
             self._endpoint.renew(endpoint)
             self._suspended = False
-            self._endpoint.send(self.state.resume(alive, released=self.state.rank in leaving))
+            self._endpoint.send(self.state.reconnect(alive, released=self.state.rank in leaving))
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -257,9 +267,9 @@ class LockedState:
         """End the handles of an executed batch, those that have not been failed in the meantime."""
         entries = batch.entries
         with self._lock:
-            if self._torn:
-                self._mend()
-            self._torn = True
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
             self._finishing = entries
             overdue = any(entry.waited for entry in entries)
             finish = self.state.finish
@@ -269,7 +279,7 @@ class LockedState:
             if batch.reported:  # under the mark: a report that Ctrl-C tore away would keep back whatever has a priority for ever
                 self.state.executed(batch)
             self._finishing = ()
-            self._torn = False
+            self._update_in_progress = False
         if batch.reported:
             self.flush_direct()
         if overdue:
@@ -278,15 +288,15 @@ class LockedState:
     def finish_posted(self, handle: Handle, posting: PostedRequest, result: Result) -> None:
         """End a handle whose request was agreed on the board, if it has not been failed in the meantime."""
         with self._lock:
-            if self._torn:
-                self._mend()
-            self._torn = True
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
             self._finishing = (handle,)
-            self.state.leave_board(handle, posting.seat, agreed=True)
+            self.state.finish_posting(handle, posting.member, agreed=True)
             if self.state.finish_posted(handle):
                 complete(handle, result, None)
             self._finishing = ()
-            self._torn = False
+            self._update_in_progress = False
         if self.state.has_messages:
             self.flush_direct()
 
@@ -338,7 +348,7 @@ class BatchOutcomes:
     def batch_failed(self, batch: RunBatch, error: Exception) -> None:
         """The plane failed: tell the coordinator. The handles end on all members with the abort that follows."""
         text = f"{type(error).__name__}: {error}"
-        self._guarded.tell(lambda state: state.plane_failed(batch.process_set, batch.epoch, text))
+        self._guarded.update(RankState.plane_failed, batch.process_set, batch.epoch, text)
 
 
 def complete(entry: Entry, result: Result | None, error: Exception | None) -> None:

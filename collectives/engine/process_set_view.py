@@ -56,13 +56,13 @@ class SetState:
         pending: Entries that have not ended, in order of submission.
         names: The named ones among the pending entries that were not given up.
         given_up: Why entries were given up for which other ranks may still wait (kind, text, site), or ``None``.
-        seat: This rank's use of the epoch's board, or ``None`` if there is no board.
-        past_seats: The seats of former epochs at which a thread may still wait, by epoch.
+        board_member: This rank's use of the epoch's board, or ``None`` if there is no board.
+        past_board_members: Uses of the boards of former epochs on which a thread may still wait, by epoch.
     """
 
     __slots__ = (
-        "chunk_bytes", "configured", "device_planes", "epoch", "given_up", "id", "index", "links", "members", "names",
-        "options", "past_seats", "pending", "plane", "ranks", "seat", "withdrawn",
+        "board_member", "chunk_bytes", "configured", "device_planes", "epoch", "given_up", "id", "index", "links",
+        "members", "names", "options", "past_board_members", "pending", "plane", "ranks", "withdrawn",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
@@ -81,20 +81,25 @@ class SetState:
         self.given_up: tuple[CauseKind, str, str] | None = None
         self.pending: dict[Entry, None] = {}
         self.names: dict[str, Entry] = {}
-        self.seat: BoardMember | None = None
-        self.past_seats: dict[int, BoardMember] = {}
+        self.board_member: BoardMember | None = None
+        self.past_board_members: dict[int, BoardMember] = {}
 
-    def retire_seat(self) -> None:
+    def close_board(self) -> None:
         """The epoch has ended in order, or this rank leaves: nothing is posted any more."""
-        seat, self.seat = self.seat, None
-        if seat is not None and seat.retire():
-            self.past_seats[seat.board.epoch] = seat
+        member, self.board_member = self.board_member, None
+        if member is not None and member.close():
+            self.past_board_members[member.board.epoch] = member
 
-    def abort_seats(self, epoch: int) -> set[Entry | None]:
+    def abort_boards(self, epoch: int) -> set[Entry | None]:
         """The epochs up to ``epoch`` have ended at once; returns the requests that had been agreed on their boards before that."""
-        if self.seat is not None and self.seat.board.epoch <= epoch:
-            self.past_seats[self.seat.board.epoch], self.seat = self.seat, None
-        return {self.past_seats.pop(old).abort() for old in list(self.past_seats) if old <= epoch}
+        if self.board_member is not None and self.board_member.board.epoch <= epoch:
+            self.past_board_members[self.board_member.board.epoch], self.board_member = (
+                self.board_member,
+                None,
+            )
+        return {
+            self.past_board_members.pop(old).abort() for old in list(self.past_board_members) if old <= epoch
+        }
 
 
 # -- checks of requests -------------------------------------------------------------------------------------------
@@ -237,12 +242,12 @@ class PostedRequest(NamedTuple):
     """A request that this rank has posted.
 
     Attributes:
-        seat: This rank's use of the board that it is on.
+        member: This rank's use of the board that it is on.
         number: The request's number on this board: it is this rank's ``number``-th.
         parts: The members' tensors once all have posted: a row for each, by position. Empty for a request that needs the plane.
     """
 
-    seat: BoardMember
+    member: BoardMember
     number: int
     parts: HostArray
 
@@ -278,7 +283,7 @@ class BoardMember:
         #: The last request that would have fitted and went to the coordinator.
         self._elsewhere: Entry | None = None
 
-    def takes(self, entry: Entry, *, alone: bool) -> bool:
+    def can_post(self, entry: Entry, *, alone: bool) -> bool:
         """Whether a request that fits may be posted; else it goes to the coordinator.
 
         Args:
@@ -293,7 +298,7 @@ class BoardMember:
         return True
 
     def post(self, entry: Entry, operations: int) -> PostedRequest:
-        """Post a request that the seat takes.
+        """Post a request that the member takes.
 
         Args:
             entry: The request.
@@ -325,7 +330,7 @@ class BoardMember:
             plan = self._plans[key] = RequestLayout(request, entry.name, self.board)
         return plan
 
-    def leave(self, *, agreed: bool) -> None:
+    def unpost(self, *, agreed: bool) -> None:
         """The request that was posted last is over for this rank: it has read what it needed from the board."""
         self._posted = None
         if agreed:
@@ -334,7 +339,7 @@ class BoardMember:
             self._refused()
         if self._over:
             self.board.retire()
-            self._close()
+            self._release()
         elif self._asked > self.board.number:
             self._decline()
 
@@ -360,7 +365,7 @@ class BoardMember:
         if self._refusals > 2:
             self._pause = max(self._pause, 1 << min(self._refusals - 2, LONGEST_PAUSE))
 
-    def retire(self) -> bool:
+    def close(self) -> bool:
         """The epoch ends in order: nothing more is posted. What is posted already may still be agreed.
 
         Returns:
@@ -370,10 +375,10 @@ class BoardMember:
         if self._posted is not None:
             return True
         self.board.retire()
-        self._close()
+        self._release()
         return False
 
-    def count_out(self, pids: Sequence[int]) -> None:
+    def mark_departed(self, pids: Sequence[int]) -> None:
         """Only these of the members' processes post anything: do not wait for the others, which have ended or have no board."""
         if self._posted is not None or not self._over:  # else the board's memory is freed already
             gone = [index for index, pid in enumerate(self._pids) if pid not in pids]
@@ -389,12 +394,12 @@ class BoardMember:
         self._over = True
         self.board.abort()
         if self._posted is None:
-            self._close()
+            self._release()
             return None
         number, entry = self.board.number, self._posted
         agreed = self.board.complete(number) and self.board.agreed(number)
         return entry if agreed and not entry.given_up and not needs_plane(entry.request) else None
 
-    def _close(self) -> None:
+    def _release(self) -> None:
         self._plans.clear()
         self.board.close()

@@ -76,9 +76,9 @@ class RankState:
         self.lost: Cause | None = None
         self.elastic = False
         self.failure: Cause | None = None
-        self.behind = False
-        self.left_out: Cause | None = None
-        self.memory = FailoverFacts()
+        self.outdated = False
+        self.removed: Cause | None = None
+        self.failover = FailoverFacts()
         self.locals = Locals(local_limit)
         self._outbox: dict[int, list[Entry]] = {}
         self._messages: list[m.Message] = []
@@ -111,8 +111,8 @@ class RankState:
                 f"Rank {self.rank} is not in process set {group.id} (ranks {list(group.ranks)}); "
                 "only its members may call its collectives."
             )
-        if self.left_out is not None and not group.configured:
-            raise self.aborted(entry, self.left_out)
+        if self.removed is not None and not group.configured:
+            raise self.aborted(entry, self.removed)
         self._enter(group, entry)
         self._announce_or_hold(group, entry)
 
@@ -158,19 +158,19 @@ class RankState:
         else:
             box.append(entry)
         if entry.waited:
-            self.blocked(entry, entry.waited)
+            self.report_waiting(entry, entry.waited)
 
     # -- the board ------------------------------------------------------------------------------------------------
 
-    def seat(self, seat: BoardMember) -> None:
-        """Take in this rank's seat at the board of a process set's epoch; it is retired at once if that epoch is not the present one."""
-        group = self.sets.get(seat.process_set)
-        if group is not None and group.configured and group.epoch == seat.board.epoch and self.lost is None:
-            group.seat = seat
+    def attach_board(self, member: BoardMember) -> None:
+        """Take in this rank's member at the board of a process set's epoch; it is retired at once if that epoch is not the present one."""
+        group = self.sets.get(member.process_set)
+        if group is not None and group.configured and group.epoch == member.board.epoch and self.lost is None:
+            group.board_member = member
         else:
-            seat.retire()
+            member.close()
 
-    def post_directly(
+    def try_post(
         self, entry: Entry, plane: tuple[int, int] | None = None, *, queued: bool = False
     ) -> PostedRequest | None:
         """Take in a request and post it on the board. Raises what :meth:`submit` does.
@@ -185,7 +185,7 @@ class RankState:
         """
         process_set = entry.request.process_set
         group = self.sets.get(process_set)
-        if group is None or group.seat is None or not group.configured:
+        if group is None or group.board_member is None or not group.configured:
             return None
         if queued:
             alone = len(group.pending) == 1 and self._outbox.get(process_set) == [entry]
@@ -193,7 +193,11 @@ class RankState:
             alone = not group.pending
         if plane is not None and (not alone or group.epoch != plane[0]):
             return None  # the coordinator may be about to order what is pending
-        if self.lost is not None or self.failure is not None or not group.seat.takes(entry, alone=alone):
+        if (
+            self.lost is not None
+            or self.failure is not None
+            or not group.board_member.can_post(entry, alone=alone)
+        ):
             return None
         if queued:
             self.drop_announcements(process_set)
@@ -201,11 +205,11 @@ class RankState:
         else:
             self._enter(group, entry)
         entry.epoch, entry.phase = group.epoch, POSTED
-        return group.seat.post(entry, 0 if plane is None else plane[1])
+        return group.board_member.post(entry, 0 if plane is None else plane[1])
 
-    def leave_board(self, entry: Entry, seat: BoardMember, *, agreed: bool) -> None:
+    def finish_posting(self, entry: Entry, member: BoardMember, *, agreed: bool) -> None:
         """A posted request leaves the board. If it was not agreed, and its epoch has not failed, it is announced."""
-        seat.leave(agreed=agreed)
+        member.unpost(agreed=agreed)
         if agreed or entry.phase != POSTED:
             return
         self._end_overdue(entry)
@@ -214,17 +218,17 @@ class RankState:
         if group is not None:
             self._announce_or_hold(group, entry)
 
-    def order_posted(self, entry: Entry, seat: BoardMember, now: int) -> None:
+    def start_posted(self, entry: Entry, member: BoardMember, now: int) -> None:
         """A posted request was agreed, and is executed on the plane as if the coordinator had ordered it."""
-        seat.leave(agreed=True)
+        member.unpost(agreed=True)
         if entry.phase == POSTED:
             self._end_overdue(entry)
             entry.phase, entry.received = EXECUTING, now
 
-    def posted_failed(self, seat: BoardMember, text: str) -> None:
+    def fail_posted(self, member: BoardMember, text: str) -> None:
         """The result of an agreed request could not be computed here; the request ends with the epoch."""
-        seat.leave(agreed=True)
-        self.plane_failed(seat.process_set, seat.board.epoch, text)
+        member.unpost(agreed=True)
+        self.plane_failed(member.process_set, member.board.epoch, text)
 
     def finish_posted(self, entry: Entry) -> bool:
         """A posted request was agreed and has its result. Returns whether it had not been failed in the meantime."""
@@ -238,7 +242,7 @@ class RankState:
         if entry.phase == POSTED:
             self._messages.append(m.DeclinePost(entry.request.process_set, entry.epoch, number))
 
-    def posted_overdue(self, entry: Entry, seconds: float) -> None:
+    def report_posted_overdue(self, entry: Entry, seconds: float) -> None:
         """This rank still waits at the board, since some member does not answer: let the coordinator find out which."""
         if entry.phase == POSTED:
             local = self.locals.local_of(entry)
@@ -308,7 +312,7 @@ class RankState:
         """Queue any other message; it is sent after the announcements that are queued."""
         self._messages.append(message)
 
-    def blocked(self, entry: Entry, seconds: float) -> None:
+    def report_waiting(self, entry: Entry, seconds: float) -> None:
         """The user's thread has waited ``seconds`` for ``entry``: tell the coordinator now, and whenever it is announced (again) or
         executed.
         """
@@ -317,21 +321,21 @@ class RankState:
             ids = entry.request.process_set, entry.epoch, entry.local.id
             self._messages.append(m.Blocked(*ids, seconds, executing=entry.phase == EXECUTING))
 
-    def tell_overdue(self, now: int) -> None:
+    def report_oldest_executing(self, now: int) -> None:
         """Tell the coordinator which operation has been executing for longest, if that is long. ``now`` in nanoseconds."""
         executing = [e for group in self.sets.values() for e in group.pending if e.phase == EXECUTING]
         oldest = min(executing, key=lambda entry: entry.received, default=None)
         if oldest is not None and now - oldest.received > OVERDUE_NS:
-            self.blocked(oldest, (now - oldest.received) / 1e9)
+            self.report_waiting(oldest, (now - oldest.received) / 1e9)
 
-    def unblocked(self, entry: Entry) -> None:
-        """Tell the coordinator that the wait of :meth:`blocked` is over."""
+    def report_done_waiting(self, entry: Entry) -> None:
+        """Tell the coordinator that the wait of :meth:`report_waiting` is over."""
         entry.waited = 0.0
         self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0))
 
     def paused(self, reasons: tuple[str, ...]) -> None:
         """The user looks around here, for the last of these reasons; not any more if there is none."""
-        self.memory.paused = reasons
+        self.failover.paused = reasons
         self._messages.append(m.Paused(reasons[-1]) if reasons else m.Resumed())
 
     def withdraw(self, set_id: int, kind: CauseKind, text: str, site: str = "") -> None:
@@ -459,7 +463,7 @@ class RankState:
             if group.names.get(entry.name) is entry:
                 del group.names[entry.name]
 
-    def lose(self, cause: Cause) -> list[Effect]:
+    def close(self, cause: Cause) -> list[Effect]:
         """The coordinator is gone for good: fail everything pending, and from now on whatever is submitted."""
         self.lost = cause
         effects: list[Effect] = []
@@ -471,18 +475,18 @@ class RankState:
         self._to_ask.clear()
         return effects
 
-    def suspend(self, cause: Cause) -> list[Effect]:
+    def disconnect(self, cause: Cause) -> list[Effect]:
         """The coordinator is gone: fail everything pending. What is submitted from now on is held for a successor."""
         if self.elastic:
             self.failure = cause
-        self.left_out = None  # the successor says so again
+        self.removed = None  # the successor says so again
         effects: list[Effect] = []
         for group in self.sets.values():
-            self.memory.failing(group)
+            self.failover.record_failed_additions(group)
             effects.append(AbortPlane(group.id, group.epoch))
             effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
             group.configured, group.withdrawn, group.given_up = False, -1, None
-        for id in self.sets.keys() - self.memory.sets.keys() - {0}:
+        for id in self.sets.keys() - self.failover.sets.keys() - {0}:
             del self.sets[id]  # half added: its ranks did not get ``ProcessSetAdded`` with its number
         self._outbox.clear()
         self._messages.clear()
@@ -490,7 +494,7 @@ class RankState:
         self.locals.clear()
         return effects
 
-    def resume(self, alive: tuple[int, ...], *, released: bool = False) -> m.Resume:
+    def reconnect(self, alive: tuple[int, ...], *, released: bool = False) -> m.Resume:
         """There is a successor: the message with what it has to know first.
 
         Args:
@@ -499,13 +503,13 @@ class RankState:
         """
         # What these messages would say of the time without a coordinator is part of the answer.
         self._messages = [x for x in self._messages if not isinstance(x, _REMEMBERED)]
-        if self.memory.paused:
-            self._messages.insert(0, m.Paused(self.memory.paused[-1]))
-        if self.memory.regroup is not None:
-            self._messages.insert(0, self.memory.regroup)
-        return self.memory.tell(self.sets, alive, elastic=self.elastic, released=released)
+        if self.failover.paused:
+            self._messages.insert(0, m.Paused(self.failover.paused[-1]))
+        if self.failover.regroup is not None:
+            self._messages.insert(0, self.failover.regroup)
+        return self.failover.resume_message(self.sets, alive, elastic=self.elastic, released=released)
 
-    def mend(self, text: str) -> None:
+    def abandon_interrupted(self, text: str) -> None:
         """Start afresh after an exception tore a submission apart.
 
         All local ids are forgotten, queued announcements are dropped, and the epoch of each process set is given up, so that neither
@@ -522,7 +526,7 @@ class RankState:
     ) -> list[Effect]:
         """End everything pending (up to ``epoch``) with an error, but for requests that have been agreed on a board."""
         effects: list[Effect] = []
-        agreed = group.abort_seats(group.epoch if epoch is None else epoch)
+        agreed = group.abort_boards(group.epoch if epoch is None else epoch)
         for entry in list(group.pending):
             if entry not in agreed and (epoch is None or entry.epoch <= epoch):
                 self.locals.unqueue(entry)
@@ -554,32 +558,32 @@ class RankState:
 
     # -- elastic training -----------------------------------------------------------------------------------------
 
-    def train(self, on: bool) -> None:
+    def set_elastic(self, on: bool) -> None:
         """Elastic training begins or ends."""
-        self.elastic, self.memory.regroup = on, None
-        if not self.behind:
+        self.elastic, self.failover.regroup = on, None
+        if not self.outdated:
             self.failure = None
         if self.lost is None:
             self._messages.append(m.Elastic(on))
 
-    def regroup(self, message: m.Regroup) -> None:
+    def reached_reset(self, message: m.Regroup) -> None:
         """This rank has stopped where the world may change."""
-        self.memory.regroup = message
+        self.failover.regroup = message
         self._messages.append(message)
 
-    def begin_again(self) -> None:
+    def restarted(self) -> None:
         """All ranks in training begin again together."""
-        self.failure = self.memory.regroup = None
-        self.behind = False
+        self.failure = self.failover.regroup = None
+        self.outdated = False
 
-    def fall_behind(self, text: str) -> list[Effect]:
+    def become_outdated(self, text: str) -> list[Effect]:
         """The others have gone on without this rank: what waits here fails, as does what the program goes on to submit.
 
         That lasts until the ranks of elastic training begin again together, and until the cells that run now have ended.
         """
         cause = Cause(CauseKind.COORDINATOR_LOST, (), text)
-        if self.elastic or self.memory.cells:
-            self.behind, self.failure = True, cause
+        if self.elastic or self.failover.cells:
+            self.outdated, self.failure = True, cause
         effects: list[Effect] = []
         for group in self.sets.values():
             effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
@@ -589,14 +593,14 @@ class RankState:
 
     def begin_cell(self, cell: str) -> None:
         """A cell begins to run here."""
-        self.memory.cell_began(cell)
+        self.failover.cell_began(cell)
         self._messages.append(m.CellBegin(cell))
 
     def end_cell(self, cell: str, error: str) -> None:
         """A cell ended here; ``error`` is empty or one line that says how it failed."""
-        self.memory.cell_ended(cell, error)
-        if self.behind and not (self.elastic or self.memory.cells):
-            self.failure, self.behind = None, False
+        self.failover.cell_ended(cell, error)
+        if self.outdated and not (self.elastic or self.failover.cells):
+            self.failure, self.outdated = None, False
         self._messages.append(m.CellEnd(cell, error))
 
     # -- checks ---------------------------------------------------------------------------------------------------
@@ -643,7 +647,7 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
             entry = by_id[id].queue.popleft() if id >= 0 else _take_part(group, batch.zeros[-1 - id])
             entry.phase = EXECUTING
             if entry.waited:
-                state.blocked(entry, entry.waited)
+                state.report_waiting(entry, entry.waited)
             entries.append(entry)
         kind = entries[0].request.kind
         if kind is OpKind.ADD_PROCESS_SET or kind is OpKind.REMOVE_PROCESS_SET:
@@ -717,7 +721,7 @@ def _on_cancelled(state: RankState, message: m.Cancelled) -> list[Effect]:
 
 
 def _on_process_set_added(state: RankState, message: m.ProcessSetAdded) -> list[Effect]:
-    state.memory.added(message.process_set, message.ranks)
+    state.failover.added(message.process_set, message.ranks)
     local = state.locals.by_id.get(message.local)
     if local is None or local.signature.kind != OpKind.ADD_PROCESS_SET or not local.queue:
         return []  # the addition was given up, and the id may stand for something else by now
@@ -766,7 +770,7 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
         group = state.sets[message.process_set] = SetState(message.process_set)
     elif message.epoch < group.epoch:
         return []
-    group.retire_seat()
+    group.close_board()
     ranks = tuple(member.rank for member in message.members)
     group.epoch, group.members, group.ranks = message.epoch, message.members, ranks
     group.index = ranks.index(state.rank) if state.rank in ranks else -1
@@ -774,7 +778,7 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
     group.device_planes, group.links, group.chunk_bytes = message.device_planes, {}, 0
     group.configured, group.withdrawn = True, -1
     if group.id == 0:
-        state.memory.restored()
+        state.failover.restored()
     new = NewEpoch(
         group.id, group.epoch, group.index, group.members, group.plane, group.options, message.has_memory,
         group.device_planes,
@@ -821,7 +825,7 @@ def _announce_again(state: RankState, group: SetState) -> list[Effect]:
 
 
 def _on_dissolve(state: RankState, message: m.Dissolve) -> list[Effect]:
-    state.memory.dissolved(message.process_set)
+    state.failover.dissolved(message.process_set)
     group = state.sets.pop(message.process_set, None)
     if group is None:
         return []
@@ -840,7 +844,7 @@ def _on_leave(state: RankState, message: m.Leave) -> list[Effect]:
     What was announced in the last epoch is the coordinator's to refuse, and what executes in it comes to its end.
     """
     text = f"rank {state.rank} was let go, and the others go on without it"
-    state.left_out = cause = Cause(CauseKind.MEMBERSHIP, (state.rank,), text)
+    state.removed = cause = Cause(CauseKind.MEMBERSHIP, (state.rank,), text)
     effects: list[Effect] = []
     for group in state.sets.values():
         for entry in [entry for entry in group.pending if entry.phase == HELD and not group.configured]:
@@ -853,23 +857,23 @@ def _on_leave(state: RankState, message: m.Leave) -> list[Effect]:
 
 
 def _on_regrouped(state: RankState, message: m.Regrouped) -> list[Effect]:
-    state.begin_again()
+    state.restarted()
     return []
 
 
 def _on_outdated(state: RankState, message: m.Outdated) -> list[Effect]:
-    return state.fall_behind(message.text)
+    return state.become_outdated(message.text)
 
 
 def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
     group = state.sets.get(message.process_set)
     if group is not None:
-        current = group.seat is not None and group.seat.board.epoch == message.epoch
-        seat = group.seat if current else group.past_seats.get(message.epoch)
-        if seat is not None:
-            seat.asked_to_decline(message.number)
+        current = group.board_member is not None and group.board_member.board.epoch == message.epoch
+        member = group.board_member if current else group.past_board_members.get(message.epoch)
+        if member is not None:
+            member.asked_to_decline(message.number)
             if message.pids:
-                seat.count_out(message.pids)
+                member.mark_departed(message.pids)
         elif message.number:
             # The board's memory has not come to this rank, perhaps for lack of a descriptor. The coordinator's answers to
             # BoardMissing have no number, and are not answered.

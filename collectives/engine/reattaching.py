@@ -53,7 +53,7 @@ class FailoverFacts:
         self._cells.pop(cell, None)
         self._ended.append((cell, error))
 
-    def failing(self, group: SetState) -> None:
+    def record_failed_additions(self, group: SetState) -> None:
         """The coordinator is lost, and with it what is pending in ``group``."""
         self._last_set = max(self._last_set, group.id)
         for entry in group.pending:
@@ -70,7 +70,7 @@ class FailoverFacts:
 
     # -- what the successor gets ----------------------------------------------------------------------------------
 
-    def tell(
+    def resume_message(
         self, groups: Mapping[int, SetState], alive: tuple[int, ...], *, elastic: bool, released: bool
     ) -> m.Resume:
         """The message with all that a successor has to know from this rank.

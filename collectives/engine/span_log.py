@@ -177,12 +177,12 @@ class SpanLog:
 
     # -- flushing -------------------------------------------------------------------------------------------------
 
-    def claim(self) -> bool:
+    def claim_flush(self) -> bool:
         """Whether the caller has to schedule the next flush, since none is scheduled."""
         return not self._due.locked() and self._due.acquire(blocking=False)
 
-    def release(self) -> None:
-        """Let any thread :meth:`claim` the next flush."""
+    def release_flush(self) -> None:
+        """Let any thread :meth:`claim_flush` the next flush."""
         with contextlib.suppress(RuntimeError):  # no thread had claimed it
             self._due.release()
 

@@ -36,12 +36,12 @@ class Subscription:
 
     def add(self, sink: Sink) -> None:
         """Call ``sink(rank, batch)`` on the control thread with each batch of any rank from now on."""
-        mailbox = self._dispatcher.mailbox
+        callbacks = self._dispatcher.callbacks
         with self._lock:
-            mailbox.event_sinks.append(sink)
+            callbacks.event_sinks.append(sink)
             self._sinks.append(sink)
             if len(self._sinks) == 1:
-                mailbox.reconnections.append(self._subscribe)
+                callbacks.reconnections.append(self._subscribe)
                 self._subscribe()
 
     def _subscribe(self) -> None:
@@ -57,12 +57,12 @@ class Subscription:
 
     def remove(self, sink: Sink) -> None:
         """Call this sink no more."""
-        mailbox = self._dispatcher.mailbox
+        callbacks = self._dispatcher.callbacks
         with self._lock:
-            mailbox.event_sinks.remove(sink)
+            callbacks.event_sinks.remove(sink)
             self._sinks.remove(sink)
             if not self._sinks:
-                mailbox.reconnections.remove(self._subscribe)
+                callbacks.reconnections.remove(self._subscribe)
                 self._dispatcher.send(m.Subscribe(False))
 
 
@@ -154,7 +154,7 @@ class MetricExports:
         if all_ranks:
             self._subscription.add(export.feed)
         else:
-            self._dispatcher.mailbox.own_event_sinks.append(export.feed)
+            self._dispatcher.callbacks.own_event_sinks.append(export.feed)
         return export
 
     def remove(self, export: RankExport) -> None:
@@ -168,7 +168,7 @@ class MetricExports:
             self._subscription.settle()
             self._subscription.remove(export.feed)
         else:
-            self._dispatcher.mailbox.own_event_sinks.remove(export.feed)
+            self._dispatcher.callbacks.own_event_sinks.remove(export.feed)
 
     def _flush(self) -> None:
         control = self._dispatcher.control

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from hvdlab.collectives.engine.locked_state import LockedState
+from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.errors import ReleasedError, StartError, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
@@ -197,7 +198,7 @@ class ElasticMembership:
             self._depth += 1
             if self._depth > 1:
                 return
-        self._guarded.tell(lambda state: state.train(True))
+        self._guarded.update(RankState.set_elastic, True)
 
     def end(self) -> None:
         """Training has ended, in whatever way."""
@@ -205,7 +206,7 @@ class ElasticMembership:
             self._depth -= 1
             if self._depth > 0:
                 return
-        self._guarded.tell(lambda state: state.train(False))
+        self._guarded.update(RankState.set_elastic, False)
 
     def stop(self, reason: str = "", at_least: int = 1) -> None:
         """This rank has stopped where the world may change. Collectives in which other ranks wait for it fail, and say why.
@@ -218,7 +219,7 @@ class ElasticMembership:
         """
         self._ticket += 1
         message = m.Regroup(self._ticket, at_least, reason)
-        self._guarded.tell(lambda state: state.regroup(message))
+        self._guarded.update(RankState.reached_reset, message)
 
     def wait(self, timeout: float) -> None:
         """After :meth:`stop`, wait until all living ranks have come, newcomers are let in, and there are enough.

@@ -187,9 +187,9 @@ def of_a_set(remove: bool) -> float:
 
 def agreed() -> int:
     """How many requests this rank has had on the world's board."""
-    seat = context.engine()._guarded.state.sets[0].seat
-    assert seat is not None
-    return seat.board.number
+    member = context.engine()._guarded.state.sets[0].board_member
+    assert member is not None
+    return member.board.number
 
 
 def agreed_by_turns(count: int) -> tuple[list[float], int]:

@@ -37,9 +37,9 @@ def three() -> Iterator[Ranks]:
 
 def agreed() -> int:
     """How many requests this rank has had on the world's board."""
-    seat = context.engine()._guarded.state.sets[0].seat
-    assert seat is not None
-    return seat.board.number
+    member = context.engine()._guarded.state.sets[0].board_member
+    assert member is not None
+    return member.board.number
 
 
 def total(value: float, name: str | None = None, count: int = 4) -> float:
@@ -125,7 +125,7 @@ def test_results_in_place_and_roots_that_can_t_be_written_to(three: Ranks) -> No
 def spans() -> list[tuple[str, int, bool]]:
     engine = context.engine()
     meet()
-    while not engine._spans.claim():  # then nothing is sent, and all of it is here
+    while not engine._spans.claim_flush():  # then nothing is sent, and all of it is here
         time.sleep(0.001)
     try:
         engine.recorder.drain()
@@ -133,7 +133,7 @@ def spans() -> list[tuple[str, int, bool]]:
             total(1.0, "seen")
         batches = engine.recorder.drain()
     finally:
-        engine._spans.release()
+        engine._spans.release_flush()
     found = []
     for batch in batches:
         for event in decode(batch).events:
@@ -147,7 +147,7 @@ def flushes() -> tuple[int, list[bool]]:
     """How often the user's thread schedules a flush of what is recorded, and what the flushes have found to send."""
     engine = context.engine()
     dispatcher, spans, user = engine._dispatcher, engine._spans, threading.current_thread()
-    claim, send_events = spans.claim, dispatcher.send_events
+    claim, send_events = spans.claim_flush, dispatcher.send_events
     scheduled, found = 0, list[bool]()
 
     def claim_and_count() -> bool:
@@ -162,7 +162,7 @@ def flushes() -> tuple[int, list[bool]]:
 
     meet()
     with (
-        patch.object(spans, "claim", claim_and_count),
+        patch.object(spans, "claim_flush", claim_and_count),
         patch.object(dispatcher, "send_events", send_and_count),
     ):
         while total(float(len(found) < 5), "busy") > 0:

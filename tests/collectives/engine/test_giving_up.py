@@ -242,8 +242,8 @@ def stop_in_an_operation() -> float:
         held.set()
         release.wait(2 * PATIENCE)
 
-    engine._executor.put(hold)
-    engine._executor.ring()
+    engine._executor.enqueue(hold)
+    engine._executor.wake()
     assert held.wait(PATIENCE)
     engine.on_mail("go on", lambda sender, body: release.set())
     operation = hvd.allreduce_async(np.ones(1 << 22), "large", op=hvd.Sum)

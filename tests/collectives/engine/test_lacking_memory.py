@@ -149,17 +149,17 @@ def test_looks_end_when_the_memory_has_come(monkeypatch: pytest.MonkeyPatch) -> 
     sent: list[m.Message] = []
     calls: list[Any] = []
     lack = SharedMemoryRetry(sent.append, lambda seconds, call: calls.append(call))
-    lack.lost(0, 5)
-    lack.lost(3, 2)
-    lack.lost(0, 6)
+    lack.memory_missing(0, 5)
+    lack.memory_missing(3, 2)
+    lack.memory_missing(0, 6)
     assert len(calls) == 1
     calls.pop()()
     assert not sent
     assert len(calls) == 1
-    lack.came(3)
+    lack.memory_received(3)
     there = True
     calls.pop()()
     assert sent == [m.Renew(0, 6)]
     assert not calls
-    lack.look()
+    lack.retry_now()
     assert len(sent) == 1

@@ -39,13 +39,13 @@ def failed(effects: list[Effect]) -> list[str]:
 
 
 def lose_coordinator(state: RankState) -> None:
-    state.suspend(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
+    state.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
 
 
 def test_what_waits_for_a_successors_epoch_fails_when_the_successor_lets_the_rank_go() -> None:
     state = member()
     lose_coordinator(state)
-    state.resume((0, 1, 2))
+    state.reconnect((0, 1, 2))
     state.submit(entry("a"))
     assert failed(state.handle(GO, 0)) == ["a"]
     assert not state.sets[0].pending
@@ -59,9 +59,9 @@ def test_so_does_what_is_submitted_once_training_begins() -> None:
     """The rank has not heard that it was let go when its program begins to train."""
     state = member()
     lose_coordinator(state)
-    state.resume((0, 1, 2))
+    state.reconnect((0, 1, 2))
     state.handle(GO, 0)
-    state.train(True)
+    state.set_elastic(True)
     with pytest.raises(AbortedError) as raised:
         state.submit(entry("a"))
     assert left_out(raised.value)
@@ -81,7 +81,7 @@ def test_a_successor_may_let_the_rank_stay() -> None:
     state = member()
     state.handle(GO, 0)
     lose_coordinator(state)
-    state.resume((0, 1, 2))
+    state.reconnect((0, 1, 2))
     waits = entry("a")
     state.submit(waits)
     assert not state.handle(m.Configure(0, 7, MEMBERS, "gloo", {}, False), 0)[2:]

@@ -15,13 +15,13 @@ def test_a_successor_is_told_once() -> None:
     state = RankState(0)
     state.paused(("at a prompt",))
     assert state.take_messages() == [m.Paused("at a prompt")]
-    state.suspend(Cause(CauseKind.COORDINATOR_LOST, (), "gone"))
+    state.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), "gone"))
     state.paused(("at a prompt", "stopped by the debugger"))
-    state.resume(())
+    state.reconnect(())
     assert state.take_messages() == [m.Paused("stopped by the debugger")]
     state.paused(())
-    state.suspend(Cause(CauseKind.COORDINATOR_LOST, (), "gone"))
-    state.resume(())
+    state.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), "gone"))
+    state.reconnect(())
     assert state.take_messages() == []
 
 

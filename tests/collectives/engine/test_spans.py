@@ -65,7 +65,7 @@ def recorded(*names: str) -> list[tuple[str, bool, bool, bool]]:
 
 def quiet() -> None:
     """Nothing is sent from now on, so that the test finds all in the recorder."""
-    context.engine()._spans.claim = lambda: False  # type: ignore[method-assign]
+    context.engine()._spans.claim_flush = lambda: False  # type: ignore[method-assign]
 
 
 def total(count: int = LARGE, name: str | None = None) -> float:

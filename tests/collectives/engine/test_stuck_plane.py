@@ -127,7 +127,7 @@ def release() -> tuple[int, int, bool, list[int]]:
         if thread.name == "user":
             thread.join(PATIENCE)
     executor = context.engine()._executor
-    executor._reap()
+    executor._join_abandoned()
     return executor.abandoned, len(executor._abandoned), THREADS[0].is_alive(), CLOSED
 
 

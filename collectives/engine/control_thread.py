@@ -56,19 +56,20 @@ PARTING = 2.0
 STUCK_AFTER = 2.0
 """Seconds that a plane has to obey an abort before the thread that is stuck in it is abandoned."""
 AGAIN = 0.5
-"""Seconds between two looks whether descriptors are free; the system does not notify a process of that."""
+"""Seconds between two checks whether descriptors are free; the kernel does not notify a process of that."""
 NEEDED = 3
-"""Descriptors that the memory takes at most: the one that comes, and one for each of the two mappings. With fewer free the next epoch
-would lack its memory as well, and the rank would ask for yet another one."""
+"""Descriptors that the memory takes at most: the received one, and one for each of the two mappings. With fewer the next epoch
+would lack its memory as well, and the rank would ask for another one."""
 
 
 class Control:
-    """One thread, one epoll: the coordinator's socket and a wake-up.
+    """Loop of the control thread: one epoll with the coordinator's socket and a wake-up.
 
     Attributes:
-        socket_owner: Held by the thread that leads (see :mod:`~hvdlab.collectives.engine.inline_execution`), from before :meth:`pause_reading` until
-            after :meth:`resume_reading`.
+        socket_owner: Held by a user's thread that polls the socket (see :mod:`~hvdlab.collectives.engine.inline_execution`), from
+            before :meth:`pause_reading` until after :meth:`resume_reading`.
         reading: Held by the thread that reads from the connection.
+        thread: The control thread.
     """
 
     def __init__(self, endpoint: Endpoint, label: str) -> None:
@@ -87,7 +88,8 @@ class Control:
         self._writable = False
         self.socket_owner = threading.Lock()
         self.reading = threading.Lock()
-        # How often the control thread's place at the socket was ceded, and the last of these times that was taken back.
+        # How often reading was paused, and the number of the last pause that was followed by a resume. If they differ and no
+        # thread owns the socket, Ctrl-C has interrupted its owner.
         self._paused = self._resumed = 0
         self._closing = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"hvdlab-control-{label}", daemon=True)
@@ -116,7 +118,7 @@ class Control:
         self.wake()
 
     def stop(self, timeout: float) -> None:
-        """Flush, end the thread and close what it owns."""
+        """Flush, and end the thread."""
         self._stopping = True
         self.wake()
         if threading.current_thread() is not self.thread:
@@ -131,14 +133,14 @@ class Control:
             os.close(wakeup)
 
     def after_fork(self) -> None:
-        """In a forked child: let go of copies of the parent's descriptors; closing them does not end anything."""
+        """Close a forked child's copies of the parent's descriptors; that does not end anything."""
         self._closing = threading.Lock()
         self.close()
         self._endpoint.forget()
 
     def pause_reading(self) -> bool:
         """Let the calling thread watch for messages instead of the control thread. False if there is no connection to watch."""
-        # First, so that the control thread notices if Ctrl-C tears the caller away anywhere behind it.
+        # First, so that the control thread notices an interrupt of the caller anywhere behind it.
         self._paused += 1
         try:
             self._epoll.modify(self._fd, select.EPOLLOUT if self._writable else 0)
@@ -147,14 +149,14 @@ class Control:
         return True
 
     def resume_reading(self) -> None:
-        """Let the control thread watch for messages again, and handle what the leader has read ahead."""
-        ceded = self._paused
+        """Let the control thread watch for messages again, and handle those that the caller has read ahead."""
+        paused = self._paused
         try:
             self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if self._writable else 0))
         except (OSError, ValueError):
             return
         finally:
-            self._resumed = ceded
+            self._resumed = paused
         if self._endpoint.early:
             self.wake()
 
@@ -166,7 +168,7 @@ class Control:
         self._writable = False
         self._epoll.register(self._fd, select.EPOLLIN)
         self._lost = False
-        self._guard(self._receive)  # what came along with the handshake does not make the socket readable
+        self._guard(self._receive)  # bytes that came along with the handshake do not make the socket readable
 
     def call_later(self, seconds: float, call: Call) -> None:
         """Run this on the control thread after some time. Control thread only."""
@@ -180,7 +182,7 @@ class Control:
             self._guard(self._flush)
             self._wait_for_close()
         except BaseException as error:
-            # A fault of ours. Without this thread nothing else would end what the rank's other threads wait for.
+            # A fault of ours. No other thread would end the handles on which the rank's threads wait.
             self._lost = True
             self._handlers.fail(error)
             raise
@@ -205,9 +207,9 @@ class Control:
         self._guard(self._flush)
 
     def _resume_after_interrupt(self) -> None:
-        """Take back the place of a leader that Ctrl-C tore away before it had reclaimed it for this thread.
+        """Resume reading in place of a thread that was interrupted before it could do so.
 
-        The leader has woken this thread on its way out, or the end of what it ran does. If another thread begins to lead right
+        That thread has woken this one on its way out, or the end of its operation does. If another thread pauses reading right
         now, both watch the socket; that does no harm.
         """
         self.resume_reading()
@@ -235,7 +237,7 @@ class Control:
     def _wait_for_close(self) -> None:
         """Wait until the coordinator has closed the connection: it has read the goodbye then.
 
-        A process that connects again right away under the same rank would else find that rank taken.
+        A process that connects again right away under the same rank would find that rank taken otherwise.
         """
         deadline = time.monotonic() + PARTING
         watch = select.poll()
@@ -254,7 +256,7 @@ class Control:
                 return
 
     def _guard(self, step: Call) -> None:
-        """Run a step that uses the connection; if that is lost, tell the shell once and go on without it."""
+        """Run a step that uses the connection; if that is lost, call ``connection_lost`` once and continue without it."""
         if self._lost:
             return
         try:
@@ -267,7 +269,15 @@ class Control:
 
 
 class ControlHandlers:
-    """Carries out what messages ask for. Everything here runs on the control thread, unless said otherwise."""
+    """Handlers of the coordinator's messages and of the connection's ends. Control thread, unless a method names another.
+
+    Attributes:
+        world: The world as this rank sees it.
+        callbacks: The callbacks of users and bindings.
+        control: The loop.
+        reconnect: Called with the reason when the connection is lost; looks for a successor of the coordinator.
+        memory_retry: Asks again for memory that could not be received.
+    """
 
     def __init__(
         self,
@@ -307,7 +317,7 @@ class ControlHandlers:
         }
 
     def receive(self) -> None:
-        """Read and handle what has arrived."""
+        """Read and handle the messages that have arrived."""
         for payload in self._endpoint.receive():
             message: m.Message = decode_to_peer(payload)
             if type(message) in ROSTERS:
@@ -325,7 +335,7 @@ class ControlHandlers:
         self._hooks.run()
 
     def wake_executor(self) -> None:
-        """Ring for the jobs that a leader put for the executor before Ctrl-C tore it away; it may not have done so itself."""
+        """Wake the executor for jobs that an interrupted thread has enqueued; it may not have done so itself."""
         self._executor.wake()
 
     def _handle(self, message: m.Message) -> None:
@@ -351,7 +361,7 @@ class ControlHandlers:
             self.schedule_events()
 
     def perform(self, effects: list[Effect]) -> bool:
-        """Carry out effects. Returns whether there are jobs for the executor for which the caller has to ring."""
+        """Carry out effects. Return whether there are jobs for which the caller has to wake the executor."""
         work = False
         for effect in effects:
             if type(effect) is RunBatch:
@@ -381,11 +391,11 @@ class ControlHandlers:
                 self._new_epoch(effect)
 
     def _watch(self, queue: WorkQueue, slot: PlaneSlot) -> None:
-        """An aborted plane is in the middle of an operation: if it still is after a while, abandon its queue."""
+        """Abandon the queue of an aborted plane if its operation has not ended after :data:`STUCK_AFTER` seconds."""
         self.control.call_later(STUCK_AFTER, lambda: self._executor.abandon(queue, slot))
 
     def store(self, process_set: int, epoch: int) -> EngineStore:
-        """The rendezvous store of a process set's members in one epoch."""
+        """Return the rendezvous store of a process set's members in one epoch."""
         return EngineStore(process_set, epoch, self._tickets, self.send)
 
     def _new_epoch(self, effect: NewEpoch) -> None:
@@ -425,7 +435,7 @@ class ControlHandlers:
             self._executor.prepare(PlaneSlot(plane, device, apart, store.abort))
 
     def _linked(self, process_set: int, epoch: int, links: Links) -> None:
-        """A plane of GPUs has found out what its data goes over. Executor thread."""
+        """Keep and record the connections that a plane of GPUs has found. Executor thread."""
 
         def record(state: RankState) -> None:
             state.linked(process_set, epoch, links)
@@ -434,7 +444,7 @@ class ControlHandlers:
         self._guarded.update(record)
 
     def _chunks_measured(self, process_set: int, epoch: int, chunk_bytes: int) -> None:
-        """The plane of the host has measured which size of chunks suits the machine. Executor thread."""
+        """Keep and record the size of chunks that the plane of the host has measured as the best. Executor thread."""
 
         def record(state: RankState) -> None:
             state.chunks_measured(process_set, epoch, chunk_bytes)
@@ -443,7 +453,7 @@ class ControlHandlers:
         self._guarded.update(record)
 
     def _record_planes(self, state: RankState, process_set: int, epoch: int) -> None:
-        # Under the lock: else the record of a newer epoch could come in between, and this one replace it.
+        # Under the lock: otherwise the record of a newer epoch could come in between, and this one replace it.
         group = state.sets.get(process_set)
         if group is not None and group.epoch == epoch:
             host = plane_text(group.plane, group.chunk_bytes)
@@ -499,7 +509,7 @@ class ControlHandlers:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def schedule_events(self) -> None:
-        """Send what was recorded, soon but not too often. Any thread."""
+        """Have recorded events sent, soon but not too often. Any thread."""
         control = self.control
         try:
             if self._spans.claim_flush():
@@ -509,7 +519,7 @@ class ControlHandlers:
             raise
 
     def _collect_events(self, body: bytes) -> None:
-        """A client asks for what was recorded by now: send it, then the answer, on the same connection. Control thread."""
+        """Send the events that were recorded by now, then the answer to the client that asks, on the same connection."""
         self.send_events()
         self._guarded.post(m.Post(m.COLLECTED, body, ()))
 
@@ -520,7 +530,7 @@ class ControlHandlers:
             self.control.call_later(self._spans.INTERVAL, self._events_due)
 
     def send_events(self) -> bool:
-        """Send what was recorded until now. Returns whether there was anything. Control thread."""
+        """Send the events that were recorded by now. Return whether there were any. Control thread."""
         self.ask_clock()
         batches = self._spans.take()
         for batch in batches:
@@ -531,7 +541,7 @@ class ControlHandlers:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def connection_lost(self, reason: str) -> None:
-        """Fail everything pending; what is submitted later is held until :attr:`reconnect` has found a successor, or has not."""
+        """Fail everything pending, and hold later submissions until :attr:`reconnect` has found a successor, or has not."""
         text = (
             f"the coordinator is gone ({reason}), and what was in flight is lost with it; if another takes its place, "
             "the group goes on in a moment: run this again then"
@@ -543,7 +553,7 @@ class ControlHandlers:
         self.reconnect(reason)
 
     def reconnected(self, endpoint: Endpoint) -> None:
-        """There is a successor of the coordinator: go on with this connection to it."""
+        """Continue with this connection to a successor of the coordinator."""
         control = self.control
         with control.reading:  # no other thread may read from the connection meanwhile
             self._members = KnownMembers()
@@ -558,11 +568,11 @@ class ControlHandlers:
         self.callbacks.leave(message)
 
     def give_up(self, reason: str) -> None:
-        """There is no successor: fail everything pending, and from now on whatever is submitted."""
+        """Fail everything pending, and each later submission, since there is no successor."""
         self._end(f"the coordinator is gone for good ({reason}); save what you need and restart the group")
 
     def fail(self, error: BaseException) -> None:
-        """The control thread ends by an unexpected error: fail everything pending, and from now on whatever is submitted."""
+        """Fail everything pending, and each later submission, since the control thread ends by an unexpected error."""
         what = f"{type(error).__name__}: {error}"
         self._end(
             f"a thread of hvdlab failed in this process ({what}), which is a fault of hvdlab's; save what you need and restart it"
@@ -582,11 +592,15 @@ class ControlHandlers:
 
 
 class Callbacks:
-    """The callbacks for each kind of news. They run on the control thread and must not block.
+    """Callbacks of users and bindings, by kind of news. They run on the control thread and must not block.
 
-    A callback that raises is reported as an uncaught exception of the thread; the others and the thread go on.
+    A callback that raises is reported as an uncaught exception of the thread; the other callbacks and the thread continue.
 
     Attributes:
+        interrupts: Called when the notebook interrupts this rank.
+        native_waits: Called to withdraw collectives for which native code may be waiting.
+        reconnections: Called when this rank has found the coordinator's successor.
+        stalls: Get the coordinator's reports of stalled collectives.
         event_sinks: Get the events of all ranks, if this rank has subscribed to them.
         own_event_sinks: Get the events that this rank itself sends.
     """
@@ -664,7 +678,10 @@ def _call(callback: Callable[..., None], *args: object) -> None:
 
 
 class SharedMemoryRetry:
-    """Asks the coordinator for a new epoch, and so for its memory, as soon as enough descriptors are free.
+    """Retry after EMFILE: a process set's memory could not be received, as this process had no free descriptor.
+
+    It checks every :data:`AGAIN` seconds for :data:`NEEDED` free descriptors, then asks the coordinator for a new epoch, which
+    sends the memory again.
 
     Args:
         send: Sends a message; any thread.
@@ -679,12 +696,12 @@ class SharedMemoryRetry:
         self._scheduled = False
 
     def memory_missing(self, process_set: int, epoch: int) -> None:
-        """The memory of an epoch has not reached this rank. Control thread."""
+        """Begin to retry for the memory of an epoch. Control thread."""
         self._epochs[process_set] = epoch
         self._retry_later()
 
     def memory_received(self, process_set: int) -> None:
-        """A newer epoch has all it needs. Control thread."""
+        """End retrying, since a newer epoch has its memory. Control thread."""
         self._epochs.pop(process_set, None)
 
     def retry_now(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.requests import Request, Result
-from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.errors import CauseKind, InvalidRequestError
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.protocol.messages import Definition, Member, Signature
 
@@ -60,7 +60,7 @@ class Entry:
 
 
 class Zeros(Entry):
-    """A collective that other ranks have submitted, with zeros for this rank's tensor. No thread of this rank waits for its end.
+    """Entry with zeros for a collective that other ranks have submitted, since this rank has joined. No thread waits for its end.
 
     Attributes:
         shape: Shape of the zeros. If they are on a device the request has no input: its plane makes them.
@@ -168,7 +168,7 @@ class Locals:
         return len(self._by_key)
 
     def queue(self, entry: Entry) -> None:
-        """Give an entry its local id, and queue it behind the entries that have the same."""
+        """Give an entry its local id, and queue it behind other entries of that id."""
         entry.local = local = self.local_of(entry)
         entry.phase = ANNOUNCED
         local.queue.append(entry)
@@ -233,7 +233,7 @@ class Locals:
         return self._next - 1
 
     def validate(self) -> None:
-        """Assert what must hold between calls."""
+        """Assert the invariants that hold between calls."""
         ids = [local.id for local in self._by_key.values()]
         assert len(ids) == len(set(ids)), "an id stands for two things"
         for local in self._by_key.values():
@@ -241,6 +241,13 @@ class Locals:
             for entry in local.queue:
                 assert entry.phase == ANNOUNCED, entry.phase
         assert len(self._by_key) <= max(self._limit, self._next)
+
+
+def plain_name(name: object) -> str:
+    """Return a name as it can be sent: one of a subclass of ``str``, such as ``numpy.str_``, as a ``str``."""
+    if not isinstance(name, str):
+        raise InvalidRequestError(f"name= takes a text, not {name!r} ({type(name).__name__}).")
+    return str.__str__(name)
 
 
 def signature_of(request: Request, name: str, shape: tuple[int, ...]) -> Signature:
@@ -280,9 +287,8 @@ def matched_shape(request: Request) -> tuple[int, ...]:
 class RunBatch:
     """Execute these entries as one operation of the plane of this process set, epoch and device class.
 
-    With ``payloads``, every member's small tensor by position, no plane is needed.
-    ``(process_set, sequence, batch)`` names the operation and is equal on all members. ``reported``: this rank tells the coordinator when
-    it has been executed.
+    With ``payloads``, the small tensors of all members by position, no plane is needed. ``(process_set, sequence, batch)`` names
+    the operation and is equal on all members. With ``reported``, this rank reports the end of the operation to the coordinator.
     """
 
     process_set: int
@@ -314,7 +320,7 @@ class Succeed:
 
 @dataclass(frozen=True, slots=True)
 class AbortPlane:
-    """End what the plane of this process set and epoch is doing, now, and drop it."""
+    """End the running operation of the plane of this process set and epoch at once, and drop the plane."""
 
     process_set: int
     epoch: int

@@ -38,23 +38,25 @@ Scope = tuple[int, int, str]
 
 
 class PlaneSlot:
-    """Holds what is needed to build a plane at its first use, then the plane.
+    """Plane of one process set, epoch and device class, which is built at its first use.
 
-    ``open`` and ``close`` belong to the thread that holds the queue's lock; ``abort`` may come from any thread.
+    ``open`` and ``close`` belong to the thread that holds the queue's ``run_lock``; ``abort`` may come from any thread.
 
     Args:
         name: Name of the plane.
         device: The device class that it is for.
-        context: What the plane is built from.
+        context: Members, options and memory, from which the plane is built.
         on_abort: Called by :meth:`abort`.
 
     Attributes:
-        aborted: The epoch has ended; nothing more is executed in it.
+        scope: Process set, epoch and device class.
+        plane: The plane, once it is built.
+        aborted: Whether the epoch has ended; nothing more is executed in it.
         error: Why the plane failed here, if it did.
         under_way: Batches that were begun and have not ended yet, without a thread that waits for them. Belongs to the executor.
         operations: How many batches have begun on it; equal on all members between two of them. Belongs to the thread that holds
             ``run_lock``.
-        outdated: A newer epoch has begun: the plane is closed once nothing is under way. Belongs to the executor.
+        outdated: Whether a newer epoch has begun; the plane is closed once nothing is under way. Belongs to the executor.
     """
 
     def __init__(self, name: str, device: str, context: PlaneContext, on_abort: Callable[[], None]) -> None:
@@ -73,7 +75,7 @@ class PlaneSlot:
         self._slice = 0
 
     def open(self) -> Plane:
-        """The plane, built and connected at the first call. Blocks; raises what the plane raises, ``PlaneAborted`` after an abort."""
+        """Return the plane, built and connected at the first call. Blocks; raises as the plane does, ``PlaneAborted`` after an abort."""
         plane = self.plane
         if plane is None:
             plane = self.plane = plane_class(self.name)(self.context)
@@ -87,7 +89,7 @@ class PlaneSlot:
         return plane
 
     def pairs(self) -> Pairs:
-        """What members exchange messages by. The plane itself need not be open, since the other members have no part in a message."""
+        """Return the channels by which two members exchange messages. The plane need not be open: other members have no part in them."""
         pairs = self._pairs
         if pairs is None:
             timeout = float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT))
@@ -97,13 +99,13 @@ class PlaneSlot:
         return pairs
 
     def tune(self, slice_bytes: int) -> None:
-        """See :meth:`Plane.tune`; before the plane is connected the size is only noted."""
+        """See :meth:`Plane.tune`; before the plane is connected the size is only stored."""
         self._slice = slice_bytes
         if self.plane is not None and self._connected:
             self.plane.tune(slice_bytes)
 
     def abort(self) -> None:
-        """End whatever runs on the plane. Any thread; never blocks."""
+        """End the operations that run on the plane. Any thread; never blocks."""
         self.aborted = True
         if self.plane is not None:
             self.plane.abort()
@@ -128,7 +130,7 @@ Job = RunBatch | Close
 
 
 class Outcomes(Protocol):
-    """Receives how batches end. Called by the thread that ran them."""
+    """Receiver of ends of batches. The thread that ran a batch calls it."""
 
     def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None: ...
 
@@ -165,7 +167,7 @@ class WorkQueue:
 
     @property
     def stuck(self) -> bool:
-        """Whether a thread, the queue's own or a user's, is in the middle of an operation."""
+        """Return whether a thread, the queue's own or a user's, is in the middle of an operation."""
         return self.running is not None
 
 
@@ -190,7 +192,7 @@ class Executor:
     # -- work -----------------------------------------------------------------------------------------------------
 
     def prepare(self, slot: PlaneSlot) -> None:
-        """Take in the slot of a new epoch's plane; the plane is built when it is first needed."""
+        """Add the slot of a new epoch's plane; the plane is built when it is first needed."""
         self._slots[slot.scope] = slot
         if self._abandoned:
             self._join_abandoned()
@@ -201,11 +203,11 @@ class Executor:
             self.queue.jobs.append(job)
 
     def wake(self) -> None:
-        """Wake the queue's own thread, so that it works on the jobs."""
+        """Wake the queue's own thread, so that it runs the jobs."""
         self.queue.wakeup.put(True)
 
     def run_pending(self) -> None:
-        """Work on the jobs on the calling thread, unless another thread does already."""
+        """Run the queued jobs on the calling thread, unless another thread does already."""
         self._drain(self.queue)
 
     def _drain(self, queue: WorkQueue) -> None:
@@ -217,7 +219,7 @@ class Executor:
                     with self._jobs_lock:
                         if queue.abandoned or not queue.jobs:
                             break
-                        # Noted before it is taken from the queue: if Ctrl-C comes in between, its process set is known.
+                        # Stored before it is removed from the queue: if Ctrl-C comes in between, its process set is known.
                         job = queue.current = queue.jobs[0]
                         queue.jobs.popleft()
                     if type(job) is RunBatch:
@@ -239,7 +241,7 @@ class Executor:
             work: Is given that plane's slot, and may call :meth:`run_now`.
 
         Returns:
-            What ``work`` returned; false if the queue is busy or there is no such plane.
+            The value of ``work``; false if the queue is busy or there is no such plane.
         """
         queue = self.queue
         slot = self._slots.get(scope)
@@ -259,7 +261,7 @@ class Executor:
         self._run(self.queue, batch)
 
     def pop_interrupted(self) -> list[tuple[int, int]]:
-        """Process set and epoch of the batch that the calling thread worked on when it was interrupted, if it did."""
+        """Return process set and epoch of the batch that the calling thread ran when it was interrupted, if it ran one."""
         queue = self.queue
         job, locked = queue.current, queue.run_lock.locked()
         if locked or type(job) is not RunBatch:
@@ -291,7 +293,7 @@ class Executor:
                 results, completion = run_batch(slot.open(), batch, phases)
         except PlaneAborted:
             pass
-        except Exception as error:  # noqa: BLE001  (whatever it is, the epoch can't go on; all members get to know why)
+        except Exception as error:  # noqa: BLE001  (for any error the epoch ends; all members read the reason)
             self._failed(slot, batch, error)
         except BaseException:
             slot.abort()  # an interrupt in the middle of an operation: this rank can't serve the plane's peers any more
@@ -312,7 +314,7 @@ class Executor:
                 self._outcomes.batch_unfinished(batch, started, phases)
 
     def _failed(self, slot: PlaneSlot, batch: RunBatch, error: Exception) -> None:
-        # Whatever failed, the epoch can't go on; ``batch_failed`` lets all members know why.
+        # For any error the epoch ends; ``batch_failed`` reports the reason to all members.
         slot.error = error
         slot.aborted = True
         self._outcomes.batch_failed(batch, error)
@@ -326,7 +328,7 @@ class Executor:
         phases: Phases,
         error: Exception | None,
     ) -> None:
-        """A batch has ended that went on without a thread of the executor. Any thread, perhaps the plane's own."""
+        """End a batch that has run without a thread of the executor. Any thread, perhaps the plane's own."""
         if error is None:
             self._outcomes.batch_done(batch, results, started, phases)
         else:
@@ -398,13 +400,13 @@ class Executor:
         self.enqueue(tune)
 
     def failed(self, process_set: int, epoch: int, error: Exception) -> None:
-        """A result that this rank computes without the plane failed: nothing more is executed in this epoch."""
+        """Execute nothing more in an epoch, since a result that this rank computes without the plane has failed."""
         slot = self._slots.get((process_set, epoch, HOST))
         if slot is not None:
             slot.error, slot.aborted = error, True
 
     def error_of(self, process_set: int, epoch: int) -> Exception | None:
-        """The exception with which a plane of this epoch failed on this rank, or ``None``."""
+        """Return the exception with which a plane of this epoch failed on this rank, or ``None``."""
         errors = (slot.error for slot in list(self._slots.values()) if slot.scope[:2] == (process_set, epoch))
         return next(filter(None, errors), None)
 
@@ -431,7 +433,7 @@ class Executor:
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """The own threads of all queues, abandoned ones included."""
+        """Return the own threads of all queues, abandoned ones included."""
         return [queue.thread for queue in (self.queue, *self._abandoned) if queue.thread is not None]
 
     @property

@@ -36,25 +36,32 @@ class HandleOwner(Protocol):
 
 
 class Handle(Entry):
-    """A collective in flight. Made by :meth:`Engine.submit`."""
+    """Collective in flight, on whose end threads can wait. Made by :meth:`Engine.submit`.
+
+    Attributes:
+        at_once: Whether the thread that submitted it waits for it next, and has not begun to.
+        hook_called: Whether its completion hook was called; belongs to :class:`CompletionHooks`.
+        wakeup: Eventfd that the waiting thread polls instead of the lock, or -1.
+        done_lock: Lock that is held until the end, on which threads wait.
+    """
 
     __slots__ = ("_done", "_engine", "_error", "_result", "at_once", "done_lock", "hook_called", "wakeup")
 
     def __init__(self, engine: HandleOwner, request: Request, site: str, submitted: int) -> None:
         Entry.__init__(self, request, site, submitted)
         self._engine = engine
-        self.at_once = False  # whether the thread that submitted it waits for it next, and has not begun to
+        self.at_once = False
         self._done = False
         self._result: Result | None = None
         self._error: Exception | None = None
-        self.hook_called = False  # belongs to :class:`CompletionHooks`
-        self.wakeup = -1  # an eventfd that the waiting thread watches instead of the lock
+        self.hook_called = False
+        self.wakeup = -1
         # A bare lock, held until the end, is the cheapest thing that a thread can wait on and Ctrl-C can break.
         self.done_lock = _thread.allocate_lock()
         self.done_lock.acquire()
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly. Never blocks."""
+        """Return whether it has ended, well or badly. Never blocks."""
         return self._done
 
     def wait_or_withdraw(self, limit: Limit) -> Result:
@@ -91,14 +98,14 @@ class Handle(Entry):
         if not self._done:
             self._result, self._error = result, error
             self._done = True
-            try:  # noqa: SIM105  (done for each tensor of a step, and a context takes longer than all else here)
+            try:  # noqa: SIM105  (done for each tensor of a step, and a context takes longer than all the rest)
                 self.done_lock.release()
             except RuntimeError:
                 pass  # a thread that gave up waiting has seen it done, and has opened the lock for all others
             if self.wakeup >= 0:
                 with contextlib.suppress(OSError):  # it was closed: no thread watches it any more
                     os.eventfd_write(self.wakeup, 1)
-        # Last, and also if it had ended: the thread that completed it may have been torn away just before this.
+        # Last, and also if it had ended: the thread that completed it may have been interrupted just before this.
         if self.request.on_done is not None:
             self._engine.hooks.add(self)
 
@@ -106,8 +113,8 @@ class Handle(Entry):
         """Give a request a completion hook that it was submitted without.
 
         Returns:
-            Whether the engine calls it, or has done so. ``False``: the collective had ended before, and the caller is to do
-            what the hook would.
+            Whether the engine calls it, or has done so. ``False``: the collective had ended before, and the caller has to do
+            the hook's work.
         """
         assert self.request.on_done is None, "a request has one completion hook"
         # complete() marks the end and then reads the hook; this sets the hook and then reads the mark. So at least one of the two
@@ -116,18 +123,18 @@ class Handle(Entry):
         return not (self._done and self._engine.hooks.try_claim(self))
 
     def tell_blocked(self, seconds: float) -> None:
-        """Let the coordinator know that the user's code can't go on before this has ended, and has waited for ``seconds``.
+        """Report to the coordinator that the user's code can't continue before this has ended, and has waited for ``seconds``.
 
         For a caller that waits in another way than by :meth:`wait`.
         """
         self._engine.tell_blocked(self, seconds)
 
     def tell_unblocked(self) -> None:
-        """Let the coordinator know that the wait of :meth:`tell_blocked` is over: the user's code goes on."""
+        """Report to the coordinator that the wait of :meth:`tell_blocked` is over."""
         self._engine.tell_unblocked(self)
 
     def outcome(self) -> tuple[Result | None, Exception | None]:
-        """Result and error of a handle that is done; one of them is ``None``."""
+        """Return result and error of a handle that is done; one of them is ``None``."""
         return (self._result, None) if self._error is None else (None, self._error)
 
     def release_waiters(self) -> None:
@@ -138,7 +145,7 @@ class Handle(Entry):
 
 
 class CompletionHooks:
-    """The hooks of one rank that are due. Any thread.
+    """Queue of completion hooks of one rank that are due. Any thread.
 
     Args:
         rank: This rank.
@@ -155,26 +162,26 @@ class CompletionHooks:
         self._inside: set[int] = set()
 
     def add(self, handle: Handle) -> None:
-        """The hook of a completed handle is due. May be called again, by a thread that mends what another one left undone."""
+        """Queue the hook of a completed handle. May be called again by a thread that recovers from an interrupt."""
         self._due.append(handle)
 
     @property
     def due(self) -> bool:
-        """Whether there is something to be called."""
+        """Return whether there is a hook to call."""
         return bool(self._due)
 
     def defer_to_control(self) -> None:
-        """If something is due, leave it to the control thread."""
+        """Wake the control thread for the hooks that are due, if there are any."""
         if self._due:
             self._wake()
 
     def run(self) -> None:
-        """Call what is due, on this thread. The caller holds no lock, and is a thread of the engine or closes it."""
+        """Call the hooks that are due, on this thread. The caller holds no lock, and is a thread of the engine or closes it."""
         while (handle := self._next()) is not None:
             self._call(handle)
 
     def try_claim(self, handle: Handle) -> bool:
-        """Whether the caller has to call this handle's hook, since no thread has done so or will; true once for each handle."""
+        """Return whether the caller has to call this handle's hook, since no thread has done so or will; true once per handle."""
         with self._claiming:
             if handle.hook_called:
                 return False
@@ -198,7 +205,7 @@ class CompletionHooks:
         self._inside.add(me)
         try:
             hook(*handle.outcome())
-        except BaseException as error:  # whatever it is, the engine's thread goes on
+        except BaseException as error:  # for any error the engine's thread continues
             if threading.current_thread() is threading.main_thread() and not isinstance(error, Exception):
                 raise  # Ctrl-C while the engine is closed
             LOG.exception(
@@ -213,7 +220,7 @@ class CompletionHooks:
                 self._inside.discard(me)
 
     def refuse_to_wait(self) -> None:
-        """Raise if the calling thread is in a hook: what it would wait for may need this very thread.
+        """Raise if the calling thread is in a hook: the awaited collective may need this very thread.
 
         Raises:
             InvalidRequestError: The calling thread is in a hook.
@@ -225,7 +232,7 @@ class CompletionHooks:
             )
 
     def after_fork(self) -> None:
-        """In a forked child: drop the hooks, which are the parent's to call."""
+        """Drop the hooks in a forked child; the parent calls them."""
         self._due.clear()
         self._inside.clear()
         self._claiming = threading.Lock()

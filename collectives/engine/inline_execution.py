@@ -36,7 +36,7 @@ from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.messages import Execute
 
 BLOCKED_AFTER = 0.5
-"""Seconds of waiting after which the rank tells the coordinator that the user's thread is blocked."""
+"""Seconds of waiting after which the rank reports to the coordinator that the user's thread is blocked."""
 
 _EXECUTE = b"\xa7Execute"
 _TAG = slice(1, 1 + len(_EXECUTE))  # after the header of the array
@@ -89,7 +89,7 @@ class HandleWaiter:
         if timeout is None:
             left = self._leader.wait_and_execute(handle, BLOCKED_AFTER)
         else:
-            # Not as a leader: that may find itself in the middle of an operation, which does not look at the clock.
+            # Not inline: this thread could be in the middle of an operation, which does not check the time.
             self._guarded.flush_direct()
             left = min(BLOCKED_AFTER, max(timeout, 0.0))
         if not handle.done_lock.acquire(timeout=left) and not self._wait_long(handle, timeout):
@@ -99,7 +99,7 @@ class HandleWaiter:
         handle.done_lock.release()
 
     def _wait_long(self, handle: Handle, timeout: float | None) -> bool:
-        """Second part of a wait: let the coordinator know that this thread is blocked, so that it finds deadlocks."""
+        """Report to the coordinator that this thread is blocked, so that it finds deadlocks, and wait on."""
         if timeout is not None and timeout <= BLOCKED_AFTER:
             return False
         self._guarded.update(RankState.report_waiting, handle, BLOCKED_AFTER)
@@ -123,13 +123,13 @@ class HandleWaiter:
 
 
 class InlineExecutor:
-    """At most one user's thread at a time leads.
+    """Inline execution of orders, by at most one user's thread at a time.
 
     Args:
         guarded: The rank's state.
         endpoint: The connection.
-        control: Whose place at the socket is taken.
-        executor: Where the order's work is done.
+        control: The control thread, which pauses reading meanwhile.
+        executor: The executor, whose queued jobs the thread runs.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class InlineExecutor:
             self._poll.register(self._wakeup, select.POLLIN)
 
     def wait_and_execute(self, handle: Handle, seconds: float) -> float:
-        """Announce what is queued and try to bring ``handle`` to its end on this thread, for ``seconds`` at most.
+        """Announce queued entries and try to bring ``handle`` to its end on this thread, for ``seconds`` at most.
 
         Returns:
-            The seconds that are left. The handle may still be in flight then, if this thread could not lead, or not go on to.
+            The seconds that are left. The handle may still be in flight then, if this thread could not execute, or not any longer.
         """
         # Locks are only taken by ``with`` here: an interrupt can't come between taking one and having it released at the end.
         if self._wakeup < 0 or self._control.socket_owner.locked() or self._endpoint.backlog:
@@ -171,7 +171,7 @@ class InlineExecutor:
         return max(0.0, deadline - time.monotonic())
 
     def _watch(self, handle: Handle, seconds: float) -> bool:
-        """Wait for an order and take it in; false if this thread can't go on leading."""
+        """Wait for an order and handle it. Return false if this thread can't continue to execute inline."""
         control = self._control
         try:
             if not control.pause_reading():
@@ -179,7 +179,7 @@ class InlineExecutor:
                 return False
             if self._endpoint.fileno() != self._fd and not self._watch_socket():
                 return False
-            # Only after pause_reading(): else the answer might come, and wake the control thread, before this thread has its place.
+            # Only after pause_reading(): otherwise the answer might wake the control thread before this thread polls.
             self._guarded.flush_direct()
             handle.wakeup = self._wakeup
             if handle.done():
@@ -223,11 +223,11 @@ class InlineExecutor:
         return True
 
     def interrupted(self) -> None:
-        """An interrupt has hit this thread, which may have led: let the control thread see to what is left undone."""
+        """Wake the control thread after an interrupt of this thread, which may have left reading paused."""
         self._control.wake()
 
     def close(self) -> None:
-        """Free the wake-up descriptor; no thread can lead afterwards."""
+        """Free the wake-up descriptor; no thread can execute inline afterwards."""
         with self._control.socket_owner:
             wakeup, self._wakeup = self._wakeup, -1
             if wakeup >= 0:

@@ -1,10 +1,19 @@
-"""The one door to the rank's state: a lock, sending in order, and mending after an interrupt.
+"""The rank's state under its lock: sending in order, ends of handles, and recovery after an interrupt.
 
-User threads, the control thread and the executor come through here. Python may raise KeyboardInterrupt between any two
-instructions of the main thread, hence also in the middle of a submission. So a thread sets a mark, ``_update_in_progress``, before it touches
-the state, and resets it afterwards. A thread that takes the lock and finds the mark set knows that Ctrl-C tore another one
-away in between, and mends: which part of the change was done can't be told, so the epoch is given up on all ranks, as
-after an interrupted wait.
+Users' threads, the control thread and the executor change the state only by :class:`LockedState`. Python may raise
+KeyboardInterrupt between any two instructions of the main thread, hence also in the middle of a change. Each change runs so:
+
+* U1  Take the lock.
+* U2  If the mark ``_update_in_progress`` is set, recover: give up the epochs, as after an interrupted wait.
+* U3  Set the mark.
+* U4  Change the state; end handles that are listed in ``_finishing``.
+* U5  Reset the mark.
+* U6  Release the lock.
+
+A thread that is interrupted between U3 and U5 releases the lock with the mark set. The next thread recovers at U2. It cannot
+know which part of the change was done, so it gives up the epoch on all ranks. Handles in ``_finishing`` whose entries have
+ended would have no other thread to complete them, so recovery completes those, too. An interrupt before U3 has changed
+nothing, and one after U5 leaves a whole change behind.
 """
 
 from __future__ import annotations
@@ -43,6 +52,10 @@ class LockedState:
         wake: Lets the control thread flush.
         hooks: Where completed handles put their hooks.
         capacity: How many tensors the coordinator knows by a local id, at most.
+
+    Attributes:
+        state: The state. Read by any thread; changed under the lock only.
+        unusable: Error that each submission raises from now on, or ``None``.
     """
 
     def __init__(
@@ -60,9 +73,13 @@ class LockedState:
         self._wake = wake
         self._hooks = hooks
         self._lock = threading.Lock()
+        #: Whether the control thread is woken to flush, and has not done so yet.
         self._flush_wanted = False
+        #: Whether the coordinator is gone, and nothing is sent before there is a successor.
         self._suspended = False
+        #: The mark of an interrupted change; see the module's docstring.
         self._update_in_progress = False
+        #: Entries whose handles the running change completes.
         self._finishing: tuple[Entry, ...] = ()
 
     # -- submissions ----------------------------------------------------------------------------------------------
@@ -83,7 +100,7 @@ class LockedState:
                     raise
                 self._update_in_progress = False
         except BaseException:
-            self._wake()  # the control thread sends the news of a duplicate, or mends an interrupted submission
+            self._wake()  # the control thread reports a duplicate, or recovers from an interrupted submission
             raise
 
     def try_post(
@@ -109,12 +126,12 @@ class LockedState:
             raise
 
     def epoch(self, process_set: int) -> int:
-        """The present epoch of a process set, 0 if this rank does not know the set; it may be another one a moment later."""
+        """Return the present epoch of a process set, 0 if this rank does not know the set; it may change at any moment."""
         group = self.state.sets.get(process_set)
         return 0 if group is None else group.epoch
 
     def want_flush(self) -> None:
-        """Let the control thread send what is queued, unless a wait is quicker."""
+        """Let the control thread send the queued messages, unless a wait is quicker."""
         if not self._flush_wanted:
             self._flush_wanted = True
             try:
@@ -124,7 +141,7 @@ class LockedState:
                 raise
 
     def flush(self) -> bool:
-        """Send what is queued. Returns whether the socket took it all.
+        """Send the queued messages. Return whether the socket took them all.
 
         Raises:
             ConnectionLost: The coordinator is gone; the control thread finds that out by itself as well.
@@ -145,7 +162,7 @@ class LockedState:
         return True
 
     def flush_direct(self) -> None:
-        """Send what is queued, on a user's thread. The control thread sends large amounts."""
+        """Send the queued messages on a user's thread. The control thread sends large amounts."""
         if self._suspended or not (self.state.has_messages or self._update_in_progress):
             return
         if self.state.queued > DIRECT_LIMIT or self._endpoint.backlog:
@@ -218,7 +235,7 @@ class LockedState:
     def execute(
         self, message: m.Execute, now: int, early: deque[Any], put: Callable[[RunBatch], None]
     ) -> None:
-        """Take in an order on a user's thread: its batches are put, and the order is taken out of ``early``."""
+        """Handle an order on a user's thread: enqueue its batches by ``put``, and remove the order from ``early``."""
         with self._lock:
             if self._update_in_progress:
                 self._recover()
@@ -232,7 +249,7 @@ class LockedState:
             early.popleft()
             self._finishing = ()
             self._update_in_progress = False
-        self._hooks.defer_to_control()  # the caller has the place at the socket
+        self._hooks.defer_to_control()  # the caller owns the socket
 
     def close(self, cause: Cause) -> list[Effect]:
         with self._lock:
@@ -241,7 +258,7 @@ class LockedState:
             return self.state.close(cause)
 
     def disconnect(self, cause: Cause) -> list[Effect]:
-        """The coordinator is gone and this rank waits for a successor: nothing is sent until :meth:`reconnect`."""
+        """Fail everything pending, since the coordinator is gone; send nothing until :meth:`reconnect`."""
         with self._lock:
             self._suspended = True
             if self._update_in_progress:
@@ -249,7 +266,7 @@ class LockedState:
             return self.state.disconnect(cause)
 
     def reconnect(self, endpoint: Endpoint, alive: tuple[int, ...], leaving: tuple[int, ...]) -> None:
-        """The successor is there: go on with the connection of this endpoint, and send the successor what it has to know.
+        """Continue with the connection of this endpoint to a successor, and send the facts that it has to know.
 
         Raises:
             ConnectionLost: The successor is gone as well.
@@ -276,7 +293,7 @@ class LockedState:
             for entry, result in zip(entries, results, strict=True):
                 if finish(entry):
                     complete(entry, result, None)
-            if batch.reported:  # under the mark: a report that Ctrl-C tore away would keep back whatever has a priority for ever
+            if batch.reported:  # under the mark: without this report the coordinator would hold back collectives with a priority for ever
                 self.state.executed(batch)
             self._finishing = ()
             self._update_in_progress = False
@@ -316,13 +333,13 @@ class LockedState:
             ]
 
     def after_fork(self, error: HvdlabError) -> None:
-        """In a forked child: nothing works any more; the lock may have been held by a thread that is not here."""
+        """Refuse all use in a forked child; the lock may have been held by a thread that is not here."""
         self.unusable = error
         self._lock = threading.Lock()
 
 
 class BatchOutcomes:
-    """Receives the ends of batches from the executor, on whichever thread ran them.
+    """Receiver of ends of batches. The executor calls it on the thread that ran the batch.
 
     Args:
         guarded: The rank's state.
@@ -334,19 +351,19 @@ class BatchOutcomes:
         self._guarded, self._spans, self._schedule_events = guarded, spans, schedule_events
 
     def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None:
-        """A batch was executed. Called by whichever thread ran it."""
+        """End the handles of an executed batch, and record it. Called by the thread that ran it."""
         finished = _monotonic_ns()
         self._guarded.finish(batch, results)
         if self._spans.batch(batch, started, finished, phases):
             self._schedule_events()
 
     def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None:
-        """A batch was not executed to its end; ``started`` is 0 if it was not begun. Its handles are ended elsewhere."""
+        """Record a batch that was not executed to its end; ``started`` is 0 if it was not begun. Its handles end elsewhere."""
         if self._spans.batch(batch, started, _monotonic_ns(), phases, ok=False):
             self._schedule_events()
 
     def batch_failed(self, batch: RunBatch, error: Exception) -> None:
-        """The plane failed: tell the coordinator. The handles end on all members with the abort that follows."""
+        """Report that the plane failed. The handles end on all members with the abort that follows."""
         text = f"{type(error).__name__}: {error}"
         self._guarded.update(RankState.plane_failed, batch.process_set, batch.epoch, text)
 

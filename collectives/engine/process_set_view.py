@@ -25,7 +25,7 @@ from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce.integers import needs_width
 
 PLANS = 1024
-"""Plans (see :class:`RequestLayout`) that a rank keeps per board."""
+"""Layouts of requests that a rank keeps per board."""
 LONGEST_PAUSE = 10
 """After more and more refusals in a row a rank leaves a board alone for up to 2 to the power of this requests."""
 
@@ -85,13 +85,13 @@ class SetState:
         self.past_board_members: dict[int, BoardMember] = {}
 
     def close_board(self) -> None:
-        """The epoch has ended in order, or this rank leaves: nothing is posted any more."""
+        """Post nothing any more, since the epoch has ended in order, or this rank leaves."""
         member, self.board_member = self.board_member, None
         if member is not None and member.close():
             self.past_board_members[member.board.epoch] = member
 
     def abort_boards(self, epoch: int) -> set[Entry | None]:
-        """The epochs up to ``epoch`` have ended at once; returns the requests that had been agreed on their boards before that."""
+        """Abort the boards of epochs up to ``epoch``; return the requests that had been agreed on them before."""
         if self.board_member is not None and self.board_member.board.epoch <= epoch:
             self.past_board_members[self.board_member.board.epoch], self.board_member = (
                 self.board_member,
@@ -162,7 +162,7 @@ def _fit_receive_from_any(group: SetState, request: Request) -> None:
 
 
 def _fit_device(group: SetState, request: Request) -> None:
-    """Refuse what no plane of the device could execute."""
+    """Refuse requests that no plane of the device could execute."""
     if group.configured and request.device not in group.device_planes:
         raise InvalidRequestError(
             f"process set {group.id} has no data plane for tensors on {request.device}: some of its ranks offer none. "
@@ -202,8 +202,9 @@ def _splits(splits: tuple[int, ...] | None, rows: int, group: SetState) -> tuple
 
 
 def fits(request: Request) -> bool:
-    """Whether a request may be posted: an allreduce, a broadcast or a barrier in no group, whose result does not depend on which
-    other ranks take part.
+    """Return whether a request may be posted: an allreduce, a broadcast or a barrier in no group.
+
+    The results of these do not depend on which other ranks take part.
     """
     if request.kind not in _KINDS or request.group is not None:
         return False
@@ -213,15 +214,15 @@ def fits(request: Request) -> bool:
 
 
 def needs_plane(request: Request) -> bool:
-    """Whether the tensor is too large for the board, or on a device: the members agree on the board, and then meet on the data plane."""
+    """Return whether the tensor is too large for the board, or on a device: the members agree on the board, and use the data plane."""
     return request.device != HOST or (request.input is not None and request.input.nbytes > SMALL_BYTES)
 
 
 class RequestLayout:
-    """What a request looks like on a board.
+    """Layout of a request on a board.
 
     Attributes:
-        digest: What the members compare.
+        digest: Hash of the signature, which the members compare.
         parts: The members' tensors, by parity: a row for each member, by position.
     """
 
@@ -253,7 +254,7 @@ class PostedRequest(NamedTuple):
 
 
 class BoardMember:
-    """This rank's use of one board. Its fields belong to :class:`RankState`, under the engine's lock, but for ``folds``.
+    """Member of one board: this rank's use of it. Its fields belong to :class:`RankState`, under the engine's lock, but for ``folds``.
 
     Attributes:
         board: The board.
@@ -284,12 +285,12 @@ class BoardMember:
         self._elsewhere: Entry | None = None
 
     def can_post(self, entry: Entry, *, alone: bool) -> bool:
-        """Whether a request that fits may be posted; else it goes to the coordinator.
+        """Return whether a request that fits may be posted; otherwise it goes to the coordinator.
 
         Args:
             entry: The request.
-            alone: Whether this rank has nothing else in flight. An announcement may not have reached the coordinator yet, and must
-                have before other ranks go on from this request, as from a barrier.
+            alone: Whether no other collective of this rank is in flight. The board bypasses the coordinator: if this request is
+                a barrier, peers continue as soon as it is agreed, and would wait for an announcement that is still to be sent.
         """
         if not alone or self._over or self._posted is not None or self._pause or not self.board.vacant:
             self._pause = max(0, self._pause - 1)
@@ -298,7 +299,7 @@ class BoardMember:
         return True
 
     def post(self, entry: Entry, operations: int) -> PostedRequest:
-        """Post a request that the member takes.
+        """Post a request for which :meth:`can_post` has returned true.
 
         Args:
             entry: The request.
@@ -331,7 +332,7 @@ class BoardMember:
         return plan
 
     def unpost(self, *, agreed: bool) -> None:
-        """The request that was posted last is over for this rank: it has read what it needed from the board."""
+        """Remove the posted request: this rank has read the other members' data from the board, or needs none."""
         self._posted = None
         if agreed:
             self._refusals = 0
@@ -344,7 +345,7 @@ class BoardMember:
             self._decline()
 
     def asked_to_decline(self, number: int) -> None:
-        """Another member has waited long at the board for this rank's ``number``-th request: decline it, now or after the posted one."""
+        """Decline this rank's ``number``-th request, now or after the posted one: another member has waited long for it."""
         if self._over or number <= self.board.number:
             return
         if self._posted is not None:
@@ -366,7 +367,7 @@ class BoardMember:
             self._pause = max(self._pause, 1 << min(self._refusals - 2, LONGEST_PAUSE))
 
     def close(self) -> bool:
-        """The epoch ends in order: nothing more is posted. What is posted already may still be agreed.
+        """Post nothing more, since the epoch ends in order. A request that is posted already may still be agreed.
 
         Returns:
             Whether something is posted.
@@ -379,17 +380,17 @@ class BoardMember:
         return False
 
     def mark_departed(self, pids: Sequence[int]) -> None:
-        """Only these of the members' processes post anything: do not wait for the others, which have ended or have no board."""
-        if self._posted is not None or not self._over:  # else the board's memory is freed already
+        """Do not wait for members whose processes are not in ``pids``: they have ended or have no board."""
+        if self._posted is not None or not self._over:  # otherwise the board's memory is freed already
             gone = [index for index, pid in enumerate(self._pids) if pid not in pids]
             self.board.count_out(gone)
 
     def abort(self) -> Entry | None:
-        """The epoch ends at once: a thread that waits at the board gets ``PlaneAborted``.
+        """Abort the board, since the epoch ends at once: a thread that waits there gets ``PlaneAborted``.
 
         Returns:
-            The posted request, if all members had agreed on it before and all it needs is on the board: it goes on to its end.
-            Other ranks may have completed it, and what they did after that may be why the epoch ends. Otherwise ``None``.
+            The posted request, if all members had agreed on it before and all its data is on the board: its thread completes it.
+            Other ranks may have completed it, and a later step of theirs may be why the epoch ends. Otherwise ``None``.
         """
         self._over = True
         self.board.abort()

@@ -31,6 +31,7 @@ from hvdlab.collectives.engine.entries import (
     RunBatch,
     Succeed,
     Zeros,
+    plain_name,
 )
 from hvdlab.collectives.engine.operations import payload_of
 from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, SetState, check_request
@@ -62,12 +63,13 @@ class RankState:
     Attributes:
         rank: This rank.
         sets: Process sets by id. Set 0 is the world.
-        lost: Why nothing can be submitted any more, or ``None``.
-        memory: What a successor of the coordinator has to know and this state needs for nothing else.
-        elastic: Whether elastic training goes on, in which all ranks begin again together after a failure.
-        failure: Why nothing can be submitted before the ranks have begun again, or ``None``.
-        behind: Whether the others have gone on without this rank: then ``failure`` also lasts until the cells that run here have ended.
-        left_out: Why no further epoch begins here, or ``None``: the coordinator has let this rank go.
+        lost: Cause with which every submission fails from now on, since the coordinator is gone for good, or ``None``.
+        failover: Facts that only matter to a successor of the coordinator.
+        elastic: Whether elastic training is active; after an abort all its ranks restart together.
+        failure: Cause with which every submission fails until all ranks have restarted, or ``None``.
+        outdated: Whether the others continued without this rank; ``failure`` also lasts until the running cells end.
+        removed: Cause with which submissions for a future epoch fail, since the coordinator has dismissed this rank, or ``None``.
+        locals: The local ids, under which entries are announced.
     """
 
     def __init__(self, rank: int, local_limit: int = LOCAL_LIMIT) -> None:
@@ -80,23 +82,26 @@ class RankState:
         self.removed: Cause | None = None
         self.failover = FailoverFacts()
         self.locals = Locals(local_limit)
-        self._outbox: dict[int, list[Entry]] = {}
+        #: Entries to announce, by process set, in order of submission.
+        self._pending_announcements: dict[int, list[Entry]] = {}
+        #: Other messages to send, after the announcements.
         self._messages: list[m.Message] = []
         #: Messages to other ranks that this rank gives up, by ticket.
         self._cancelling: dict[int, Cancellation] = {}
+        #: The last ticket that was used.
         self._tickets = 0
-        #: Tickets of those that the coordinator is to be asked for, in order.
+        #: Tickets of the messages that the coordinator is to be asked to cancel, in order.
         self._to_ask: list[int] = []
 
     # -- submissions ----------------------------------------------------------------------------------------------
 
     def submit(self, entry: Entry) -> None:
-        """Take in a request and queue its announcement.
+        """Add a request and queue its announcement.
 
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
-            DuplicateNameError: Its name is in flight; this rank tells the coordinator, if that knows of the first one.
-            AbortedError: The coordinator is lost, elastic training has to begin again, or the others have gone on without this rank.
+            DuplicateNameError: Its name is in flight; this rank reports that to the coordinator, if the first one was announced.
+            AbortedError: The coordinator is lost, elastic training has to restart, or the others have continued without this rank.
         """
         request = entry.request
         if self.lost is not None:
@@ -135,9 +140,9 @@ class RankState:
             return
         name = request.name
         if type(name) is not str:
-            name = _plain(name)
+            name = plain_name(name)
         if request.group is not None and type(request.group[0]) is not str:
-            request.group = (_plain(request.group[0]), request.group[1])
+            request.group = (plain_name(request.group[0]), request.group[1])
         entry.name = name
         if request.anonymous:
             return
@@ -152,9 +157,9 @@ class RankState:
         """Queue the announcement of an entry in the present epoch."""
         self.locals.queue(entry)
         process_set = entry.request.process_set
-        box = self._outbox.get(process_set)
+        box = self._pending_announcements.get(process_set)
         if box is None:
-            self._outbox[process_set] = [entry]
+            self._pending_announcements[process_set] = [entry]
         else:
             box.append(entry)
         if entry.waited:
@@ -163,7 +168,7 @@ class RankState:
     # -- the board ------------------------------------------------------------------------------------------------
 
     def attach_board(self, member: BoardMember) -> None:
-        """Take in this rank's member at the board of a process set's epoch; it is retired at once if that epoch is not the present one."""
+        """Keep this rank's use of the board of an epoch, or close it at once if that epoch is not the present one."""
         group = self.sets.get(member.process_set)
         if group is not None and group.configured and group.epoch == member.board.epoch and self.lost is None:
             group.board_member = member
@@ -173,7 +178,7 @@ class RankState:
     def try_post(
         self, entry: Entry, plane: tuple[int, int] | None = None, *, queued: bool = False
     ) -> PostedRequest | None:
-        """Take in a request and post it on the board. Raises what :meth:`submit` does.
+        """Add a request and post it on the board. Raises what :meth:`submit` does.
 
         Args:
             entry: The request.
@@ -181,18 +186,18 @@ class RankState:
             queued: Whether it was submitted: then it is posted in place of its announcement, if that was not sent yet.
 
         Returns:
-            The posting; ``None`` if it can't be posted, and the caller has to submit it (unless it was ``queued``).
+            The posted request; ``None`` if it can't be posted, and the caller has to submit it (unless it was ``queued``).
         """
         process_set = entry.request.process_set
         group = self.sets.get(process_set)
         if group is None or group.board_member is None or not group.configured:
             return None
         if queued:
-            alone = len(group.pending) == 1 and self._outbox.get(process_set) == [entry]
+            alone = len(group.pending) == 1 and self._pending_announcements.get(process_set) == [entry]
         else:
             alone = not group.pending
         if plane is not None and (not alone or group.epoch != plane[0]):
-            return None  # the coordinator may be about to order what is pending
+            return None  # the coordinator may be about to order the pending entries
         if (
             self.lost is not None
             or self.failure is not None
@@ -208,7 +213,7 @@ class RankState:
         return group.board_member.post(entry, 0 if plane is None else plane[1])
 
     def finish_posting(self, entry: Entry, member: BoardMember, *, agreed: bool) -> None:
-        """A posted request leaves the board. If it was not agreed, and its epoch has not failed, it is announced."""
+        """Remove a posted request from the board; announce it if it was not agreed and its epoch has not failed."""
         member.unpost(agreed=agreed)
         if agreed or entry.phase != POSTED:
             return
@@ -219,31 +224,31 @@ class RankState:
             self._announce_or_hold(group, entry)
 
     def start_posted(self, entry: Entry, member: BoardMember, now: int) -> None:
-        """A posted request was agreed, and is executed on the plane as if the coordinator had ordered it."""
+        """Mark an agreed request as executing on the plane, as if the coordinator had ordered it."""
         member.unpost(agreed=True)
         if entry.phase == POSTED:
             self._end_overdue(entry)
             entry.phase, entry.received = EXECUTING, now
 
     def fail_posted(self, member: BoardMember, text: str) -> None:
-        """The result of an agreed request could not be computed here; the request ends with the epoch."""
+        """Report that the result of an agreed request could not be computed here; the request ends with the epoch."""
         member.unpost(agreed=True)
         self.plane_failed(member.process_set, member.board.epoch, text)
 
     def finish_posted(self, entry: Entry) -> bool:
-        """A posted request was agreed and has its result. Returns whether it had not been failed in the meantime."""
+        """End an agreed request that has its result. Return whether it had not been failed in the meantime."""
         if entry.phase != POSTED:
             return False
         self.end(entry)
         return True
 
     def ask_to_decline(self, entry: Entry, number: int) -> None:
-        """This rank has waited long at the board: have the coordinator ask the members that have not posted to decline."""
+        """Have the coordinator ask the members that have not posted to decline, since this rank has waited long at the board."""
         if entry.phase == POSTED:
             self._messages.append(m.DeclinePost(entry.request.process_set, entry.epoch, number))
 
     def report_posted_overdue(self, entry: Entry, seconds: float) -> None:
-        """This rank still waits at the board, since some member does not answer: let the coordinator find out which."""
+        """Report a wait at the board that goes on since a member does not answer; the coordinator finds out which one."""
         if entry.phase == POSTED:
             local = self.locals.local_of(entry)
             group = self.sets[entry.request.process_set]
@@ -259,18 +264,18 @@ class RankState:
 
     def drop_announcements(self, set_id: int) -> None:
         """Drop the announcements that were not sent yet; the definitions that would have gone with them stay unsent, too."""
-        self._outbox.pop(set_id, None)
+        self._pending_announcements.pop(set_id, None)
 
-    # -- what to send ---------------------------------------------------------------------------------------------
+    # -- messages to send ---------------------------------------------------------------------------------------------
 
     @property
     def has_messages(self) -> bool:
-        return bool(self._outbox or self._messages or self._to_ask)
+        return bool(self._pending_announcements or self._messages or self._to_ask)
 
     @property
     def queued(self) -> int:
-        """How many announcements wait to be sent."""
-        return sum(map(len, self._outbox.values()))
+        """Return how many announcements wait to be sent."""
+        return sum(map(len, self._pending_announcements.values()))
 
     def take_messages(self) -> list[m.Message]:
         """Take out the messages to send, in order. Announcements are gathered into one message per process set.
@@ -278,10 +283,10 @@ class RankState:
         A single small tensor goes along with its announcement.
         """
         out: list[m.Message] = []
-        if self._outbox:
-            for set_id, entries in self._outbox.items():
+        if self._pending_announcements:
+            for set_id, entries in self._pending_announcements.items():
                 out.append(self._announce(self.sets[set_id], entries))
-            self._outbox = {}
+            self._pending_announcements = {}
         if self._messages:
             out += self._messages
             self._messages = []
@@ -313,8 +318,9 @@ class RankState:
         self._messages.append(message)
 
     def report_waiting(self, entry: Entry, seconds: float) -> None:
-        """The user's thread has waited ``seconds`` for ``entry``: tell the coordinator now, and whenever it is announced (again) or
-        executed.
+        """Report to the coordinator that the user's thread has waited ``seconds`` for ``entry``.
+
+        The report is repeated whenever the entry is announced (again) or executed.
         """
         entry.waited = seconds
         if entry.phase in (ANNOUNCED, EXECUTING) and entry.local.id >= 0:
@@ -322,25 +328,26 @@ class RankState:
             self._messages.append(m.Blocked(*ids, seconds, executing=entry.phase == EXECUTING))
 
     def report_oldest_executing(self, now: int) -> None:
-        """Tell the coordinator which operation has been executing for longest, if that is long. ``now`` in nanoseconds."""
+        """Report the operation that has been executing for longest, if that is long. ``now`` in nanoseconds."""
         executing = [e for group in self.sets.values() for e in group.pending if e.phase == EXECUTING]
         oldest = min(executing, key=lambda entry: entry.received, default=None)
         if oldest is not None and now - oldest.received > OVERDUE_NS:
             self.report_waiting(oldest, (now - oldest.received) / 1e9)
 
     def report_done_waiting(self, entry: Entry) -> None:
-        """Tell the coordinator that the wait of :meth:`report_waiting` is over."""
+        """Report that the wait of :meth:`report_waiting` is over."""
         entry.waited = 0.0
         self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0))
 
     def paused(self, reasons: tuple[str, ...]) -> None:
-        """The user looks around here, for the last of these reasons; not any more if there is none."""
+        """Report a pause of this rank for the last of these reasons, or its end if there is none."""
         self.failover.paused = reasons
         self._messages.append(m.Paused(reasons[-1]) if reasons else m.Resumed())
 
     def withdraw(self, set_id: int, kind: CauseKind, text: str, site: str = "") -> None:
-        """Give up on everything pending in a process set: ask the coordinator to end the epoch. What is submitted from now on is held
-        for a later one.
+        """Give up everything pending in a process set: ask the coordinator to end the epoch.
+
+        Entries that are submitted from now on are held for a later one.
         """
         group = self.sets.get(set_id)
         if group is None or self.lost is not None:
@@ -375,7 +382,10 @@ class RankState:
         return True
 
     def _cancels(self) -> list[m.Message]:
-        """The messages to send for :attr:`_to_ask`, behind all announcements: what is to be cancelled is counted from the youngest one announced."""
+        """Return the messages to send for :attr:`_to_ask`.
+
+        They follow all announcements, since the entry to cancel is counted from the youngest one announced.
+        """
         out: list[m.Message] = []
         for ticket in self._to_ask:
             given_up = self._cancelling.get(ticket)
@@ -405,7 +415,7 @@ class RankState:
                 self._to_ask.append(ticket)
 
     def cancelled(self, ticket: int) -> list[Entry]:
-        """The coordinator has cancelled the message of this ticket: end it, and return it, unless it has ended otherwise."""
+        """End the message of a ticket that the coordinator has cancelled, and return it, unless it has ended otherwise."""
         given_up = self._cancelling.pop(ticket, None)
         if given_up is None or given_up.entry.phase != ANNOUNCED:
             return []
@@ -423,37 +433,37 @@ class RankState:
         self._messages.append(m.Withdraw(group.id, group.epoch, kind.value, text, site))
 
     def linked(self, set_id: int, epoch: int, links: Links) -> None:
-        """The plane of GPUs of an epoch has found out what its data goes over."""
+        """Keep the connections between GPUs that the plane of an epoch has found."""
         group = self.sets.get(set_id)
         if group is not None and group.epoch == epoch:
             group.links = links
 
     def chunks_measured(self, set_id: int, epoch: int, chunk_bytes: int) -> None:
-        """The plane of an epoch has measured which size of chunks suits the machine."""
+        """Keep the size of chunks that the plane of an epoch has measured as the best."""
         group = self.sets.get(set_id)
         if group is not None and group.epoch == epoch:
             group.chunk_bytes = chunk_bytes
 
     def plane_failed(self, set_id: int, epoch: int, text: str) -> None:
-        """The data plane of an epoch failed here."""
+        """Report that the data plane of an epoch failed here."""
         self._messages.append(m.PlaneFailed(set_id, epoch, text))
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def finish(self, entry: Entry) -> bool:
-        """The executor is done with this entry. Returns whether it had not been failed in the meantime."""
+        """End an entry that was executed. Return whether it had not been failed in the meantime."""
         if entry.phase != EXECUTING:
             return False
         self.end(entry)
         return True
 
     def executed(self, batch: RunBatch) -> None:
-        """The executor is done with this batch: tell the coordinator, if it wants to know."""
+        """Report an executed batch to the coordinator, if that waits for the report."""
         if batch.reported:
             self._messages.append(m.Executed(batch.process_set, batch.epoch, batch.sequence, batch.batch))
 
     def end(self, entry: Entry) -> None:
-        """The entry is over, well or badly; its name is free."""
+        """Mark an entry as ended, well or badly, and free its name."""
         if entry.waited:
             self._end_overdue(entry)
         entry.phase = ENDED
@@ -464,22 +474,22 @@ class RankState:
                 del group.names[entry.name]
 
     def close(self, cause: Cause) -> list[Effect]:
-        """The coordinator is gone for good: fail everything pending, and from now on whatever is submitted."""
+        """Fail everything pending, and each later submission, since the coordinator is gone for good."""
         self.lost = cause
         effects: list[Effect] = []
         for group in self.sets.values():
             effects.append(AbortPlane(group.id, group.epoch))
             effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
-        self._outbox.clear()
+        self._pending_announcements.clear()
         self._messages.clear()
         self._to_ask.clear()
         return effects
 
     def disconnect(self, cause: Cause) -> list[Effect]:
-        """The coordinator is gone: fail everything pending. What is submitted from now on is held for a successor."""
+        """Fail everything pending, since the coordinator is gone. Later submissions are held for a successor."""
         if self.elastic:
             self.failure = cause
-        self.removed = None  # the successor says so again
+        self.removed = None  # the successor repeats it
         effects: list[Effect] = []
         for group in self.sets.values():
             self.failover.record_failed_additions(group)
@@ -488,20 +498,20 @@ class RankState:
             group.configured, group.withdrawn, group.given_up = False, -1, None
         for id in self.sets.keys() - self.failover.sets.keys() - {0}:
             del self.sets[id]  # half added: its ranks did not get ``ProcessSetAdded`` with its number
-        self._outbox.clear()
+        self._pending_announcements.clear()
         self._messages.clear()
         self._to_ask.clear()
         self.locals.clear()
         return effects
 
     def reconnect(self, alive: tuple[int, ...], *, released: bool = False) -> m.Resume:
-        """There is a successor: the message with what it has to know first.
+        """Return the first message to a successor of the coordinator: the facts that it has to know.
 
         Args:
             alive: Ranks that lived, as far as this rank knows.
             released: Whether this rank leaves where elastic training lets the world change.
         """
-        # What these messages would say of the time without a coordinator is part of the answer.
+        # The news of these messages from the time without a coordinator are part of ``Resume``.
         self._messages = [x for x in self._messages if not isinstance(x, _REMEMBERED)]
         if self.failover.paused:
             self._messages.insert(0, m.Paused(self.failover.paused[-1]))
@@ -510,13 +520,13 @@ class RankState:
         return self.failover.resume_message(self.sets, alive, elastic=self.elastic, released=released)
 
     def abandon_interrupted(self, text: str) -> None:
-        """Start afresh after an exception tore a submission apart.
+        """Give up all epochs after an exception has interrupted a change of this state.
 
         All local ids are forgotten, queued announcements are dropped, and the epoch of each process set is given up, so that neither
         this rank nor the coordinator can be left with half of anything.
         """
         self.locals.clear()
-        self._outbox.clear()
+        self._pending_announcements.clear()
         for group in self.sets.values():
             group.names = {e.name: e for e in group.pending if e.request.name and not e.request.anonymous}
             self.withdraw(group.id, CauseKind.INTERRUPTED, text)
@@ -535,7 +545,7 @@ class RankState:
         return effects
 
     def aborted(self, entry: Entry, cause: Cause, pending: Pending | None = None) -> AbortedError:
-        """The error that ends ``entry`` for this cause."""
+        """Return the error that ends ``entry`` for this cause."""
         if pending is None:
             name = entry.name or entry.request.name or entry.request.kind.label + ".noname"
             pending = Pending(entry.request.kind.label, name, (self.rank,), (), {self.rank: entry.site})
@@ -544,7 +554,7 @@ class RankState:
     # -- the coordinator's messages -------------------------------------------------------------------------------
 
     def handle(self, message: m.Message, now: int) -> list[Effect]:
-        """Take in a message at ``now`` (nanoseconds); one that belongs to an ended epoch has no effect."""
+        """Handle a message at ``now`` (nanoseconds) and return its effects; one of an ended epoch has none."""
         handler = _HANDLERS.get(type(message))
         if handler is None:
             return []
@@ -559,7 +569,7 @@ class RankState:
     # -- elastic training -----------------------------------------------------------------------------------------
 
     def set_elastic(self, on: bool) -> None:
-        """Elastic training begins or ends."""
+        """Begin or end elastic training."""
         self.elastic, self.failover.regroup = on, None
         if not self.outdated:
             self.failure = None
@@ -567,19 +577,19 @@ class RankState:
             self._messages.append(m.Elastic(on))
 
     def reached_reset(self, message: m.Regroup) -> None:
-        """This rank has stopped where the world may change."""
+        """Report that this rank has stopped at a reset point, where the world may change."""
         self.failover.regroup = message
         self._messages.append(message)
 
     def restarted(self) -> None:
-        """All ranks in training begin again together."""
+        """Accept submissions again, since all ranks in training restart together."""
         self.failure = self.failover.regroup = None
         self.outdated = False
 
     def become_outdated(self, text: str) -> list[Effect]:
-        """The others have gone on without this rank: what waits here fails, as does what the program goes on to submit.
+        """Fail everything pending and each later submission, since the others have continued without this rank.
 
-        That lasts until the ranks of elastic training begin again together, and until the cells that run now have ended.
+        That lasts until the ranks of elastic training restart together, and until the cells that run now have ended.
         """
         cause = Cause(CauseKind.COORDINATOR_LOST, (), text)
         if self.elastic or self.failover.cells:
@@ -592,12 +602,12 @@ class RankState:
     # -- cells ----------------------------------------------------------------------------------------------------
 
     def begin_cell(self, cell: str) -> None:
-        """A cell begins to run here."""
+        """Begin a cell on this rank."""
         self.failover.cell_began(cell)
         self._messages.append(m.CellBegin(cell))
 
     def end_cell(self, cell: str, error: str) -> None:
-        """A cell ended here; ``error`` is empty or one line that says how it failed."""
+        """End a cell on this rank; ``error`` is empty, or one line about how it failed."""
         self.failover.cell_ended(cell, error)
         if self.outdated and not (self.elastic or self.failover.cells):
             self.failure, self.outdated = None, False
@@ -606,7 +616,7 @@ class RankState:
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Assert what must hold between calls."""
+        """Assert the invariants that hold between calls."""
         self.locals.validate()
         for group in self.sets.values():
             for entry in group.pending:
@@ -616,13 +626,6 @@ class RankState:
             for name, entry in group.names.items():
                 assert entry in group.pending
                 assert entry.name == name
-
-
-def _plain(name: object) -> str:
-    """A name as it can be sent: that of a subclass of ``str``, such as ``numpy.str_``, as a ``str``."""
-    if not isinstance(name, str):
-        raise InvalidRequestError(f"name= takes a text, not {name!r} ({type(name).__name__}).")
-    return str.__str__(name)
 
 
 def _pending(collective: m.AbortedCollective) -> Pending:
@@ -664,7 +667,7 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
 
 
 def _take_part(group: SetState, signature: m.Signature) -> Entry:
-    """This rank has joined: make an entry with zeros for a collective that other members have submitted."""
+    """Make an entry with zeros for a collective that other members have submitted, as this rank has joined."""
     entry = Zeros(group.id, signature)
     entry.epoch = group.epoch
     group.pending[entry] = None
@@ -674,7 +677,7 @@ def _take_part(group: SetState, signature: m.Signature) -> Entry:
 def _heads(state: RankState, set_id: int, epoch: int, locals: tuple[int, ...]) -> list[Entry]:
     group = state.sets.get(set_id)
     if group is None or epoch != group.epoch or group.withdrawn == epoch:
-        return []  # the ids may stand for something else by now; an abort is on its way
+        return []  # the ids may have other meanings by now; an abort is on its way
     entries = []
     for id in locals:
         entry = state.locals.take(id)
@@ -724,7 +727,7 @@ def _on_process_set_added(state: RankState, message: m.ProcessSetAdded) -> list[
     state.failover.added(message.process_set, message.ranks)
     local = state.locals.by_id.get(message.local)
     if local is None or local.signature.kind != OpKind.ADD_PROCESS_SET or not local.queue:
-        return []  # the addition was given up, and the id may stand for something else by now
+        return []  # the addition was given up, and the id may have another meaning by now
     entry = local.queue.popleft()
     state.end(entry)
     return [Succeed(entry, message.process_set)]
@@ -741,7 +744,7 @@ def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
     if message.epoch < group.epoch:
         return _end_past(state, group, message.epoch, cause)
     if state.elastic and group.id == 0:
-        # The other ranks know that this attempt has failed, and must not meet what this rank would still submit in it.
+        # The other ranks know that this attempt has failed, and must not meet later submissions of this rank in it.
         state.failure = cause
     known = {(c.kind, c.name): _pending(c) for c in message.pending}
     state.drop_announcements(group.id)
@@ -757,7 +760,7 @@ def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
 
 
 def _end_past(state: RankState, group: SetState, epoch: int, cause: Cause) -> list[Effect]:
-    """Fail what still executes of an earlier epoch, which had ended in order: it can't come to its end any more."""
+    """Fail entries that still execute in an earlier epoch, which had ended in order: they can't finish any more."""
     failed = state.fail_all(group, lambda entry: state.aborted(entry, cause), epoch)
     if failed and state.elastic and group.id == 0:
         state.failure = cause
@@ -791,7 +794,7 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
         effects.append(Fail(entry, state.aborted(entry, Cause(kind, (state.rank,), text, site))))
     waiting = [entry for entry in group.pending if entry.phase not in (EXECUTING, POSTED)]
     if group.given_up is not None and any(entry.given_up for entry in waiting):
-        # Other ranks wait for these entries: the epoch ends at once, and what was submitted later is for the one after it.
+        # Other ranks wait for these entries: the epoch ends at once, and later submissions are for the one after it.
         for entry in waiting:
             entry.epoch = group.epoch + (not entry.given_up)
         state.end_epoch(group, group.given_up)
@@ -802,7 +805,7 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
 
 
 def _announce_again(state: RankState, group: SetState) -> list[Effect]:
-    """Announce in the new epoch what is pending and not executing; fail what no longer fits its members."""
+    """Announce in the new epoch each pending entry that does not execute; fail entries that do not fit its members."""
     effects: list[Effect] = []
     state.drop_announcements(group.id)
     for entry in list(group.pending):
@@ -839,9 +842,9 @@ def _on_dissolve(state: RankState, message: m.Dissolve) -> list[Effect]:
 
 
 def _on_leave(state: RankState, message: m.Leave) -> list[Effect]:
-    """The others go on without this rank: what is held for an epoch to come would wait for ever.
+    """Fail the entries that are held for a later epoch, since the others continue without this rank.
 
-    What was announced in the last epoch is the coordinator's to refuse, and what executes in it comes to its end.
+    The coordinator refuses entries that were announced in the last epoch, and those that execute in it finish.
     """
     text = f"rank {state.rank} was let go, and the others go on without it"
     state.removed = cause = Cause(CauseKind.MEMBERSHIP, (state.rank,), text)
@@ -881,9 +884,7 @@ def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
     return []
 
 
-_Handler = Callable[["RankState", Any], list[Effect]]
-
-_HANDLERS: dict[type, _Handler] = {
+_HANDLERS: dict[type, Callable[[RankState, Any], list[Effect]]] = {
     m.Execute: _on_execute,
     m.Reject: _on_reject,
     m.RejectDuplicate: _on_reject_duplicate,

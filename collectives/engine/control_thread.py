@@ -51,13 +51,13 @@ from hvdlab.collectives.protocol.rosters import ROSTERS, KnownMembers
 
 Call = Callable[[], object]
 
-PARTING = 2.0
+GOODBYE_WITHIN = 2.0
 """Seconds that the coordinator has to read the rank's goodbye."""
 STUCK_AFTER = 2.0
 """Seconds that a plane has to obey an abort before the thread that is stuck in it is abandoned."""
-AGAIN = 0.5
+RETRY_INTERVAL = 0.5
 """Seconds between two checks whether descriptors are free; the kernel does not notify a process of that."""
-NEEDED = 3
+NEEDED_DESCRIPTORS = 3
 """Descriptors that the memory takes at most: the received one, and one for each of the two mappings. With fewer the next epoch
 would lack its memory as well, and the rank would ask for another one."""
 
@@ -239,7 +239,7 @@ class Control:
 
         A process that connects again right away under the same rank would find that rank taken otherwise.
         """
-        deadline = time.monotonic() + PARTING
+        deadline = time.monotonic() + GOODBYE_WITHIN
         watch = select.poll()
         if not self._lost:
             watch.register(self._fd, select.POLLIN)
@@ -680,7 +680,7 @@ def _call(callback: Callable[..., None], *args: object) -> None:
 class SharedMemoryRetry:
     """Retry after EMFILE: a process set's memory could not be received, as this process had no free descriptor.
 
-    It checks every :data:`AGAIN` seconds for :data:`NEEDED` free descriptors, then asks the coordinator for a new epoch, which
+    It checks every :data:`RETRY_INTERVAL` seconds for :data:`NEEDED_DESCRIPTORS` free descriptors, then asks the coordinator for a new epoch, which
     sends the memory again.
 
     Args:
@@ -713,7 +713,7 @@ class SharedMemoryRetry:
     def _retry_later(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            self._call_later(AGAIN, self._retry)
+            self._call_later(RETRY_INTERVAL, self._retry)
 
     def _retry(self) -> None:
         self._scheduled = False
@@ -725,7 +725,7 @@ class SharedMemoryRetry:
 def _has_descriptors() -> bool:
     found = []
     try:
-        for _ in range(NEEDED):
+        for _ in range(NEEDED_DESCRIPTORS):
             found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError:
         return False

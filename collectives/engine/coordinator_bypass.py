@@ -1,16 +1,17 @@
-"""The direct way: collectives that a rank waits for, agreed on by the members of a host in shared memory, without the coordinator.
+"""Coordinator bypass: collectives that the ranks of one host agree on in shared memory, without the coordinator.
 
-Most programs ask for the same on all ranks in the same order, so a rank posts what it asks for on the :mod:`board
-<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, the request is agreed; each member
-computes the result itself, or, if the tensor is too large for the board or on a device, they go to the plane. All else goes through the
-coordinator: as soon as one member asks for something else, or a member has waited for :data:`PATIENCE` and had the coordinator ask
-the others to decline, all members announce what they want. So it is still the coordinator that finds mismatches, missing ranks,
-deadlocks, ended cells and stalls; it hears of agreed requests by their spans.
+Most programs ask for the same on all ranks in the same order. So a rank that waits for a collective posts it on the :mod:`board
+<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, the request is agreed, and each
+member computes the result itself. If the tensor is too large for the board or on a device, the members use the plane.
 
-A rank that is asked to decline does so on its control thread, unless its user's thread is between post and result just then. It does
-not know which of its own requests the others are about to announce; its next one is a good guess, and goes to the coordinator at once.
-After a wrong guess the others wait for :data:`PATIENCE` once more. Members that keep disagreeing leave the board alone for longer and
-longer (:class:`~hvdlab.collectives.engine.process_set_view.BoardMember`).
+All other requests go through the coordinator. As soon as one member asks for something different, or a member has waited for
+:data:`PATIENCE` and had the coordinator ask the others to decline, all members announce their requests. So the coordinator still
+finds mismatches, missing ranks, deadlocks, ended cells and stalls; it learns of agreed requests by their spans.
+
+A rank that is asked to decline does so on its control thread, unless its user's thread is between post and result just then. It has
+not posted the disputed request yet, cannot know which one that will be, and assumes its next: that goes to the coordinator at
+once. A wrong assumption costs the others one more :data:`PATIENCE`. After repeated disagreement a member skips the board for 2, 4, …
+up to 1,024 requests (:class:`~hvdlab.collectives.engine.process_set_view.BoardMember`).
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ PATIENCE = 0.02
 FEW = 16
 """With more members the patience grows in proportion, since it takes them longer to have a turn on the cores of one host."""
 OVERDUE = 0.5
-"""Further seconds after which the rank tells the coordinator that it still waits: a member does not answer."""
+"""Further seconds after which the rank reports to the coordinator that it still waits: a member does not answer."""
 FIRST_SEQUENCE = 1 << 31
-"""The coordinator numbers what it orders from 1 on, in each epoch; what is agreed on the board is numbered from here on."""
+"""The coordinator numbers its orders from 1 on, in each epoch; requests agreed on the board are numbered from here on."""
 
 
 class CoordinatorBypass:
-    """The direct way of one rank. Any thread.
+    """Bypass of one rank. Any thread.
 
     Args:
         guarded: The rank's state.
@@ -96,7 +97,7 @@ class CoordinatorBypass:
         return self._executor.with_idle_queue((request.process_set, epoch, request.device), work) or queued
 
     def _meet(self, handle: Handle, epoch: int, queued: bool, limit: Limit | None, slot: PlaneSlot) -> bool:
-        """What :meth:`run` does with a tensor that needs the plane, while this thread has the lane."""
+        """Agree on a request that needs the plane, and execute it, while this thread has the executor's queue."""
         posting = self._guarded.try_post(handle, (epoch, slot.operations), queued=queued)
         if posting is not None and self._agreed(handle, posting, limit):
             now = monotonic_ns()
@@ -116,11 +117,11 @@ class CoordinatorBypass:
         return False
 
     def _compute(self, handle: Handle, posting: PostedRequest) -> None:
-        """End an agreed handle by what lies on the board."""
+        """Complete an agreed handle from the data on the board."""
         member, handle.received = posting.member, monotonic_ns()
         try:
             result = _result(handle.request, posting)
-        except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends, and says why
+        except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends with this reason
             self._executor.failed(member.process_set, member.board.epoch, error)
             text = f"{type(error).__name__}: {error}"
             self._guarded.update(RankState.fail_posted, member, text)
@@ -147,7 +148,7 @@ class CoordinatorBypass:
 
 
 def batch_of(entry: Entry, posting: PostedRequest) -> RunBatch:
-    """The request that all members have posted, as a batch such as the coordinator would have ordered."""
+    """Return the request that all members have posted as a batch, as if the coordinator had ordered it."""
     member = posting.member
     number = FIRST_SEQUENCE + posting.number
     return RunBatch(
@@ -163,7 +164,7 @@ def _result(request: Request, posting: PostedRequest) -> Result:
     output = request.output
     assert output is not None
     root = posting.member.ranks.index(request.root)
-    # What the root sends is only read, and may be memory that can't be written to.
+    # The root's input is only read, and may be memory that can't be written to.
     if root != posting.member.index or output is not request.input:
         np.copyto(host_view(output).reshape(-1), posting.parts[root])
     return Result(output)

@@ -43,14 +43,14 @@ _monotonic_ns = time.monotonic_ns
 
 
 class Engine:
-    """One rank of a world. Made by :meth:`connect`; safe to use from any thread unless said otherwise.
+    """One rank of a world. Made by :meth:`connect`; safe to use from any thread unless a method names one.
 
     Attributes:
         rank: This rank.
         settings: The settings that the rank was started with.
         recorder: Spans and metrics of this rank.
         failed_cells: How many cells (or attempts of elastic training) have ended here with an error, so that bindings can
-            drop what one left half done.
+            drop work that one left half done.
         cells_begun: How many cells have begun here.
         elastic: This rank's part in elastic training.
         exports: The exports that hand this rank's metrics, or those of all ranks, to exporters.
@@ -107,7 +107,7 @@ class Engine:
         """Connect to the coordinator as a rank. Does not wait for other ranks.
 
         Args:
-            settings: Where the coordinator is, and all else that the engine goes by.
+            settings: The address of the coordinator, and all other settings of the engine.
             timeout: Seconds that connecting may take; ``None`` for ``settings.start_timeout``.
 
         Raises:
@@ -132,9 +132,9 @@ class Engine:
         self._control.wake()
 
     def _may_return(self) -> bool:
-        """Whether this rank can come back when the others have gone on without it, since there is a point at which it takes part again.
+        """Return whether this rank can return when the others have continued without it.
 
-        That is where training begins again, or the next cell. A script does not say where its collectives belong.
+        It needs a point at which it takes part again: a restart of training, or the next cell. A script has no such point.
         """
         return self.settings.cells_tracked or self._guarded.state.elastic
 
@@ -158,11 +158,11 @@ class Engine:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Ranks that live, as far as is known; one that has died or left may be in a process set for a moment yet."""
+        """Return the ranks that live, as far as is known; one that has died or left may be in a process set for a moment yet."""
         return self._dispatcher.world.alive
 
     def death_of(self, rank: int) -> str:
-        """How a rank has ended, as far as is known; empty if it lives, or has left in order."""
+        """Return how a rank has ended, as far as is known; empty if it lives, or has left in order."""
         last = self._dispatcher.world.last
         deaths = last.deaths if last is not None else ()
         return next((death.reason for death in deaths if death.rank == rank), "")
@@ -177,68 +177,68 @@ class Engine:
         if world is None or world.plane not in ("mpi", "hierarchical"):
             return
         if all("mpi" in member.planes for member in world.members):
-            registry.why_unavailable("mpi")  # why MPI can't be loaded is said by the first collective
+            registry.why_unavailable("mpi")  # the first collective reports why MPI can't be loaded
 
     # -- process sets ---------------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
-        """Living members of the world."""
+        """Return the number of living members of the world."""
         return len(self.ranks()) or 1
 
     def ranks(self, process_set: int = 0) -> tuple[int, ...]:
-        """Ranks of a process set's members, by position; empty if this rank does not know it."""
+        """Return the ranks of a process set's members, by position; empty if this rank does not know it."""
         group = self._guarded.state.sets.get(process_set)
         return group.ranks if group is not None else ()
 
     def epoch(self) -> int:
-        """The world's epoch: as long as it is the same, so are the world's members."""
+        """Return the world's epoch: as long as it is the same, so are the world's members."""
         group = self._guarded.state.sets.get(0)
         return group.epoch if group is not None else -1
 
     @property
     def failure(self) -> Cause | None:
-        """Why this rank's attempt at elastic training has failed, so that all it submits fails, until the ranks begin again."""
+        """Return the cause with which all submissions of this rank fail until the ranks of elastic training restart, or ``None``."""
         return self._guarded.state.failure
 
     def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:
-        """The world's epoch, and its members' processes as (rank, host, process id). A rank that was replaced has another process."""
+        """Return the world's epoch, and its members' processes as (rank, host, process id). A rank that was replaced has another process."""
         group = self._guarded.state.sets.get(0)
         if group is None:
             return -1, ()
         return group.epoch, tuple((member.rank, member.host, member.pid) for member in group.members)
 
     def plane(self, process_set: int = 0) -> str:
-        """Name of the data plane of a process set; empty if this rank does not know it."""
+        """Return the name of the data plane of a process set; empty if this rank does not know it."""
         group = self._guarded.state.sets.get(process_set)
         return group.plane if group is not None else ""
 
     def plane_text(self, process_set: int = 0) -> str:
-        """The data plane, with the size of its chunks once that was measured: ``shm in chunks of 512 KiB``."""
+        """Return the data plane, with the size of its chunks once that was measured: ``shm in chunks of 512 KiB``."""
         group = self._guarded.state.sets.get(process_set)
         return plane_text(group.plane, group.chunk_bytes) if group is not None else ""
 
     def device_plane(self, process_set: int, device: str) -> str:
-        """Name of the data plane for tensors on a device class; empty if there is none: stage them through the host.
+        """Return the name of the data plane for tensors on a device class; empty if there is none: stage them through the host.
 
-        The plane may be gone in the next epoch, if that has other members; what was submitted for it then fails with
+        The plane may be gone in the next epoch, if that has other members; requests that were submitted for it then fail with
         ``InvalidRequestError`` on all ranks.
         """
         group = self._guarded.state.sets.get(process_set)
         return group.device_planes.get(device, "") if group is not None else ""
 
     def device_planes(self, process_set: int = 0) -> tuple[str, ...]:
-        """Names of the data planes for tensors that are not on the host."""
+        """Return the names of the data planes for tensors that are not on the host."""
         group = self._guarded.state.sets.get(process_set)
         return tuple(group.device_planes.values()) if group is not None else ()
 
     def links(self, process_set: int = 0) -> Links:
-        """What the data of CUDA tensors goes over to the other ranks; empty until these have joined the plane for CUDA tensors."""
+        """Return the connections to the GPUs of the other ranks; empty until these have joined the plane for CUDA tensors."""
         group = self._guarded.state.sets.get(process_set)
         return group.links if group is not None else {}
 
     def planes(self, process_set: int = 0) -> tuple[str, ...]:
-        """The data plane, or what the hierarchical one consists of: the plane within hosts and that between them."""
+        """Return the data plane, or the parts of the hierarchical one: the plane within hosts and that between them."""
         group = self._guarded.state.sets.get(process_set)
         if group is None:
             return ()
@@ -247,11 +247,11 @@ class Engine:
         return group.options.get("inner", "shm"), group.options.get("outer", "gloo")
 
     def process_sets(self) -> dict[int, tuple[int, ...]]:
-        """Ids of the process sets that this rank knows, and their ranks."""
+        """Return the ranks of the process sets that this rank knows, by id."""
         return {id: group.ranks for id, group in dict(self._guarded.state.sets).items()}
 
     def knows_process_set(self, process_set: int) -> bool:
-        """Whether a process set that was added is still there, whether this rank is in it or not.
+        """Return whether a process set that was added is still there, whether this rank is in it or not.
 
         One that was being added or removed when the coordinator died may be gone once there is a successor.
         """
@@ -263,29 +263,29 @@ class Engine:
 
     @property
     def local_rank(self) -> int:
-        """Position among the ranks of this host."""
+        """Return the position among the ranks of this host."""
         given = self.settings.local_rank
         return self._where().local_rank if given is None else given
 
     def local_rank_in(self, process_set: int) -> int:
-        """Position among those ranks of this host that are in a process set to which this rank belongs."""
+        """Return the position among those ranks of this host that are in a process set to which this rank belongs."""
         group = self._guarded.state.sets[process_set]
         return place(self.rank, group.ranks, [member.host for member in group.members]).local_rank
 
     @property
     def local_size(self) -> int:
-        """Living ranks of this host."""
+        """Return the number of living ranks of this host."""
         return self._where().local_size
 
     @property
     def cross_rank(self) -> int:
-        """Position among the hosts that have a rank with this local rank."""
+        """Return the position among the hosts that have a rank with this local rank."""
         given = self.settings.cross_rank
         return self._where().cross_rank if given is None else given
 
     @property
     def cross_size(self) -> int:
-        """Number of the hosts that have a rank with this local rank."""
+        """Return the number of hosts that have a rank with this local rank."""
         return self._where().cross_size
 
     def _where(self) -> Place:
@@ -313,18 +313,18 @@ class Engine:
     def submit(self, request: Request, *, announce: bool = True, at_once: bool = False) -> Handle:
         """Submit a collective and return at once.
 
-        The control thread announces it, or the next wait or :meth:`flush` if that is sooner, together with all that was
-        submitted by then. Without ``announce`` only such a wait or :meth:`flush` announces it, or the next submission.
+        The control thread announces it, or the next wait or :meth:`flush` if that is sooner, together with all requests
+        that were submitted by then. Without ``announce`` only such a wait or :meth:`flush` announces it, or the next submission.
 
         Args:
-            request: What to do, and with which tensor.
+            request: The request.
             announce: Whether the control thread is woken to announce it.
-            at_once: Whether the caller waits for it next: the control thread is not woken then, and the wait may go the direct way.
+            at_once: Whether the caller waits for it next: the control thread is not woken then, and the wait may bypass the coordinator.
 
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
             DuplicateNameError: The name is in flight on this rank; every rank's pending one fails.
-            AbortedError: The coordinator is lost, or elastic training has to begin again.
+            AbortedError: The coordinator is lost, or elastic training has to restart.
             NotInitializedError: The engine is closed.
         """
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
@@ -336,7 +336,7 @@ class Engine:
         return handle
 
     def run(self, request: Request, timeout: float | None = None) -> Result:
-        """Submit, announce at once and wait: the quick way for one blocking collective. Raises what ``wait`` does."""
+        """Submit, announce at once and wait: the quick way for one blocking collective. Raises as ``wait`` does."""
         self.hooks.refuse_to_wait()
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
         try:
@@ -348,10 +348,10 @@ class Engine:
             raise
 
     def join(self, process_set: int = 0) -> int:
-        """Take part with zeros in what the other members do, until all have joined.
+        """Take part with zeros in the collectives of the other members, until all have joined.
 
         The other members need not wait for this rank any more: allreduces with SUM or AVERAGE (which still divides by all
-        members) and barriers go on without its call. Other collectives fail with ``JoinedRanksError`` on the ranks that
+        members) and barriers continue without its call. Other collectives fail with ``JoinedRanksError`` on the ranks that
         submit them.
 
         Returns:
@@ -363,7 +363,7 @@ class Engine:
         return self.run(Request(OpKind.JOIN, process_set=process_set)).last_joined
 
     def submit_group(self, requests: Sequence[Request], *, announce: bool = True) -> list[Handle]:
-        """Submit the tensors of a group. If one is refused, the others are withdrawn. Raises what ``submit`` does."""
+        """Submit the tensors of a group. If one is refused, the others are withdrawn. Raises as ``submit`` does."""
         now, site = _monotonic_ns(), call_site(2)
         handles = [Handle(self, request, request.site or site, now) for request in requests]
         submitted = 0
@@ -380,11 +380,11 @@ class Engine:
         return handles
 
     def flush(self) -> None:
-        """Announce what was submitted by now, without waiting for it."""
+        """Announce all submitted requests, without waiting for them."""
         self._guarded.flush_direct()
 
     def withdraw(self, text: str, process_set: int = 0, kind: CauseKind = CauseKind.WITHDRAWN) -> None:
-        """Give up on everything pending in a process set: it fails on all ranks with ``text``; the set goes on."""
+        """Give up on everything pending in a process set: it fails on all ranks with ``text``; the set remains."""
         self._dispatcher.withdraw(process_set, text, kind)
 
     def tell_blocked(self, handle: Handle, seconds: float) -> None:
@@ -399,11 +399,12 @@ class Engine:
         """Return the collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""
         return self._guarded.pending(_monotonic_ns())
 
-    # -- looking around -------------------------------------------------------------------------------------------
+    # -- pauses -------------------------------------------------------------------------------------------
 
     def pause(self, reason: str = "being looked at") -> None:
-        """The user looks around in this rank: until :meth:`resume` no clock of a stall runs on any rank, and the coordinator
-        says to no rank that it waits in vain for this one.
+        """Pause this rank, in which a user inspects something, until :meth:`resume`.
+
+        Meanwhile no clock of a stall runs on any rank, and the coordinator reports no wait for this one as stalled.
 
         May be called again for another reason before that. Any thread; does not wait.
         """
@@ -422,7 +423,7 @@ class Engine:
 
     @property
     def paused(self) -> str:
-        """Why the user looks around here, as it reads after ``rank 3 is``; empty if the rank is not paused."""
+        """Return the reason of the pause, as it reads after ``rank 3 is``; empty if the rank is not paused."""
         reasons = self._guarded.state.failover.paused
         return reasons[-1] if reasons else ""
 
@@ -451,7 +452,7 @@ class Engine:
         phases: Phases,
         ok: bool,
     ) -> None:
-        """Record what was asked of a parameter server, and see to it that it is sent.
+        """Record a request to a parameter server, and have it sent.
 
         The arguments are those of :meth:`~hvdlab.collectives.engine.span_log.SpanLog.request`.
         """
@@ -461,22 +462,22 @@ class Engine:
     # -- cells and mail -------------------------------------------------------------------------------------------
 
     def begin_cell(self, cell: str) -> None:
-        """A cell begins to run here."""
+        """Begin a cell on this rank."""
         self.cells_begun += 1
-        self._dispatcher.memory_retry.retry_now()  # the cell before may have closed what was open
+        self._dispatcher.memory_retry.retry_now()  # the cell before may have closed files
         self.recorder.cell_begin(cell)
         self._guarded.update(RankState.begin_cell, cell)
 
     def hold_interrupt(self) -> None:
-        """The running cell is interrupted, and native code that must not be left by an exception is in the way.
+        """Mark the running cell as interrupted while native code runs that must not be left by an exception.
 
-        Bindings withdraw what that code waits for from now on; :meth:`end_native_waits` has them withdraw what it waits for
-        already. Called by a signal's handler, so it takes no lock.
+        Bindings withdraw the collectives for which that code waits from now on; :meth:`end_native_waits` has them withdraw those
+        for which it waits already. Called by a signal's handler, so it takes no lock.
         """
         self.interrupt_held_in = self.cells_begun
 
     def interrupt_is_held(self) -> bool:
-        """Whether :meth:`hold_interrupt` was called in the running cell. Any thread."""
+        """Return whether :meth:`hold_interrupt` was called in the running cell. Any thread."""
         return self.interrupt_held_in == self.cells_begun > 0
 
     def end_native_waits(self) -> None:
@@ -484,7 +485,7 @@ class Engine:
         self._control.call(self._dispatcher.callbacks.end_native_waits)
 
     def end_cell(self, cell: str, error: str | None = None) -> None:
-        """A cell ended here; ``error`` is one line that says how it failed."""
+        """End a cell on this rank; ``error`` is one line about how it failed."""
         self.failed_cells += error is not None
         self.recorder.cell_end(cell, error is None)
         self._guarded.update(RankState.end_cell, cell, error or "")
@@ -526,12 +527,12 @@ class Engine:
 
     @property
     def waits_for_successor(self) -> bool:
-        """Whether a coordinator that was lost may be replaced, or has been."""
+        """Return whether a coordinator that was lost may be replaced, or has been."""
         return self.settings.reattach > 0 and self._guarded.state.lost is None
 
     @property
     def generation(self) -> int:
-        """How many coordinators have died before the one that this rank is connected to."""
+        """Return how many coordinators have died before the one that this rank is connected to."""
         return self._reconnecting.generation
 
     # -- timeline -------------------------------------------------------------------------------------------------
@@ -546,7 +547,7 @@ class Engine:
         self._timeline.start(path, mark_cycles)
 
     def stop_timeline(self) -> None:
-        """Complete the file, with what every rank has recorded by now. Raises ``OSError`` if the disk failed."""
+        """Complete the file, with the events that every rank has recorded by now. Raises ``OSError`` if the disk failed."""
         self._timeline.stop()
 
     # -- end ------------------------------------------------------------------------------------------------------
@@ -558,7 +559,7 @@ class Engine:
     def close(self, timeout: float = 5.0) -> None:
         """Leave the world in order and end all threads. Idempotent.
 
-        What is executing is finished first. Handles in flight then fail, on the other ranks as well.
+        Operations that execute are finished first. Handles in flight then fail, on the other ranks as well.
 
         Raises:
             InvalidRequestError: A completion hook calls it.
@@ -596,7 +597,7 @@ class Engine:
 
 
 def introduction(settings: Settings, rank: int) -> m.Hello:
-    """The message that a rank sends first on a new connection."""
+    """Return the message that a rank sends first on a new connection."""
     return m.Hello(
         m.PROTOCOL_VERSION,
         settings.token,
@@ -669,7 +670,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    # Two processes on one connection would be one rank that says everything twice.
+    # Two processes on one connection would be one rank that sends everything twice.
     for engine in list(_engines):
         engine._after_fork()
     _engines.clear()

@@ -51,11 +51,11 @@ Folds = dict[tuple[DType, ReduceOp], Fold]
 
 
 def run_batch(plane: Plane, batch: RunBatch, phases: Phases) -> tuple[list[Result], Completion | None]:
-    """Begin a batch.
+    """Begin the operations of a batch on its plane.
 
     Returns:
         The results, in the order of the batch's entries, and the completion after which their outputs are there; without a completion
-        they are there now. Blocks as the plane does; raises what the plane raises.
+        they are there now. Blocks and raises as the plane does.
     """
     entries = batch.entries
     kind = entries[0].request.kind
@@ -178,11 +178,10 @@ def _barrier(plane: Plane, request: Request, table: Tables, phases: Phases) -> B
 
 
 def source_of(batch: RunBatch) -> int:
-    """The rank that sends a message."""
+    """Return the rank that sends a message."""
     ranks = batch.entries[0].request.ranks
-    return (
-        batch.tables[0][0][0] if len(ranks) == 1 else ranks[0]
-    )  # the order says which one a receive from any rank gets
+    # For a receive from any rank the order names the sender.
+    return batch.tables[0][0][0] if len(ranks) == 1 else ranks[0]
 
 
 def run_message(pairs: Pairs, request: Request, sender: int, phases: Phases) -> Result:
@@ -202,13 +201,13 @@ def run_message(pairs: Pairs, request: Request, sender: int, phases: Phases) -> 
 
 
 def scatter_rows(rows: int, members: int) -> list[int]:
-    """Rows of ``rows`` that each member gets in a reducescatter: equally many, but the first ``rows % members`` get one more."""
+    """Return how many of ``rows`` each member gets in a reducescatter; the first ``rows % members`` get one more than the others."""
     base, more = divmod(rows, members)
     return [base + 1 if index < more else base for index in range(members)]
 
 
 def _rows_first(request: Request) -> tuple[Buffer, tuple[int, ...]]:
-    """The input, and the extents of one of its rows."""
+    """Return the input, and the extents of one of its rows."""
     source = request.input
     assert source is not None
     return buffer_of(source, request.dtype), source.shape[1:]
@@ -234,7 +233,7 @@ _ONE_BY_ONE: dict[OpKind, Callable[[Plane, Request, Tables, Phases], Begun]] = {
 
 
 def payload_of(request: Request, members: int) -> bytes:
-    """The tensor's bytes if it may travel with its announcement, else none."""
+    """Return the tensor's bytes if it may travel with its announcement, otherwise none."""
     source = request.input
     if source is None:
         return b""
@@ -249,7 +248,7 @@ def payload_of(request: Request, members: int) -> bytes:
 
 
 def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds, source: int = -1) -> Result:
-    """Compute an allreduce from all members' bytes, or take in a message of rank ``source``.
+    """Compute an allreduce from all members' bytes, or receive a message of rank ``source``.
 
     The caller keeps ``folds``, for one thread at a time.
     """
@@ -344,7 +343,7 @@ def _reduce_slices(
     postscale: float,
     phases: Phases,
 ) -> HostArray:
-    """This member's slice of the result, from the slices of all members (one in each row)."""
+    """Return this member's slice of the result, from the slices of all members (one in each row)."""
     with np.errstate(all="ignore"):
         start = monotonic_ns()
         vectors = widened(slices, dtype, prescale)

@@ -182,7 +182,7 @@ class RankState:
 
         Args:
             entry: The request.
-            plane: For one that needs the plane: the plane's epoch, and how many operations have begun on it.
+            plane: For one that needs the plane: the plane's epoch, and the number of operations that have begun on it.
             queued: Whether it was submitted: then it is posted in place of its announcement, if that was not sent yet.
 
         Returns:
@@ -248,7 +248,7 @@ class RankState:
             self._messages.append(m.DeclinePost(entry.request.process_set, entry.epoch, number))
 
     def report_posted_overdue(self, entry: Entry, seconds: float) -> None:
-        """Report a wait at the board that goes on since a member does not answer; the coordinator finds out which one."""
+        """Report a wait at the board that lasts since a member does not answer; the coordinator finds out which one."""
         if entry.phase == POSTED:
             local = self.locals.local_of(entry)
             group = self.sets[entry.request.process_set]
@@ -361,7 +361,7 @@ class RankState:
             group.given_up = (kind, text, site)
 
     def cancel(self, entry: Entry, kind: CauseKind, text: str) -> bool:
-        """Give up a message that waits for the other rank, and nothing else with it.
+        """Give up a message that waits for the other rank, and no other entry with it.
 
         Returns:
             Whether ``entry`` is such a message, as far as this rank knows.

@@ -120,7 +120,7 @@ class RankExport(Export):
         self._reader = PointReader()
 
     def feed(self, rank: int, batch: bytes) -> None:
-        """Take in a batch that rank ``rank`` has recorded. Control thread."""
+        """Put the points of a batch that rank ``rank`` has recorded. Control thread."""
         self.put(self._reader.read(batch))
         self.unaligned = self._reader.dropped
 
@@ -128,7 +128,7 @@ class RankExport(Export):
         """Write the points that were recorded by now, close the exporter and end the thread. Idempotent.
 
         Returns:
-            Whether that was done within ``timeout`` seconds; otherwise it goes on.
+            Whether that was done within ``timeout`` seconds; otherwise the export continues to close.
         """
         self._exports.remove(self)
         return super().close(timeout)

@@ -12,7 +12,12 @@ from hvdlab.collectives.protocol import messages as m
 
 
 class WorldView:
-    """Which ranks are expected, and which are there. Written by the control thread, read by any."""
+    """View of the world: the ranks that are expected, and those that are there. Written by the control thread, read by any.
+
+    Attributes:
+        last: The coordinator's last message about the world, or ``None``.
+        watchers: Called on the control thread with each such message.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -36,20 +41,20 @@ class WorldView:
             watcher(message)
 
     def configured(self, ranks: Sequence[int], epoch: int) -> None:
-        """Set 0 has these members now, in this epoch."""
+        """Keep the members of the world in this epoch."""
         with self._changed:
             self._let_in.update(set(ranks) & set(self.waiting))
             self._members, self._epoch = frozenset(ranks), epoch
             self._changed.notify_all()
 
     def released(self, reason: str) -> None:
-        """The coordinator has asked this rank to leave."""
+        """Wake waits, since the coordinator has asked this rank to leave."""
         with self._changed:
             self._released = reason
             self._changed.notify_all()
 
     def regrouped(self, ticket: int) -> None:
-        """The ranks of elastic training begin again; ``ticket`` is that of this rank's ``Regroup``."""
+        """Wake the wait for a restart of elastic training; ``ticket`` is that of this rank's ``Regroup``."""
         with self._changed:
             self._regrouped = ticket
             self._changed.notify_all()
@@ -75,10 +80,10 @@ class WorldView:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Ranks that live, as far as is known.
+        """Return the ranks that live, as far as this rank knows.
 
-        The coordinator sends ``World`` messages now and then only, so the members of a newer epoch may be the newer news: a
-        successor of the coordinator goes on without the ranks of which it hears from no rank that they lived.
+        The coordinator sends ``World`` messages now and then only, so the members of a newer epoch may be the newer news. A
+        successor of the coordinator continues without ranks that no rank reports as alive.
         """
         last = self.last
         if last is None:
@@ -94,18 +99,18 @@ class WorldView:
     def _missing(self) -> frozenset[int]:
         if self.last is None:
             return frozenset()
-        # A world that lost a rank goes on without it, also when it is made anew.
+        # A world that lost a rank continues without it, also after a restart.
         lost = {death.rank for death in self.last.deaths if death.admitted}
         return frozenset(self.last.expected) - self._members - lost
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Ranks that elastic training has to let in."""
+        """Return the ranks that elastic training has to let in."""
         return self.last.waiting if self.last is not None else ()
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """Ranks that are let go where elastic training lets the world change."""
+        """Return the ranks that are dismissed at the next reset point of elastic training."""
         return self.last.leaving if self.last is not None else ()
 
     def _others(self, rank: int) -> set[int]:
@@ -119,20 +124,22 @@ class WorldView:
         return [death for death in self.last.deaths if death.rank in missing]
 
     def wait_complete(self, timeout: float, rank: int, door: float = 0.0, size: int = 0) -> None:
-        """Wait until every expected rank is a member. Raises ``StartError`` that names the missing or the dead, and
-        ``ReleasedError`` if this rank was let go before.
+        """Wait until every expected rank is a member.
 
         Args:
             timeout: Seconds to wait.
             rank: This rank.
             door: Seconds to wait instead, if it is more, while this rank is one that elastic training has to let in.
-            size: How many ranks are expected: a world of fewer is not taken for complete before the coordinator has said which
-                ranks it is made of.
+            size: How many ranks are expected. A world of fewer is not complete before the coordinator has named its ranks.
+
+        Raises:
+            StartError: Ranks are missing or dead; the text names them.
+            ReleasedError: This rank was dismissed before.
         """
 
         def complete() -> bool:
             known = self.last is not None or len(self._members) >= max(size, 1)
-            # Elastic training goes on without those that are missing, and lets them in later.
+            # Elastic training continues without missing ranks, and lets them in later.
             training = self.last is not None and self.last.training and rank in self._members
             return known and bool(self._members) and (rank in self._let_in or training or not self._missing())
 
@@ -172,7 +179,7 @@ class WorldView:
 
 
 class ElasticMembership:
-    """Tells the coordinator where this rank is in elastic training, and waits for the other ranks.
+    """Membership of this rank in elastic training: it reports reset points to the coordinator and waits for the other ranks.
 
     Args:
         rank: This rank.
@@ -189,10 +196,10 @@ class ElasticMembership:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Training begins: from now on newcomers wait for :meth:`regroup`, and a failure ends all that is submitted.
+        """Begin training: from now on newcomers wait for a reset point, and a failure fails all later submissions.
 
-        Once the world's epoch was aborted, whatever this rank submits fails with the same cause, until it regroups. Other ranks may
-        have gone back to their last commit by then, and must not meet what this rank still submits. May be nested.
+        Once the world's epoch was aborted, each submission of this rank fails with the same cause, until all ranks restart. Other
+        ranks may have restored their last commit by then, and must not meet later submissions of this rank. May be nested.
         """
         with self._lock:
             self._depth += 1
@@ -201,7 +208,7 @@ class ElasticMembership:
         self._guarded.update(RankState.set_elastic, True)
 
     def end(self) -> None:
-        """Training has ended, in whatever way."""
+        """End training, after success or failure."""
         with self._lock:
             self._depth -= 1
             if self._depth > 0:
@@ -209,12 +216,12 @@ class ElasticMembership:
         self._guarded.update(RankState.set_elastic, False)
 
     def stop(self, reason: str = "", at_least: int = 1) -> None:
-        """This rank has stopped where the world may change. Collectives in which other ranks wait for it fail, and say why.
+        """Report that this rank has reached a reset point. Collectives in which other ranks wait for it fail with the reason.
 
         Does not wait; see :meth:`wait`.
 
         Args:
-            reason: What brought this rank here, if it failed; empty otherwise.
+            reason: Failure that brought this rank here; empty without one.
             at_least: Ranks that are needed to go on.
         """
         self._ticket += 1
@@ -226,7 +233,7 @@ class ElasticMembership:
 
         Raises:
             StartError: That did not happen within ``timeout`` seconds, or the coordinator is lost.
-            ReleasedError: This rank was let go: the others begin again without it.
+            ReleasedError: This rank was dismissed: the others restart without it.
         """
         if self._world.wait_regrouped(self._ticket, timeout):
             return
@@ -240,18 +247,18 @@ class ElasticMembership:
 
     @property
     def training(self) -> bool:
-        """Whether this rank is in elastic training."""
+        """Return whether this rank is in elastic training."""
         with self._lock:
             return self._depth > 0
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """Ranks that leave where the world may change."""
+        """Return the ranks that leave at the next reset point."""
         return self._world.leaving
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Ranks that wait to be let in."""
+        """Return the ranks that wait to be let in."""
         return self._world.waiting
 
     def watch(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> Callable[[], None]:

@@ -80,7 +80,7 @@ class Ways:
         for tensor, name in zip(self._tensors, self._names, strict=True):
             request = Request(OpKind.ALLREDUCE, name, tensor, tensor, DType.F32, ReduceOp.MAX)
             handles.append(Handle(self._engine, request, call_site(), time.monotonic_ns()))
-            self._engine._guarded.update(enter)
+            self._engine._locked.update(enter)
         batch = RunBatch(0, handles[0].epoch, 1 << 31, 0, tuple(handles), ())
         self._with_plane(lambda _: self._engine._executor.run_now(batch))
         for handle in handles:
@@ -99,7 +99,7 @@ class Ways:
         )
 
     def _with_plane(self, work: Callable[[Any], object]) -> None:
-        executor, epoch = self._engine._executor, self._engine._guarded.epoch(0)
+        executor, epoch = self._engine._executor, self._engine._locked.epoch(0)
         while not executor.with_idle_queue(0, epoch, lambda slot: (work(slot), True)[1]):
             pass  # the last job is being put away
 

@@ -281,7 +281,7 @@ class ControlHandlers:
 
     def __init__(
         self,
-        guarded: LockedState,
+        locked: LockedState,
         endpoint: Endpoint,
         executor: Executor,
         spans: SpanLog,
@@ -293,7 +293,7 @@ class ControlHandlers:
         self.callbacks = Callbacks()
         self.control = control
         self.reconnect: Callable[[str], None] = self.give_up
-        self._guarded = guarded
+        self._locked = locked
         self._endpoint = endpoint
         self._executor = executor
         self._spans = spans
@@ -329,7 +329,7 @@ class ControlHandlers:
                 self._handle(message)
 
     def flush(self) -> None:
-        self._guarded.flush()
+        self._locked.flush()
 
     def run_hooks(self) -> None:
         self._hooks.run()
@@ -339,11 +339,11 @@ class ControlHandlers:
         self._executor.wake()
 
     def _handle(self, message: m.Message) -> None:
-        effects = self._guarded.handle(message, time.monotonic_ns())
+        effects = self._locked.handle(message, time.monotonic_ns())
         if self.perform(effects):
             self._executor.wake()
         if isinstance(message, m.Configure):
-            logs.configured(self._guarded.state.rank, message)
+            logs.configured(self._locked.state.rank, message)
             planes = planes_text((message.plane, *message.device_planes.values()), {})
             self._spans.members(message.process_set, message.epoch, len(message.members), planes)
             if message.process_set == 0:
@@ -353,7 +353,7 @@ class ControlHandlers:
         elif isinstance(message, m.Regrouped):
             self.world.regrouped(message.ticket)
         elif isinstance(message, m.Abort):
-            logs.aborted(self._guarded.state.rank, message)
+            logs.aborted(self._locked.state.rank, message)
             # The orderly removal of a set ends its epoch by an abort as well. Where nothing was pending nothing has failed.
             removed = message.kind == CauseKind.MEMBERSHIP.value and not message.ranks
             if message.pending or not removed:
@@ -441,7 +441,7 @@ class ControlHandlers:
             state.linked(process_set, epoch, links)
             self._record_planes(state, process_set, epoch)
 
-        self._guarded.update(record)
+        self._locked.update(record)
 
     def _chunks_measured(self, process_set: int, epoch: int, chunk_bytes: int) -> None:
         """Keep and record the size of chunks that the plane of the host has measured as the best. Executor thread."""
@@ -450,7 +450,7 @@ class ControlHandlers:
             state.chunks_measured(process_set, epoch, chunk_bytes)
             self._record_planes(state, process_set, epoch)
 
-        self._guarded.update(record)
+        self._locked.update(record)
 
     def _record_planes(self, state: RankState, process_set: int, epoch: int) -> None:
         # Under the lock: otherwise the record of a newer epoch could come in between, and this one replace it.
@@ -468,29 +468,29 @@ class ControlHandlers:
         board = map_board(memory, place, members, effect.index, effect.epoch)
         if board is not None:
             member = BoardMember(board, effect.process_set, effect.index, effect.members)
-            self._guarded.update(RankState.attach_board, member)
+            self._locked.update(RankState.attach_board, member)
 
     def send(self, message: m.Message) -> None:
         """Send a message. Any thread."""
-        self._guarded.update(RankState.post, message)
+        self._locked.update(RankState.post, message)
 
     def withdraw(self, process_set: int, text: str, kind: CauseKind = CauseKind.WITHDRAWN) -> None:
         """End the epoch of a process set. Any thread."""
-        self._guarded.update(RankState.withdraw, process_set, kind, text)
+        self._locked.update(RankState.withdraw, process_set, kind, text)
 
     def _on_ping(self, message: m.Message) -> None:
         assert isinstance(message, m.Ping)
         now = time.monotonic_ns()
         self._endpoint.send(m.Pong(message.number, now))
         # The coordinator pings a rank from which it has heard nothing for a while: it may be stuck in an operation with others.
-        self._guarded.update(RankState.report_oldest_executing, now)
+        self._locked.update(RankState.report_oldest_executing, now)
         self.ask_clock()
 
     def ask_clock(self) -> None:
         """Compare clocks with the coordinator, if that is due."""
         question = self._spans.ask_clock()
         if question is not None:
-            self._guarded.post(question)
+            self._locked.post(question)
 
     def _on_pong(self, message: m.Message) -> None:
         assert isinstance(message, m.Pong)
@@ -521,7 +521,7 @@ class ControlHandlers:
     def _collect_events(self, body: bytes) -> None:
         """Send the events that were recorded by now, then the answer to the client that asks, on the same connection."""
         self.send_events()
-        self._guarded.post(m.Post(m.COLLECTED, body, ()))
+        self._locked.post(m.Post(m.COLLECTED, body, ()))
 
     def _events_due(self) -> None:
         self._spans.release_flush()
@@ -534,7 +534,7 @@ class ControlHandlers:
         self.ask_clock()
         batches = self._spans.take()
         for batch in batches:
-            self._guarded.post(m.Events(batch))
+            self._locked.post(m.Events(batch))
             self.callbacks.own_events(self._spans.recorder.rank, batch)
         return bool(batches)
 
@@ -546,8 +546,8 @@ class ControlHandlers:
             f"the coordinator is gone ({reason}), and what was in flight is lost with it; if another takes its place, "
             "the group goes on in a moment: run this again then"
         )
-        logs.lost(self._guarded.state.rank, text)
-        effects = self._guarded.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), text))
+        logs.lost(self._locked.state.rank, text)
+        effects = self._locked.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self._tickets.abort()
         self.perform(effects)
         self.reconnect(reason)
@@ -557,7 +557,7 @@ class ControlHandlers:
         control = self.control
         with control.reading:  # no other thread may read from the connection meanwhile
             self._members = KnownMembers()
-            self._guarded.reconnect(endpoint, self.world.alive, self.world.leaving)
+            self._locked.reconnect(endpoint, self.world.alive, self.world.leaving)
         control.renewed()
         self.callbacks.reconnected()
 
@@ -579,14 +579,14 @@ class ControlHandlers:
         )
 
     def _end(self, text: str) -> None:
-        logs.lost(self._guarded.state.rank, text)
+        logs.lost(self._locked.state.rank, text)
         self.lose(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self.world.lost(text)
         self.callbacks.leave(m.Leave(text))
 
     def lose(self, cause: Cause) -> None:
         """Fail everything pending. On the control thread, or on the thread that closes the engine after that one's end."""
-        effects = self._guarded.close(cause)
+        effects = self._locked.close(cause)
         self._tickets.abort()
         self.perform(effects)
 

@@ -51,7 +51,7 @@ class CoordinatorBypass:
     """Bypass of one rank. Any thread.
 
     Args:
-        guarded: The rank's state.
+        locked: The rank's state.
         executor: The rank's planes.
         spans: Where operations are recorded.
         schedule_events: Has the recorded spans sent.
@@ -59,12 +59,12 @@ class CoordinatorBypass:
 
     def __init__(
         self,
-        guarded: LockedState,
+        locked: LockedState,
         executor: Executor,
         spans: SpanLog,
         schedule_events: Callable[[], None],
     ) -> None:
-        self._guarded = guarded
+        self._locked = locked
         self._executor = executor
         self._spans = spans
         self._schedule_events = schedule_events
@@ -88,20 +88,20 @@ class CoordinatorBypass:
         if not fits(request):
             return queued
         if not needs_plane(request):
-            posting = self._guarded.try_post(handle, queued=queued)
+            posting = self._locked.try_post(handle, queued=queued)
             if posting is not None and self._agreed(handle, posting, limit):
                 self._compute(handle, posting)
             return queued or posting is not None
-        epoch = self._guarded.epoch(request.process_set)
+        epoch = self._locked.epoch(request.process_set)
         work = partial(self._meet, handle, epoch, queued, limit)
         return self._executor.with_idle_queue((request.process_set, epoch, request.device), work) or queued
 
     def _meet(self, handle: Handle, epoch: int, queued: bool, limit: Limit | None, slot: PlaneSlot) -> bool:
         """Agree on a request that needs the plane, and execute it, while this thread has the executor's queue."""
-        posting = self._guarded.try_post(handle, (epoch, slot.operations), queued=queued)
+        posting = self._locked.try_post(handle, (epoch, slot.operations), queued=queued)
         if posting is not None and self._agreed(handle, posting, limit):
             now = monotonic_ns()
-            self._guarded.update(RankState.start_posted, handle, posting.member, now)
+            self._locked.update(RankState.start_posted, handle, posting.member, now)
             self._executor.run_now(batch_of(handle, posting))
         return posting is not None
 
@@ -113,7 +113,7 @@ class CoordinatorBypass:
             self._wait(handle, posting, limit)
         if board.complete(number) and board.agreed(number):
             return True
-        self._guarded.update(RankState.finish_posting, handle, posting.member, agreed=False)
+        self._locked.update(RankState.finish_posting, handle, posting.member, agreed=False)
         return False
 
     def _compute(self, handle: Handle, posting: PostedRequest) -> None:
@@ -124,9 +124,9 @@ class CoordinatorBypass:
         except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends with this reason
             self._executor.failed(member.process_set, member.board.epoch, error)
             text = f"{type(error).__name__}: {error}"
-            self._guarded.update(RankState.fail_posted, member, text)
+            self._locked.update(RankState.fail_posted, member, text)
             return
-        self._guarded.finish_posted(handle, posting, result)
+        self._locked.finish_posted(handle, posting, result)
         if self._spans.enabled:
             batch = batch_of(handle, posting)
             if self._spans.batch(batch, handle.received, monotonic_ns(), Phases()):
@@ -136,14 +136,14 @@ class CoordinatorBypass:
         board, number = posting.member.board, posting.number
         if board.wait(number, PATIENCE * max(1.0, board.members / FEW)):
             return
-        self._guarded.update(RankState.ask_to_decline, handle, number)
+        self._locked.update(RankState.ask_to_decline, handle, number)
         if board.wait(number, OVERDUE if limit is None else min(OVERDUE, limit.seconds)):
             return
-        self._guarded.update(RankState.report_posted_overdue, handle, OVERDUE)
+        self._locked.update(RankState.report_posted_overdue, handle, OVERDUE)
         if limit is not None:
             if board.wait(number, max(limit.seconds - OVERDUE, 0.0)):
                 return
-            self._guarded.withdraw(handle, CauseKind.TIMEOUT, limit.text)
+            self._locked.withdraw(handle, CauseKind.TIMEOUT, limit.text)
         board.wait(number, None)
 
 

@@ -64,9 +64,9 @@ class Engine:
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
         self.hooks = CompletionHooks(rank, self._wake)
-        guarded = LockedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
+        locked = LockedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
         self.rank, self.settings = rank, settings
-        self._guarded = guarded
+        self._locked = locked
         self._place: tuple[int, Place] | None = None
         self.failed_cells = self.cells_begun = self.interrupt_held_in = 0
         self.farewell = "shutdown"
@@ -74,31 +74,29 @@ class Engine:
         self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint
-        self._submit = guarded.submit
+        self._submit = locked.submit
         self._closed = threading.Event()
         self._control = Control(endpoint, str(rank))
-        outcomes = BatchOutcomes(guarded, self._spans, lambda: self._dispatcher.schedule_events())
+        outcomes = BatchOutcomes(locked, self._spans, lambda: self._handlers.schedule_events())
         self._executor = Executor(outcomes, self.hooks, str(rank))
-        self._dispatcher = ControlHandlers(
-            guarded, endpoint, self._executor, self._spans, self.hooks, settings.address, self._control
+        self._handlers = ControlHandlers(
+            locked, endpoint, self._executor, self._spans, self.hooks, settings.address, self._control
         )
         hello = introduction(settings, rank)
         self._reconnecting = Reconnecting(
-            settings, hello, generation, self._dispatcher, self._control, self._may_return
+            settings, hello, generation, self._handlers, self._control, self._may_return
         )
-        self._leader = InlineExecutor(guarded, endpoint, self._control, self._executor)
-        self._direct = CoordinatorBypass(
-            guarded, self._executor, self._spans, self._dispatcher.schedule_events
-        )
-        self._waiter = HandleWaiter(rank, guarded, self._leader, self._executor, self.hooks, self._direct)
+        self._inline = InlineExecutor(locked, endpoint, self._control, self._executor)
+        self._bypass = CoordinatorBypass(locked, self._executor, self._spans, self._handlers.schedule_events)
+        self._waiter = HandleWaiter(rank, locked, self._inline, self._executor, self.hooks, self._bypass)
         self.wait_for = self._waiter.wait_for
-        subscription = Subscription(self._dispatcher)
+        subscription = Subscription(self._handlers)
         self._timeline = TimelineTap(subscription)
-        self.exports = MetricExports(self._dispatcher, subscription)
-        self.elastic = ElasticMembership(rank, guarded, self._dispatcher.world)
+        self.exports = MetricExports(self._handlers, subscription)
+        self.elastic = ElasticMembership(rank, locked, self._handlers.world)
         _engines.add(self)
-        self._control.start(self._dispatcher)
-        self._control.call(self._dispatcher.ask_clock)
+        self._control.start(self._handlers)
+        self._control.call(self._handlers.ask_clock)
         interval = settings.metrics_interval if settings.record else 0.0
         self._sampler = sampler_of_rank(self.metric, interval, rank)
 
@@ -136,7 +134,7 @@ class Engine:
 
         It needs a point at which it takes part again: a restart of training, or the next cell. A script has no such point.
         """
-        return self.settings.cells_tracked or self._guarded.state.elastic
+        return self.settings.cells_tracked or self._locked.state.elastic
 
     # -- the world ------------------------------------------------------------------------------------------------
 
@@ -147,33 +145,33 @@ class Engine:
             StartError: Some are not there after ``timeout`` seconds, or have died before; the text names them.
         """
         settings = self.settings
-        self._dispatcher.world.wait_complete(timeout, self.rank, settings.elastic_timeout, settings.size or 0)
+        self._handlers.world.wait_complete(timeout, self.rank, settings.elastic_timeout, settings.size or 0)
         if settings.thread_affinity:
             bind(settings.thread_affinity, self.local_rank, [self._control.thread, *self._executor.threads])
         self._begin_mpi()
 
     def on_world(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when ranks of the world have come, left or died; it must not block."""
-        self._dispatcher.world.watchers.append(lambda world: callback())
+        self._handlers.world.watchers.append(lambda world: callback())
 
     @property
     def living(self) -> tuple[int, ...]:
         """Return the ranks that live, as far as is known; one that has died or left may be in a process set for a moment yet."""
-        return self._dispatcher.world.alive
+        return self._handlers.world.alive
 
     def death_of(self, rank: int) -> str:
         """Return how a rank has ended, as far as is known; empty if it lives, or has left in order."""
-        last = self._dispatcher.world.last
+        last = self._handlers.world.last
         deaths = last.deaths if last is not None else ()
         return next((death.reason for death in deaths if death.rank == rank), "")
 
     def world_store(self) -> KeyValue:
         """Values that the members of the world exchange in its present epoch; see :meth:`wait_for_world`."""
-        return self._dispatcher.store(0, self._guarded.state.sets[0].epoch)
+        return self._handlers.store(0, self._locked.state.sets[0].epoch)
 
     def _begin_mpi(self) -> None:
         """Load MPI if the world uses it: loading waits for all of MPI's processes, and later only some ranks might do it."""
-        world = self._guarded.state.sets.get(0)
+        world = self._locked.state.sets.get(0)
         if world is None or world.plane not in ("mpi", "hierarchical"):
             return
         if all("mpi" in member.planes for member in world.members):
@@ -188,34 +186,34 @@ class Engine:
 
     def ranks(self, process_set: int = 0) -> tuple[int, ...]:
         """Return the ranks of a process set's members, by position; empty if this rank does not know it."""
-        group = self._guarded.state.sets.get(process_set)
+        group = self._locked.state.sets.get(process_set)
         return group.ranks if group is not None else ()
 
     def epoch(self) -> int:
         """Return the world's epoch: as long as it is the same, so are the world's members."""
-        group = self._guarded.state.sets.get(0)
+        group = self._locked.state.sets.get(0)
         return group.epoch if group is not None else -1
 
     @property
     def failure(self) -> Cause | None:
         """Return the cause with which all submissions of this rank fail until the ranks of elastic training restart, or ``None``."""
-        return self._guarded.state.failure
+        return self._locked.state.failure
 
     def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:
         """Return the world's epoch, and its members' processes as (rank, host, process id). A rank that was replaced has another process."""
-        group = self._guarded.state.sets.get(0)
+        group = self._locked.state.sets.get(0)
         if group is None:
             return -1, ()
         return group.epoch, tuple((member.rank, member.host, member.pid) for member in group.members)
 
     def plane(self, process_set: int = 0) -> str:
         """Return the name of the data plane of a process set; empty if this rank does not know it."""
-        group = self._guarded.state.sets.get(process_set)
+        group = self._locked.state.sets.get(process_set)
         return group.plane if group is not None else ""
 
     def plane_text(self, process_set: int = 0) -> str:
         """Return the data plane, with the size of its chunks once that was measured: ``shm in chunks of 512 KiB``."""
-        group = self._guarded.state.sets.get(process_set)
+        group = self._locked.state.sets.get(process_set)
         return plane_text(group.plane, group.chunk_bytes) if group is not None else ""
 
     def device_plane(self, process_set: int, device: str) -> str:
@@ -224,22 +222,22 @@ class Engine:
         The plane may be gone in the next epoch, if that has other members; requests that were submitted for it then fail with
         ``InvalidRequestError`` on all ranks.
         """
-        group = self._guarded.state.sets.get(process_set)
+        group = self._locked.state.sets.get(process_set)
         return group.device_planes.get(device, "") if group is not None else ""
 
     def device_planes(self, process_set: int = 0) -> tuple[str, ...]:
         """Return the names of the data planes for tensors that are not on the host."""
-        group = self._guarded.state.sets.get(process_set)
+        group = self._locked.state.sets.get(process_set)
         return tuple(group.device_planes.values()) if group is not None else ()
 
     def links(self, process_set: int = 0) -> Links:
         """Return the connections to the GPUs of the other ranks; empty until these have joined the plane for CUDA tensors."""
-        group = self._guarded.state.sets.get(process_set)
+        group = self._locked.state.sets.get(process_set)
         return group.links if group is not None else {}
 
     def planes(self, process_set: int = 0) -> tuple[str, ...]:
         """Return the data plane, or the parts of the hierarchical one: the plane within hosts and that between them."""
-        group = self._guarded.state.sets.get(process_set)
+        group = self._locked.state.sets.get(process_set)
         if group is None:
             return ()
         if group.plane != "hierarchical":
@@ -248,18 +246,18 @@ class Engine:
 
     def process_sets(self) -> dict[int, tuple[int, ...]]:
         """Return the ranks of the process sets that this rank knows, by id."""
-        return {id: group.ranks for id, group in dict(self._guarded.state.sets).items()}
+        return {id: group.ranks for id, group in dict(self._locked.state.sets).items()}
 
     def knows_process_set(self, process_set: int) -> bool:
         """Return whether a process set that was added is still there, whether this rank is in it or not.
 
         One that was being added or removed when the coordinator died may be gone once there is a successor.
         """
-        return process_set in self._guarded.state.failover.sets
+        return process_set in self._locked.state.failover.sets
 
     def added_process_sets(self) -> dict[int, tuple[int, ...]]:
         """Return the ranks of each process set that was added and is still there, by id; also of those without this rank."""
-        return dict(self._guarded.state.failover.sets)
+        return dict(self._locked.state.failover.sets)
 
     @property
     def local_rank(self) -> int:
@@ -269,7 +267,7 @@ class Engine:
 
     def local_rank_in(self, process_set: int) -> int:
         """Return the position among those ranks of this host that are in a process set to which this rank belongs."""
-        group = self._guarded.state.sets[process_set]
+        group = self._locked.state.sets[process_set]
         return place(self.rank, group.ranks, [member.host for member in group.members]).local_rank
 
     @property
@@ -289,7 +287,7 @@ class Engine:
         return self._where().cross_size
 
     def _where(self) -> Place:
-        group = self._guarded.state.sets.get(0)
+        group = self._locked.state.sets.get(0)
         if group is None or group.index < 0:
             return Place(0, 1, 0, 1)
         if self._place is None or self._place[0] != group.epoch:
@@ -332,7 +330,7 @@ class Engine:
         if at_once:
             handle.at_once = self.settings.direct
         elif announce:
-            self._guarded.want_flush()
+            self._locked.want_flush()
         return handle
 
     def run(self, request: Request, timeout: float | None = None) -> Result:
@@ -340,7 +338,7 @@ class Engine:
         self.hooks.refuse_to_wait()
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
         try:
-            if timeout is not None or not self.settings.direct or not self._direct.run(handle):
+            if timeout is not None or not self.settings.direct or not self._bypass.run(handle):
                 self._submit(handle)
             return handle.wait(timeout)
         except KeyboardInterrupt:
@@ -373,31 +371,31 @@ class Engine:
                 submitted += 1
         except BaseException:
             if submitted:  # those would wait for ever for the rest of their group
-                self._guarded.withdraw(handles[0], CauseKind.WITHDRAWN, "a tensor of its group was refused")
+                self._locked.withdraw(handles[0], CauseKind.WITHDRAWN, "a tensor of its group was refused")
             raise
         if announce:
-            self._guarded.want_flush()
+            self._locked.want_flush()
         return handles
 
     def flush(self) -> None:
         """Announce all submitted requests, without waiting for them."""
-        self._guarded.flush_direct()
+        self._locked.flush_direct()
 
     def withdraw(self, text: str, process_set: int = 0, kind: CauseKind = CauseKind.WITHDRAWN) -> None:
         """Give up on everything pending in a process set: it fails on all ranks with ``text``; the set remains."""
-        self._dispatcher.withdraw(process_set, text, kind)
+        self._handlers.withdraw(process_set, text, kind)
 
     def tell_blocked(self, handle: Handle, seconds: float) -> None:
         """See :meth:`Handle.tell_blocked`. Any thread; does not wait."""
-        self._guarded.update(RankState.report_waiting, handle, seconds)
+        self._locked.update(RankState.report_waiting, handle, seconds)
 
     def tell_unblocked(self, handle: Handle) -> None:
         """See :meth:`Handle.tell_unblocked`. Any thread; does not wait."""
-        self._guarded.update(RankState.report_done_waiting, handle)
+        self._locked.update(RankState.report_done_waiting, handle)
 
     def pending(self) -> list[PendingCollective]:
         """Return the collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""
-        return self._guarded.pending(_monotonic_ns())
+        return self._locked.pending(_monotonic_ns())
 
     # -- pauses -------------------------------------------------------------------------------------------
 
@@ -408,7 +406,7 @@ class Engine:
 
         May be called again for another reason before that. Any thread; does not wait.
         """
-        self._guarded.update(lambda state: state.paused((*state.failover.paused, reason)))
+        self._locked.update(lambda state: state.paused((*state.failover.paused, reason)))
 
     def resume(self, reason: str = "being looked at") -> None:
         """End the pause that :meth:`pause` began for this reason; without one nothing happens. Any thread; does not wait."""
@@ -419,12 +417,12 @@ class Engine:
                 left.remove(reason)
                 state.paused(tuple(left))
 
-        self._guarded.update(resume)
+        self._locked.update(resume)
 
     @property
     def paused(self) -> str:
         """Return the reason of the pause, as it reads after ``rank 3 is``; empty if the rank is not paused."""
-        reasons = self._guarded.state.failover.paused
+        reasons = self._locked.state.failover.paused
         return reasons[-1] if reasons else ""
 
     # -- metrics --------------------------------------------------------------------------------------------------
@@ -432,7 +430,7 @@ class Engine:
     def metric(self, name: str, value: float, step: int | None = None, time_ns: int | None = None) -> None:
         """Record a number and see to it that it is sent; ``time_ns`` is when it was measured, by default now."""
         self.recorder.metric(name, value, step, time_ns)
-        self._dispatcher.schedule_events()
+        self._handlers.schedule_events()
 
     def introduce_group(self, group: int) -> None:
         """Let the timeline know that each request of this group is one rank's alone; see :meth:`record_request`."""
@@ -457,16 +455,16 @@ class Engine:
         The arguments are those of :meth:`~hvdlab.collectives.engine.span_log.SpanLog.request`.
         """
         if self._spans.request(name, site, kind, dtype, group, sequence, batch, nbytes, times, phases, ok):
-            self._dispatcher.schedule_events()
+            self._handlers.schedule_events()
 
     # -- cells and mail -------------------------------------------------------------------------------------------
 
     def begin_cell(self, cell: str) -> None:
         """Begin a cell on this rank."""
         self.cells_begun += 1
-        self._dispatcher.memory_retry.retry_now()  # the cell before may have closed files
+        self._handlers.memory_retry.retry_now()  # the cell before may have closed files
         self.recorder.cell_begin(cell)
-        self._guarded.update(RankState.begin_cell, cell)
+        self._locked.update(RankState.begin_cell, cell)
 
     def hold_interrupt(self) -> None:
         """Mark the running cell as interrupted while native code runs that must not be left by an exception.
@@ -482,26 +480,26 @@ class Engine:
 
     def end_native_waits(self) -> None:
         """Have bindings withdraw the collectives that native code may be waiting for. Any thread; does not wait."""
-        self._control.call(self._dispatcher.callbacks.end_native_waits)
+        self._control.call(self._handlers.callbacks.end_native_waits)
 
     def end_cell(self, cell: str, error: str | None = None) -> None:
         """End a cell on this rank; ``error`` is one line about how it failed."""
         self.failed_cells += error is not None
         self.recorder.cell_end(cell, error is None)
-        self._guarded.update(RankState.end_cell, cell, error or "")
-        self._dispatcher.schedule_events()
+        self._locked.update(RankState.end_cell, cell, error or "")
+        self._handlers.schedule_events()
 
     def post(self, topic: str, body: bytes, to: Sequence[int] | None = None) -> None:
         """Send mail to ranks, or to all clients if ``to`` is ``None``. Silently lost if the coordinator is gone."""
-        self._dispatcher.send(m.Post(topic, body, tuple(to or ())))
+        self._handlers.send(m.Post(topic, body, tuple(to or ())))
 
     def on_mail(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
         """Call ``callback(sender, body)`` on the control thread; it must not block. Sender -1 is a client."""
-        self._dispatcher.callbacks.on(topic, callback)
+        self._handlers.callbacks.on(topic, callback)
 
     def on_interrupt(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when the notebook interrupts this rank."""
-        self._dispatcher.callbacks.interrupts.append(callback)
+        self._handlers.callbacks.interrupts.append(callback)
 
     def on_native_waits(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread to withdraw collectives that native code may be waiting for, without Python's lock.
@@ -509,26 +507,26 @@ class Engine:
         That is when the notebook interrupts this rank, and again for an interrupt that is held (:meth:`hold_interrupt`).
         """
         self.on_interrupt(callback)
-        self._dispatcher.callbacks.native_waits.append(callback)
+        self._handlers.callbacks.native_waits.append(callback)
 
     def on_leave(self, callback: Callable[[str], None]) -> None:
         """Call ``callback(reason)`` on the control thread when this rank is to leave.
 
         That is also when the coordinator is lost and has no successor. If it has happened already, this calls the callback.
         """
-        self._dispatcher.callbacks.on_leave(callback)
+        self._handlers.callbacks.on_leave(callback)
 
     def on_reconnected(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when this rank has found the coordinator's successor.
 
         Mail that was on its way when the coordinator died may be lost; mail that this rank posted since then has been sent.
         """
-        self._dispatcher.callbacks.reconnections.append(callback)
+        self._handlers.callbacks.reconnections.append(callback)
 
     @property
     def waits_for_successor(self) -> bool:
         """Return whether a coordinator that was lost may be replaced, or has been."""
-        return self.settings.reattach > 0 and self._guarded.state.lost is None
+        return self.settings.reattach > 0 and self._locked.state.lost is None
 
     @property
     def generation(self) -> int:
@@ -567,32 +565,32 @@ class Engine:
         if self._closed.is_set():
             return
         self.hooks.refuse_to_wait()
-        self._guarded.unusable = NotInitializedError("the engine of this rank")
+        self._locked.unusable = NotInitializedError("the engine of this rank")
         if self._sampler is not None:
             self._sampler.close(timeout)
         on_control = threading.current_thread() is self._control.thread
-        _drain(self._guarded, self.rank, self.farewell, None if on_control else Deadline(timeout))
+        _drain(self._locked, self.rank, self.farewell, None if on_control else Deadline(timeout))
         self._timeline.stop()
         self.exports.close(timeout)
         self._closed.set()
         self._reconnecting.cancel(timeout)
         self._control.call(self._say_bye)
         self._control.stop(timeout)
-        self._dispatcher.lose(Cause(CauseKind.SHUTDOWN, (self.rank,), f"rank {self.rank} shut down"))
+        self._handlers.lose(Cause(CauseKind.SHUTDOWN, (self.rank,), f"rank {self.rank} shut down"))
         self._executor.close(timeout)
         self.hooks.run()
-        self._leader.close()
+        self._inline.close()
         self._control.close()
         _engines.discard(self)
 
     def _say_bye(self) -> None:
-        self._dispatcher.send_events()
-        self._guarded.post(m.Bye(self.farewell))
+        self._handlers.send_events()
+        self._locked.post(m.Bye(self.farewell))
 
     def _after_fork(self) -> None:
         self._closed.set()
         self.hooks.after_fork()
-        self._guarded.after_fork(NotInitializedError("a rank's engine in a forked process"))
+        self._locked.after_fork(NotInitializedError("a rank's engine in a forked process"))
         self._control.after_fork()
 
 
@@ -618,7 +616,7 @@ def introduction(settings: Settings, rank: int) -> m.Hello:
     )
 
 
-def _drain(guarded: LockedState, rank: int, why: str, deadline: Deadline | None) -> None:
+def _drain(locked: LockedState, rank: int, why: str, deadline: Deadline | None) -> None:
     """Wait for the operations that are executing, then give up all other entries, on all ranks.
 
     A rank that leaves finishes its operations, since the other members are in the middle of them, too. The coordinator may be
@@ -626,19 +624,19 @@ def _drain(guarded: LockedState, rank: int, why: str, deadline: Deadline | None)
     entries are given up, too. Nothing may be submitted meanwhile.
 
     Args:
-        guarded: The rank's state.
+        locked: The rank's state.
         rank: This rank.
         why: Why it leaves, as the other ranks read it.
         deadline: How long to wait; ``None``, without a wait, if the calling thread is needed for the operations to end.
     """
     try:
         if deadline is not None:
-            _finish_executing(guarded, deadline)
+            _finish_executing(locked, deadline)
     finally:
-        guarded.update(_give_up, f"rank {rank} left the job ({why})")
+        locked.update(_give_up, f"rank {rank} left the job ({why})")
 
 
-def _finish_executing(guarded: LockedState, deadline: Deadline) -> None:
+def _finish_executing(locked: LockedState, deadline: Deadline) -> None:
     executing: list[Handle] = []
 
     def find(state: RankState) -> None:
@@ -649,14 +647,14 @@ def _finish_executing(guarded: LockedState, deadline: Deadline) -> None:
             if entry.phase == EXECUTING and isinstance(entry, Handle)
         ]
 
-    guarded.update(find)
+    locked.update(find)
     while executing:
         for handle in executing:
             left = deadline.remaining()
             if not handle.done_lock.acquire(timeout=-1 if left is None else left):
                 return
             handle.release_waiters()
-        guarded.update(find)
+        locked.update(find)
 
 
 def _give_up(state: RankState, text: str) -> None:

@@ -48,18 +48,18 @@ class HandleWaiter:
     def __init__(
         self,
         rank: int,
-        guarded: LockedState,
-        leader: InlineExecutor,
+        locked: LockedState,
+        inline: InlineExecutor,
         executor: Executor,
         hooks: CompletionHooks,
-        direct: CoordinatorBypass,
+        bypass: CoordinatorBypass,
     ) -> None:
         self._rank = rank
-        self._guarded = guarded
-        self._leader = leader
+        self._locked = locked
+        self._inline = inline
         self._executor = executor
         self._hooks = hooks
-        self._direct = direct
+        self._bypass = bypass
 
     def wait_for(self, handle: Handle, timeout: float | None, limit: Limit | None = None) -> None:
         """Wait until the handle has ended, or withdraw it once the limit has passed; see :meth:`Handle.wait`.
@@ -71,13 +71,13 @@ class HandleWaiter:
             if handle.at_once:
                 handle.at_once = False
                 if timeout is None or limit is not None:
-                    self._direct.run(handle, queued=True, limit=limit)
+                    self._bypass.run(handle, queued=True, limit=limit)
             if not handle.done():
                 self._wait_indirectly(handle, timeout)
         except TimeoutError:
             if limit is None:
                 raise
-            self._guarded.withdraw(handle, CauseKind.TIMEOUT, limit.text)
+            self._locked.withdraw(handle, CauseKind.TIMEOUT, limit.text)
         except KeyboardInterrupt:
             self._interrupted(handle)
             raise
@@ -87,10 +87,10 @@ class HandleWaiter:
 
     def _wait_indirectly(self, handle: Handle, timeout: float | None) -> None:
         if timeout is None:
-            left = self._leader.wait_and_execute(handle, BLOCKED_AFTER)
+            left = self._inline.wait_and_execute(handle, BLOCKED_AFTER)
         else:
             # Not inline: this thread could be in the middle of an operation, which does not check the time.
-            self._guarded.flush_direct()
+            self._locked.flush_direct()
             left = min(BLOCKED_AFTER, max(timeout, 0.0))
         if not handle.done_lock.acquire(timeout=left) and not self._wait_long(handle, timeout):
             raise TimeoutError(
@@ -102,11 +102,11 @@ class HandleWaiter:
         """Report to the coordinator that this thread is blocked, so that it finds deadlocks, and wait on."""
         if timeout is not None and timeout <= BLOCKED_AFTER:
             return False
-        self._guarded.update(RankState.report_waiting, handle, BLOCKED_AFTER)
+        self._locked.update(RankState.report_waiting, handle, BLOCKED_AFTER)
         try:
             return handle.done_lock.acquire(timeout=-1 if timeout is None else timeout - BLOCKED_AFTER)
         finally:
-            self._guarded.update(RankState.report_done_waiting, handle)
+            self._locked.update(RankState.report_done_waiting, handle)
 
     def withdraw_after_interrupt(self, handle: Handle) -> None:
         """Withdraw a handle of :meth:`Engine.run` after an interrupt: only this thread knows it, so no thread will wait for it."""
@@ -114,28 +114,26 @@ class HandleWaiter:
             self._interrupted(handle)
 
     def _interrupted(self, handle: Handle) -> None:
-        self._leader.interrupted()
+        self._inline.interrupted()
         text = f"rank {self._rank} was interrupted"
-        self._guarded.withdraw(handle, CauseKind.INTERRUPTED, text)
+        self._locked.withdraw(handle, CauseKind.INTERRUPTED, text)
         # This thread may have been executing an operation of another process set meanwhile.
         for set_id, epoch in self._executor.pop_interrupted():
-            self._guarded.update(_withdraw, set_id, epoch, text, handle.site)
+            self._locked.update(_withdraw, set_id, epoch, text, handle.site)
 
 
 class InlineExecutor:
     """Inline execution of orders, by at most one user's thread at a time.
 
     Args:
-        guarded: The rank's state.
+        locked: The rank's state.
         endpoint: The connection.
         control: The control thread, which pauses reading meanwhile.
         executor: The executor, whose queued jobs the thread runs.
     """
 
-    def __init__(
-        self, guarded: LockedState, endpoint: Endpoint, control: Control, executor: Executor
-    ) -> None:
-        self._guarded = guarded
+    def __init__(self, locked: LockedState, endpoint: Endpoint, control: Control, executor: Executor) -> None:
+        self._locked = locked
         self._endpoint = endpoint
         self._control = control
         self._executor = executor
@@ -154,7 +152,7 @@ class InlineExecutor:
         """
         # Locks are only taken by ``with`` here: an interrupt can't come between taking one and having it released at the end.
         if self._wakeup < 0 or self._control.socket_owner.locked() or self._endpoint.backlog:
-            self._guarded.flush_direct()
+            self._locked.flush_direct()
             return seconds
         with self._control.socket_owner:
             deadline = time.monotonic() + seconds
@@ -175,12 +173,12 @@ class InlineExecutor:
         control = self._control
         try:
             if not control.pause_reading():
-                self._guarded.flush_direct()
+                self._locked.flush_direct()
                 return False
             if self._endpoint.fileno() != self._fd and not self._watch_socket():
                 return False
             # Only after pause_reading(): otherwise the answer might wake the control thread before this thread polls.
-            self._guarded.flush_direct()
+            self._locked.flush_direct()
             handle.wakeup = self._wakeup
             if handle.done():
                 return True
@@ -219,7 +217,7 @@ class InlineExecutor:
                 return False
             message = decode_to_peer(payload)
             assert isinstance(message, Execute)
-            self._guarded.execute(message, time.monotonic_ns(), endpoint.early, self._executor.enqueue)
+            self._locked.execute(message, time.monotonic_ns(), endpoint.early, self._executor.enqueue)
         return True
 
     def interrupted(self) -> None:

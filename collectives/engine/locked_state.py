@@ -342,18 +342,18 @@ class BatchOutcomes:
     """Receiver of ends of batches. The executor calls it on the thread that ran the batch.
 
     Args:
-        guarded: The rank's state.
+        locked: The rank's state.
         spans: Where batches are recorded.
         schedule_events: Has the recorded spans sent.
     """
 
-    def __init__(self, guarded: LockedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
-        self._guarded, self._spans, self._schedule_events = guarded, spans, schedule_events
+    def __init__(self, locked: LockedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
+        self._locked, self._spans, self._schedule_events = locked, spans, schedule_events
 
     def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None:
         """End the handles of an executed batch, and record it. Called by the thread that ran it."""
         finished = _monotonic_ns()
-        self._guarded.finish(batch, results)
+        self._locked.finish(batch, results)
         if self._spans.batch(batch, started, finished, phases):
             self._schedule_events()
 
@@ -365,7 +365,7 @@ class BatchOutcomes:
     def batch_failed(self, batch: RunBatch, error: Exception) -> None:
         """Report that the plane failed. The handles end on all members with the abort that follows."""
         text = f"{type(error).__name__}: {error}"
-        self._guarded.update(RankState.plane_failed, batch.process_set, batch.epoch, text)
+        self._locked.update(RankState.plane_failed, batch.process_set, batch.epoch, text)
 
 
 def complete(entry: Entry, result: Result | None, error: Exception | None) -> None:

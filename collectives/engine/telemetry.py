@@ -29,14 +29,14 @@ REPLACED_WITHIN = 5.0
 class Subscription:
     """Subscription of this rank to the events of all ranks, shared by all sinks. It exists as long as there are any. Any thread."""
 
-    def __init__(self, dispatcher: ControlHandlers) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, handlers: ControlHandlers) -> None:
+        self._handlers = handlers
         self._lock = threading.Lock()
         self._sinks: list[Sink] = []
 
     def add(self, sink: Sink) -> None:
         """Call ``sink(rank, batch)`` on the control thread with each batch of any rank from now on."""
-        callbacks = self._dispatcher.callbacks
+        callbacks = self._handlers.callbacks
         with self._lock:
             callbacks.event_sinks.append(sink)
             self._sinks.append(sink)
@@ -45,11 +45,11 @@ class Subscription:
                 self._subscribe()
 
     def _subscribe(self) -> None:
-        self._dispatcher.send(m.Subscribe(True, history=False))
+        self._handlers.send(m.Subscribe(True, history=False))
 
     def settle(self) -> None:
         """Wait a moment, so that events that other ranks have recorded but not sent yet can arrive."""
-        control = self._dispatcher.control
+        control = self._handlers.control
         if control.thread.is_alive():
             arrived = threading.Event()
             control.call(lambda: control.call_later(LAST_EVENTS, arrived.set))
@@ -57,13 +57,13 @@ class Subscription:
 
     def remove(self, sink: Sink) -> None:
         """Call this sink no more."""
-        callbacks = self._dispatcher.callbacks
+        callbacks = self._handlers.callbacks
         with self._lock:
             callbacks.event_sinks.remove(sink)
             self._sinks.remove(sink)
             if not self._sinks:
                 callbacks.reconnections.remove(self._subscribe)
-                self._dispatcher.send(m.Subscribe(False))
+                self._handlers.send(m.Subscribe(False))
 
 
 class TimelineTap:
@@ -137,8 +137,8 @@ class RankExport(Export):
 class MetricExports:
     """Exports of metrics of one rank. Any thread."""
 
-    def __init__(self, dispatcher: ControlHandlers, subscription: Subscription) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, handlers: ControlHandlers, subscription: Subscription) -> None:
+        self._handlers = handlers
         self._subscription = subscription
         self._lock = threading.Lock()
         self._open: list[RankExport] = []
@@ -154,7 +154,7 @@ class MetricExports:
         if all_ranks:
             self._subscription.add(export.feed)
         else:
-            self._dispatcher.callbacks.own_event_sinks.append(export.feed)
+            self._handlers.callbacks.own_event_sinks.append(export.feed)
         return export
 
     def remove(self, export: RankExport) -> None:
@@ -168,17 +168,17 @@ class MetricExports:
             self._subscription.settle()
             self._subscription.remove(export.feed)
         else:
-            self._dispatcher.callbacks.own_event_sinks.remove(export.feed)
+            self._handlers.callbacks.own_event_sinks.remove(export.feed)
 
     def _flush(self) -> None:
-        control = self._dispatcher.control
+        control = self._handlers.control
         if not control.thread.is_alive():
             return
         if threading.current_thread() is control.thread:
-            self._dispatcher.send_events()
+            self._handlers.send_events()
             return
         done = threading.Event()
-        control.call(self._dispatcher.send_events)
+        control.call(self._handlers.send_events)
         control.call(done.set)
         done.wait(FLUSHED_WITHIN)
 

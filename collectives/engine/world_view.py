@@ -183,13 +183,13 @@ class ElasticMembership:
 
     Args:
         rank: This rank.
-        guarded: Its state.
+        locked: Its state.
         world: Its view of the world.
     """
 
-    def __init__(self, rank: int, guarded: LockedState, world: WorldView) -> None:
+    def __init__(self, rank: int, locked: LockedState, world: WorldView) -> None:
         self._rank = rank
-        self._guarded = guarded
+        self._locked = locked
         self._world = world
         self._ticket = 0
         self._depth = 0
@@ -205,7 +205,7 @@ class ElasticMembership:
             self._depth += 1
             if self._depth > 1:
                 return
-        self._guarded.update(RankState.set_elastic, True)
+        self._locked.update(RankState.set_elastic, True)
 
     def end(self) -> None:
         """End training, after success or failure."""
@@ -213,7 +213,7 @@ class ElasticMembership:
             self._depth -= 1
             if self._depth > 0:
                 return
-        self._guarded.update(RankState.set_elastic, False)
+        self._locked.update(RankState.set_elastic, False)
 
     def stop(self, reason: str = "", at_least: int = 1) -> None:
         """Report that this rank has reached a reset point. Collectives in which other ranks wait for it fail with the reason.
@@ -226,7 +226,7 @@ class ElasticMembership:
         """
         self._ticket += 1
         message = m.Regroup(self._ticket, at_least, reason)
-        self._guarded.update(RankState.reached_reset, message)
+        self._locked.update(RankState.reached_reset, message)
 
     def wait(self, timeout: float) -> None:
         """After :meth:`stop`, wait until all living ranks have come, newcomers are let in, and there are enough.

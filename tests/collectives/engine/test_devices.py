@@ -187,7 +187,7 @@ def of_a_set(remove: bool) -> float:
 
 def agreed() -> int:
     """How many requests this rank has had on the world's board."""
-    member = context.engine()._guarded.state.sets[0].board_member
+    member = context.engine()._locked.state.sets[0].board_member
     assert member is not None
     return member.board.number
 

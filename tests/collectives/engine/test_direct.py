@@ -37,7 +37,7 @@ def three() -> Iterator[Ranks]:
 
 def agreed() -> int:
     """How many requests this rank has had on the world's board."""
-    member = context.engine()._guarded.state.sets[0].board_member
+    member = context.engine()._locked.state.sets[0].board_member
     assert member is not None
     return member.board.number
 
@@ -146,7 +146,7 @@ def spans() -> list[tuple[str, int, bool]]:
 def flushes() -> tuple[int, list[bool]]:
     """How often the user's thread schedules a flush of what is recorded, and what the flushes have found to send."""
     engine = context.engine()
-    dispatcher, spans, user = engine._dispatcher, engine._spans, threading.current_thread()
+    dispatcher, spans, user = engine._handlers, engine._spans, threading.current_thread()
     claim, send_events = spans.claim_flush, dispatcher.send_events
     scheduled, found = 0, list[bool]()
 
@@ -334,7 +334,7 @@ def large(steps: int, beside: int) -> tuple[int, int]:
         if handle is not None:
             assert (np.asarray(hvd.synchronize(handle)) == 3 * step).all()
     return agreed() - before, context.engine()._executor._slots[
-        0, context.engine()._guarded.epoch(0), "cpu"
+        0, context.engine()._locked.epoch(0), "cpu"
     ].operations
 
 

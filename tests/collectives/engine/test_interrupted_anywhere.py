@@ -137,7 +137,7 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
         engine.post("echo", b"", [engine.rank])
         if not heard.wait(PATIENCE):
             deaf.append(interrupt.where)
-    engine._dispatcher.callbacks.own_event_sinks.append(lambda rank, batch: sent.set())
+    engine._handlers.callbacks.own_event_sinks.append(lambda rank, batch: sent.set())
     reduce_once()
     return len(tried), deaf, sent.wait(PATIENCE)
 

@@ -63,7 +63,7 @@ def give_up() -> None:
 
 
 def epoch() -> int:
-    return context.engine()._guarded.state.sets[0].epoch
+    return context.engine()._locked.state.sets[0].epoch
 
 
 def await_epoch(number: int) -> None:

@@ -112,7 +112,7 @@ def get_stuck(waiting: bool) -> Any:
 
 
 def epoch() -> int:
-    return context.engine()._guarded.state.sets[0].epoch
+    return context.engine()._locked.state.sets[0].epoch
 
 
 def stuck() -> int:

@@ -101,7 +101,7 @@ def recall(name: str) -> object:
 
 
 def epochs() -> dict[int, int]:
-    return {id: group.epoch for id, group in context.engine()._guarded.state.sets.items()}
+    return {id: group.epoch for id, group in context.engine()._locked.state.sets.items()}
 
 
 def add(ranks: list[int]) -> int | None:
@@ -129,7 +129,7 @@ def plane() -> str:
 
 
 def wait_until_lost() -> None:
-    guarded = context.engine()._guarded
+    guarded = context.engine()._locked
     deadline = Deadline(PATIENCE)
     while not guarded._suspended and guarded.state.lost is None:
         deadline.check("the loss")

@@ -74,23 +74,32 @@ class Control:
 
     def __init__(self, endpoint: Endpoint, label: str) -> None:
         self._endpoint = endpoint
+        #: Set by :meth:`start`.
         self._handlers: ControlHandlers
+        #: The socket in the epoll, or -1 while the connection is lost.
         self._fd = endpoint.fileno()
+        #: Eventfd that wakes the thread, or -1 after :meth:`close`.
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._fd, select.EPOLLIN)
         self._epoll.register(self._wakeup, select.EPOLLIN)
+        #: Calls for the thread to make, in order; appended by any thread.
         self._calls: deque[Call] = deque()
+        #: Heap of calls with their times in seconds of ``time.monotonic``; the number keeps calls of one time in order.
         self._timers: list[tuple[float, int, Call]] = []
         self._order = itertools.count()
+        #: Whether the thread has to end.
         self._stopping = False
+        #: Whether the connection is lost, and no successor is there yet.
         self._lost = False
+        #: Whether the epoll watches for room in the socket, too.
         self._writable = False
         self.socket_owner = threading.Lock()
         self.reading = threading.Lock()
         # How often reading was paused, and the number of the last pause that was followed by a resume. If they differ and no
         # thread owns the socket, Ctrl-C has interrupted its owner.
         self._paused = self._resumed = 0
+        #: Guards ``_wakeup``.
         self._closing = threading.Lock()
         self.thread = threading.Thread(target=self._run, name=f"hvdlab-control-{label}", daemon=True)
 
@@ -299,6 +308,7 @@ class ControlHandlers:
         self._spans = spans
         self._hooks = hooks
         self._address = address
+        #: Waits for values of the rendezvous store.
         self._tickets = StoreWaits()
         self._members = KnownMembers()  # of this connection
         self.memory_retry = SharedMemoryRetry(self.send, control.call_later)
@@ -606,6 +616,7 @@ class Callbacks:
     """
 
     def __init__(self) -> None:
+        #: Callbacks for mail, by topic.
         self._topics: dict[str, list[Callable[[int, bytes], None]]] = {}
         self.interrupts: list[Callable[[], None]] = []
         self.native_waits: list[Callable[[], None]] = []
@@ -692,7 +703,9 @@ class SharedMemoryRetry:
         self, send: Callable[[m.Message], None], call_later: Callable[[float, Callable[[], None]], None]
     ) -> None:
         self._send, self._call_later = send, call_later
+        #: Epoch whose memory is missing, by process set.
         self._epochs: dict[int, int] = {}
+        #: Whether a check is scheduled.
         self._scheduled = False
 
     def memory_missing(self, process_set: int, epoch: int) -> None:

@@ -159,9 +159,12 @@ class Locals:
     """
 
     def __init__(self, limit: int = LOCAL_LIMIT) -> None:
+        #: Local ids by number.
         self.by_id: dict[int, Local] = {}
         self._limit = limit
+        #: Local ids by their key, the least recently used first once ids become scarce.
         self._by_key: OrderedDict[Key, Local] = OrderedDict()
+        #: The next number that was never used.
         self._next = 0
 
     def __len__(self) -> int:

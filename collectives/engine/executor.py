@@ -69,9 +69,12 @@ class PlaneSlot:
         self.aborted = False
         self.error: Exception | None = None
         self._on_abort = on_abort
+        #: Channels of messages, once a message has used them.
         self._pairs: Pairs | None = None
+        #: Whether the plane is connected.
         self._connected = False
         self._closed = False
+        #: Size in bytes of the slices; 0 before the coordinator has chosen one.
         self._slice = 0
 
     def open(self) -> Plane:
@@ -182,11 +185,15 @@ class Executor:
         self._outcomes = outcomes
         self._hooks = hooks
         self._label = label
+        #: Slots of planes that are not closed.
         self._slots: dict[Scope, PlaneSlot] = {}
+        #: Queues with a stuck thread, which is joined once it has come back.
         self._abandoned: list[WorkQueue] = []
+        #: How many queues there have been.
         self._queues = 0
         # Guards taking and putting jobs, moving them to another queue, and counting the batches under way.
         self._jobs_lock = threading.Lock()
+        #: The queue that gets jobs.
         self.queue = self._new_queue()
 
     # -- work -----------------------------------------------------------------------------------------------------

@@ -137,8 +137,11 @@ class InlineExecutor:
         self._endpoint = endpoint
         self._control = control
         self._executor = executor
+        #: Eventfd by which the end of a handle wakes the polling thread; -1 if this rank never executes inline.
         self._wakeup = -1
+        #: Polls the wake-up and the socket.
         self._poll = select.poll()
+        #: The socket that is polled, or -1.
         self._fd = -1
         if not endpoint.secure:
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

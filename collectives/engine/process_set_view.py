@@ -268,8 +268,10 @@ class BoardMember:
         self.board = board
         self.process_set, self.index = process_set, index
         self.ranks = tuple(member.rank for member in members)
+        #: Process ids of the members, by position.
         self._pids = [member.pid for member in members]
         self.folds: Folds = {}
+        #: Layouts of requests, by signature.
         self._plans: dict[Key, RequestLayout] = {}
         #: The request that this rank has posted and not left yet: one, of one thread, at a time.
         self._posted: Entry | None = None

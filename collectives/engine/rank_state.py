@@ -382,10 +382,7 @@ class RankState:
         return True
 
     def _cancels(self) -> list[m.Message]:
-        """Return the messages to send for :attr:`_to_ask`.
-
-        They follow all announcements, since the entry to cancel is counted from the youngest one announced.
-        """
+        """Return the messages for :attr:`_to_ask`. They follow all announcements: entries are counted from the youngest one."""
         out: list[m.Message] = []
         for ticket in self._to_ask:
             given_up = self._cancelling.get(ticket)

@@ -35,10 +35,15 @@ class SpanLog:
     def __init__(self, rank: int, enabled: bool, *, remote: bool = False) -> None:
         self.recorder = Recorder(rank, enabled=enabled)
         self._remote = remote
+        #: Held while a flush is scheduled.
         self._due = threading.Lock()
+        #: Answers of the coordinator about its clock.
         self._samples = ClockSamples()
+        #: Number of the last question for the clock, and its time in ns.
         self._asked = (0, 0)
+        #: Epoch, size and plane of each process set.
         self._members: dict[int, tuple[int, int, str]] = {}
+        #: Process sets with operations since the last flush.
         self._touched: set[int] = set()
 
     # -- operations -----------------------------------------------------------------------------------------------

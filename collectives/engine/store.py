@@ -15,6 +15,7 @@ class StoreWaits:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
+        #: Waits by ticket.
         self._waiting: dict[int, StoreWait] = {}
 
     def new(self, scope: tuple[int, int]) -> StoreWait:

@@ -32,6 +32,7 @@ class Subscription:
     def __init__(self, handlers: ControlHandlers) -> None:
         self._handlers = handlers
         self._lock = threading.Lock()
+        #: Consumers of the events.
         self._sinks: list[Sink] = []
 
     def add(self, sink: Sink) -> None:

@@ -20,12 +20,18 @@ class WorldView:
     """
 
     def __init__(self) -> None:
+        #: Guards the attributes below, and wakes waits when they change.
         self._changed = threading.Condition()
+        #: Members of the world in ``_epoch``.
         self._members: frozenset[int] = frozenset()
         self._epoch = 0
+        #: Why the coordinator is gone for good, or ``None``.
         self._lost: str | None = None
+        #: Ranks that elastic training has let in.
         self._let_in: set[int] = set()
+        #: Ticket of the last answered ``Regroup``.
         self._regrouped = 0
+        #: Why the coordinator has dismissed this rank, or ``None``.
         self._released: str | None = None
         self.last: m.World | None = None
         self.watchers: list[Callable[[m.World], None]] = []
@@ -191,7 +197,9 @@ class ElasticMembership:
         self._rank = rank
         self._locked = locked
         self._world = world
+        #: Number of the last ``Regroup`` that was sent.
         self._ticket = 0
+        #: How deep training is nested; 0 outside of it.
         self._depth = 0
         self._lock = threading.Lock()
 

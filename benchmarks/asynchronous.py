@@ -99,8 +99,10 @@ class Ways:
         )
 
     def _with_plane(self, work: Callable[[Any], object]) -> None:
+        from hvdlab.collectives.planes.buffers import HOST
+
         executor, epoch = self._engine._executor, self._engine._locked.epoch(0)
-        while not executor.with_idle_queue(0, epoch, lambda slot: (work(slot), True)[1]):
+        while not executor.with_idle_queue((0, epoch, HOST), lambda slot: (work(slot), True)[1]):
             pass  # the last job is being put away
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.engine.entries import ANNOUNCED, EXECUTING, HELD, POSTED, Entry
+from hvdlab.collectives.engine.entries import ANNOUNCED, EXECUTING, POSTED, UNANNOUNCED, Entry
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
@@ -522,7 +522,7 @@ class Schedule:
             for entry in me.entries:
                 group = me.state.sets.get(entry.request.process_set)
                 formed = group is None or group.configured
-                held = entry.phase == HELD and not formed and self.sim.coordinator.membership.awaited
+                held = entry.phase == UNANNOUNCED and not formed and self.sim.coordinator.membership.awaited
                 assert entry.outcome is not None or held, (me.rank, entry.name, entry.phase)
 
     def work(self) -> None:

@@ -482,7 +482,7 @@ class ControlHandlers:
 
     def send(self, message: m.Message) -> None:
         """Send a message. Any thread."""
-        self._locked.update(RankState.post, message)
+        self._locked.update(RankState.queue_message, message)
 
     def withdraw(self, process_set: int, text: str, kind: CauseKind = CauseKind.WITHDRAWN) -> None:
         """End the epoch of a process set. Any thread."""
@@ -500,7 +500,7 @@ class ControlHandlers:
         """Compare clocks with the coordinator, if that is due."""
         question = self._spans.ask_clock()
         if question is not None:
-            self._locked.post(question)
+            self._locked.queue_message(question)
 
     def _on_pong(self, message: m.Message) -> None:
         assert isinstance(message, m.Pong)
@@ -531,7 +531,7 @@ class ControlHandlers:
     def _collect_events(self, body: bytes) -> None:
         """Send the events that were recorded by now, then the answer to the client that asks, on the same connection."""
         self.send_events()
-        self._locked.post(m.Post(m.COLLECTED, body, ()))
+        self._locked.queue_message(m.Post(m.COLLECTED, body, ()))
 
     def _events_due(self) -> None:
         self._spans.release_flush()
@@ -544,7 +544,7 @@ class ControlHandlers:
         self.ask_clock()
         batches = self._spans.take()
         for batch in batches:
-            self._locked.post(m.Events(batch))
+            self._locked.queue_message(m.Events(batch))
             self.callbacks.own_events(self._spans.recorder.rank, batch)
         return bool(batches)
 

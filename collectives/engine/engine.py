@@ -585,7 +585,7 @@ class Engine:
 
     def _say_bye(self) -> None:
         self._handlers.send_events()
-        self._locked.post(m.Bye(self.farewell))
+        self._locked.queue_message(m.Bye(self.farewell))
 
     def _after_fork(self) -> None:
         self._closed.set()

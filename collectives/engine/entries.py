@@ -15,7 +15,7 @@ from hvdlab.collectives.errors import CauseKind, InvalidRequestError
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.protocol.messages import Definition, Member, Signature
 
-HELD, ANNOUNCED, EXECUTING, ENDED, POSTED = range(5)
+UNANNOUNCED, ANNOUNCED, EXECUTING, ENDED, POSTED = range(5)
 
 LOCAL_LIMIT = 4096
 """Local ids of a rank at most, by default."""
@@ -32,7 +32,7 @@ class Entry:
         site: Call site.
         submitted: When it was submitted, in nanoseconds of ``time.monotonic_ns``.
         received: When ``Execute`` came, in the same nanoseconds, or 0.
-        phase: ``HELD`` (not announced yet), ``ANNOUNCED``, ``EXECUTING``, ``ENDED`` or ``POSTED`` (on the board of its epoch).
+        phase: ``UNANNOUNCED`` (not announced yet), ``ANNOUNCED``, ``EXECUTING``, ``ENDED`` or ``POSTED`` (on the board of its epoch).
         epoch: Epoch that it is (or, if held, at the earliest will be) announced in.
         local: The local id that it is announced as.
         extra: Numbers that go along with the announcement and may differ between ranks (allgather: rows; alltoall: splits).
@@ -51,7 +51,7 @@ class Entry:
         self.submitted = submitted
         self.received = 0
         self.name = ""
-        self.phase = HELD
+        self.phase = UNANNOUNCED
         self.epoch = 0
         self.local: Local = NO_LOCAL
         self.extra: tuple[int, ...] = ()

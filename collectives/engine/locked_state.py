@@ -208,10 +208,10 @@ class LockedState:
 
         self.update(withdraw)
 
-    def post(self, message: m.Message) -> None:
+    def queue_message(self, message: m.Message) -> None:
         """Queue a message; nothing is sent."""
         with self._lock:
-            self.state.post(message)
+            self.state.queue_message(message)
 
     def _recover(self) -> None:
         self._update_in_progress = False

@@ -17,9 +17,9 @@ from hvdlab.collectives.engine.entries import (
     ANNOUNCED,
     ENDED,
     EXECUTING,
-    HELD,
     LOCAL_LIMIT,
     POSTED,
+    UNANNOUNCED,
     AbortPlane,
     Cancellation,
     ClosePlanes,
@@ -218,7 +218,7 @@ class RankState:
         if agreed or entry.phase != POSTED:
             return
         self._end_overdue(entry)
-        entry.phase = HELD
+        entry.phase = UNANNOUNCED
         group = self.sets.get(entry.request.process_set)
         if group is not None:
             self._announce_or_hold(group, entry)
@@ -313,8 +313,8 @@ class RankState:
             payload_of(entries[0].request, len(group.ranks)) if len(entries) == 1 else b"",
         )
 
-    def post(self, message: m.Message) -> None:
-        """Queue any other message; it is sent after the announcements that are queued."""
+    def queue_message(self, message: m.Message) -> None:
+        """Queue a message that is no announcement; it is sent after the announcements that are queued."""
         self._messages.append(message)
 
     def report_waiting(self, entry: Entry, seconds: float) -> None:
@@ -372,7 +372,7 @@ class RankState:
         if not group.configured or entry.epoch != group.epoch or entry not in entry.local.queue:
             return False
         self._cancelling = {
-            t: each for t, each in self._cancelling.items() if each.entry.phase in (HELD, ANNOUNCED)
+            t: each for t, each in self._cancelling.items() if each.entry.phase in (UNANNOUNCED, ANNOUNCED)
         }
         if any(each.entry is entry for each in self._cancelling.values()):
             return True  # asked for a second time, the coordinator would take out another one
@@ -809,7 +809,7 @@ def _announce_again(state: RankState, group: SetState) -> list[Effect]:
         if entry.phase in (EXECUTING, POSTED):
             continue  # if it is posted and the old board does not agree on it, the thread that waits there announces it
         state.locals.unqueue(entry)
-        entry.phase = HELD
+        entry.phase = UNANNOUNCED
         try:
             if group.index < 0:
                 raise InvalidRequestError(f"Rank {state.rank} is no longer in process set {group.id}.")
@@ -847,7 +847,8 @@ def _on_leave(state: RankState, message: m.Leave) -> list[Effect]:
     state.removed = cause = Cause(CauseKind.MEMBERSHIP, (state.rank,), text)
     effects: list[Effect] = []
     for group in state.sets.values():
-        for entry in [entry for entry in group.pending if entry.phase == HELD and not group.configured]:
+        held = [e for e in group.pending if e.phase == UNANNOUNCED and not group.configured]
+        for entry in held:
             state.end(entry)
             effects.append(Fail(entry, state.aborted(entry, cause)))
     return effects
@@ -877,7 +878,7 @@ def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
         elif message.number:
             # The board's memory has not come to this rank, perhaps for lack of a descriptor. The coordinator's answers to
             # BoardMissing have no number, and are not answered.
-            state.post(m.BoardMissing(message.process_set, message.epoch))
+            state.queue_message(m.BoardMissing(message.process_set, message.epoch))
     return []
 
 

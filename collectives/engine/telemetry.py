@@ -48,7 +48,7 @@ class Subscription:
     def _subscribe(self) -> None:
         self._handlers.send(m.Subscribe(True, history=False))
 
-    def settle(self) -> None:
+    def wait_for_events(self) -> None:
         """Wait a moment, so that events that other ranks have recorded but not sent yet can arrive."""
         control = self._handlers.control
         if control.thread.is_alive():
@@ -87,19 +87,14 @@ class TimelineTap:
             atexit.register(self.stop)
             self._subscription.add(self._file.feed)
 
-    def stop(self, *, settle: bool = True) -> None:
-        """Complete the file. Raises ``OSError`` if it could not be written.
-
-        Args:
-            settle: Wait a moment for events that other ranks have recorded but not sent yet.
-        """
+    def stop(self) -> None:
+        """Complete the file, after a moment for events on their way. Raises ``OSError`` if it could not be written."""
         with self._lock:
             file, self._file = self._file, None
         if file is None:
             return
         atexit.unregister(self.stop)
-        if settle:
-            self._subscription.settle()
+        self._subscription.wait_for_events()
         self._subscription.remove(file.feed)
         file.close()
 
@@ -166,7 +161,7 @@ class MetricExports:
             self._open.remove(export)
         self._flush()
         if export.all_ranks:
-            self._subscription.settle()
+            self._subscription.wait_for_events()
             self._subscription.remove(export.feed)
         else:
             self._handlers.callbacks.own_event_sinks.remove(export.feed)

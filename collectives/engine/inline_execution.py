@@ -11,10 +11,10 @@ Ctrl-C may interrupt the thread between any two instructions. The protocol with 
 * I3  It handles an order under the mark of :class:`LockedState`, and removes the order from ``endpoint.early`` under it.
 * I4  ``Control.resume_reading`` watches the socket again, and records the count of I1.
 
-Interrupted between I1 and I4, the thread leaves the socket unwatched and the counts unequal. The interrupted wait wakes the
-control thread (``InlineExecutor.interrupted``), which compares the counts whenever it wakes, and does I4 itself. Interrupted in I2, it has
-read no bytes or left them all in ``endpoint.early``, where the control thread finds them. Interrupted in I3, it leaves the
-mark set, and the next thread that locks the state recovers.
+I4 also runs after an interrupt in I1 to I3. If an interrupt hits I4 itself, the socket stays unwatched and the counts differ.
+The interrupted wait wakes the control thread (``InlineExecutor.interrupted``), which compares the counts whenever it wakes, and
+does I4 in place of the thread. Interrupted in I2, the thread has read no bytes or left them all in ``endpoint.early``, where
+the control thread finds them. Interrupted in I3, it leaves the mark set, and the next thread that locks the state recovers.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class InlineExecutor:
             control.resume_reading()
 
     def _watch_socket(self) -> bool:
-        """Watch the endpoint's new socket instead of the old one. Returns whether there is one: it may be lost."""
+        """Watch the endpoint's new socket instead of the old one. Return whether there is one: it may be lost."""
         if self._fd >= 0:
             self._poll.unregister(self._fd)
         self._fd = self._endpoint.fileno()

@@ -12,8 +12,10 @@ KeyboardInterrupt between any two instructions of the main thread, hence also in
 
 A thread that is interrupted between U3 and U5 releases the lock with the mark set. The next thread recovers at U2. It cannot
 know which part of the change was done, so it gives up the epoch on all ranks. Handles in ``_finishing`` whose entries have
-ended would have no other thread to complete them, so recovery completes those, too. An interrupt before U3 has changed
-nothing, and one after U5 leaves a whole change behind.
+ended would have no other thread to complete them, so recovery completes those, too. An interrupt before U3 finds nothing
+changed, and one after U5 a whole change. A refused submission leaves the state whole, so U5 follows its error.
+
+Methods that run on the control thread, or after its end, skip U3 and U5: KeyboardInterrupt is raised on the main thread only.
 """
 
 from __future__ import annotations

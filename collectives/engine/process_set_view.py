@@ -24,7 +24,7 @@ from hvdlab.collectives.planes.shm.board import DECLINED, Board
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce.integers import needs_width
 
-PLANS = 1024
+LAYOUTS = 1024
 """Layouts of requests that a rank keeps per board."""
 LONGEST_PAUSE = 10
 """After more and more refusals in a row a rank leaves a board alone for up to 2 to the power of this requests."""
@@ -92,14 +92,10 @@ class SetState:
 
     def abort_boards(self, epoch: int) -> set[Entry | None]:
         """Abort the boards of epochs up to ``epoch``; return the requests that had been agreed on them before."""
-        if self.board_member is not None and self.board_member.board.epoch <= epoch:
-            self.past_board_members[self.board_member.board.epoch], self.board_member = (
-                self.board_member,
-                None,
-            )
-        return {
-            self.past_board_members.pop(old).abort() for old in list(self.past_board_members) if old <= epoch
-        }
+        past, member = self.past_board_members, self.board_member
+        if member is not None and member.board.epoch <= epoch:
+            past[member.board.epoch], self.board_member = member, None
+        return {past.pop(old).abort() for old in list(past) if old <= epoch}
 
 
 # -- checks of requests -------------------------------------------------------------------------------------------
@@ -272,7 +268,7 @@ class BoardMember:
         self._pids = [member.pid for member in members]
         self.folds: Folds = {}
         #: Layouts of requests, by signature.
-        self._plans: dict[Key, RequestLayout] = {}
+        self._layouts: dict[Key, RequestLayout] = {}
         #: The request that this rank has posted and not left yet: one, of one thread, at a time.
         self._posted: Entry | None = None
         #: The number that this rank has been asked to decline as soon as it has left the one before, or 0.
@@ -308,30 +304,30 @@ class BoardMember:
             operations: For a request that needs the plane: how many operations this member has begun there. It goes into the digest,
                 since only if all members have begun as many is this request the next one on all of them.
         """
-        plan = self._plan(entry)
+        layout = self._layout(entry)
         source, tensor = entry.request.input, None
-        digest = plan.digest
+        digest = layout.digest
         if needs_plane(entry.request):
             digest = (digest ^ operations * _PRIME) & _WORD or 1
         elif source is not None:
             tensor = host_view(source).reshape(-1).view(_BYTE)
         self._posted = entry
         number = self.board.post(digest, tensor)
-        return PostedRequest(self, number, plan.parts[number & 1])
+        return PostedRequest(self, number, layout.parts[number & 1])
 
-    def _plan(self, entry: Entry) -> RequestLayout:
+    def _layout(self, entry: Entry) -> RequestLayout:
         request = entry.request
         shape = None if request.input is None else request.input.shape
         key: Key = (
             entry.name, request.kind, shape, request.dtype, request.op, request.prescale, request.postscale, request.root,
             request.device,
         )  # fmt: skip
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = RequestLayout(request, entry.name, self.board)
-        return plan
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = RequestLayout(request, entry.name, self.board)
+        return layout
 
     def unpost(self, *, agreed: bool) -> None:
         """Remove the posted request: this rank has read the other members' data from the board, or needs none."""
@@ -404,5 +400,5 @@ class BoardMember:
         return entry if agreed and not entry.given_up and not needs_plane(entry.request) else None
 
     def _release(self) -> None:
-        self._plans.clear()
+        self._layouts.clear()
         self.board.close()

@@ -1,4 +1,4 @@
-"""The rendezvous store of a process set and epoch, through the rank's connection."""
+"""Rendezvous store of a process set and epoch, through the rank's connection to the coordinator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdlab.collectives.protocol import messages as m
 
 
 class StoreWaits:
-    """The waits for values of the rendezvous store, by ticket. Any thread."""
+    """Waits for values of the rendezvous store, by ticket. Any thread."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -39,7 +39,7 @@ class StoreWaits:
 
 
 class StoreWait:
-    """A wait for one value; ``value`` stays ``None`` if the wait was aborted."""
+    """Pending wait for one value; ``value`` stays ``None`` if the wait was aborted."""
 
     def __init__(self, number: int, scope: tuple[int, int]) -> None:
         self.number = number

@@ -590,11 +590,11 @@ class ControlHandlers:
 
     def _end(self, text: str) -> None:
         logs.lost(self._locked.state.rank, text)
-        self.lose(Cause(CauseKind.COORDINATOR_LOST, (), text))
+        self.fail_pending(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self.world.lost(text)
         self.callbacks.leave(m.Leave(text))
 
-    def lose(self, cause: Cause) -> None:
+    def fail_pending(self, cause: Cause) -> None:
         """Fail everything pending. On the control thread, or on the thread that closes the engine after that one's end."""
         effects = self._locked.close(cause)
         self._tickets.abort()

@@ -576,7 +576,7 @@ class Engine:
         self._reconnecting.cancel(timeout)
         self._control.call(self._say_bye)
         self._control.stop(timeout)
-        self._handlers.lose(Cause(CauseKind.SHUTDOWN, (self.rank,), f"rank {self.rank} shut down"))
+        self._handlers.fail_pending(Cause(CauseKind.SHUTDOWN, (self.rank,), f"rank {self.rank} shut down"))
         self._executor.close(timeout)
         self.hooks.run()
         self._inline.close()

@@ -146,7 +146,7 @@ class WorkQueue:
     """Jobs in order, the lock of the thread that runs them, and the queue's own thread, which works when no user's thread does.
 
     Attributes:
-        number: Number of the queue; each that was abandoned has one less.
+        number: Number of the queue; 1 for the first.
         jobs: Jobs that no thread has begun.
         run_lock: Held by the thread that runs jobs.
         wakeup: Wakes the queue's own thread; ``False`` ends it.

@@ -64,11 +64,10 @@ class Ways:
 
     def unasked(self) -> None:
         from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-        from hvdlab.collectives.engine.effects import RunBatch
-        from hvdlab.collectives.engine.entry import EXECUTING
-        from hvdlab.collectives.engine.handle import Handle
-        from hvdlab.collectives.engine.request import Request
-        from hvdlab.collectives.engine.state import RankState
+        from hvdlab.collectives.engine.entries import EXECUTING, RunBatch
+        from hvdlab.collectives.engine.handles import Handle
+        from hvdlab.collectives.engine.rank_state import RankState
+        from hvdlab.collectives.engine.requests import Request
         from hvdlab.collectives.sites import call_site
 
         handles: list[Handle] = []
@@ -81,9 +80,9 @@ class Ways:
         for tensor, name in zip(self._tensors, self._names, strict=True):
             request = Request(OpKind.ALLREDUCE, name, tensor, tensor, DType.F32, ReduceOp.MAX)
             handles.append(Handle(self._engine, request, call_site(), time.monotonic_ns()))
-            self._engine._guarded.tell(enter)
+            self._engine._locked.update(enter)
         batch = RunBatch(0, handles[0].epoch, 1 << 31, 0, tuple(handles), ())
-        self._with_plane(lambda _: self._engine._executor.run_alone(batch))
+        self._with_plane(lambda _: self._engine._executor.run_now(batch))
         for handle in handles:
             handle.wait()
 
@@ -100,8 +99,10 @@ class Ways:
         )
 
     def _with_plane(self, work: Callable[[Any], object]) -> None:
-        executor, epoch = self._engine._executor, self._engine._guarded.epoch(0)
-        while not executor.while_idle(0, epoch, lambda slot: (work(slot), True)[1]):
+        from hvdlab.collectives.planes.buffers import HOST
+
+        executor, epoch = self._engine._executor, self._engine._locked.epoch(0)
+        while not executor.with_idle_queue((0, epoch, HOST), lambda slot: (work(slot), True)[1]):
             pass  # the last job is being put away
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.numbering import own_number, shown_number
 from hvdlab.collectives.planes import registry

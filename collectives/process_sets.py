@@ -13,7 +13,7 @@ import numpy as np
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.numbering import core_rank, shown_number
 from hvdlab.collectives.planes.buffers import host_view

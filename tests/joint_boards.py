@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hvdlab.collectives.engine.direct import batch_of
-from hvdlab.collectives.engine.effects import NewEpoch
-from hvdlab.collectives.engine.posting import Posting, Seat, needs_plane
+from hvdlab.collectives.engine.coordinator_bypass import batch_of
+from hvdlab.collectives.engine.entries import NewEpoch
+from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, needs_plane
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.board import DECLINED
 from joint_ranks import Scope, SimEntry, SimRank
@@ -87,7 +87,7 @@ class AtBoard:
     """A rank's user thread that has posted and waits."""
 
     entry: SimEntry
-    posting: Posting
+    posting: PostedRequest
     asked: bool = False
 
     @property
@@ -108,7 +108,7 @@ class Boards:
         if effect.has_memory and effect.index >= 0 and members > 1:
             words = self.words.setdefault((effect.process_set, effect.epoch), Words(members))
             board = SimBoard(words, effect.index, effect.epoch)
-            me.state.seat(Seat(board, effect.process_set, effect.index, effect.members))  # type: ignore[arg-type]  # stands in for a Board
+            me.state.attach_board(BoardMember(board, effect.process_set, effect.index, effect.members))  # type: ignore[arg-type]  # stands in for a Board
 
     def go_on(self, me: SimRank) -> None:
         """The thread that waits does its next step."""
@@ -121,16 +121,16 @@ class Boards:
             return
         me.at_board = None
         if not (board.complete(number) and board.agreed(number)):
-            me.state.leave_board(at.entry, at.posting.seat, agreed=False)
+            me.state.finish_posting(at.entry, at.posting.member, agreed=False)
             return
         if at.keeps_lane:
-            me.state.order_posted(at.entry, at.posting.seat, 0)
+            me.state.start_posted(at.entry, at.posting.member, 0)
             me.jobs.appendleft(batch_of(at.entry, at.posting))
             return
-        scope = at.posting.seat.process_set, board.epoch, number
+        scope = at.posting.member.process_set, board.epoch, number
         result = at.entry.name, tuple(float(part.view(np.float32)[0]) for part in at.posting.parts)
         assert self.results.setdefault(scope, result) == result, f"{scope} has two results"
-        me.state.leave_board(at.entry, at.posting.seat, agreed=True)
+        me.state.finish_posting(at.entry, at.posting.member, agreed=True)
         if me.state.finish_posted(at.entry):
             at.entry.complete(("agreed", *scope, result))
 
@@ -142,6 +142,6 @@ class Boards:
 
 
 def _board(at: AtBoard) -> SimBoard:
-    board = at.posting.seat.board
+    board = at.posting.member.board
     assert isinstance(board, SimBoard)
     return board

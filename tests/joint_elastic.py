@@ -24,7 +24,7 @@ from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.restoring import EPOCHS
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.elastic.running import run_fn
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, ReleasedError, StartError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.numbering import CONSECUTIVE, core_rank, own_number

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.effects import RunBatch
-from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.engine.operations import source_of
 from joint_ranks import Operation, SimEntry, SimRank
 

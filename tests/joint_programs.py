@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol
 from unittest import mock
 
 import numpy as np
@@ -27,10 +27,9 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.elastic import attempts, running
 from hvdlab.collectives.elastic.notification import NotificationManager
 from hvdlab.collectives.elastic.state import News
-from hvdlab.collectives.engine.regrouping import Regrouping
-from hvdlab.collectives.engine.request import Request, Result
-from hvdlab.collectives.engine.state import RankState
-from hvdlab.collectives.engine.world import WorldView
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Request, Result
+from hvdlab.collectives.engine.world_view import ElasticMembership, WorldView
 from hvdlab.collectives.errors import Cause, HvdlabError
 from hvdlab.collectives.numbering import core_rank
 from hvdlab.collectives.protocol import messages as m
@@ -38,6 +37,8 @@ from joint_ranks import SimEntry, SimRank
 from joint_simulation import Simulation
 
 _FOLDS = {ReduceOp.SUM: np.sum, ReduceOp.MIN: np.min, ReduceOp.MAX: np.max}
+
+P = ParamSpec("P")
 
 Values = npt.NDArray[Any]
 
@@ -148,7 +149,7 @@ class SimEngine:
         """This is the rank, and the program that uses the engine."""
         self.me, self.turns, self.rank = me, turns, me.rank
         self.world._changed = _Condition(turns)  # type: ignore[assignment]  # stands in for a Condition
-        self.elastic = Regrouping(me.rank, self, self.world)  # type: ignore[arg-type]  # stands in for a GuardedState
+        self.elastic = ElasticMembership(me.rank, self, self.world)  # type: ignore[arg-type]  # stands in for a LockedState
 
     def hears(self, message: m.Message) -> None:
         """As the dispatcher does it, once the state has the message."""
@@ -162,9 +163,11 @@ class SimEngine:
             case m.Configure() if message.process_set == 0:
                 self.world.configured([member.rank for member in message.members], message.epoch)
 
-    def tell(self, change: Callable[[RankState], None]) -> None:
-        """Change the state, and send what comes of it."""
-        change(self.me.state)
+    def update(
+        self, change: Callable[Concatenate[RankState, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Change the state, and send the messages that come of it."""
+        change(self.me.state, *args, **kwargs)
         self.job.simulation._flush(self.me)
 
     def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:

@@ -26,8 +26,8 @@ import numpy as np
 
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.engine.entry import ANNOUNCED, EXECUTING, HELD, POSTED, Entry
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.entries import ANNOUNCED, EXECUTING, POSTED, UNANNOUNCED, Entry
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry, SimRank
@@ -113,7 +113,7 @@ class Schedule:
             for me in self.living()
             if (me.blocked is None or me.blocked.outcome is not None)
             and (me.cells or not self.tracked)
-            and not me.state.memory.paused
+            and not me.state.failover.paused
         ]
 
     def someone(self) -> SimRank | None:
@@ -290,7 +290,7 @@ class Schedule:
         waiting = [entry for entry in me.entries if entry.outcome is None]
         if waiting:
             me.blocked = self.chance.choice(waiting)
-            me.state.blocked(me.blocked, 0.5)
+            me.state.report_waiting(me.blocked, 0.5)
 
     def do_pause(self) -> None:
         """A user looks around in a rank, which does nothing meanwhile."""
@@ -300,7 +300,7 @@ class Schedule:
 
     def do_go_on(self) -> None:
         for me in self.living():
-            if me.state.memory.paused and self.chance.random() < 0.5:
+            if me.state.failover.paused and self.chance.random() < 0.5:
                 me.state.paused(())
 
     def do_cell(self) -> None:
@@ -469,7 +469,7 @@ class Schedule:
             entry = me.blocked
             if entry is None or entry.outcome is not None or entry.request.group or entry.phase != ANNOUNCED:
                 continue
-            if me.state.memory.paused:
+            if me.state.failover.paused:
                 continue
             if entry.request.kind is OpKind.SENDRECV:
                 stuck[me] = self.awaited(me, entry)
@@ -489,7 +489,7 @@ class Schedule:
         sim = self.sim
         sim.mend()
         for me in self.living():
-            if me.state.memory.paused:
+            if me.state.failover.paused:
                 me.state.paused(())
         self.rest()
         assert not sim.coordinator.pauses
@@ -522,7 +522,7 @@ class Schedule:
             for entry in me.entries:
                 group = me.state.sets.get(entry.request.process_set)
                 formed = group is None or group.configured
-                held = entry.phase == HELD and not formed and self.sim.coordinator.membership.awaited
+                held = entry.phase == UNANNOUNCED and not formed and self.sim.coordinator.membership.awaited
                 assert entry.outcome is not None or held, (me.rank, entry.name, entry.phase)
 
     def work(self) -> None:

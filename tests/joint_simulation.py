@@ -27,11 +27,10 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.effects import AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
-from hvdlab.collectives.engine.entry import ANNOUNCED
-from hvdlab.collectives.engine.posting import Posting, fits, needs_plane
-from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.entries import ANNOUNCED, AbortPlane, Effect, Fail, NewEpoch, RunBatch, Succeed
+from hvdlab.collectives.engine.process_set_view import PostedRequest, fits, needs_plane
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.rosters import ROSTERS, KnownMembers, SentMembers
@@ -179,7 +178,7 @@ class Simulation:
         self._introduce(me)
         if me.open:
             me.ending = False
-            me.to_coordinator.append(me.state.resume(me.world))
+            me.to_coordinator.append(me.state.reconnect(me.world))
             self._flush(me)
         elif self._refused is not None and self._refused.again:
             me.lost = me.ending = me.early = True
@@ -205,7 +204,7 @@ class Simulation:
         """It shuts down: it gives up what it waits for, says Bye, and what is in flight there fails."""
         me = self.ranks[rank]
         for group in list(me.state.sets.values()):
-            group.retire_seat()
+            group.close_board()
             if group.pending:
                 me.state.withdraw(group.id, CauseKind.RANK_LEFT, f"rank {rank} left the job")
         self._flush(me)
@@ -291,7 +290,7 @@ class Simulation:
     def _end(self, me: SimRank, cause: Cause) -> None:
         """No more of this process."""
         me.alive, me.early, self._gone = False, False, True
-        for effect in me.state.lose(cause):
+        for effect in me.state.close(cause):
             if isinstance(effect, Fail) and isinstance(effect.entry, SimEntry):
                 effect.entry.complete(effect.error)
         me.from_coordinator.clear()
@@ -328,15 +327,15 @@ class Simulation:
             self._flush(me)
         return entry
 
-    def _post(self, me: SimRank, entry: SimEntry, *, queued: bool) -> Posting | None:
+    def _post(self, me: SimRank, entry: SimEntry, *, queued: bool) -> PostedRequest | None:
         """As the direct way does it: what needs the plane is posted only while nothing is executed on this rank."""
         if not needs_plane(entry.request):
-            return me.state.post_directly(entry, queued=queued)
+            return me.state.try_post(entry, queued=queued)
         group = me.state.sets.get(entry.request.process_set)
         if group is None or me.jobs:
             return None
         scope = entry.request.process_set, group.epoch
-        return me.state.post_directly(entry, (group.epoch, me.operations[scope]), queued=queued)
+        return me.state.try_post(entry, (group.epoch, me.operations[scope]), queued=queued)
 
     def withdraw(self, rank: int, process_set: int = 0) -> None:
         """A user is interrupted in the middle of a wait, at the board perhaps, and does not come back there."""
@@ -350,7 +349,7 @@ class Simulation:
         """An interrupt in the middle of a submission."""
         me = self.ranks[rank]
         me.at_board = None
-        me.state.mend(f"rank {rank} was interrupted")
+        me.state.abandon_interrupted(f"rank {rank} was interrupted")
         self._flush(me)
 
     def say(self, *messages: m.Message) -> None:
@@ -534,14 +533,14 @@ class Simulation:
     def _tell_wait(self, me: SimRank) -> None:
         """A user has waited for long."""
         assert me.blocked is not None
-        me.state.blocked(me.blocked, 0.5)
+        me.state.report_waiting(me.blocked, 0.5)
 
     def _from_coordinator(self, me: SimRank) -> None:
         message = me.from_coordinator.popleft()
         if message is None:
             me.ending = me.lost = True
             self._perform(
-                me, me.state.suspend(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
+                me, me.state.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
             )
             return
         if type(message) in ROSTERS:

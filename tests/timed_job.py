@@ -28,10 +28,9 @@ from hvdlab.collectives.coordinator.events import (
 )
 from hvdlab.collectives.coordinator.state import CoordinatorOptions, CoordinatorState
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.effects import Fail, NewEpoch, RunBatch
-from hvdlab.collectives.engine.entry import Entry
-from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.entries import Entry, Fail, NewEpoch, RunBatch
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_from_rank, decode_hello, encode
 from hvdlab.collectives.protocol.rosters import ROSTERS, SentMembers

@@ -10,7 +10,7 @@ from hvdlab.collectives.elastic.interrupts import HostsUpdatedInterrupt
 from hvdlab.collectives.elastic.notification import notification_manager
 from hvdlab.collectives.elastic.state import State
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import (
     AbortedError,
     CauseKind,

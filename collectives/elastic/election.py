@@ -11,7 +11,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.elastic.interrupts import HostUpdateResult
 from hvdlab.collectives.elastic.state import News
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.buffers import host_view
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 

@@ -13,31 +13,25 @@ from hvdlab.collectives import logs
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.affinity import bind
-from hvdlab.collectives.engine.control import Control
-from hvdlab.collectives.engine.direct import Direct
-from hvdlab.collectives.engine.dispatch import Dispatcher
+from hvdlab.collectives.engine.control_thread import Control, ControlHandlers
+from hvdlab.collectives.engine.coordinator_bypass import CoordinatorBypass
+from hvdlab.collectives.engine.entries import EXECUTING
 from hvdlab.collectives.engine.executor import Executor
-from hvdlab.collectives.engine.exports import Exports
-from hvdlab.collectives.engine.groups import Groups
-from hvdlab.collectives.engine.guarded import GuardedState
-from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.hooks import Hooks
-from hvdlab.collectives.engine.hosts import host_key
-from hvdlab.collectives.engine.leading import Leader
-from hvdlab.collectives.engine.leaving import settle
-from hvdlab.collectives.engine.outcomes import BatchOutcomes
+from hvdlab.collectives.engine.handles import CompletionHooks, Handle
+from hvdlab.collectives.engine.hosts import Place, host_key, place
+from hvdlab.collectives.engine.inline_execution import HandleWaiter, InlineExecutor
+from hvdlab.collectives.engine.locked_state import BatchOutcomes, LockedState
+from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.reconnecting import Reconnecting
-from hvdlab.collectives.engine.regrouping import Regrouping
-from hvdlab.collectives.engine.request import PendingCollective, Request, Result
-from hvdlab.collectives.engine.spans import SpanLog
-from hvdlab.collectives.engine.state import RankState
-from hvdlab.collectives.engine.subscribing import Subscription
-from hvdlab.collectives.engine.timeline import TimelineTap
-from hvdlab.collectives.engine.waiting import Waiter
+from hvdlab.collectives.engine.requests import PendingCollective, Request, Result
+from hvdlab.collectives.engine.span_log import SpanLog
+from hvdlab.collectives.engine.telemetry import MetricExports, Subscription, TimelineTap
+from hvdlab.collectives.engine.world_view import ElasticMembership
 from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError
 from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import KeyValue, Phases
+from hvdlab.collectives.planes.links import Links, plane_text
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
@@ -48,15 +42,15 @@ from hvdlab.collectives.versions import own_versions
 _monotonic_ns = time.monotonic_ns
 
 
-class Engine(Groups):
-    """One rank of a world. Made by :meth:`connect`; safe to use from any thread unless said otherwise.
+class Engine:
+    """One rank of a world. Made by :meth:`connect`; safe to use from any thread unless a method names one.
 
     Attributes:
         rank: This rank.
         settings: The settings that the rank was started with.
         recorder: Spans and metrics of this rank.
         failed_cells: How many cells (or attempts of elastic training) have ended here with an error, so that bindings can
-            drop what one left half done.
+            drop work that one left half done.
         cells_begun: How many cells have begun here.
         elastic: This rank's part in elastic training.
         exports: The exports that hand this rank's metrics, or those of all ranks, to exporters.
@@ -69,38 +63,40 @@ class Engine(Groups):
     """
 
     def __init__(self, settings: Settings, endpoint: Endpoint, rank: int, generation: int = 0) -> None:
-        self.hooks = Hooks(rank, self._wake)
-        guarded = GuardedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
-        super().__init__(rank, settings, guarded)
+        self.hooks = CompletionHooks(rank, self._wake)
+        locked = LockedState(rank, endpoint, self._wake, self.hooks, settings.cache_capacity)
+        self.rank, self.settings = rank, settings
+        self._locked = locked
+        self._place: tuple[int, Place] | None = None
         self.failed_cells = self.cells_begun = self.interrupt_held_in = 0
         self.farewell = "shutdown"
         self.sent_through_native: deque[CollectiveError] = deque(maxlen=8)
         self._spans = SpanLog(rank, settings.record, remote=endpoint.secure)
         self.recorder = self._spans.recorder
         self._endpoint = endpoint
-        self._submit = guarded.submit
+        self._submit = locked.submit
         self._closed = threading.Event()
-        outcomes = BatchOutcomes(guarded, self._spans, lambda: self._dispatcher.schedule_events())
+        self._control = Control(endpoint, str(rank))
+        outcomes = BatchOutcomes(locked, self._spans, lambda: self._handlers.schedule_events())
         self._executor = Executor(outcomes, self.hooks, str(rank))
-        self._dispatcher = Dispatcher(
-            guarded, endpoint, self._executor, self._spans, self.hooks, settings.address
+        self._handlers = ControlHandlers(
+            locked, endpoint, self._executor, self._spans, self.hooks, settings.address, self._control
         )
-        self._control = self._dispatcher.control = Control(endpoint, self._dispatcher, str(rank))
         hello = introduction(settings, rank)
         self._reconnecting = Reconnecting(
-            settings, hello, generation, self._dispatcher, self._control, self._may_return
+            settings, hello, generation, self._handlers, self._control, self._may_return
         )
-        self._leader = Leader(guarded, endpoint, self._control, self._executor)
-        self._direct = Direct(guarded, self._executor, self._spans, self._dispatcher.schedule_events)
-        self._waiter = Waiter(rank, guarded, self._leader, self._executor, self.hooks, self._direct)
+        self._inline = InlineExecutor(locked, endpoint, self._control, self._executor)
+        self._bypass = CoordinatorBypass(locked, self._executor, self._spans, self._handlers.schedule_events)
+        self._waiter = HandleWaiter(rank, locked, self._inline, self._executor, self.hooks, self._bypass)
         self.wait_for = self._waiter.wait_for
-        subscription = Subscription(self._dispatcher)
+        subscription = Subscription(self._handlers)
         self._timeline = TimelineTap(subscription)
-        self.exports = Exports(self._dispatcher, subscription)
-        self.elastic = Regrouping(rank, guarded, self._dispatcher.world)
+        self.exports = MetricExports(self._handlers, subscription)
+        self.elastic = ElasticMembership(rank, locked, self._handlers.world)
         _engines.add(self)
-        self._control.start()
-        self._control.call(self._dispatcher.ask_clock)
+        self._control.start(self._handlers)
+        self._control.call(self._handlers.ask_clock)
         interval = settings.metrics_interval if settings.record else 0.0
         self._sampler = sampler_of_rank(self.metric, interval, rank)
 
@@ -109,7 +105,7 @@ class Engine(Groups):
         """Connect to the coordinator as a rank. Does not wait for other ranks.
 
         Args:
-            settings: Where the coordinator is, and all else that the engine goes by.
+            settings: The address of the coordinator, and all other settings of the engine.
             timeout: Seconds that connecting may take; ``None`` for ``settings.start_timeout``.
 
         Raises:
@@ -134,11 +130,11 @@ class Engine(Groups):
         self._control.wake()
 
     def _may_return(self) -> bool:
-        """Whether this rank can come back when the others have gone on without it, since there is a point at which it takes part again.
+        """Return whether this rank can return when the others have continued without it.
 
-        That is where training begins again, or the next cell. A script does not say where its collectives belong.
+        It needs a point at which it takes part again: a restart of training, or the next cell. A script has no such point.
         """
-        return self.settings.cells_tracked or self._guarded.state.elastic
+        return self.settings.cells_tracked or self._locked.state.elastic
 
     # -- the world ------------------------------------------------------------------------------------------------
 
@@ -149,37 +145,155 @@ class Engine(Groups):
             StartError: Some are not there after ``timeout`` seconds, or have died before; the text names them.
         """
         settings = self.settings
-        self._dispatcher.world.wait_complete(timeout, self.rank, settings.elastic_timeout, settings.size or 0)
+        self._handlers.world.wait_complete(timeout, self.rank, settings.elastic_timeout, settings.size or 0)
         if settings.thread_affinity:
             bind(settings.thread_affinity, self.local_rank, [self._control.thread, *self._executor.threads])
         self._begin_mpi()
 
     def on_world(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when ranks of the world have come, left or died; it must not block."""
-        self._dispatcher.world.watchers.append(lambda world: callback())
+        self._handlers.world.watchers.append(lambda world: callback())
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Ranks that live, as far as is known; one that has died or left may be in a process set for a moment yet."""
-        return self._dispatcher.world.alive
+        """Return the ranks that live, as far as is known; one that has died or left may be in a process set for a moment yet."""
+        return self._handlers.world.alive
 
     def death_of(self, rank: int) -> str:
-        """How a rank has ended, as far as is known; empty if it lives, or has left in order."""
-        last = self._dispatcher.world.last
+        """Return how a rank has ended, as far as is known; empty if it lives, or has left in order."""
+        last = self._handlers.world.last
         deaths = last.deaths if last is not None else ()
         return next((death.reason for death in deaths if death.rank == rank), "")
 
     def world_store(self) -> KeyValue:
         """Values that the members of the world exchange in its present epoch; see :meth:`wait_for_world`."""
-        return self._dispatcher.store(0, self._guarded.state.sets[0].epoch)
+        return self._handlers.store(0, self._locked.state.sets[0].epoch)
 
     def _begin_mpi(self) -> None:
         """Load MPI if the world uses it: loading waits for all of MPI's processes, and later only some ranks might do it."""
-        world = self._guarded.state.sets.get(0)
+        world = self._locked.state.sets.get(0)
         if world is None or world.plane not in ("mpi", "hierarchical"):
             return
         if all("mpi" in member.planes for member in world.members):
-            registry.why_unavailable("mpi")  # why MPI can't be loaded is said by the first collective
+            registry.why_unavailable("mpi")  # the first collective reports why MPI can't be loaded
+
+    # -- process sets ---------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Return the number of living members of the world."""
+        return len(self.ranks()) or 1
+
+    def ranks(self, process_set: int = 0) -> tuple[int, ...]:
+        """Return the ranks of a process set's members, by position; empty if this rank does not know it."""
+        group = self._locked.state.sets.get(process_set)
+        return group.ranks if group is not None else ()
+
+    def epoch(self) -> int:
+        """Return the world's epoch: as long as it is the same, so are the world's members."""
+        group = self._locked.state.sets.get(0)
+        return group.epoch if group is not None else -1
+
+    @property
+    def failure(self) -> Cause | None:
+        """Return the cause with which all submissions of this rank fail until the ranks of elastic training restart, or ``None``."""
+        return self._locked.state.failure
+
+    def processes(self) -> tuple[int, tuple[tuple[int, str, int], ...]]:
+        """Return the world's epoch, and its members' processes as (rank, host, process id). A rank that was replaced has another process."""
+        group = self._locked.state.sets.get(0)
+        if group is None:
+            return -1, ()
+        return group.epoch, tuple((member.rank, member.host, member.pid) for member in group.members)
+
+    def plane(self, process_set: int = 0) -> str:
+        """Return the name of the data plane of a process set; empty if this rank does not know it."""
+        group = self._locked.state.sets.get(process_set)
+        return group.plane if group is not None else ""
+
+    def plane_text(self, process_set: int = 0) -> str:
+        """Return the data plane, with the size of its chunks once that was measured: ``shm in chunks of 512 KiB``."""
+        group = self._locked.state.sets.get(process_set)
+        return plane_text(group.plane, group.chunk_bytes) if group is not None else ""
+
+    def device_plane(self, process_set: int, device: str) -> str:
+        """Return the name of the data plane for tensors on a device class; empty if there is none: stage them through the host.
+
+        The plane may be gone in the next epoch, if that has other members; requests that were submitted for it then fail with
+        ``InvalidRequestError`` on all ranks.
+        """
+        group = self._locked.state.sets.get(process_set)
+        return group.device_planes.get(device, "") if group is not None else ""
+
+    def device_planes(self, process_set: int = 0) -> tuple[str, ...]:
+        """Return the names of the data planes for tensors that are not on the host."""
+        group = self._locked.state.sets.get(process_set)
+        return tuple(group.device_planes.values()) if group is not None else ()
+
+    def links(self, process_set: int = 0) -> Links:
+        """Return the connections to the GPUs of the other ranks; empty until these have joined the plane for CUDA tensors."""
+        group = self._locked.state.sets.get(process_set)
+        return group.links if group is not None else {}
+
+    def planes(self, process_set: int = 0) -> tuple[str, ...]:
+        """Return the data plane, or the parts of the hierarchical one: the plane within hosts and that between them."""
+        group = self._locked.state.sets.get(process_set)
+        if group is None:
+            return ()
+        if group.plane != "hierarchical":
+            return (group.plane,)
+        return group.options.get("inner", "shm"), group.options.get("outer", "gloo")
+
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """Return the ranks of the process sets that this rank knows, by id."""
+        return {id: group.ranks for id, group in dict(self._locked.state.sets).items()}
+
+    def knows_process_set(self, process_set: int) -> bool:
+        """Return whether a process set that was added is still there, whether this rank is in it or not.
+
+        One that was being added or removed when the coordinator died may be gone once there is a successor.
+        """
+        return process_set in self._locked.state.failover.sets
+
+    def added_process_sets(self) -> dict[int, tuple[int, ...]]:
+        """Return the ranks of each process set that was added and is still there, by id; also of those without this rank."""
+        return dict(self._locked.state.failover.sets)
+
+    @property
+    def local_rank(self) -> int:
+        """Return the position among the ranks of this host."""
+        given = self.settings.local_rank
+        return self._where().local_rank if given is None else given
+
+    def local_rank_in(self, process_set: int) -> int:
+        """Return the position among those ranks of this host that are in a process set to which this rank belongs."""
+        group = self._locked.state.sets[process_set]
+        return place(self.rank, group.ranks, [member.host for member in group.members]).local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Return the number of living ranks of this host."""
+        return self._where().local_size
+
+    @property
+    def cross_rank(self) -> int:
+        """Return the position among the hosts that have a rank with this local rank."""
+        given = self.settings.cross_rank
+        return self._where().cross_rank if given is None else given
+
+    @property
+    def cross_size(self) -> int:
+        """Return the number of hosts that have a rank with this local rank."""
+        return self._where().cross_size
+
+    def _where(self) -> Place:
+        group = self._locked.state.sets.get(0)
+        if group is None or group.index < 0:
+            return Place(0, 1, 0, 1)
+        if self._place is None or self._place[0] != group.epoch:
+            hosts = [member.host for member in group.members]
+            self._place = (group.epoch, place(self.rank, group.ranks, hosts))
+        return self._place[1]
 
     def add_process_set(self, ranks: Sequence[int], timeout: float | None = None) -> int:
         """Make a process set of these ranks; every rank of the world calls it alike. Returns its id."""
@@ -197,18 +311,18 @@ class Engine(Groups):
     def submit(self, request: Request, *, announce: bool = True, at_once: bool = False) -> Handle:
         """Submit a collective and return at once.
 
-        The control thread announces it, or the next wait or :meth:`flush` if that is sooner, together with all that was
-        submitted by then. Without ``announce`` only such a wait or :meth:`flush` announces it, or the next submission.
+        The control thread announces it, or the next wait or :meth:`flush` if that is sooner, together with all requests
+        that were submitted by then. Without ``announce`` only such a wait or :meth:`flush` announces it, or the next submission.
 
         Args:
-            request: What to do, and with which tensor.
+            request: The request.
             announce: Whether the control thread is woken to announce it.
-            at_once: Whether the caller waits for it next: the control thread is not woken then, and the wait may go the direct way.
+            at_once: Whether the caller waits for it next: the control thread is not woken then, and the wait may bypass the coordinator.
 
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
             DuplicateNameError: The name is in flight on this rank; every rank's pending one fails.
-            AbortedError: The coordinator is lost, or elastic training has to begin again.
+            AbortedError: The coordinator is lost, or elastic training has to restart.
             NotInitializedError: The engine is closed.
         """
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
@@ -216,26 +330,26 @@ class Engine(Groups):
         if at_once:
             handle.at_once = self.settings.direct
         elif announce:
-            self._guarded.want_flush()
+            self._locked.want_flush()
         return handle
 
     def run(self, request: Request, timeout: float | None = None) -> Result:
-        """Submit, announce at once and wait: the quick way for one blocking collective. Raises what ``wait`` does."""
+        """Submit, announce at once and wait: the quick way for one blocking collective. Raises as ``wait`` does."""
         self.hooks.refuse_to_wait()
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
         try:
-            if timeout is not None or not self.settings.direct or not self._direct.run(handle):
+            if timeout is not None or not self.settings.direct or not self._bypass.run(handle):
                 self._submit(handle)
             return handle.wait(timeout)
         except KeyboardInterrupt:
-            self._waiter.abandon(handle)
+            self._waiter.withdraw_after_interrupt(handle)
             raise
 
     def join(self, process_set: int = 0) -> int:
-        """Take part with zeros in what the other members do, until all have joined.
+        """Take part with zeros in the collectives of the other members, until all have joined.
 
         The other members need not wait for this rank any more: allreduces with SUM or AVERAGE (which still divides by all
-        members) and barriers go on without its call. Other collectives fail with ``JoinedRanksError`` on the ranks that
+        members) and barriers continue without its call. Other collectives fail with ``JoinedRanksError`` on the ranks that
         submit them.
 
         Returns:
@@ -247,7 +361,7 @@ class Engine(Groups):
         return self.run(Request(OpKind.JOIN, process_set=process_set)).last_joined
 
     def submit_group(self, requests: Sequence[Request], *, announce: bool = True) -> list[Handle]:
-        """Submit the tensors of a group. If one is refused, the others are withdrawn. Raises what ``submit`` does."""
+        """Submit the tensors of a group. If one is refused, the others are withdrawn. Raises as ``submit`` does."""
         now, site = _monotonic_ns(), call_site(2)
         handles = [Handle(self, request, request.site or site, now) for request in requests]
         submitted = 0
@@ -257,57 +371,58 @@ class Engine(Groups):
                 submitted += 1
         except BaseException:
             if submitted:  # those would wait for ever for the rest of their group
-                self._guarded.withdraw(handles[0], CauseKind.WITHDRAWN, "a tensor of its group was refused")
+                self._locked.withdraw(handles[0], CauseKind.WITHDRAWN, "a tensor of its group was refused")
             raise
         if announce:
-            self._guarded.want_flush()
+            self._locked.want_flush()
         return handles
 
     def flush(self) -> None:
-        """Announce what was submitted by now, without waiting for it."""
-        self._guarded.flush_direct()
+        """Announce all submitted requests, without waiting for them."""
+        self._locked.flush_direct()
 
     def withdraw(self, text: str, process_set: int = 0, kind: CauseKind = CauseKind.WITHDRAWN) -> None:
-        """Give up on everything pending in a process set: it fails on all ranks with ``text``; the set goes on."""
-        self._dispatcher.withdraw(process_set, text, kind)
+        """Give up on everything pending in a process set: it fails on all ranks with ``text``; the set remains."""
+        self._handlers.withdraw(process_set, text, kind)
 
     def tell_blocked(self, handle: Handle, seconds: float) -> None:
         """See :meth:`Handle.tell_blocked`. Any thread; does not wait."""
-        self._guarded.tell(lambda state: state.blocked(handle, seconds))
+        self._locked.update(RankState.report_waiting, handle, seconds)
 
     def tell_unblocked(self, handle: Handle) -> None:
         """See :meth:`Handle.tell_unblocked`. Any thread; does not wait."""
-        self._guarded.tell(lambda state: state.unblocked(handle))
+        self._locked.update(RankState.report_done_waiting, handle)
 
     def pending(self) -> list[PendingCollective]:
         """Return the collectives in flight on this rank, oldest first. Any thread, also while others are stuck."""
-        return self._guarded.pending(_monotonic_ns())
+        return self._locked.pending(_monotonic_ns())
 
-    # -- looking around -------------------------------------------------------------------------------------------
+    # -- pauses -------------------------------------------------------------------------------------------
 
     def pause(self, reason: str = "being looked at") -> None:
-        """The user looks around in this rank: until :meth:`resume` no clock of a stall runs on any rank, and the coordinator
-        says to no rank that it waits in vain for this one.
+        """Pause this rank, in which a user inspects something, until :meth:`resume`.
+
+        Meanwhile no clock of a stall runs on any rank, and the coordinator reports no wait for this one as stalled.
 
         May be called again for another reason before that. Any thread; does not wait.
         """
-        self._guarded.tell(lambda state: state.paused((*state.memory.paused, reason)))
+        self._locked.update(lambda state: state.paused((*state.failover.paused, reason)))
 
     def resume(self, reason: str = "being looked at") -> None:
         """End the pause that :meth:`pause` began for this reason; without one nothing happens. Any thread; does not wait."""
 
         def resume(state: RankState) -> None:
-            left = list(state.memory.paused)
+            left = list(state.failover.paused)
             if reason in left:
                 left.remove(reason)
                 state.paused(tuple(left))
 
-        self._guarded.tell(resume)
+        self._locked.update(resume)
 
     @property
     def paused(self) -> str:
-        """Why the user looks around here, as it reads after ``rank 3 is``; empty if the rank is not paused."""
-        reasons = self._guarded.state.memory.paused
+        """Return the reason of the pause, as it reads after ``rank 3 is``; empty if the rank is not paused."""
+        reasons = self._locked.state.failover.paused
         return reasons[-1] if reasons else ""
 
     # -- metrics --------------------------------------------------------------------------------------------------
@@ -315,7 +430,7 @@ class Engine(Groups):
     def metric(self, name: str, value: float, step: int | None = None, time_ns: int | None = None) -> None:
         """Record a number and see to it that it is sent; ``time_ns`` is when it was measured, by default now."""
         self.recorder.metric(name, value, step, time_ns)
-        self._dispatcher.schedule_events()
+        self._handlers.schedule_events()
 
     def introduce_group(self, group: int) -> None:
         """Let the timeline know that each request of this group is one rank's alone; see :meth:`record_request`."""
@@ -335,56 +450,56 @@ class Engine(Groups):
         phases: Phases,
         ok: bool,
     ) -> None:
-        """Record what was asked of a parameter server, and see to it that it is sent.
+        """Record a request to a parameter server, and have it sent.
 
-        The arguments are those of :meth:`~hvdlab.collectives.engine.spans.SpanLog.request`.
+        The arguments are those of :meth:`~hvdlab.collectives.engine.span_log.SpanLog.request`.
         """
         if self._spans.request(name, site, kind, dtype, group, sequence, batch, nbytes, times, phases, ok):
-            self._dispatcher.schedule_events()
+            self._handlers.schedule_events()
 
     # -- cells and mail -------------------------------------------------------------------------------------------
 
     def begin_cell(self, cell: str) -> None:
-        """A cell begins to run here."""
+        """Begin a cell on this rank."""
         self.cells_begun += 1
-        self._dispatcher.lacking.look()  # the cell before may have closed what was open
+        self._handlers.memory_retry.retry_now()  # the cell before may have closed files
         self.recorder.cell_begin(cell)
-        self._guarded.tell(lambda state: state.begin_cell(cell))
+        self._locked.update(RankState.begin_cell, cell)
 
     def hold_interrupt(self) -> None:
-        """The running cell is interrupted, and native code that must not be left by an exception is in the way.
+        """Mark the running cell as interrupted while native code runs that must not be left by an exception.
 
-        Bindings withdraw what that code waits for from now on; :meth:`end_native_waits` has them withdraw what it waits for
-        already. Called by a signal's handler, so it takes no lock.
+        Bindings withdraw the collectives for which that code waits from now on; :meth:`end_native_waits` has them withdraw those
+        for which it waits already. Called by a signal's handler, so it takes no lock.
         """
         self.interrupt_held_in = self.cells_begun
 
     def interrupt_is_held(self) -> bool:
-        """Whether :meth:`hold_interrupt` was called in the running cell. Any thread."""
+        """Return whether :meth:`hold_interrupt` was called in the running cell. Any thread."""
         return self.interrupt_held_in == self.cells_begun > 0
 
     def end_native_waits(self) -> None:
         """Have bindings withdraw the collectives that native code may be waiting for. Any thread; does not wait."""
-        self._control.call(self._dispatcher.mailbox.end_native_waits)
+        self._control.call(self._handlers.callbacks.end_native_waits)
 
     def end_cell(self, cell: str, error: str | None = None) -> None:
-        """A cell ended here; ``error`` is one line that says how it failed."""
+        """End a cell on this rank; ``error`` is one line about how it failed."""
         self.failed_cells += error is not None
         self.recorder.cell_end(cell, error is None)
-        self._guarded.tell(lambda state: state.end_cell(cell, error or ""))
-        self._dispatcher.schedule_events()
+        self._locked.update(RankState.end_cell, cell, error or "")
+        self._handlers.schedule_events()
 
     def post(self, topic: str, body: bytes, to: Sequence[int] | None = None) -> None:
         """Send mail to ranks, or to all clients if ``to`` is ``None``. Silently lost if the coordinator is gone."""
-        self._dispatcher.send(m.Post(topic, body, tuple(to or ())))
+        self._handlers.send(m.Post(topic, body, tuple(to or ())))
 
     def on_mail(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
         """Call ``callback(sender, body)`` on the control thread; it must not block. Sender -1 is a client."""
-        self._dispatcher.mailbox.on(topic, callback)
+        self._handlers.callbacks.on(topic, callback)
 
     def on_interrupt(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when the notebook interrupts this rank."""
-        self._dispatcher.mailbox.interrupts.append(callback)
+        self._handlers.callbacks.interrupts.append(callback)
 
     def on_native_waits(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread to withdraw collectives that native code may be waiting for, without Python's lock.
@@ -392,30 +507,30 @@ class Engine(Groups):
         That is when the notebook interrupts this rank, and again for an interrupt that is held (:meth:`hold_interrupt`).
         """
         self.on_interrupt(callback)
-        self._dispatcher.mailbox.native_waits.append(callback)
+        self._handlers.callbacks.native_waits.append(callback)
 
     def on_leave(self, callback: Callable[[str], None]) -> None:
         """Call ``callback(reason)`` on the control thread when this rank is to leave.
 
         That is also when the coordinator is lost and has no successor. If it has happened already, this calls the callback.
         """
-        self._dispatcher.mailbox.on_leave(callback)
+        self._handlers.callbacks.on_leave(callback)
 
     def on_reconnected(self, callback: Callable[[], None]) -> None:
         """Call this on the control thread when this rank has found the coordinator's successor.
 
         Mail that was on its way when the coordinator died may be lost; mail that this rank posted since then has been sent.
         """
-        self._dispatcher.mailbox.reconnections.append(callback)
+        self._handlers.callbacks.reconnections.append(callback)
 
     @property
     def waits_for_successor(self) -> bool:
-        """Whether a coordinator that was lost may be replaced, or has been."""
-        return self.settings.reattach > 0 and self._guarded.state.lost is None
+        """Return whether a coordinator that was lost may be replaced, or has been."""
+        return self.settings.reattach > 0 and self._locked.state.lost is None
 
     @property
     def generation(self) -> int:
-        """How many coordinators have died before the one that this rank is connected to."""
+        """Return how many coordinators have died before the one that this rank is connected to."""
         return self._reconnecting.generation
 
     # -- timeline -------------------------------------------------------------------------------------------------
@@ -430,7 +545,7 @@ class Engine(Groups):
         self._timeline.start(path, mark_cycles)
 
     def stop_timeline(self) -> None:
-        """Complete the file, with what every rank has recorded by now. Raises ``OSError`` if the disk failed."""
+        """Complete the file, with the events that every rank has recorded by now. Raises ``OSError`` if the disk failed."""
         self._timeline.stop()
 
     # -- end ------------------------------------------------------------------------------------------------------
@@ -442,7 +557,7 @@ class Engine(Groups):
     def close(self, timeout: float = 5.0) -> None:
         """Leave the world in order and end all threads. Idempotent.
 
-        What is executing is finished first. Handles in flight then fail, on the other ranks as well.
+        Operations that execute are finished first. Handles in flight then fail, on the other ranks as well.
 
         Raises:
             InvalidRequestError: A completion hook calls it.
@@ -450,37 +565,37 @@ class Engine(Groups):
         if self._closed.is_set():
             return
         self.hooks.refuse_to_wait()
-        self._guarded.unusable = NotInitializedError("the engine of this rank")
+        self._locked.unusable = NotInitializedError("the engine of this rank")
         if self._sampler is not None:
             self._sampler.close(timeout)
         on_control = threading.current_thread() is self._control.thread
-        settle(self._guarded, self.rank, self.farewell, None if on_control else Deadline(timeout))
+        _drain(self._locked, self.rank, self.farewell, None if on_control else Deadline(timeout))
         self._timeline.stop()
         self.exports.close(timeout)
         self._closed.set()
         self._reconnecting.cancel(timeout)
         self._control.call(self._say_bye)
         self._control.stop(timeout)
-        self._dispatcher.lose(Cause(CauseKind.SHUTDOWN, (self.rank,), f"rank {self.rank} shut down"))
+        self._handlers.fail_pending(Cause(CauseKind.SHUTDOWN, (self.rank,), f"rank {self.rank} shut down"))
         self._executor.close(timeout)
         self.hooks.run()
-        self._leader.close()
+        self._inline.close()
         self._control.close()
         _engines.discard(self)
 
     def _say_bye(self) -> None:
-        self._dispatcher.send_events()
-        self._guarded.post(m.Bye(self.farewell))
+        self._handlers.send_events()
+        self._locked.queue_message(m.Bye(self.farewell))
 
     def _after_fork(self) -> None:
         self._closed.set()
         self.hooks.after_fork()
-        self._guarded.after_fork(NotInitializedError("a rank's engine in a forked process"))
+        self._locked.after_fork(NotInitializedError("a rank's engine in a forked process"))
         self._control.after_fork()
 
 
 def introduction(settings: Settings, rank: int) -> m.Hello:
-    """The message that a rank sends first on a new connection."""
+    """Return the message that a rank sends first on a new connection."""
     return m.Hello(
         m.PROTOCOL_VERSION,
         settings.token,
@@ -501,11 +616,59 @@ def introduction(settings: Settings, rank: int) -> m.Hello:
     )
 
 
+def _drain(locked: LockedState, rank: int, why: str, deadline: Deadline | None) -> None:
+    """Wait for the operations that are executing, then give up all other entries, on all ranks.
+
+    A rank that leaves finishes its operations, since the other members are in the middle of them, too. The coordinator may be
+    ordering an announced entry at this very moment, and other ranks would then wait for this one in the plane. So announced
+    entries are given up, too. Nothing may be submitted meanwhile.
+
+    Args:
+        locked: The rank's state.
+        rank: This rank.
+        why: Why it leaves, as the other ranks read it.
+        deadline: How long to wait; ``None``, without a wait, if the calling thread is needed for the operations to end.
+    """
+    try:
+        if deadline is not None:
+            _finish_executing(locked, deadline)
+    finally:
+        locked.update(_give_up, f"rank {rank} left the job ({why})")
+
+
+def _finish_executing(locked: LockedState, deadline: Deadline) -> None:
+    executing: list[Handle] = []
+
+    def find(state: RankState) -> None:
+        executing[:] = [
+            entry
+            for group in state.sets.values()
+            for entry in group.pending
+            if entry.phase == EXECUTING and isinstance(entry, Handle)
+        ]
+
+    locked.update(find)
+    while executing:
+        for handle in executing:
+            left = deadline.remaining()
+            if not handle.done_lock.acquire(timeout=-1 if left is None else left):
+                return
+            handle.release_waiters()
+        locked.update(find)
+
+
+def _give_up(state: RankState, text: str) -> None:
+    for group in list(state.sets.values()):
+        group.close_board()
+        if group.pending:
+            state.withdraw(group.id, CauseKind.RANK_LEFT, text)
+
+
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    # Two processes on one connection would be one rank that says everything twice.
+    # Two processes on one connection would be one rank that sends everything twice.
     for engine in list(_engines):
         engine._after_fork()
     _engines.clear()

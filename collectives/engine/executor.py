@@ -4,13 +4,14 @@ A host plane has executed a batch when its call returns. A device plane may only
 from a thread of its own, and the executor goes on with the next batch meanwhile. So the batches of a process set begin in the
 same order on all ranks, whatever their devices, and those of one device class end in that order.
 
-Work is queued in a :class:`Lane`. The thread that works holds the lane's baton: the lane's own thread, or a user's thread that
-waits for a result anyway and so saves a change of threads. If a plane does not obey an abort, the executor abandons the
-whole lane, with the thread that is stuck in it, and goes on with a new one.
+Work is queued in a :class:`WorkQueue`. The thread that works holds the queue's ``run_lock``: the queue's own thread, or a user's
+thread that waits for a result anyway and so saves a change of threads. If a plane does not obey an abort, the executor abandons
+the whole queue, with the thread that is stuck in it, and goes on with a new one.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -20,22 +21,119 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.effects import RunBatch
-from hvdlab.collectives.engine.hooks import Hooks
-from hvdlab.collectives.engine.operations import run_batch, run_message, source_of
-from hvdlab.collectives.engine.request import Result
-from hvdlab.collectives.engine.slots import PlaneSlot, Scope
-from hvdlab.collectives.engine.small import Folds, run_small
-from hvdlab.collectives.planes.base import Phases, PlaneAborted
+from hvdlab.collectives.engine.entries import RunBatch
+from hvdlab.collectives.engine.handles import CompletionHooks
+from hvdlab.collectives.engine.operations import Folds, run_batch, run_message, run_small, source_of
+from hvdlab.collectives.engine.requests import Result
+from hvdlab.collectives.planes.base import Phases, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.planes.completion import Completion
+from hvdlab.collectives.planes.pairs import Pairs
+from hvdlab.collectives.planes.registry import plane_class
+
+CONNECT_TIMEOUT = 30.0
+
+Scope = tuple[int, int, str]
+"""Process set, epoch and device class."""
+
+
+class PlaneSlot:
+    """Plane of one process set, epoch and device class, which is built at its first use.
+
+    ``open`` and ``close`` belong to the thread that holds the queue's ``run_lock``; ``abort`` may come from any thread.
+
+    Args:
+        name: Name of the plane.
+        device: The device class that it is for.
+        context: Members, options and memory, from which the plane is built.
+        on_abort: Called by :meth:`abort`.
+
+    Attributes:
+        scope: Process set, epoch and device class.
+        plane: The plane, once it is built.
+        aborted: Whether the epoch has ended; nothing more is executed in it.
+        error: Why the plane failed here, if it did.
+        under_way: Batches that were begun and have not ended yet, without a thread that waits for them. Belongs to the executor.
+        operations: How many batches have begun on it; equal on all members between two of them. Belongs to the thread that holds
+            ``run_lock``.
+        outdated: Whether a newer epoch has begun; the plane is closed once nothing is under way. Belongs to the executor.
+    """
+
+    def __init__(self, name: str, device: str, context: PlaneContext, on_abort: Callable[[], None]) -> None:
+        self.name = name
+        self.context = context
+        self.scope: Scope = (context.process_set, context.epoch, device)
+        self.under_way = self.operations = 0
+        self.outdated = False
+        self.plane: Plane | None = None
+        self.aborted = False
+        self.error: Exception | None = None
+        self._on_abort = on_abort
+        #: Channels of messages, once a message has used them.
+        self._pairs: Pairs | None = None
+        #: Whether the plane is connected.
+        self._connected = False
+        self._closed = False
+        #: Size in bytes of the slices; 0 before the coordinator has chosen one.
+        self._slice = 0
+
+    def open(self) -> Plane:
+        """Return the plane, built and connected at the first call. Blocks; raises as the plane does, ``PlaneAborted`` after an abort."""
+        plane = self.plane
+        if plane is None:
+            plane = self.plane = plane_class(self.name)(self.context)
+        if not self._connected:
+            # The plane is stored before the flag is read, and abort() sets the flag before it reads the plane: one of them sees it.
+            if self.aborted:
+                raise PlaneAborted(f"epoch {self.context.epoch} has ended")
+            plane.connect(float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT)))
+            self._connected = True
+            plane.tune(self._slice)
+        return plane
+
+    def pairs(self) -> Pairs:
+        """Return the channels by which two members exchange messages. The plane need not be open: other members have no part in them."""
+        pairs = self._pairs
+        if pairs is None:
+            timeout = float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT))
+            pairs = self._pairs = Pairs(self.name, self.context, timeout)
+        if self.aborted:  # read after ``_pairs`` was stored, as in open()
+            raise PlaneAborted(f"epoch {self.context.epoch} has ended")
+        return pairs
+
+    def tune(self, slice_bytes: int) -> None:
+        """See :meth:`Plane.tune`; before the plane is connected the size is only stored."""
+        self._slice = slice_bytes
+        if self.plane is not None and self._connected:
+            self.plane.tune(slice_bytes)
+
+    def abort(self) -> None:
+        """End the operations that run on the plane. Any thread; never blocks."""
+        self.aborted = True
+        if self.plane is not None:
+            self.plane.abort()
+        if self._pairs is not None:
+            self._pairs.abort()
+        self._on_abort()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = self.aborted = True
+        if self._pairs is not None:
+            self._pairs.close()
+        if self.plane is not None:
+            self.plane.close()
+        elif self.context.memory_fd >= 0:
+            os.close(self.context.memory_fd)  # no plane was built that would have taken it over
+
 
 Close = Callable[[], None]
 Job = RunBatch | Close
 
 
 class Outcomes(Protocol):
-    """Receives how batches end. Called by the thread that ran them."""
+    """Receiver of ends of batches. The thread that ran a batch calls it."""
 
     def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None: ...
 
@@ -44,14 +142,26 @@ class Outcomes(Protocol):
     def batch_failed(self, batch: RunBatch, error: Exception) -> None: ...
 
 
-class Lane:
-    """Jobs in order, the baton, and the thread that works when no user's thread does."""
+class WorkQueue:
+    """Jobs in order, the lock of the thread that runs them, and the queue's own thread, which works when no user's thread does.
+
+    Attributes:
+        number: Number of the queue; 1 for the first.
+        jobs: Jobs that no thread has begun.
+        run_lock: Held by the thread that runs jobs.
+        wakeup: Wakes the queue's own thread; ``False`` ends it.
+        abandoned: Whether the executor goes on without this queue, since a thread is stuck in it.
+        folds: Scratch memory of the thread that runs jobs.
+        current: The job that is running, or was when its thread was interrupted.
+        running: The slot of the plane whose operation is running, or ``None``.
+        thread: The queue's own thread.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.jobs: deque[Job] = deque()
-        self.baton = threading.Lock()
-        self.bell: SimpleQueue[bool] = SimpleQueue()
+        self.run_lock = threading.Lock()
+        self.wakeup: SimpleQueue[bool] = SimpleQueue()
         self.abandoned = False
         self.folds: Folds = {}
         self.current: Job | None = None
@@ -60,122 +170,126 @@ class Lane:
 
     @property
     def stuck(self) -> bool:
-        """Whether a thread, the lane's or a user's, is in the middle of an operation."""
+        """Return whether a thread, the queue's own or a user's, is in the middle of an operation."""
         return self.running is not None
 
 
 class Executor:
-    """Planes and lanes of one rank.
+    """Planes and work queues of one rank.
 
-    ``put``, ``abort`` and ``prepare`` are called under the engine's lock or on its control thread; ``help`` by users'
+    ``enqueue``, ``abort`` and ``prepare`` are called under the engine's lock or on its control thread; ``run_pending`` by users'
     threads.
     """
 
-    def __init__(self, outcomes: Outcomes, hooks: Hooks, label: str) -> None:
+    def __init__(self, outcomes: Outcomes, hooks: CompletionHooks, label: str) -> None:
         self._outcomes = outcomes
         self._hooks = hooks
         self._label = label
+        #: Slots of planes that are not closed.
         self._slots: dict[Scope, PlaneSlot] = {}
-        self._abandoned: list[Lane] = []
-        self._lanes = 0
-        # Guards taking and putting jobs, moving them to another lane, and counting the batches under way.
-        self._handing = threading.Lock()
-        self.lane = self._new_lane()
+        #: Queues with a stuck thread, which is joined once it has come back.
+        self._abandoned: list[WorkQueue] = []
+        #: How many queues there have been.
+        self._queues = 0
+        # Guards taking and putting jobs, moving them to another queue, and counting the batches under way.
+        self._jobs_lock = threading.Lock()
+        #: The queue that gets jobs.
+        self.queue = self._new_queue()
 
     # -- work -----------------------------------------------------------------------------------------------------
 
     def prepare(self, slot: PlaneSlot) -> None:
-        """Take in the slot of a new epoch's plane; the plane is built when it is first needed."""
+        """Add the slot of a new epoch's plane; the plane is built when it is first needed."""
         self._slots[slot.scope] = slot
         if self._abandoned:
-            self._reap()
+            self._join_abandoned()
 
-    def put(self, job: Job) -> None:
-        """Add work without waking the lane's thread; see :meth:`ring`."""
-        with self._handing:
-            self.lane.jobs.append(job)
+    def enqueue(self, job: Job) -> None:
+        """Add work without waking the queue's thread; see :meth:`wake`."""
+        with self._jobs_lock:
+            self.queue.jobs.append(job)
 
-    def ring(self) -> None:
-        """Wake the lane's thread, so that it works on the jobs."""
-        self.lane.bell.put(True)
+    def wake(self) -> None:
+        """Wake the queue's own thread, so that it runs the jobs."""
+        self.queue.wakeup.put(True)
 
-    def help(self) -> None:
-        """Work on the jobs on the calling thread, unless another thread does already."""
-        self._drain(self.lane)
+    def run_pending(self) -> None:
+        """Run the queued jobs on the calling thread, unless another thread does already."""
+        self._drain(self.queue)
 
-    def _drain(self, lane: Lane) -> None:
-        # A thread that has put a job and finds the baton taken may go: the baton's holder looks for jobs again after it has
-        # put the baton down.
-        while lane.jobs and not lane.abandoned and not lane.baton.locked():
-            with lane.baton:
+    def _drain(self, queue: WorkQueue) -> None:
+        # A thread that has put a job and finds ``run_lock`` taken may go: the holder looks for jobs again after it has released
+        # the lock.
+        while queue.jobs and not queue.abandoned and not queue.run_lock.locked():
+            with queue.run_lock:
                 while True:
-                    with self._handing:
-                        if lane.abandoned or not lane.jobs:
+                    with self._jobs_lock:
+                        if queue.abandoned or not queue.jobs:
                             break
-                        # Noted before it is taken from the queue: if Ctrl-C comes in between, its process set is known.
-                        job = lane.current = lane.jobs[0]
-                        lane.jobs.popleft()
+                        # Stored before it is removed from the queue: if Ctrl-C comes in between, its process set is known.
+                        job = queue.current = queue.jobs[0]
+                        queue.jobs.popleft()
                     if type(job) is RunBatch:
-                        self._run(lane, job)
+                        self._run(queue, job)
                     else:
                         job()  # type: ignore[operator]  # the other kind of job
-                    lane.current = None
+                    queue.current = None
                     if self._hooks.due:
                         break
-            # Without the baton: while this thread runs hooks, another one may go on with the jobs.
+            # Without ``run_lock``: while this thread runs hooks, another one may go on with the jobs.
             if self._hooks.due:
-                self._hooks.run() if threading.current_thread() is lane.thread else self._hooks.leave()
+                self._hooks.run() if threading.current_thread() is queue.thread else self._hooks.defer_to_control()
 
-    def while_idle(self, scope: Scope, work: Callable[[PlaneSlot], bool]) -> bool:
-        """If the lane is idle, call ``work`` on this thread and keep the lane meanwhile: jobs that are put then wait.
+    def with_idle_queue(self, scope: Scope, work: Callable[[PlaneSlot], bool]) -> bool:
+        """If the queue is idle, call ``work`` on this thread and keep its lock meanwhile: jobs that are put then wait.
 
         Args:
             scope: The process set, epoch and device class whose plane is needed.
-            work: Is given that plane's slot, and may call :meth:`run_alone`.
+            work: Is given that plane's slot, and may call :meth:`run_now`.
 
         Returns:
-            What ``work`` returned; false if the lane is busy or there is no such plane.
+            The value of ``work``; false if the queue is busy or there is no such plane.
         """
-        lane = self.lane
+        queue = self.queue
         slot = self._slots.get(scope)
-        if slot is None or lane.jobs or lane.baton.locked():
+        if slot is None or queue.jobs or queue.run_lock.locked():
             return False
         try:
-            # Not a context manager made of a generator: if Ctrl-C came as that is entered, it would keep the baton until the
+            # Not a context manager made of a generator: if Ctrl-C came as that is entered, it would keep ``run_lock`` until the
             # exception's traceback is gone.
-            with lane.baton:
-                return not (lane.abandoned or lane.jobs or slot.aborted) and work(slot)
+            with queue.run_lock:
+                return not (queue.abandoned or queue.jobs or slot.aborted) and work(slot)
         finally:
-            if lane.jobs:
-                self.ring()
+            if queue.jobs:
+                self.wake()
 
-    def run_alone(self, batch: RunBatch) -> None:
-        """Run a batch on the calling thread, which has the lane by :meth:`while_idle`."""
-        self._run(self.lane, batch)
+    def run_now(self, batch: RunBatch) -> None:
+        """Run a batch on the calling thread, which has the queue by :meth:`with_idle_queue`."""
+        self._run(self.queue, batch)
 
-    def take_interrupted(self) -> list[tuple[int, int]]:
-        """Process set and epoch of the batch that the calling thread worked on when it was interrupted, if it did."""
-        lane = self.lane
-        job, baton = lane.current, lane.baton.locked()
-        if baton or type(job) is not RunBatch:
+    def pop_interrupted(self) -> list[tuple[int, int]]:
+        """Return process set and epoch of the batch that the calling thread ran when it was interrupted, if it ran one."""
+        queue = self.queue
+        job, locked = queue.current, queue.run_lock.locked()
+        if locked or type(job) is not RunBatch:
             return []
-        lane.current = None
+        queue.current = None
         return [(job.process_set, job.epoch)]
 
-    def _run(self, lane: Lane, batch: RunBatch) -> None:
+    def _run(self, queue: WorkQueue, batch: RunBatch) -> None:
         slot = self._slots.get((batch.process_set, batch.epoch, batch.device))
         phases = Phases()
         if slot is None or slot.aborted:
             self._outcomes.batch_unfinished(batch, 0, phases)
             return  # the abort of its epoch ends the batch's handles
-        lane.running = slot
+        queue.running = slot
         started = time.monotonic_ns()
         finished = False
         completion: Completion | None = None
         try:
             sender = source_of(batch) if batch.entries[0].request.kind is OpKind.SENDRECV else -1
             if batch.payloads:
-                results = [run_small(batch.entries[0].request, batch.payloads, lane.folds, sender)]
+                results = [run_small(batch.entries[0].request, batch.payloads, queue.folds, sender)]
             elif batch.entries[0].request.kind is OpKind.JOIN:
                 results = [Result(last_joined=batch.tables[0][0][0])]  # after all that the other members did
             elif sender >= 0:
@@ -186,7 +300,7 @@ class Executor:
                 results, completion = run_batch(slot.open(), batch, phases)
         except PlaneAborted:
             pass
-        except Exception as error:  # noqa: BLE001  (whatever it is, the epoch can't go on; all members get to know why)
+        except Exception as error:  # noqa: BLE001  (for any error the epoch ends; all members read the reason)
             self._failed(slot, batch, error)
         except BaseException:
             slot.abort()  # an interrupt in the middle of an operation: this rank can't serve the plane's peers any more
@@ -196,18 +310,18 @@ class Executor:
             if completion is None:
                 self._outcomes.batch_done(batch, results, started, phases)
             else:
-                with self._handing:
+                with self._jobs_lock:
                     slot.under_way += 1
                 completion.on_end(partial(self._ended, slot, batch, results, started, phases))
         finally:
-            lane.running = None
-            if lane.abandoned:
+            queue.running = None
+            if queue.abandoned:
                 slot.close()
             if not finished:
                 self._outcomes.batch_unfinished(batch, started, phases)
 
     def _failed(self, slot: PlaneSlot, batch: RunBatch, error: Exception) -> None:
-        # Whatever failed, the epoch can't go on; ``batch_failed`` lets all members know why.
+        # For any error the epoch ends; ``batch_failed`` reports the reason to all members.
         slot.error = error
         slot.aborted = True
         self._outcomes.batch_failed(batch, error)
@@ -221,64 +335,64 @@ class Executor:
         phases: Phases,
         error: Exception | None,
     ) -> None:
-        """A batch has ended that went on without a thread of the executor. Any thread, perhaps the plane's own."""
+        """End a batch that has run without a thread of the executor. Any thread, perhaps the plane's own."""
         if error is None:
             self._outcomes.batch_done(batch, results, started, phases)
         else:
             if not isinstance(error, PlaneAborted):
                 self._failed(slot, batch, error)
             self._outcomes.batch_unfinished(batch, started, phases)
-        self._hooks.leave()
-        with self._handing:
+        self._hooks.defer_to_control()
+        with self._jobs_lock:
             slot.under_way -= 1
             last = slot.outdated and not slot.under_way
         if last:
             self.close_older(slot.scope[0], slot.scope[1] + 1)
 
-    def _loop(self, lane: Lane) -> None:
-        while lane.bell.get():
-            self._drain(lane)
-            if lane.abandoned:
+    def _loop(self, queue: WorkQueue) -> None:
+        while queue.wakeup.get():
+            self._drain(queue)
+            if queue.abandoned:
                 return
         # Closing: every plane that is still there is closed by this thread, after the work that came before.
-        with lane.baton:
+        with queue.run_lock:
             for slot in list(self._slots.values()):
                 slot.close()
             self._slots.clear()
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def abort(self, process_set: int, epoch: int) -> tuple[Lane, PlaneSlot] | None:
-        """End the planes of a process set up to ``epoch``; returns the lane and slot of an operation that is in one of them."""
+    def abort(self, process_set: int, epoch: int) -> tuple[WorkQueue, PlaneSlot] | None:
+        """End the planes of a process set up to ``epoch``; returns queue and slot of an operation that is in one of them."""
         busy = None
         for slot in list(self._slots.values()):
             if slot.scope[0] == process_set and slot.scope[1] <= epoch:
                 slot.abort()
-                if self.lane.running is slot:
-                    busy = (self.lane, slot)
+                if self.queue.running is slot:
+                    busy = (self.queue, slot)
         self.close_older(process_set, epoch + 1)
         return busy
 
     def close_older(self, process_set: int, epoch: int) -> None:
         """Close the planes of a process set older than ``epoch``, after the jobs that are queued now."""
         if self._older(process_set, epoch):
-            self.put(lambda: self._close_older(process_set, epoch))
-            self.ring()
+            self.enqueue(lambda: self._close_older(process_set, epoch))
+            self.wake()
 
     def _close_older(self, process_set: int, epoch: int) -> None:
         for scope in self._older(process_set, epoch):
             slot = self._slots[scope]
-            with self._handing:
+            with self._jobs_lock:
                 slot.outdated = True
                 if slot.under_way and not slot.aborted:
                     continue  # the thread that ends its last batch comes back here; an abort does as well
             del self._slots[scope]
             # A thread that is stuck in the plane closes it when it comes back.
-            if not any(lane.running is slot for lane in self._abandoned):
+            if not any(queue.running is slot for queue in self._abandoned):
                 slot.close()
 
     def _older(self, process_set: int, epoch: int) -> list[Scope]:
-        # The control thread adds slots while the lane's thread removes some, so only a copy, which Python makes in one step, can be
+        # The control thread adds slots while the queue's own thread removes some, so only a copy, which Python makes in one step, can be
         # iterated over.
         return [scope for scope in list(self._slots) if scope[0] == process_set and scope[1] < epoch]
 
@@ -290,65 +404,65 @@ class Executor:
             if slot is not None:
                 slot.tune(slice_bytes)
 
-        self.put(tune)
+        self.enqueue(tune)
 
     def failed(self, process_set: int, epoch: int, error: Exception) -> None:
-        """A result that this rank computes without the plane failed: nothing more is executed in this epoch."""
+        """Execute nothing more in an epoch, since a result that this rank computes without the plane has failed."""
         slot = self._slots.get((process_set, epoch, HOST))
         if slot is not None:
             slot.error, slot.aborted = error, True
 
     def error_of(self, process_set: int, epoch: int) -> Exception | None:
-        """The exception with which a plane of this epoch failed on this rank, or ``None``."""
+        """Return the exception with which a plane of this epoch failed on this rank, or ``None``."""
         errors = (slot.error for slot in list(self._slots.values()) if slot.scope[:2] == (process_set, epoch))
         return next(filter(None, errors), None)
 
-    def abandon(self, lane: Lane, slot: PlaneSlot) -> None:
-        """Go on with a new lane if ``lane`` is still in ``slot``, whose abort it did not obey."""
-        with self._handing:
-            if lane is not self.lane or lane.running is not slot:
+    def abandon(self, queue: WorkQueue, slot: PlaneSlot) -> None:
+        """Go on with a new queue if ``queue`` is still in ``slot``, whose abort it did not obey."""
+        with self._jobs_lock:
+            if queue is not self.queue or queue.running is not slot:
                 return
-            lane.abandoned = True
-            self._abandoned.append(lane)
-            new = self._new_lane()
-            new.jobs, lane.jobs = lane.jobs, new.jobs
-            self.lane = new
-        lane.bell.put(True)
-        self.ring()
+            queue.abandoned = True
+            self._abandoned.append(queue)
+            new = self._new_queue()
+            new.jobs, queue.jobs = queue.jobs, new.jobs
+            self.queue = new
+        queue.wakeup.put(True)
+        self.wake()
 
-    def _reap(self) -> None:
-        """Let go of the abandoned lanes that have come back."""
-        back = [lane for lane in self._abandoned if not lane.stuck]
-        for lane in back:
-            assert lane.thread is not None
-            lane.thread.join()
-            self._abandoned.remove(lane)
+    def _join_abandoned(self) -> None:
+        """Join the threads of abandoned queues that are not stuck any more."""
+        back = [queue for queue in self._abandoned if not queue.stuck]
+        for queue in back:
+            assert queue.thread is not None
+            queue.thread.join()
+            self._abandoned.remove(queue)
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """The lanes' own threads, those of abandoned lanes included."""
-        return [lane.thread for lane in (self.lane, *self._abandoned) if lane.thread is not None]
+        """Return the own threads of all queues, abandoned ones included."""
+        return [queue.thread for queue in (self.queue, *self._abandoned) if queue.thread is not None]
 
     @property
     def abandoned(self) -> int:
-        """How many lanes were left behind and are still stuck."""
-        return sum(lane.stuck for lane in self._abandoned)
+        """Count the abandoned queues that are still stuck."""
+        return sum(queue.stuck for queue in self._abandoned)
 
     def close(self, timeout: float) -> None:
-        """End all work and close all planes. Waits ``timeout`` seconds for the lane's thread; joins the threads of abandoned lanes
-        only if they are not stuck any more.
+        """End all work and close all planes. Waits ``timeout`` seconds for the queue's own thread; joins the threads of abandoned
+        queues only if they are not stuck any more.
         """
         for slot in list(self._slots.values()):
             slot.abort()
-        self.lane.bell.put(False)
-        if self.lane.thread is not None:
-            self.lane.thread.join(timeout)
-        self._reap()
+        self.queue.wakeup.put(False)
+        if self.queue.thread is not None:
+            self.queue.thread.join(timeout)
+        self._join_abandoned()
 
-    def _new_lane(self) -> Lane:
-        self._lanes += 1
-        lane = Lane(self._lanes)
-        name = f"hvdlab-executor-{self._label}-{lane.number}"
-        lane.thread = threading.Thread(target=self._loop, args=(lane,), name=name, daemon=True)
-        lane.thread.start()
-        return lane
+    def _new_queue(self) -> WorkQueue:
+        self._queues += 1
+        queue = WorkQueue(self._queues)
+        name = f"hvdlab-executor-{self._label}-{queue.number}"
+        queue.thread = threading.Thread(target=self._loop, args=(queue,), name=name, daemon=True)
+        queue.thread.start()
+        return queue

@@ -1,34 +1,61 @@
-"""From requests to operations of the plane: shapes, outputs, scales, counts."""
+"""Operations of the data plane made of requests: shapes, outputs, scales, counts.
+
+Three kinds of reductions are computed here, beside or instead of the plane:
+
+* A *small tensor* travels with the negotiation. Every member gets the bytes of all members in the same order and computes the
+  result itself, with the folds of the planes, so all members get the same bits.
+* *Integer averages* and scaled integers are reduced in a wider type; see :mod:`hvdlab.collectives.reduce.integers`.
+* *Adasum* needs from a plane alltoall, small sums and allgather only. Member ``i`` gets slice ``i`` of all members' tensors,
+  together as many elements as the tensors of one member, and combines the slices along the tree. Only the dot products, three
+  numbers for each pair and tensor, are summed over the members at each level.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 
-from hvdlab.collectives.dtypes import OpKind, ReduceOp
-from hvdlab.collectives.engine.adasum import allreduce_adasum
-from hvdlab.collectives.engine.effects import RunBatch
-from hvdlab.collectives.engine.entry import Entry
-from hvdlab.collectives.engine.integers import allreduce_wide, reducescatter_wide
-from hvdlab.collectives.engine.joined import Zeros
-from hvdlab.collectives.engine.request import Request, Result
+import numpy as np
+
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
+from hvdlab.collectives.engine.entries import Entry, RunBatch, Zeros
+from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.planes.base import Phases, Plane
-from hvdlab.collectives.planes.buffers import Buffer, Tensor, buffer_of, host_view
+from hvdlab.collectives.planes.buffers import (
+    HOST,
+    Buffer,
+    HostArray,
+    HostArrays,
+    Tensor,
+    buffer_of,
+    host_view,
+)
 from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.pairs import Pairs
-from hvdlab.collectives.reduce.integers import needs_width
+from hvdlab.collectives.reduce.adasum import Segment, adasum, combine, levels, narrowed, products, widened
+from hvdlab.collectives.reduce.fold import UFUNCS, Fold, fold_plain, make_fold
+from hvdlab.collectives.reduce.integers import WideReduction, needs_width
 
 Tables = tuple[tuple[int, ...], ...]
 Begun = tuple[Result, Completion | None]
 
+SMALL_BYTES = 4096
+"""Size in bytes of the largest tensor that travels with the negotiation. Above, a few memory copies are cheaper."""
+SMALL_MEMBERS = 16
+"""Members of the largest process set whose tensors do so: every member gets the bytes of all members."""
+
+Folds = dict[tuple[DType, ReduceOp], Fold]
+
 
 def run_batch(plane: Plane, batch: RunBatch, phases: Phases) -> tuple[list[Result], Completion | None]:
-    """Begin a batch.
+    """Begin the operations of a batch on its plane.
 
     Returns:
         The results, in the order of the batch's entries, and the completion after which their outputs are there; without a completion
-        they are there now. Blocks as the plane does; raises what the plane raises.
+        they are there now. Blocks and raises as the plane does.
     """
     entries = batch.entries
     kind = entries[0].request.kind
@@ -151,11 +178,10 @@ def _barrier(plane: Plane, request: Request, table: Tables, phases: Phases) -> B
 
 
 def source_of(batch: RunBatch) -> int:
-    """The rank that sends a message."""
+    """Return the rank that sends a message."""
     ranks = batch.entries[0].request.ranks
-    return (
-        batch.tables[0][0][0] if len(ranks) == 1 else ranks[0]
-    )  # the order says which one a receive from any rank gets
+    # For a receive from any rank the order names the sender.
+    return batch.tables[0][0][0] if len(ranks) == 1 else ranks[0]
 
 
 def run_message(pairs: Pairs, request: Request, sender: int, phases: Phases) -> Result:
@@ -175,13 +201,13 @@ def run_message(pairs: Pairs, request: Request, sender: int, phases: Phases) -> 
 
 
 def scatter_rows(rows: int, members: int) -> list[int]:
-    """Rows of ``rows`` that each member gets in a reducescatter: equally many, but the first ``rows % members`` get one more."""
+    """Return how many of ``rows`` each member gets in a reducescatter; the first ``rows % members`` get one more than the others."""
     base, more = divmod(rows, members)
     return [base + 1 if index < more else base for index in range(members)]
 
 
 def _rows_first(request: Request) -> tuple[Buffer, tuple[int, ...]]:
-    """The input, and the extents of one of its rows."""
+    """Return the input, and the extents of one of its rows."""
     source = request.input
     assert source is not None
     return buffer_of(source, request.dtype), source.shape[1:]
@@ -202,3 +228,191 @@ _ONE_BY_ONE: dict[OpKind, Callable[[Plane, Request, Tables, Phases], Begun]] = {
     OpKind.ALLTOALL: _alltoall,
     OpKind.BARRIER: _barrier,
 }
+
+# -- small tensors ------------------------------------------------------------------------------------------------
+
+
+def payload_of(request: Request, members: int) -> bytes:
+    """Return the tensor's bytes if it may travel with its announcement, otherwise none."""
+    source = request.input
+    if source is None:
+        return b""
+    if request.kind is OpKind.SENDRECV:
+        if request.output is not None:
+            return b""  # this rank receives the message
+    elif request.kind is not OpKind.ALLREDUCE or not 1 < members <= SMALL_MEMBERS:
+        return b""
+    if request.device != HOST or source.nbytes > SMALL_BYTES:
+        return b""
+    return host_view(source).tobytes()
+
+
+def run_small(request: Request, payloads: tuple[bytes, ...], folds: Folds, source: int = -1) -> Result:
+    """Compute an allreduce from all members' bytes, or receive a message of rank ``source``.
+
+    The caller keeps ``folds``, for one thread at a time.
+    """
+    storage = storage_type(request.dtype)
+    if request.kind is OpKind.SENDRECV:
+        if request.output is not None:
+            host_view(request.output).reshape(-1)[...] = np.frombuffer(payloads[0], storage)
+            return Result(request.output, source=source)
+        return Result()
+    return run_parts(request, [np.frombuffer(payload, storage) for payload in payloads], folds)
+
+
+def run_parts(request: Request, parts: HostArrays, folds: Folds) -> Result:
+    """Compute an allreduce from all members' elements, which are not changed."""
+    source, out = request.input, request.output
+    assert source is not None
+    if out is None:
+        storage = storage_type(request.dtype)
+        out = np.empty(source.shape, storage) if request.allocate is None else request.allocate(source.shape)
+    view = host_view(out)
+    if request.op is ReduceOp.ADASUM:
+        view.reshape(-1)[...] = adasum(parts, request.dtype, request.prescale, request.postscale)
+        return Result(out)
+    if needs_width(request.dtype, request.op, request.prescale, request.postscale):
+        _run_wide(request, parts, view.reshape(-1))
+        return Result(out)
+    op, postscale = request.op, request.postscale
+    if op is ReduceOp.AVERAGE:
+        op, postscale = ReduceOp.SUM, postscale / len(parts)
+    fold = folds.get((request.dtype, op))
+    if fold is None:
+        fold = folds[request.dtype, op] = make_fold(request.dtype, op)
+    with np.errstate(all="ignore"):
+        fold(parts, view if view.ndim == 1 else view.reshape(-1), request.prescale, postscale)
+    return Result(out)
+
+
+def _run_wide(request: Request, parts: HostArrays, out: HostArray) -> None:
+    wide = WideReduction(request.dtype, request.op, len(parts), request.prescale, request.postscale)
+    encoded = [wide.encode(part) for part in parts]
+    fold_plain(UFUNCS[wide.op], encoded, encoded[0])
+    wide.decode(encoded[0], out)
+
+
+# -- Adasum -------------------------------------------------------------------------------------------------------
+
+
+def allreduce_adasum(
+    plane: HostPlane,
+    ins: Sequence[HostArray],
+    outs: Sequence[HostArray],
+    dtype: DType,
+    prescale: float,
+    postscale: float,
+    phases: Phases,
+) -> None:
+    """Reduce fused tensors by Adasum, each tensor on its own; arguments and guarantees are those of a plane's allreduce.
+
+    Takes as much memory again as the tensors (float16 and bfloat16: as float32), once more if they are several.
+    """
+    size, index = plane.context.size, plane.context.index
+    if size == 1:
+        plane.allreduce(ins, outs, dtype, ReduceOp.SUM, prescale, postscale, phases)
+        return
+    packed = ins[0] if len(ins) == 1 else _timed_concatenation(ins, phases)
+    counts = [len(packed) * (i + 1) // size - len(packed) * i // size for i in range(size)]
+    mine = counts[index]
+    slices = np.empty(size * mine, packed.dtype)
+    plane.alltoall(packed, counts, [mine] * size, slices, phases)
+    reduced = _reduce_slices(
+        plane, slices.reshape(size, mine), _segments(ins, sum(counts[:index]), mine), len(ins), dtype,
+        prescale, postscale, phases,
+    )  # fmt: skip
+    target = outs[0] if len(outs) == 1 else packed
+    plane.allgather(reduced, counts, target, phases)
+    if len(outs) > 1:
+        start = monotonic_ns()
+        offset = 0
+        for out in outs:
+            np.copyto(out, packed[offset : offset + len(out)])
+            offset += len(out)
+        phases.unpack += monotonic_ns() - start
+
+
+def _reduce_slices(
+    plane: HostPlane,
+    slices: HostArray,
+    segments: Sequence[Segment],
+    tensors: int,
+    dtype: DType,
+    prescale: float,
+    postscale: float,
+    phases: Phases,
+) -> HostArray:
+    """Return this member's slice of the result, from the slices of all members (one in each row)."""
+    with np.errstate(all="ignore"):
+        start = monotonic_ns()
+        vectors = widened(slices, dtype, prescale)
+        for pairs in levels(len(slices)):
+            totals = products(vectors, pairs, segments, tensors)
+            flat = totals.reshape(-1)
+            phases.transfer += monotonic_ns() - start
+            plane.allreduce([flat], [flat], DType.F64, ReduceOp.SUM, 1.0, 1.0, phases)
+            start = monotonic_ns()
+            combine(vectors, pairs, segments, totals)
+        reduced = narrowed(vectors[0], dtype, postscale)
+        phases.transfer += monotonic_ns() - start
+    return reduced
+
+
+def _segments(tensors: Sequence[HostArray], begin: int, length: int) -> list[Segment]:
+    """Where the tensors lie in the slice of ``length`` elements that begins at ``begin`` of them packed."""
+    segments = []
+    offset = -begin
+    for number, tensor in enumerate(tensors):
+        start, stop = max(offset, 0), min(offset + len(tensor), length)
+        if start < stop:
+            segments.append((number, start, stop))
+        offset += len(tensor)
+    return segments
+
+
+def _timed_concatenation(buffers: Sequence[HostArray], phases: Phases) -> HostArray:
+    start = monotonic_ns()
+    packed = np.concatenate(buffers)
+    phases.pack += monotonic_ns() - start
+    return packed
+
+
+# -- integers -----------------------------------------------------------------------------------------------------
+
+
+def allreduce_wide(
+    plane: HostPlane,
+    ins: Sequence[HostArray],
+    outs: Sequence[HostArray],
+    dtype: DType,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    phases: Phases,
+) -> None:
+    """Arguments and guarantees are those of a plane's allreduce; ``op`` may also be AVERAGE."""
+    wide = WideReduction(dtype, op, plane.context.size, prescale, postscale)
+    encoded = [wide.encode(source) for source in ins]
+    plane.allreduce(encoded, encoded, DType.I64, wide.op, 1.0, 1.0, phases)
+    for reduced, out in zip(encoded, outs, strict=True):
+        wide.decode(reduced, out)
+
+
+def reducescatter_wide(
+    plane: HostPlane,
+    send: HostArray,
+    counts: Sequence[int],
+    out: HostArray,
+    dtype: DType,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    phases: Phases,
+) -> None:
+    """Arguments and guarantees are those of a plane's reducescatter; ``op`` may also be AVERAGE."""
+    wide = WideReduction(dtype, op, plane.context.size, prescale, postscale)
+    reduced = np.empty(len(out) * wide.width, np.int64)
+    widened = [count * wide.width for count in counts]
+    plane.reducescatter(wide.encode(send), widened, reduced, DType.I64, wide.op, 1.0, 1.0, phases)
+    wide.decode(reduced, out)

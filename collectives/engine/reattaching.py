@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Mapping
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.entry import SetState
+from hvdlab.collectives.engine.process_set_view import SetState
 from hvdlab.collectives.protocol import messages as m
 
 ENDED_CELLS = 16
 """Ends of cells that a rank tells a successor again: the coordinator may have died before it, or the others, had heard of them."""
 
 
-class Memory:
+class FailoverFacts:
     """Facts for a successor. Its fields belong to the rank's state.
 
     Attributes:
@@ -53,7 +53,7 @@ class Memory:
         self._cells.pop(cell, None)
         self._ended.append((cell, error))
 
-    def failing(self, group: SetState) -> None:
+    def record_failed_additions(self, group: SetState) -> None:
         """The coordinator is lost, and with it what is pending in ``group``."""
         self._last_set = max(self._last_set, group.id)
         for entry in group.pending:
@@ -70,7 +70,7 @@ class Memory:
 
     # -- what the successor gets ----------------------------------------------------------------------------------
 
-    def tell(
+    def resume_message(
         self, groups: Mapping[int, SetState], alive: tuple[int, ...], *, elastic: bool, released: bool
     ) -> m.Resume:
         """The message with all that a successor has to know from this rank.

@@ -13,8 +13,7 @@ from functools import partial
 import msgspec
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.control import Control
-from hvdlab.collectives.engine.dispatch import Dispatcher
+from hvdlab.collectives.engine.control_thread import Control, ControlHandlers
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError, UnreachableError, connect
@@ -43,7 +42,7 @@ class Reconnecting:
         settings: Where the coordinator is.
         hello: This rank's introduction, but for the generation.
         generation: Generation of the coordinator that this rank is connected to.
-        dispatcher: Takes the new connection, or gives up if there is none.
+        handlers: Takes the new connection, or gives up if there is none.
         control: Runs what follows on the control thread.
         returns: Whether this rank can come back when the others have gone on without it.
     """
@@ -53,7 +52,7 @@ class Reconnecting:
         settings: Settings,
         hello: m.Hello,
         generation: int,
-        dispatcher: Dispatcher,
+        handlers: ControlHandlers,
         control: Control,
         returns: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -62,13 +61,13 @@ class Reconnecting:
         self._returned: deque[float] = deque(maxlen=OFTEN)
         self._settings = settings
         self._hello = hello
-        self._dispatcher = dispatcher
+        self._handlers = handlers
         self._control = control
         self._cancelled = threading.Event()
         self._beginning = threading.Lock()
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        dispatcher.reconnect = self.begin
+        handlers.reconnect = self.begin
 
     def begin(self, reason: str) -> None:
         """The connection is lost: start a thread that looks for a successor. Control thread."""
@@ -81,7 +80,7 @@ class Reconnecting:
                 thread.start()
                 self._thread = thread
                 return
-        self._dispatcher.give_up(reason)
+        self._handlers.give_up(reason)
 
     def cancel(self, timeout: float) -> None:
         """Connect no more. Idempotent; any thread."""
@@ -123,7 +122,7 @@ class Reconnecting:
                 return
             finally:
                 self._socket = None
-        self._control.call(lambda: self._dispatcher.give_up(f"{reason}; {why}"))
+        self._control.call(lambda: self._handlers.give_up(f"{reason}; {why}"))
 
     def _may_return(self) -> bool:
         often = len(self._returned) == OFTEN and time.monotonic() < self._returned[0] + WITHIN
@@ -162,6 +161,6 @@ class Reconnecting:
             self._returned.append(time.monotonic())
         self.generation = welcome.generation
         try:
-            self._dispatcher.reconnected(endpoint)
+            self._handlers.reconnected(endpoint)
         except ConnectionLost as error:  # the successor is gone as well
             self.begin(str(error))

@@ -1,4 +1,4 @@
-"""The rendezvous store of a process set and epoch, through the rank's connection."""
+"""Rendezvous store of a process set and epoch, through the rank's connection to the coordinator."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from hvdlab.collectives.planes.base import KeyValue, PlaneAborted
 from hvdlab.collectives.protocol import messages as m
 
 
-class Tickets:
-    """The waits for values of the rendezvous store, by ticket. Any thread."""
+class StoreWaits:
+    """Waits for values of the rendezvous store, by ticket. Any thread."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, Ticket] = {}
+        #: Waits by ticket.
+        self._waiting: dict[int, StoreWait] = {}
 
-    def new(self, scope: tuple[int, int]) -> Ticket:
-        ticket = Ticket(next(self._numbers), scope)
+    def new(self, scope: tuple[int, int]) -> StoreWait:
+        ticket = StoreWait(next(self._numbers), scope)
         self._waiting[ticket.number] = ticket
         return ticket
 
@@ -27,7 +28,7 @@ class Tickets:
         if ticket is not None:
             ticket.end(value)
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, ticket: StoreWait) -> None:
         self._waiting.pop(ticket.number, None)
 
     def abort(self, scope: tuple[int, int] | None = None) -> None:
@@ -37,8 +38,8 @@ class Tickets:
                 ticket.end(None)
 
 
-class Ticket:
-    """A wait for one value; ``value`` stays ``None`` if the wait was aborted."""
+class StoreWait:
+    """Pending wait for one value; ``value`` stays ``None`` if the wait was aborted."""
 
     def __init__(self, number: int, scope: tuple[int, int]) -> None:
         self.number = number
@@ -63,7 +64,7 @@ class EngineStore(KeyValue):
         self,
         process_set: int,
         epoch: int,
-        tickets: Tickets,
+        tickets: StoreWaits,
         send: Callable[[m.Message], None],
     ) -> None:
         self._scope = (process_set, epoch)

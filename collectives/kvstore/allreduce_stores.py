@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.errors import KVStoreError
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse, is_array, view_of, write
 from hvdlab.collectives.kvstore.base import KVStoreBase

@@ -11,8 +11,8 @@ from hvdlab.collectives import context
 from hvdlab.collectives.arrays import dtype_of
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import (
     AbortedError,
     CauseKind,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.errors import AbortedError, CauseKind, KVStoreError
 from hvdlab.collectives.kvstore.arrays import NUMPY, Array, ArrayType, RowSparse, array_type_of, view_of
 from hvdlab.collectives.kvstore.collectives import Workers, completed

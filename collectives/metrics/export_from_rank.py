@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlab.collectives import context
-from hvdlab.collectives.engine.exports import RankExport
+from hvdlab.collectives.engine.telemetry import RankExport
 from hvdlab.collectives.metrics.exporting import Exporter, checked, patterns
 
 

@@ -10,7 +10,7 @@ Saarikivi, Xu, Eksarevskiy, Ekanayake, Barsoum: "Scaling Distributed Training wi
 
 A vector that is all zeros (or whose squared norm underflows) leaves the other one as it is. Dot products are
 accumulated in float64. Everything here is arithmetic on local memory; which member has which part of the vectors is the
-business of :mod:`hvdlab.collectives.engine.adasum`.
+business of :mod:`hvdlab.collectives.engine.operations`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from hvdlab.bindings.framework_hooks import device_memory, loaded
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.request import PendingCollective
+from hvdlab.collectives.engine.requests import PendingCollective
 from hvdlab.collectives.planes.links import THROUGH_HOST, Links
 from hvdlab.kernel_ext.payloads import PendingNow, ServerNow, Status
 

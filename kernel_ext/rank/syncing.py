@@ -24,7 +24,7 @@ from IPython.core.getipython import get_ipython
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.kernel_ext.payloads import Known, Learnt
 from hvdlab.kernel_ext.rank.compiler import parse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlab.bindings.handles import CoreHandle, Handle, Part, every
-from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.errors import CollectiveError
 
 

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.engine.adasum import allreduce_adasum
-from hvdlab.collectives.engine.integers import allreduce_wide, reducescatter_wide
+from hvdlab.collectives.engine.operations import allreduce_adasum, allreduce_wide, reducescatter_wide
 from hvdlab.collectives.planes.base import Phases, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.pairs import Pairs

@@ -12,8 +12,8 @@ from conformance.actor import Array, CollectiveActor
 from conformance.engine_actor import EngineActor
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.reduce.integers import needs_width
 

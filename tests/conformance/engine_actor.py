@@ -18,7 +18,7 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
-from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane

@@ -18,8 +18,8 @@ from conformance.actor import PlaneActor, plane_actor
 from conformance.harness import WorkerGroup
 from conformance.planes_under_test import PLANES, shm_memory
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.engine.small import run_small
+from hvdlab.collectives.engine.operations import run_small
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.base import KeyValue, PlaneContext
 from hvdlab.collectives.reduce.halves import conversion_of, register_conversion
 from hvdlab.torch.half_precision import register_conversions

@@ -58,7 +58,7 @@ def announcements(
                     first.backward()
             sum(parameter.sum() for parameter in parameters).backward()
             counts = [len(message.locals) for message in sent if isinstance(message, m.Announce)]
-            left = engine._guarded.state.queued
+            left = engine._locked.state.queued
         optimizer.step()
         return counts, left, int(sum(parameter.sum().item() for parameter in parameters))
 

@@ -325,7 +325,7 @@ def test_what_collectives_go_through(two_ranks: Ranks) -> None:
 def test_what_collectives_go_through_on_several_hosts(
     world_of_one: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], answers: tuple[bool, bool]
 ) -> None:
-    world = context.engine()._guarded.state.sets[0]
+    world = context.engine()._locked.state.sets[0]
     with monkeypatch.context() as patch:
         patch.setattr(world, "plane", "hierarchical")
         patch.setattr(world, "options", options)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hvdlab.collectives import context
-from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError
 from hvdlab.torch.c10d.store import KeeperAnswer, KeeperRequest, StoreState
 from hvdlab.torch.c10d.world import World

@@ -25,7 +25,7 @@ from ranks import Ranks
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, world_of_one: None) -> None:
     """This process as the only rank; only the test empties its recorder."""
-    monkeypatch.setattr(context.engine()._dispatcher, "schedule_events", lambda: None)
+    monkeypatch.setattr(context.engine()._handlers, "schedule_events", lambda: None)
 
 
 def taken() -> list[Metric]:
@@ -124,7 +124,7 @@ def test_without_a_world_steps_are_counted_only(monkeypatch: pytest.MonkeyPatch,
     hvd.shutdown()
     train(model, optimizer, 2)
     hvd.init()
-    monkeypatch.setattr(context.engine()._dispatcher, "schedule_events", lambda: None)
+    monkeypatch.setattr(context.engine()._handlers, "schedule_events", lambda: None)
     train(model, optimizer, 2)
     events = taken()
     assert [step for step, _ in values("step_time", events)] == [6]

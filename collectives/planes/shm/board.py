@@ -187,5 +187,5 @@ def map_board(memory: int, offset: int, members: int, index: int, epoch: int) ->
         return None
     try:
         return Board(memory, offset, members, index, epoch)
-    except OSError:  # no descriptors: `Lacking` and the plane handle and report that
+    except OSError:  # no descriptors: `SharedMemoryRetry` and the plane handle and report that
         return None

@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from hvdlab.bindings.adapter import Memory
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine.request import CompletionHook, Result
+from hvdlab.collectives.engine.requests import CompletionHook, Result
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError, InvalidRequestError
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.planes.buffers import Tensor

@@ -31,7 +31,7 @@ from hvdlab.bindings.operations import Binding
 from hvdlab.collectives import context as core
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.numbering import own_number, shown_number

@@ -21,7 +21,7 @@ from hvdlab.bindings.documentation import documented
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives import basics, context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.numbering import core_rank, shown_number
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id

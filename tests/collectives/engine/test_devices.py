@@ -13,8 +13,8 @@ import fake_device
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
 from patience import PATIENCE
 from ranks import Ranks
@@ -187,9 +187,9 @@ def of_a_set(remove: bool) -> float:
 
 def agreed() -> int:
     """How many requests this rank has had on the world's board."""
-    seat = context.engine()._guarded.state.sets[0].seat
-    assert seat is not None
-    return seat.board.number
+    member = context.engine()._locked.state.sets[0].board_member
+    assert member is not None
+    return member.board.number
 
 
 def agreed_by_turns(count: int) -> tuple[list[float], int]:

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.effects import Fail
-from hvdlab.collectives.engine.entry import Entry
-from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.entries import Entry, Fail
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind
 from hvdlab.collectives.protocol import messages as m
 
@@ -29,12 +28,12 @@ def entry(name: str) -> Entry:
 
 
 def cut_off(state: RankState) -> None:
-    state.suspend(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
+    state.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
 
 
 def back(state: RankState) -> list[AbortedError]:
     """It finds the coordinator again; the errors of what waited."""
-    state.resume((0, 1, 2))
+    state.reconnect((0, 1, 2))
     effects = state.handle(GONE_ON, 0)
     assert all(isinstance(effect, Fail) for effect in effects)
     return [effect.error for effect in effects if isinstance(effect, Fail)]  # type: ignore[misc]  # all are aborted
@@ -51,11 +50,11 @@ def refused(state: RankState) -> bool:
 
 def test_training_fails_until_all_begin_again() -> None:
     state = member()
-    state.train(True)
+    state.set_elastic(True)
     cut_off(state)
     back(state)
     assert refused(state)
-    state.regroup(m.Regroup(1, 1, "it failed"))
+    state.reached_reset(m.Regroup(1, 1, "it failed"))
     assert refused(state)
     state.handle(m.Configure(0, 7, MEMBERS, "gloo", {}, False), 0)
     state.handle(m.Regrouped(1), 0)
@@ -65,18 +64,18 @@ def test_training_fails_until_all_begin_again() -> None:
 def test_training_that_begins_after_the_cut_fails_as_well() -> None:
     """Its first collectives would meet those that the others have come to."""
     state = member()
-    state.train(True)
+    state.set_elastic(True)
     cut_off(state)
-    state.train(False)
-    state.train(True)
+    state.set_elastic(False)
+    state.set_elastic(True)
     state.submit(entry("held"))
     (error,) = back(state)
     assert "gone on without it" in str(error)
     assert refused(state)
-    state.train(False)
-    state.train(True)
+    state.set_elastic(False)
+    state.set_elastic(True)
     assert refused(state)
-    state.regroup(m.Regroup(1, 1, "it failed"))
+    state.reached_reset(m.Regroup(1, 1, "it failed"))
     state.handle(m.Regrouped(1), 0)
     assert not refused(state)
 
@@ -107,10 +106,10 @@ def test_a_successor_that_has_the_rank_fails_nothing_more(elastic: bool) -> None
     state = member()
     state.begin_cell("cell")
     if elastic:
-        state.train(True)
-        state.regroup(m.Regroup(1, 1, ""))
+        state.set_elastic(True)
+        state.reached_reset(m.Regroup(1, 1, ""))
     cut_off(state)
-    state.resume((0, 1, 2))
+    state.reconnect((0, 1, 2))
     state.handle(m.Configure(0, 7, MEMBERS, "gloo", {}, False), 0)
     state.handle(m.Regrouped(1), 0)
     assert not refused(state)

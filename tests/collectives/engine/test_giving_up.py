@@ -14,8 +14,8 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.engine.effects import Fail
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.entries import Fail
+from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError
 from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry
@@ -242,8 +242,8 @@ def stop_in_an_operation() -> float:
         held.set()
         release.wait(2 * PATIENCE)
 
-    engine._executor.put(hold)
-    engine._executor.ring()
+    engine._executor.enqueue(hold)
+    engine._executor.wake()
     assert held.wait(PATIENCE)
     engine.on_mail("go on", lambda sender, body: release.set())
     operation = hvd.allreduce_async(np.ones(1 << 22), "large", op=hvd.Sum)

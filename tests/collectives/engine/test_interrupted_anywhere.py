@@ -21,9 +21,9 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine import waiting
-from hvdlab.collectives.engine.request import Request, Result
-from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.engine import inline_execution
+from hvdlab.collectives.engine.requests import Request, Result
+from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import AbortedError
 from patience import PATIENCE
 from ranks import Ranks
@@ -112,7 +112,7 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
         blocked_after: Seconds after which a wait leaves everything to the rank's other threads.
     """
     engine = context.engine()
-    waiting.BLOCKED_AFTER = blocked_after
+    inline_execution.BLOCKED_AFTER = blocked_after
     SpanLog.INTERVAL = 0.0  # so that each collective finds the flush of the one before done
     heard, sent = threading.Event(), threading.Event()
     engine.on_mail("echo", lambda sender, body: heard.set())
@@ -137,7 +137,7 @@ def interrupted_at_each_place(blocked_after: float) -> tuple[int, list[str], boo
         engine.post("echo", b"", [engine.rank])
         if not heard.wait(PATIENCE):
             deaf.append(interrupt.where)
-    engine._dispatcher.mailbox.own_event_sinks.append(lambda rank, batch: sent.set())
+    engine._handlers.callbacks.own_event_sinks.append(lambda rank, batch: sent.set())
     reduce_once()
     return len(tried), deaf, sent.wait(PATIENCE)
 

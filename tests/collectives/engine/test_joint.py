@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from effort import examples
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
 from hvdlab.collectives.protocol import messages as m
 from joint_ranks import SimEntry
@@ -147,7 +147,7 @@ def test_what_is_finished_before_one_is_left_out_is_right() -> None:
 def wait_for(simulation: Simulation, rank: int, name: str) -> SimEntry:
     entry = simulation.submit(rank, allreduce(name))
     assert isinstance(entry, SimEntry)
-    simulation.ranks[rank].state.blocked(entry, 0.5)
+    simulation.ranks[rank].state.report_waiting(entry, 0.5)
     simulation.run()
     return entry
 

@@ -14,8 +14,8 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.engine import lacking
-from hvdlab.collectives.engine.lacking import Lacking
+from hvdlab.collectives.engine import control_thread
+from hvdlab.collectives.engine.control_thread import SharedMemoryRetry
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.protocol import messages as m
 from patience import PATIENCE
@@ -63,7 +63,7 @@ def give_up() -> None:
 
 
 def epoch() -> int:
-    return context.engine()._guarded.state.sets[0].epoch
+    return context.engine()._locked.state.sets[0].epoch
 
 
 def await_epoch(number: int) -> None:
@@ -145,21 +145,21 @@ def test_it_is_found_out_without_a_cell_as_well(ranks: Ranks) -> None:
 
 def test_looks_end_when_the_memory_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     there = False
-    monkeypatch.setattr(lacking, "_has_descriptors", lambda: there)
+    monkeypatch.setattr(control_thread, "_has_descriptors", lambda: there)
     sent: list[m.Message] = []
     calls: list[Any] = []
-    lack = Lacking(sent.append, lambda seconds, call: calls.append(call))
-    lack.lost(0, 5)
-    lack.lost(3, 2)
-    lack.lost(0, 6)
+    lack = SharedMemoryRetry(sent.append, lambda seconds, call: calls.append(call))
+    lack.memory_missing(0, 5)
+    lack.memory_missing(3, 2)
+    lack.memory_missing(0, 6)
     assert len(calls) == 1
     calls.pop()()
     assert not sent
     assert len(calls) == 1
-    lack.came(3)
+    lack.memory_received(3)
     there = True
     calls.pop()()
     assert sent == [m.Renew(0, 6)]
     assert not calls
-    lack.look()
+    lack.retry_now()
     assert len(sent) == 1

@@ -16,7 +16,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.world import WorldView
+from hvdlab.collectives.engine.world_view import WorldView
 from hvdlab.collectives.errors import AbortedError, CauseKind, StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.settings import Settings

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.effects import Effect, Fail
-from hvdlab.collectives.engine.entry import Entry
-from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.entries import Effect, Entry, Fail
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind
 from hvdlab.collectives.protocol import messages as m
 
@@ -40,13 +39,13 @@ def failed(effects: list[Effect]) -> list[str]:
 
 
 def lose_coordinator(state: RankState) -> None:
-    state.suspend(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
+    state.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
 
 
 def test_what_waits_for_a_successors_epoch_fails_when_the_successor_lets_the_rank_go() -> None:
     state = member()
     lose_coordinator(state)
-    state.resume((0, 1, 2))
+    state.reconnect((0, 1, 2))
     state.submit(entry("a"))
     assert failed(state.handle(GO, 0)) == ["a"]
     assert not state.sets[0].pending
@@ -60,9 +59,9 @@ def test_so_does_what_is_submitted_once_training_begins() -> None:
     """The rank has not heard that it was let go when its program begins to train."""
     state = member()
     lose_coordinator(state)
-    state.resume((0, 1, 2))
+    state.reconnect((0, 1, 2))
     state.handle(GO, 0)
-    state.train(True)
+    state.set_elastic(True)
     with pytest.raises(AbortedError) as raised:
         state.submit(entry("a"))
     assert left_out(raised.value)
@@ -82,7 +81,7 @@ def test_a_successor_may_let_the_rank_stay() -> None:
     state = member()
     state.handle(GO, 0)
     lose_coordinator(state)
-    state.resume((0, 1, 2))
+    state.reconnect((0, 1, 2))
     waits = entry("a")
     state.submit(waits)
     assert not state.handle(m.Configure(0, 7, MEMBERS, "gloo", {}, False), 0)[2:]

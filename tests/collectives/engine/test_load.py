@@ -73,7 +73,7 @@ def steps_with_new_names(first: int, count: int) -> tuple[int, int]:
             assert np.asarray(hvd.synchronize(handle))[0] == 2
     gc.collect()
     engine = context.engine()
-    return resident(), len(engine._guarded.state.locals)
+    return resident(), len(engine._locked.state.locals)
 
 
 @pytest.mark.parametrize(

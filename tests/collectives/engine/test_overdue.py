@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.entry import Entry
-from hvdlab.collectives.engine.request import Request
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.entries import Entry
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
 
 SECOND = 1_000_000_000
@@ -23,7 +23,7 @@ def executing(waited: float = 0.0) -> tuple[RankState, Entry]:
     state.submit(entry)
     state.take_messages()
     if waited:
-        state.blocked(entry, waited)
+        state.report_waiting(entry, waited)
         state.take_messages()
     state.handle(m.Execute(0, 1, 1, (m.Batch((entry.local.id,)),)), 5 * SECOND)
     return state, entry
@@ -31,15 +31,15 @@ def executing(waited: float = 0.0) -> tuple[RankState, Entry]:
 
 def test_what_takes_long_is_told_with_its_time() -> None:
     state, _ = executing()
-    state.tell_overdue(5 * SECOND + SECOND // 2)
+    state.report_oldest_executing(5 * SECOND + SECOND // 2)
     assert state.take_messages() == []
-    state.tell_overdue(8 * SECOND)
+    state.report_oldest_executing(8 * SECOND)
     assert state.take_messages() == [m.Blocked(0, 1, 0, 3.0, executing=True)]
 
 
 def test_its_end_is_told() -> None:
     state, entry = executing()
-    state.tell_overdue(8 * SECOND)
+    state.report_oldest_executing(8 * SECOND)
     state.take_messages()
     assert state.finish(entry)
     assert state.take_messages() == [m.Blocked(0, 1, -1, 0.0, executing=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.errors import Cause, CauseKind
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.settings import Settings
@@ -15,13 +15,13 @@ def test_a_successor_is_told_once() -> None:
     state = RankState(0)
     state.paused(("at a prompt",))
     assert state.take_messages() == [m.Paused("at a prompt")]
-    state.suspend(Cause(CauseKind.COORDINATOR_LOST, (), "gone"))
+    state.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), "gone"))
     state.paused(("at a prompt", "stopped by the debugger"))
-    state.resume(())
+    state.reconnect(())
     assert state.take_messages() == [m.Paused("stopped by the debugger")]
     state.paused(())
-    state.suspend(Cause(CauseKind.COORDINATOR_LOST, (), "gone"))
-    state.resume(())
+    state.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), "gone"))
+    state.reconnect(())
     assert state.take_messages() == []
 
 

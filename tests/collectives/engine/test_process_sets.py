@@ -15,11 +15,10 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.engine.effects import RunBatch
-from hvdlab.collectives.engine.executor import Executor
-from hvdlab.collectives.engine.hooks import Hooks
-from hvdlab.collectives.engine.request import Result
-from hvdlab.collectives.engine.slots import PlaneSlot
+from hvdlab.collectives.engine.entries import RunBatch
+from hvdlab.collectives.engine.executor import Executor, PlaneSlot
+from hvdlab.collectives.engine.handles import CompletionHooks
+from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
 from hvdlab.collectives.planes.base import Phases, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
@@ -210,7 +209,7 @@ class NothingHappens:
 
 def test_planes_come_on_one_thread_while_they_go_on_another() -> None:
     """As in a rank whose sets change quickly: its control thread prepares planes while its executor closes older ones."""
-    executor = Executor(NothingHappens(), Hooks(0, lambda: None), "test")
+    executor = Executor(NothingHappens(), CompletionHooks(0, lambda: None), "test")
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -98,7 +98,7 @@ def test_one_that_loses_its_connection_again_and_again_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waiting = Waiting(0.0, StartError("closed"), monkeypatch, returns=True)
-    waiting._dispatcher.reconnected = lambda endpoint: None  # type: ignore[method-assign]
+    waiting._handlers.reconnected = lambda endpoint: None  # type: ignore[method-assign]
     clock = SimpleNamespace(monotonic=lambda: waiting.now)
     monkeypatch.setattr(reconnecting, "time", clock)
     endpoint: Any = None

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from effort import examples
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
 from joint_schedules import ACTIONS, Schedule, run_seed, soak
 from joint_simulation import Simulation, allreduce
@@ -109,7 +109,7 @@ def one_round(simulation: Simulation, number: int) -> None:
     for rank in range(2):
         for id in simulation.ranks[rank].state.sets:
             entry = simulation.submit(rank, allreduce(f"{number}.blocked", process_set=id))
-            simulation.ranks[rank].state.blocked(entry, 0.5)  # type: ignore[arg-type]  # none is refused
+            simulation.ranks[rank].state.report_waiting(entry, 0.5)  # type: ignore[arg-type]  # none is refused
     simulation.run()
     for id in {id for me in simulation.ranks for id in me.state.sets} - {0}:
         for rank in range(3):

@@ -112,7 +112,7 @@ def get_stuck(waiting: bool) -> Any:
 
 
 def epoch() -> int:
-    return context.engine()._guarded.state.sets[0].epoch
+    return context.engine()._locked.state.sets[0].epoch
 
 
 def stuck() -> int:
@@ -127,7 +127,7 @@ def release() -> tuple[int, int, bool, list[int]]:
         if thread.name == "user":
             thread.join(PATIENCE)
     executor = context.engine()._executor
-    executor._reap()
+    executor._join_abandoned()
     return executor.abandoned, len(executor._abandoned), THREADS[0].is_alive(), CLOSED
 
 

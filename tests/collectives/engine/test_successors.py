@@ -16,7 +16,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.process_sets import add_process_set
 from patience import HOUR, PATIENCE
@@ -101,7 +101,7 @@ def recall(name: str) -> object:
 
 
 def epochs() -> dict[int, int]:
-    return {id: group.epoch for id, group in context.engine()._guarded.state.sets.items()}
+    return {id: group.epoch for id, group in context.engine()._locked.state.sets.items()}
 
 
 def add(ranks: list[int]) -> int | None:
@@ -129,7 +129,7 @@ def plane() -> str:
 
 
 def wait_until_lost() -> None:
-    guarded = context.engine()._guarded
+    guarded = context.engine()._locked
     deadline = Deadline(PATIENCE)
     while not guarded._suspended and guarded.state.lost is None:
         deadline.check("the loss")

@@ -35,7 +35,7 @@ def many_names() -> int:
         for i in range(40):
             started = hvd.allreduce_async(np.full(5, step), f"name.{i}", op=hvd.Sum)
             assert (np.asarray(hvd.synchronize(started)) == 2 * step).all()
-    return len(context.engine()._guarded.state.locals)
+    return len(context.engine()._locked.state.locals)
 
 
 @with_variables(HOROVOD_CACHE_CAPACITY="7")

@@ -536,7 +536,7 @@ STORES: list[Any] = []
 
 
 def _epoch() -> int:
-    return context.engine()._guarded.state.sets[0].epoch
+    return context.engine()._locked.state.sets[0].epoch
 
 
 def interrupted_round() -> None:

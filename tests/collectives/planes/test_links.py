@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from hvdlab.collectives.engine.state import RankState
+from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.planes.cuda.links import links_between
 from hvdlab.collectives.planes.links import (
     NVLINK,

@@ -49,7 +49,7 @@ def wait_for_rows(pool: Pool, name: str, count: int) -> None:
 
 
 def test_what_ranks_have_done_is_there_when_it_is_asked_for(pool: Pool, tmp_path: Path) -> None:
-    seldom = "from hvdlab.collectives.engine.spans import SpanLog\nSpanLog.INTERVAL = 3600.0"
+    seldom = "from hvdlab.collectives.engine.span_log import SpanLog\nSpanLog.INTERVAL = 3600.0"
     assert not pool.run(seldom).errors
     assert len(pool.trace()) == 0  # the history, and what was to be sent before
     for count in range(1, 4):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hvdlab.collectives.engine.request import PendingCollective
+from hvdlab.collectives.engine.requests import PendingCollective
 from hvdlab.collectives.sites import call_site
 from hvdlab.kernel_ext.payloads import (
     AskStack,

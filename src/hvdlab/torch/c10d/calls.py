@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import (
     AbortedError,
     CauseKind,

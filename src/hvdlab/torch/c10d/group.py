@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
-from hvdlab.collectives.engine.request import Request, Result
+from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import (
     Disagreement,
     InvalidRequestError,

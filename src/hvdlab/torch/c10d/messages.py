@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.torch.c10d.arguments import require_dense, require_member, require_tag, single
 from hvdlab.torch.c10d.calls import Calls, Submission

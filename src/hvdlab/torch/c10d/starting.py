@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import CauseKind, HvdlabError
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.sites import call_site

@@ -12,7 +12,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from hvdlab.collectives.engine.request import Result
+from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.torch.adapter import ADAPTER, CUDA_TENSORS, DTYPES
 

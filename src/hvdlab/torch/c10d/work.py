@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.handle import Handle
-from hvdlab.collectives.engine.request import Limit, Result
+from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.requests import Limit, Result
 from hvdlab.collectives.errors import CollectiveError, HvdlabError
 from hvdlab.torch.c10d.naming import renamed
 from hvdlab.torch.compiling import untraced_methods

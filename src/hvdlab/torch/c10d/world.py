@@ -20,9 +20,9 @@ from hvdlab.collectives.bootstrap.launchers import detect
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.engine.handle import Handle
+from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.hosts import host_key
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.settings import Settings
 from hvdlab.torch.c10d.history import Histories

@@ -1,4 +1,4 @@
-"""From executed and failed operations to the recorder, and when its batches are due."""
+"""Spans of executed and failed operations on their way to the recorder, flushes of it, and samples of the clock."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import time
 from typing import ClassVar
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.engine.effects import RunBatch
-from hvdlab.collectives.engine.entry import Entry
+from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.timeline.clock import ClockSamples
@@ -17,10 +16,10 @@ from hvdlab.collectives.timeline.spans import Recorder
 
 
 class SpanLog:
-    """The recorder of a rank, what each of its batches must carry along, and whether a flush of it is under way.
+    """Log of a rank's spans: the recorder, the context of its batches, and whether a flush of it is scheduled.
 
-    A listener that comes later gets no earlier batches, so each batch says again how this rank's clock compares with the
-    coordinator's, and how many members the process sets have whose operations are in it.
+    A listener that comes later gets no earlier batches. So each batch repeats its context: how this rank's clock compares with
+    the coordinator's, and how many members the process sets have whose operations are in it.
 
     Args:
         rank: This rank.
@@ -36,27 +35,32 @@ class SpanLog:
     def __init__(self, rank: int, enabled: bool, *, remote: bool = False) -> None:
         self.recorder = Recorder(rank, enabled=enabled)
         self._remote = remote
+        #: Held while a flush is scheduled.
         self._due = threading.Lock()
+        #: Answers of the coordinator about its clock.
         self._samples = ClockSamples()
+        #: Number of the last question for the clock, and its time in ns.
         self._asked = (0, 0)
+        #: Epoch, size and plane of each process set.
         self._members: dict[int, tuple[int, int, str]] = {}
+        #: Process sets with operations since the last flush.
         self._touched: set[int] = set()
 
     # -- operations -----------------------------------------------------------------------------------------------
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is recorded."""
+        """Return whether anything is recorded."""
         return self.recorder.enabled
 
     def batch(self, batch: RunBatch, started: int, finished: int, phases: Phases, ok: bool = True) -> bool:
-        """Record a batch that was executed, or failed. Returns whether there is something to flush.
+        """Record a batch that was executed, or failed. Return whether there is something to flush.
 
         Args:
-            batch: What was to be executed.
+            batch: The batch.
             started: When, in ns; 0 if it failed before.
             finished: When it was done or failed, in ns.
-            phases: What the plane measured.
+            phases: Times that the plane measured.
             ok: Whether it was executed to its end.
         """
         recorder = self.recorder
@@ -106,7 +110,7 @@ class SpanLog:
         return True
 
     def failed(self, entry: Entry, now: int) -> bool:
-        """Record a collective that failed at ``now`` (ns) before it was ordered. Returns whether there is something to flush.
+        """Record a collective that failed at ``now`` (ns) before it was ordered. Return whether there is something to flush.
 
         One that was ordered is recorded by the thread that executes it, with its times.
         """
@@ -144,14 +148,14 @@ class SpanLog:
         phases: Phases,
         ok: bool,
     ) -> bool:
-        """Record a request to a parameter server. Returns whether there is something to flush.
+        """Record a request to a parameter server. Return whether there is something to flush.
 
         Args:
             name, site: Its key, and the user's line.
-            kind, dtype, nbytes: What was asked for, its element type, and its size in bytes.
+            kind, dtype, nbytes: The operation, its element type, and its size in bytes.
             group, sequence, batch: The numbers of :mod:`~hvdlab.collectives.timeline.store_requests`.
             times: When it was asked for, when the server began with it (0 if never), and when it ended, in ns.
-            phases: What the server measured.
+            phases: Times that the server measured.
             ok: Whether the server did it.
         """
         recorder = self.recorder
@@ -178,17 +182,17 @@ class SpanLog:
 
     # -- flushing -------------------------------------------------------------------------------------------------
 
-    def claim(self) -> bool:
-        """Whether the caller has to schedule the next flush, since none is scheduled."""
+    def claim_flush(self) -> bool:
+        """Return whether the caller has to schedule the next flush, since none is scheduled."""
         return not self._due.locked() and self._due.acquire(blocking=False)
 
-    def release(self) -> None:
-        """Let any thread :meth:`claim` the next flush."""
+    def release_flush(self) -> None:
+        """Let any thread :meth:`claim_flush` the next flush."""
         with contextlib.suppress(RuntimeError):  # no thread had claimed it
             self._due.release()
 
     def take(self) -> list[bytes]:
-        """What was recorded since the last time. Control thread."""
+        """Remove and return the batches that were recorded since the last call. Control thread."""
         if self.recorder.pending():
             self._add_context()
         return self.recorder.drain()
@@ -204,19 +208,19 @@ class SpanLog:
             self.recorder.clock(*sample)
 
     def members(self, process_set: int, epoch: int, size: int, plane: str = "") -> None:
-        """A process set was configured, or a store introduces a group of requests. Any thread."""
+        """Keep and record the members of a process set, or of a store's group of requests. Any thread."""
         self._members[process_set] = (epoch, size, plane)
         self.recorder.members(process_set, epoch, size, plane)
 
     def dissolved(self, process_set: int) -> None:
-        """A process set is gone. Control thread."""
+        """Record the end of a process set. Control thread."""
         if (known := self._members.pop(process_set, None)) is not None:
             self.recorder.members(process_set, known[0] + 1, 0)
 
     # -- clocks ---------------------------------------------------------------------------------------------------
 
     def ask_clock(self) -> m.Ping | None:
-        """The question to send to the coordinator now; ``None`` if it is not time to ask again. Control thread."""
+        """Return the question to send to the coordinator now; ``None`` if it is not time to ask again. Control thread."""
         if not self._remote or not self.recorder.enabled:
             return None
         number, asked = self._asked
@@ -227,7 +231,7 @@ class SpanLog:
         return m.Ping(number + 1)
 
     def clock_answer(self, message: m.Pong) -> None:
-        """Take in the coordinator's answer to :meth:`ask_clock`; one to an older question is dropped. Control thread."""
+        """Keep the coordinator's answer to :meth:`ask_clock`; one to an older question is dropped. Control thread."""
         number, asked = self._asked
         if message.number == number:
             self._samples.add(asked, time.monotonic_ns(), message.clock)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine.entry import Entry
-from hvdlab.collectives.engine.locals import Locals
-from hvdlab.collectives.engine.request import Request
+from hvdlab.collectives.engine.entries import Entry, Locals
+from hvdlab.collectives.engine.requests import Request
 
 
 def entry(about: str) -> Entry:

@@ -19,8 +19,8 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.engine import direct
-from hvdlab.collectives.engine.request import Limit, Request
+from hvdlab.collectives.engine import coordinator_bypass
+from hvdlab.collectives.engine.requests import Limit, Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
 from hvdlab.collectives.timeline.events import Span
 from hvdlab.collectives.timeline.records import decode
@@ -37,9 +37,9 @@ def three() -> Iterator[Ranks]:
 
 def agreed() -> int:
     """How many requests this rank has had on the world's board."""
-    seat = context.engine()._guarded.state.sets[0].seat
-    assert seat is not None
-    return seat.board.number
+    member = context.engine()._locked.state.sets[0].board_member
+    assert member is not None
+    return member.board.number
 
 
 def total(value: float, name: str | None = None, count: int = 4) -> float:
@@ -125,7 +125,7 @@ def test_results_in_place_and_roots_that_can_t_be_written_to(three: Ranks) -> No
 def spans() -> list[tuple[str, int, bool]]:
     engine = context.engine()
     meet()
-    while not engine._spans.claim():  # then nothing is sent, and all of it is here
+    while not engine._spans.claim_flush():  # then nothing is sent, and all of it is here
         time.sleep(0.001)
     try:
         engine.recorder.drain()
@@ -133,7 +133,7 @@ def spans() -> list[tuple[str, int, bool]]:
             total(1.0, "seen")
         batches = engine.recorder.drain()
     finally:
-        engine._spans.release()
+        engine._spans.release_flush()
     found = []
     for batch in batches:
         for event in decode(batch).events:
@@ -146,8 +146,8 @@ def spans() -> list[tuple[str, int, bool]]:
 def flushes() -> tuple[int, list[bool]]:
     """How often the user's thread schedules a flush of what is recorded, and what the flushes have found to send."""
     engine = context.engine()
-    dispatcher, spans, user = engine._dispatcher, engine._spans, threading.current_thread()
-    claim, send_events = spans.claim, dispatcher.send_events
+    dispatcher, spans, user = engine._handlers, engine._spans, threading.current_thread()
+    claim, send_events = spans.claim_flush, dispatcher.send_events
     scheduled, found = 0, list[bool]()
 
     def claim_and_count() -> bool:
@@ -162,7 +162,7 @@ def flushes() -> tuple[int, list[bool]]:
 
     meet()
     with (
-        patch.object(spans, "claim", claim_and_count),
+        patch.object(spans, "claim_flush", claim_and_count),
         patch.object(dispatcher, "send_events", send_and_count),
     ):
         while total(float(len(found) < 5), "busy") > 0:
@@ -309,7 +309,7 @@ def test_process_sets_have_boards_of_their_own(three: Ranks) -> None:
 
 
 def wait_long_at_boards() -> None:
-    direct.PATIENCE = PATIENCE
+    coordinator_bypass.PATIENCE = PATIENCE
 
 
 def large(steps: int, beside: int) -> tuple[int, int]:
@@ -334,7 +334,7 @@ def large(steps: int, beside: int) -> tuple[int, int]:
         if handle is not None:
             assert (np.asarray(hvd.synchronize(handle)) == 3 * step).all()
     return agreed() - before, context.engine()._executor._slots[
-        0, context.engine()._guarded.epoch(0), "cpu"
+        0, context.engine()._locked.epoch(0), "cpu"
     ].operations
 
 
@@ -415,7 +415,7 @@ def reduce_at_once(size: int, beside: bool) -> tuple[float, int]:
     before = agreed()
     with pytest.MonkeyPatch.context() as patch:
         if not beside:
-            patch.setattr(direct, "PATIENCE", PATIENCE)
+            patch.setattr(coordinator_bypass, "PATIENCE", PATIENCE)
         other = engine.submit(Request(OpKind.BARRIER, "beside")) if beside and engine.rank == 0 else None
         request = Request(OpKind.ALLREDUCE, "at once", x, x, DType.F32, ReduceOp.SUM, anonymous=True)
         engine.submit(request, at_once=True).wait()
@@ -458,9 +458,12 @@ def wait_within(seconds: float) -> None:
 
 
 def then_die(rank: int) -> float:
-    usual, direct.PATIENCE = direct.PATIENCE, PATIENCE  # else a slow machine has them go to the coordinator
+    usual, coordinator_bypass.PATIENCE = (
+        coordinator_bypass.PATIENCE,
+        PATIENCE,
+    )  # else a slow machine has them go to the coordinator
     hvd.barrier()
-    direct.PATIENCE = usual
+    coordinator_bypass.PATIENCE = usual
     if context.engine().rank == rank:
         os._exit(3)
     meet()
@@ -485,7 +488,7 @@ class Full:
 
 def no_memory() -> str:
     from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-    from hvdlab.collectives.engine.request import Request
+    from hvdlab.collectives.engine.requests import Request
 
     engine = context.engine()
     x = np.ones(3, np.float32)

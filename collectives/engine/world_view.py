@@ -1,24 +1,37 @@
-"""Membership of the world as a rank sees it, and waiting for it to be complete."""
+"""The world as a rank sees it: its members, the wait until it is complete, and the rank's part in elastic training."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 
+from hvdlab.collectives.engine.locked_state import LockedState
+from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.errors import ReleasedError, StartError, format_ranks
 from hvdlab.collectives.protocol import messages as m
 
 
 class WorldView:
-    """Which ranks are expected, and which are there. Written by the control thread, read by any."""
+    """View of the world: the ranks that are expected, and those that are there. Written by the control thread, read by any.
+
+    Attributes:
+        last: The coordinator's last message about the world, or ``None``.
+        watchers: Called on the control thread with each such message.
+    """
 
     def __init__(self) -> None:
+        #: Guards the attributes below, and wakes waits when they change.
         self._changed = threading.Condition()
+        #: Members of the world in ``_epoch``.
         self._members: frozenset[int] = frozenset()
         self._epoch = 0
+        #: Why the coordinator is gone for good, or ``None``.
         self._lost: str | None = None
+        #: Ranks that elastic training has let in.
         self._let_in: set[int] = set()
+        #: Ticket of the last answered ``Regroup``.
         self._regrouped = 0
+        #: Why the coordinator has dismissed this rank, or ``None``.
         self._released: str | None = None
         self.last: m.World | None = None
         self.watchers: list[Callable[[m.World], None]] = []
@@ -34,20 +47,20 @@ class WorldView:
             watcher(message)
 
     def configured(self, ranks: Sequence[int], epoch: int) -> None:
-        """Set 0 has these members now, in this epoch."""
+        """Keep the members of the world in this epoch."""
         with self._changed:
             self._let_in.update(set(ranks) & set(self.waiting))
             self._members, self._epoch = frozenset(ranks), epoch
             self._changed.notify_all()
 
     def released(self, reason: str) -> None:
-        """The coordinator has asked this rank to leave."""
+        """Wake waits, since the coordinator has asked this rank to leave."""
         with self._changed:
             self._released = reason
             self._changed.notify_all()
 
     def regrouped(self, ticket: int) -> None:
-        """The ranks of elastic training begin again; ``ticket`` is that of this rank's ``Regroup``."""
+        """Wake the wait for a restart of elastic training; ``ticket`` is that of this rank's ``Regroup``."""
         with self._changed:
             self._regrouped = ticket
             self._changed.notify_all()
@@ -73,10 +86,10 @@ class WorldView:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Ranks that live, as far as is known.
+        """Return the ranks that live, as far as this rank knows.
 
-        The coordinator sends ``World`` messages now and then only, so the members of a newer epoch may be the newer news: a
-        successor of the coordinator goes on without the ranks of which it hears from no rank that they lived.
+        The coordinator sends ``World`` messages now and then only, so the members of a newer epoch may be the newer news. A
+        successor of the coordinator continues without ranks that no rank reports as alive.
         """
         last = self.last
         if last is None:
@@ -92,18 +105,18 @@ class WorldView:
     def _missing(self) -> frozenset[int]:
         if self.last is None:
             return frozenset()
-        # A world that lost a rank goes on without it, also when it is made anew.
+        # A world that lost a rank continues without it, also after a restart.
         lost = {death.rank for death in self.last.deaths if death.admitted}
         return frozenset(self.last.expected) - self._members - lost
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Ranks that elastic training has to let in."""
+        """Return the ranks that elastic training has to let in."""
         return self.last.waiting if self.last is not None else ()
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """Ranks that are let go where elastic training lets the world change."""
+        """Return the ranks that are dismissed at the next reset point of elastic training."""
         return self.last.leaving if self.last is not None else ()
 
     def _others(self, rank: int) -> set[int]:
@@ -117,20 +130,22 @@ class WorldView:
         return [death for death in self.last.deaths if death.rank in missing]
 
     def wait_complete(self, timeout: float, rank: int, door: float = 0.0, size: int = 0) -> None:
-        """Wait until every expected rank is a member. Raises ``StartError`` that names the missing or the dead, and
-        ``ReleasedError`` if this rank was let go before.
+        """Wait until every expected rank is a member.
 
         Args:
             timeout: Seconds to wait.
             rank: This rank.
             door: Seconds to wait instead, if it is more, while this rank is one that elastic training has to let in.
-            size: How many ranks are expected: a world of fewer is not taken for complete before the coordinator has said which
-                ranks it is made of.
+            size: How many ranks are expected. A world of fewer is not complete before the coordinator has named its ranks.
+
+        Raises:
+            StartError: Ranks are missing or dead; the text names them.
+            ReleasedError: This rank was dismissed before.
         """
 
         def complete() -> bool:
             known = self.last is not None or len(self._members) >= max(size, 1)
-            # Elastic training goes on without those that are missing, and lets them in later.
+            # Elastic training continues without missing ranks, and lets them in later.
             training = self.last is not None and self.last.training and rank in self._members
             return known and bool(self._members) and (rank in self._let_in or training or not self._missing())
 
@@ -167,3 +182,105 @@ class WorldView:
             f"rank {rank} waited {timeout:g} s for the world: {who} did not come. Look at the output of the "
             "missing ranks, or raise HVDLAB_START_TIMEOUT."
         )
+
+
+class ElasticMembership:
+    """Membership of this rank in elastic training: it reports reset points to the coordinator and waits for the other ranks.
+
+    Args:
+        rank: This rank.
+        locked: Its state.
+        world: Its view of the world.
+    """
+
+    def __init__(self, rank: int, locked: LockedState, world: WorldView) -> None:
+        self._rank = rank
+        self._locked = locked
+        self._world = world
+        #: Number of the last ``Regroup`` that was sent.
+        self._ticket = 0
+        #: How deep training is nested; 0 outside of it.
+        self._depth = 0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Begin training: from now on newcomers wait for a reset point, and a failure fails all later submissions.
+
+        Once the world's epoch was aborted, each submission of this rank fails with the same cause, until all ranks restart. Other
+        ranks may have restored their last commit by then, and must not meet later submissions of this rank. May be nested.
+        """
+        with self._lock:
+            self._depth += 1
+            if self._depth > 1:
+                return
+        self._locked.update(RankState.set_elastic, True)
+
+    def end(self) -> None:
+        """End training, after success or failure."""
+        with self._lock:
+            self._depth -= 1
+            if self._depth > 0:
+                return
+        self._locked.update(RankState.set_elastic, False)
+
+    def stop(self, reason: str = "", at_least: int = 1) -> None:
+        """Report that this rank has reached a reset point. Collectives in which other ranks wait for it fail with the reason.
+
+        Does not wait; see :meth:`wait`.
+
+        Args:
+            reason: Failure that brought this rank here; empty without one.
+            at_least: Ranks that are needed to go on.
+        """
+        self._ticket += 1
+        message = m.Regroup(self._ticket, at_least, reason)
+        self._locked.update(RankState.reached_reset, message)
+
+    def wait(self, timeout: float) -> None:
+        """After :meth:`stop`, wait until all living ranks have come, newcomers are let in, and there are enough.
+
+        Raises:
+            StartError: That did not happen within ``timeout`` seconds, or the coordinator is lost.
+            ReleasedError: This rank was dismissed: the others restart without it.
+        """
+        if self._world.wait_regrouped(self._ticket, timeout):
+            return
+        last = self._world.last
+        alive = sorted(member.rank for member in last.members) if last is not None else []
+        raise StartError(
+            f"rank {self._rank} waited {timeout:g} s to begin again: {format_ranks(alive)} are alive, but there are not "
+            "enough of them (HVDLAB_MIN_NP), or some did not come back to their last commit. Raise "
+            "HOROVOD_ELASTIC_TIMEOUT, or look at what they do."
+        )
+
+    @property
+    def training(self) -> bool:
+        """Return whether this rank is in elastic training."""
+        with self._lock:
+            return self._depth > 0
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """Return the ranks that leave at the next reset point."""
+        return self._world.leaving
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Return the ranks that wait to be let in."""
+        return self._world.waiting
+
+    def watch(self, callback: Callable[[tuple[int, ...], tuple[int, ...]], None]) -> Callable[[], None]:
+        """Call ``callback(waiting, leaving)`` on the control thread whenever the world has changed.
+
+        Args:
+            callback: Gets the ranks that wait to be let in, and those that leave.
+
+        Returns:
+            A function that ends the calls.
+        """
+
+        def watcher(world: m.World) -> None:
+            callback(world.waiting, world.leaving)
+
+        self._world.watchers.append(watcher)
+        return lambda: self._world.watchers.remove(watcher)

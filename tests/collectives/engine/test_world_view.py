@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlab.collectives.engine.world import WorldView
+from hvdlab.collectives.engine.world_view import WorldView
 from hvdlab.collectives.protocol import messages as m
 
 

@@ -15,7 +15,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.engine.spans import SpanLog
+from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import AbortedError, MismatchError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.timeline.check import check, load
@@ -65,7 +65,7 @@ def recorded(*names: str) -> list[tuple[str, bool, bool, bool]]:
 
 def quiet() -> None:
     """Nothing is sent from now on, so that the test finds all in the recorder."""
-    context.engine()._spans.claim = lambda: False  # type: ignore[method-assign]
+    context.engine()._spans.claim_flush = lambda: False  # type: ignore[method-assign]
 
 
 def total(count: int = LARGE, name: str | None = None) -> float:

@@ -1,4 +1,4 @@
-"""What a user asks of the engine, and what comes out."""
+"""Requests of users to the engine, and their results."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Allocate = Callable[[tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How long a wait may take.
+    """Limit of the time that a wait may take.
 
     Attributes:
         seconds: From the begin of the wait.
-        text: What all ranks read when the wait takes longer, and the collective is given up.
+        text: Cause that all ranks read when the wait takes longer, and the collective is given up.
     """
 
     seconds: float
@@ -26,7 +26,7 @@ class Limit:
 
 
 class CompletionHook(Protocol):
-    """Is called by the engine when a request is finished.
+    """Function of the user that the engine calls when a request is finished.
 
     Exactly once for each request that :meth:`Engine.submit` (``submit_group``, ``run``) accepted, whether it succeeded, failed,
     was aborted or withdrawn, or the engine was closed. Not if the submission itself raised; only if that was a
@@ -39,12 +39,12 @@ class CompletionHook(Protocol):
 
     A hook may submit, flush and withdraw collectives, and ask :meth:`Handle.done` and the properties of groups. It must be
     quick, since other operations, or the coordinator's messages, wait for the thread. It must not wait for a collective nor
-    close the engine (both raise :class:`InvalidRequestError`). What it raises is logged with the request's name, and has no
-    effect on anything else.
+    close the engine (both raise :class:`InvalidRequestError`). An exception of it is logged with the request's name, and has
+    no other effect.
     """
 
     def __call__(self, result: Result | None, error: Exception | None, /) -> None:
-        """The request has finished.
+        """Handle the end of the request.
 
         Args:
             result: The outcome, or ``None`` if it failed.
@@ -82,10 +82,10 @@ class Request:
         channel: Of a message, for what the receiver calls its receives from any rank, if any may get it: such a receive gets the oldest
             message with the same channel that no receive waits for that names the sender. Empty for none.
         on_done: Called once when the request is finished; see :class:`CompletionHook`.
-        label: What recordings call it, if that is not its name. There should be few different ones, since recordings keep them all.
+        label: Its name in recordings, if that is another one. There should be few different ones, since recordings keep them all.
         priority: Of the allreduces that have one, the highest is executed first among those that are ready and have not begun; also,
             they have others without a priority, barriers included, go before them. ``None``: in the order of becoming ready.
-        about: What errors and stall lines say behind the call site, on all ranks, such as `` for layers.3``. There should be few different
+        about: Text behind the call site in errors and stall lines, on all ranks, such as `` for layers.3``. There should be few different
             ones, since each is defined once.
     """
 
@@ -119,11 +119,11 @@ class Result:
 
     Attributes:
         output: The result, an array or a buffer of the request's device; ``None`` for a barrier.
-        received_splits: Rows received from each member (alltoall), else ``None``.
+        received_splits: Rows received from each member (alltoall), otherwise ``None``.
         tables: The numbers each member announced, by position (allgather: first dimensions; alltoall: splits).
-        process_set: Id of the set that was added, else -1.
-        last_joined: The rank that joined last (join), else -1.
-        source: The rank that has sent a message, on the rank that received it; else -1.
+        process_set: Id of the set that was added, otherwise -1.
+        last_joined: The rank that joined last (join), otherwise -1.
+        source: The rank that has sent a message, on the rank that received it; otherwise -1.
     """
 
     output: Tensor | None = None

@@ -1,0 +1,748 @@
+"""The control thread: it reads the coordinator's messages, sends queued messages, and keeps timers. It never blocks on work.
+
+:class:`Control` is the loop, :class:`ControlHandlers` has the handlers of messages and of the connection's ends. User code and
+bindings get news by :class:`Callbacks`, and :class:`SharedMemoryRetry` asks again for memory that could not be received.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from hvdlab.collectives import logs
+from hvdlab.collectives.engine.entries import (
+    AbortPlane,
+    ClosePlanes,
+    Effect,
+    Fail,
+    NewEpoch,
+    RunBatch,
+    Succeed,
+)
+from hvdlab.collectives.engine.executor import Executor, PlaneSlot, WorkQueue
+from hvdlab.collectives.engine.handles import CompletionHooks
+from hvdlab.collectives.engine.locked_state import LockedState, complete
+from hvdlab.collectives.engine.process_set_view import BoardMember
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Result
+from hvdlab.collectives.engine.span_log import SpanLog
+from hvdlab.collectives.engine.store import EngineStore, StoreWaits
+from hvdlab.collectives.engine.world_view import WorldView
+from hvdlab.collectives.errors import Cause, CauseKind, ProtocolError
+from hvdlab.collectives.planes.base import PlaneContext
+from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.planes.links import Links, plane_text, planes_text
+from hvdlab.collectives.planes.scoped import ScopedStore
+from hvdlab.collectives.planes.shm.board import MEMBERS, map_board
+from hvdlab.collectives.planes.shm.layout import layout_from
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.codec import decode_to_peer
+from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.rosters import ROSTERS, KnownMembers
+
+Call = Callable[[], object]
+
+GOODBYE_WITHIN = 2.0
+"""Seconds that the coordinator has to read the rank's goodbye."""
+STUCK_AFTER = 2.0
+"""Seconds that a plane has to obey an abort before the thread that is stuck in it is abandoned."""
+RETRY_INTERVAL = 0.5
+"""Seconds between two checks whether descriptors are free; the kernel does not notify a process of that."""
+NEEDED_DESCRIPTORS = 3
+"""Descriptors that the memory takes at most: the received one, and one for each of the two mappings. With fewer the next epoch
+would lack its memory as well, and the rank would ask for another one."""
+
+
+class Control:
+    """Loop of the control thread: one epoll with the coordinator's socket and a wake-up.
+
+    Attributes:
+        socket_owner: Held by a user's thread that polls the socket (see :mod:`~hvdlab.collectives.engine.inline_execution`), from
+            before :meth:`pause_reading` until after :meth:`resume_reading`.
+        reading: Held by the thread that reads from the connection.
+        thread: The control thread.
+    """
+
+    def __init__(self, endpoint: Endpoint, label: str) -> None:
+        self._endpoint = endpoint
+        #: Set by :meth:`start`.
+        self._handlers: ControlHandlers
+        #: The socket in the epoll, or -1 while the connection is lost.
+        self._fd = endpoint.fileno()
+        #: Eventfd that wakes the thread, or -1 after :meth:`close`.
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._fd, select.EPOLLIN)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+        #: Calls for the thread to make, in order; appended by any thread.
+        self._calls: deque[Call] = deque()
+        #: Heap of calls with their times in seconds of ``time.monotonic``; the number keeps calls of one time in order.
+        self._timers: list[tuple[float, int, Call]] = []
+        self._order = itertools.count()
+        #: Whether the thread has to end.
+        self._stopping = False
+        #: Whether the connection is lost, and no successor is there yet.
+        self._lost = False
+        #: Whether the epoll watches for room in the socket, too.
+        self._writable = False
+        self.socket_owner = threading.Lock()
+        self.reading = threading.Lock()
+        # How often reading was paused, and the number of the last pause that was followed by a resume. If they differ and no
+        # thread owns the socket, Ctrl-C has interrupted its owner.
+        self._paused = self._resumed = 0
+        #: Guards ``_wakeup``.
+        self._closing = threading.Lock()
+        self.thread = threading.Thread(target=self._run, name=f"hvdlab-control-{label}", daemon=True)
+
+    def start(self, handlers: ControlHandlers) -> None:
+        """Start the thread.
+
+        Args:
+            handlers: The handlers of messages, flushes and ends, which it calls.
+        """
+        self._handlers = handlers
+        self.thread.start()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Let the thread flush. Any thread; one write."""
+        # Under a lock: after close() the descriptor's number may belong to another file of this process.
+        with self._closing:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
+
+    def call(self, call: Call) -> None:
+        """Run this on the control thread."""
+        self._calls.append(call)
+        self.wake()
+
+    def stop(self, timeout: float) -> None:
+        """Flush, and end the thread."""
+        self._stopping = True
+        self.wake()
+        if threading.current_thread() is not self.thread:
+            self.thread.join(timeout)
+
+    def close(self) -> None:
+        """Free the descriptors, after the thread has ended. Wake-ups have no effect from then on."""
+        with self._closing:
+            wakeup, self._wakeup = self._wakeup, -1
+        if wakeup >= 0:
+            self._epoll.close()
+            os.close(wakeup)
+
+    def after_fork(self) -> None:
+        """Close a forked child's copies of the parent's descriptors; that does not end anything."""
+        self._closing = threading.Lock()
+        self.close()
+        self._endpoint.forget()
+
+    def pause_reading(self) -> bool:
+        """Let the calling thread watch for messages instead of the control thread. False if there is no connection to watch."""
+        # First, so that the control thread notices an interrupt of the caller anywhere behind it.
+        self._paused += 1
+        try:
+            self._epoll.modify(self._fd, select.EPOLLOUT if self._writable else 0)
+        except (OSError, ValueError):  # unregistered or closed
+            return False
+        return True
+
+    def resume_reading(self) -> None:
+        """Let the control thread watch for messages again, and handle those that the caller has read ahead."""
+        paused = self._paused
+        try:
+            self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if self._writable else 0))
+        except (OSError, ValueError):
+            return
+        finally:
+            self._resumed = paused
+        if self._endpoint.early:
+            self.wake()
+
+    # -- the control thread ---------------------------------------------------------------------------------------
+
+    def renewed(self) -> None:
+        """Watch the new connection of the endpoint, whose old one was lost."""
+        self._fd = self._endpoint.fileno()
+        self._writable = False
+        self._epoll.register(self._fd, select.EPOLLIN)
+        self._lost = False
+        self._guard(self._receive)  # bytes that came along with the handshake do not make the socket readable
+
+    def call_later(self, seconds: float, call: Call) -> None:
+        """Run this on the control thread after some time. Control thread only."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), call))
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._step()
+            self._run_calls()  # the goodbye is one, and must not depend on where this thread was when stop() was called
+            self._guard(self._flush)
+            self._wait_for_close()
+        except BaseException as error:
+            # A fault of ours. No other thread would end the handles on which the rank's threads wait.
+            self._lost = True
+            self._handlers.fail(error)
+            raise
+        finally:
+            self._endpoint.close()
+
+    def _step(self) -> None:
+        for fd, _events in self._epoll.poll(self._timeout()):
+            if fd == self._fd:
+                self._guard(self._receive)
+            else:
+                os.eventfd_read(self._wakeup)
+        if self._paused != self._resumed and not self.socket_owner.locked():
+            self._resume_after_interrupt()
+        if self._endpoint.early:
+            self._guard(self._receive)
+        self._run_calls()
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        self._handlers.run_hooks()
+        self._guard(self._flush)
+
+    def _resume_after_interrupt(self) -> None:
+        """Resume reading in place of a thread that was interrupted before it could do so.
+
+        That thread has woken this one on its way out, or the end of its operation does. If another thread pauses reading right
+        now, both watch the socket; that does no harm.
+        """
+        self.resume_reading()
+        self._guard(self._receive)
+        self._handlers.wake_executor()
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+    def _receive(self) -> None:
+        with self.reading:
+            self._handlers.receive()
+
+    def _timeout(self) -> float:
+        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else -1
+
+    def _flush(self) -> None:
+        self._handlers.flush()
+        waiting = self._endpoint.backlog > 0 and not self._endpoint.flush()
+        if waiting != self._writable:
+            self._writable = waiting
+            self._epoll.modify(self._fd, select.EPOLLIN | (select.EPOLLOUT if waiting else 0))
+
+    def _wait_for_close(self) -> None:
+        """Wait until the coordinator has closed the connection: it has read the goodbye then.
+
+        A process that connects again right away under the same rank would find that rank taken otherwise.
+        """
+        deadline = time.monotonic() + GOODBYE_WITHIN
+        watch = select.poll()
+        if not self._lost:
+            watch.register(self._fd, select.POLLIN)
+        while not self._lost and (left := deadline - time.monotonic()) > 0:
+            waiting = self._endpoint.backlog > 0
+            watch.modify(self._fd, select.POLLIN | (select.POLLOUT if waiting else 0))
+            try:
+                watch.poll(left * 1000)
+                if waiting:
+                    self._endpoint.flush()
+                with self.reading:
+                    self._endpoint.receive()  # messages to a rank that has left are dropped
+            except (ConnectionLost, ProtocolError):
+                return
+
+    def _guard(self, step: Call) -> None:
+        """Run a step that uses the connection; if that is lost, call ``connection_lost`` once and continue without it."""
+        if self._lost:
+            return
+        try:
+            step()
+        except (ConnectionLost, ProtocolError) as error:
+            self._lost = True
+            self._epoll.unregister(self._fd)
+            self._fd = -1  # no thread may watch it any more: the number may become another file's
+            self._handlers.connection_lost(str(error))
+
+
+class ControlHandlers:
+    """Handlers of the coordinator's messages and of the connection's ends. Control thread, unless a method names another.
+
+    Attributes:
+        world: The world as this rank sees it.
+        callbacks: The callbacks of users and bindings.
+        control: The loop.
+        reconnect: Called with the reason when the connection is lost; looks for a successor of the coordinator.
+        memory_retry: Asks again for memory that could not be received.
+    """
+
+    def __init__(
+        self,
+        locked: LockedState,
+        endpoint: Endpoint,
+        executor: Executor,
+        spans: SpanLog,
+        hooks: CompletionHooks,
+        address: str,
+        control: Control,
+    ) -> None:
+        self.world = WorldView()
+        self.callbacks = Callbacks()
+        self.control = control
+        self.reconnect: Callable[[str], None] = self.give_up
+        self._locked = locked
+        self._endpoint = endpoint
+        self._executor = executor
+        self._spans = spans
+        self._hooks = hooks
+        self._address = address
+        #: Waits for values of the rendezvous store.
+        self._tickets = StoreWaits()
+        self._members = KnownMembers()  # of this connection
+        self.memory_retry = SharedMemoryRetry(self.send, control.call_later)
+        self.callbacks.on(m.COLLECT, lambda sender, body: self._collect_events(body))
+        self._handlers: dict[type, Callable[[m.Message], None]] = {
+            m.Ping: self._on_ping,
+            m.Pong: self._on_pong,
+            m.StoreValue: self._on_store_value,
+            m.Tune: self._on_tune,
+            m.World: self.world.update,
+            m.Mail: self.callbacks.deliver,
+            m.Interrupt: self.callbacks.interrupt,
+            m.Leave: self._on_leave,
+            m.RankEvents: self.callbacks.events,
+            m.Stalled: self.callbacks.stalled,
+        }
+
+    def receive(self) -> None:
+        """Read and handle the messages that have arrived."""
+        for payload in self._endpoint.receive():
+            message: m.Message = decode_to_peer(payload)
+            if type(message) in ROSTERS:
+                message = self._members.restore(message)
+            handler = self._handlers.get(type(message))
+            if handler is not None:
+                handler(message)
+            else:
+                self._handle(message)
+
+    def flush(self) -> None:
+        self._locked.flush()
+
+    def run_hooks(self) -> None:
+        self._hooks.run()
+
+    def wake_executor(self) -> None:
+        """Wake the executor for jobs that an interrupted thread has enqueued; it may not have done so itself."""
+        self._executor.wake()
+
+    def _handle(self, message: m.Message) -> None:
+        effects = self._locked.handle(message, time.monotonic_ns())
+        if self.perform(effects):
+            self._executor.wake()
+        if isinstance(message, m.Configure):
+            logs.configured(self._locked.state.rank, message)
+            planes = planes_text((message.plane, *message.device_planes.values()), {})
+            self._spans.members(message.process_set, message.epoch, len(message.members), planes)
+            if message.process_set == 0:
+                self.world.configured([member.rank for member in message.members], message.epoch)
+        elif isinstance(message, m.Dissolve):
+            self._spans.dissolved(message.process_set)
+        elif isinstance(message, m.Regrouped):
+            self.world.regrouped(message.ticket)
+        elif isinstance(message, m.Abort):
+            logs.aborted(self._locked.state.rank, message)
+            # The orderly removal of a set ends its epoch by an abort as well. Where nothing was pending nothing has failed.
+            removed = message.kind == CauseKind.MEMBERSHIP.value and not message.ranks
+            if message.pending or not removed:
+                self._spans.recorder.abort(message.process_set, message.epoch, message.text)
+            self.schedule_events()
+
+    def perform(self, effects: list[Effect]) -> bool:
+        """Carry out effects. Return whether there are jobs for which the caller has to wake the executor."""
+        work = False
+        for effect in effects:
+            if type(effect) is RunBatch:
+                self._executor.enqueue(effect)
+                work = True
+            else:
+                self._perform(effect)
+        return work
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Fail(entry, error):
+                if error.__cause__ is None:
+                    error.__cause__ = self._executor.error_of(entry.request.process_set, entry.epoch)
+                complete(entry, None, error)
+                if self._spans.failed(entry, time.monotonic_ns()):
+                    self.schedule_events()
+            case Succeed(entry, process_set):
+                complete(entry, Result(process_set=process_set), None)
+            case AbortPlane(process_set, epoch):
+                busy = self._executor.abort(process_set, epoch)
+                if busy is not None:
+                    self._watch(*busy)
+            case ClosePlanes(process_set, epoch):
+                self._executor.close_older(process_set, epoch)
+            case NewEpoch():
+                self._new_epoch(effect)
+
+    def _watch(self, queue: WorkQueue, slot: PlaneSlot) -> None:
+        """Abandon the queue of an aborted plane if its operation has not ended after :data:`STUCK_AFTER` seconds."""
+        self.control.call_later(STUCK_AFTER, lambda: self._executor.abandon(queue, slot))
+
+    def store(self, process_set: int, epoch: int) -> EngineStore:
+        """Return the rendezvous store of a process set's members in one epoch."""
+        return EngineStore(process_set, epoch, self._tickets, self.send)
+
+    def _new_epoch(self, effect: NewEpoch) -> None:
+        memory = self._endpoint.take_descriptor() if effect.has_memory else -1
+        if effect.index < 0:
+            if memory >= 0:
+                os.close(memory)
+            return
+        if effect.has_memory and memory == LOST:
+            self.memory_retry.memory_missing(effect.process_set, effect.epoch)
+        else:
+            self.memory_retry.memory_received(effect.process_set)
+        if memory >= 0:
+            self._open_board(effect, memory)
+        store = self.store(effect.process_set, effect.epoch)
+        context = PlaneContext(
+            effect.process_set,
+            effect.epoch,
+            effect.index,
+            len(effect.members),
+            tuple(member.rank for member in effect.members),
+            tuple(member.host for member in effect.members),
+            store,
+            memory,
+            self._address,
+            effect.options,
+            on_chunks=partial(self._chunks_measured, effect.process_set, effect.epoch),
+        )
+        self._executor.prepare(PlaneSlot(effect.plane, HOST, context, store.abort))
+        for device, plane in effect.device_planes.items():
+            apart = replace(
+                context,
+                store=ScopedStore(store, f"{device}/"),
+                memory_fd=-1,
+                on_links=partial(self._linked, effect.process_set, effect.epoch),
+            )
+            self._executor.prepare(PlaneSlot(plane, device, apart, store.abort))
+
+    def _linked(self, process_set: int, epoch: int, links: Links) -> None:
+        """Keep and record the connections that a plane of GPUs has found. Executor thread."""
+
+        def record(state: RankState) -> None:
+            state.linked(process_set, epoch, links)
+            self._record_planes(state, process_set, epoch)
+
+        self._locked.update(record)
+
+    def _chunks_measured(self, process_set: int, epoch: int, chunk_bytes: int) -> None:
+        """Keep and record the size of chunks that the plane of the host has measured as the best. Executor thread."""
+
+        def record(state: RankState) -> None:
+            state.chunks_measured(process_set, epoch, chunk_bytes)
+            self._record_planes(state, process_set, epoch)
+
+        self._locked.update(record)
+
+    def _record_planes(self, state: RankState, process_set: int, epoch: int) -> None:
+        # Under the lock: otherwise the record of a newer epoch could come in between, and this one replace it.
+        group = state.sets.get(process_set)
+        if group is not None and group.epoch == epoch:
+            host = plane_text(group.plane, group.chunk_bytes)
+            planes = planes_text((host, *group.device_planes.values()), group.links)
+            self._spans.members(process_set, epoch, len(group.members), planes)
+
+    def _open_board(self, effect: NewEpoch, memory: int) -> None:
+        members = len(effect.members)
+        if not 1 < members <= MEMBERS:
+            return
+        place = layout_from(effect.options, members).size
+        board = map_board(memory, place, members, effect.index, effect.epoch)
+        if board is not None:
+            member = BoardMember(board, effect.process_set, effect.index, effect.members)
+            self._locked.update(RankState.attach_board, member)
+
+    def send(self, message: m.Message) -> None:
+        """Send a message. Any thread."""
+        self._locked.update(RankState.queue_message, message)
+
+    def withdraw(self, process_set: int, text: str, kind: CauseKind = CauseKind.WITHDRAWN) -> None:
+        """End the epoch of a process set. Any thread."""
+        self._locked.update(RankState.withdraw, process_set, kind, text)
+
+    def _on_ping(self, message: m.Message) -> None:
+        assert isinstance(message, m.Ping)
+        now = time.monotonic_ns()
+        self._endpoint.send(m.Pong(message.number, now))
+        # The coordinator pings a rank from which it has heard nothing for a while: it may be stuck in an operation with others.
+        self._locked.update(RankState.report_oldest_executing, now)
+        self.ask_clock()
+
+    def ask_clock(self) -> None:
+        """Compare clocks with the coordinator, if that is due."""
+        question = self._spans.ask_clock()
+        if question is not None:
+            self._locked.queue_message(question)
+
+    def _on_pong(self, message: m.Message) -> None:
+        assert isinstance(message, m.Pong)
+        self._spans.clock_answer(message)
+
+    def _on_store_value(self, message: m.Message) -> None:
+        assert isinstance(message, m.StoreValue)
+        self._tickets.answer(message.ticket, message.value)
+
+    def _on_tune(self, message: m.Message) -> None:
+        assert isinstance(message, m.Tune)
+        self._executor.tune(
+            message.process_set, message.epoch, message.slice_bytes
+        )  # before the order that follows
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def schedule_events(self) -> None:
+        """Have recorded events sent, soon but not too often. Any thread."""
+        control = self.control
+        try:
+            if self._spans.claim_flush():
+                control.call(lambda: control.call_later(self._spans.INTERVAL, self._events_due))
+        except BaseException:  # an interrupt, perhaps after claim_flush() and before the call was queued
+            self._spans.release_flush()
+            raise
+
+    def _collect_events(self, body: bytes) -> None:
+        """Send the events that were recorded by now, then the answer to the client that asks, on the same connection."""
+        self.send_events()
+        self._locked.queue_message(m.Post(m.COLLECTED, body, ()))
+
+    def _events_due(self) -> None:
+        self._spans.release_flush()
+        # Where something is recorded all the time the threads that record it need not wake this one up for each flush.
+        if self.send_events() and self._spans.claim_flush():
+            self.control.call_later(self._spans.INTERVAL, self._events_due)
+
+    def send_events(self) -> bool:
+        """Send the events that were recorded by now. Return whether there were any. Control thread."""
+        self.ask_clock()
+        batches = self._spans.take()
+        for batch in batches:
+            self._locked.queue_message(m.Events(batch))
+            self.callbacks.own_events(self._spans.recorder.rank, batch)
+        return bool(batches)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def connection_lost(self, reason: str) -> None:
+        """Fail everything pending, and hold later submissions until :attr:`reconnect` has found a successor, or has not."""
+        text = (
+            f"the coordinator is gone ({reason}), and what was in flight is lost with it; if another takes its place, "
+            "the group goes on in a moment: run this again then"
+        )
+        logs.lost(self._locked.state.rank, text)
+        effects = self._locked.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), text))
+        self._tickets.abort()
+        self.perform(effects)
+        self.reconnect(reason)
+
+    def reconnected(self, endpoint: Endpoint) -> None:
+        """Continue with this connection to a successor of the coordinator."""
+        control = self.control
+        with control.reading:  # no other thread may read from the connection meanwhile
+            self._members = KnownMembers()
+            self._locked.reconnect(endpoint, self.world.alive, self.world.leaving)
+        control.renewed()
+        self.callbacks.reconnected()
+
+    def _on_leave(self, message: m.Message) -> None:
+        assert isinstance(message, m.Leave)
+        self._handle(message)
+        self.world.released(message.reason)
+        self.callbacks.leave(message)
+
+    def give_up(self, reason: str) -> None:
+        """Fail everything pending, and each later submission, since there is no successor."""
+        self._end(f"the coordinator is gone for good ({reason}); save what you need and restart the group")
+
+    def fail(self, error: BaseException) -> None:
+        """Fail everything pending, and each later submission, since the control thread ends by an unexpected error."""
+        what = f"{type(error).__name__}: {error}"
+        self._end(
+            f"a thread of hvdlab failed in this process ({what}), which is a fault of hvdlab's; save what you need and restart it"
+        )
+
+    def _end(self, text: str) -> None:
+        logs.lost(self._locked.state.rank, text)
+        self.fail_pending(Cause(CauseKind.COORDINATOR_LOST, (), text))
+        self.world.lost(text)
+        self.callbacks.leave(m.Leave(text))
+
+    def fail_pending(self, cause: Cause) -> None:
+        """Fail everything pending. On the control thread, or on the thread that closes the engine after that one's end."""
+        effects = self._locked.close(cause)
+        self._tickets.abort()
+        self.perform(effects)
+
+
+class Callbacks:
+    """Callbacks of users and bindings, by kind of news. They run on the control thread and must not block.
+
+    A callback that raises is reported as an uncaught exception of the thread; the other callbacks and the thread continue.
+
+    Attributes:
+        interrupts: Called when the notebook interrupts this rank.
+        native_waits: Called to withdraw collectives for which native code may be waiting.
+        reconnections: Called when this rank has found the coordinator's successor.
+        stalls: Get the coordinator's reports of stalled collectives.
+        event_sinks: Get the events of all ranks, if this rank has subscribed to them.
+        own_event_sinks: Get the events that this rank itself sends.
+    """
+
+    def __init__(self) -> None:
+        #: Callbacks for mail, by topic.
+        self._topics: dict[str, list[Callable[[int, bytes], None]]] = {}
+        self.interrupts: list[Callable[[], None]] = []
+        self.native_waits: list[Callable[[], None]] = []
+        self.reconnections: list[Callable[[], None]] = []
+        self._leaves: list[Callable[[str], None]] = []
+        self._leaving: str | None = None  # why this rank is to leave, once it is
+        self._leave_guard = threading.Lock()  # of the two above
+        self.event_sinks: list[Callable[[int, bytes], None]] = []
+        self.own_event_sinks: list[Callable[[int, bytes], None]] = []
+        self.stalls: list[Callable[[m.Stalled], None]] = []
+
+    def on(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
+        self._topics.setdefault(topic, []).append(callback)
+
+    def deliver(self, message: m.Message) -> None:
+        assert isinstance(message, m.Mail)
+        for callback in tuple(self._topics.get(message.topic, ())):
+            _call(callback, message.sender, message.body)
+
+    def interrupt(self, message: m.Message) -> None:
+        for callback in tuple(self.interrupts):
+            _call(callback)
+
+    def end_native_waits(self) -> None:
+        for callback in tuple(self.native_waits):
+            _call(callback)
+
+    def reconnected(self) -> None:
+        for callback in tuple(self.reconnections):
+            _call(callback)
+
+    def on_leave(self, callback: Callable[[str], None]) -> None:
+        """Call ``callback(reason)`` when this rank is to leave; at once, on this thread, if it is already."""
+        with self._leave_guard:
+            self._leaves.append(callback)
+            reason = self._leaving
+        if reason is not None:
+            _call(callback, reason)
+
+    def leave(self, message: m.Message) -> None:
+        assert isinstance(message, m.Leave)
+        with self._leave_guard:
+            self._leaving = message.reason
+            callbacks = tuple(self._leaves)
+        for callback in callbacks:
+            _call(callback, message.reason)
+
+    def events(self, message: m.Message) -> None:
+        assert isinstance(message, m.RankEvents)
+        for sink in tuple(self.event_sinks):
+            _call(sink, message.rank, message.batch)
+
+    def own_events(self, rank: int, batch: bytes) -> None:
+        for sink in tuple(self.own_event_sinks):
+            _call(sink, rank, batch)
+
+    def stalled(self, message: m.Message) -> None:
+        assert isinstance(message, m.Stalled)
+        for callback in tuple(self.stalls):
+            _call(callback, message)
+
+
+def _call(callback: Callable[..., None], *args: object) -> None:
+    try:
+        callback(*args)
+    except Exception:  # noqa: BLE001  (reported; a bug in a callback must not end the rank's control thread)
+        kind, value, trace = sys.exc_info()
+        assert kind is not None
+        threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
+
+
+class SharedMemoryRetry:
+    """Retry after EMFILE: a process set's memory could not be received, as this process had no free descriptor.
+
+    It checks every :data:`RETRY_INTERVAL` seconds for :data:`NEEDED_DESCRIPTORS` free descriptors, then asks the coordinator for a new epoch, which
+    sends the memory again.
+
+    Args:
+        send: Sends a message; any thread.
+        call_later: Has something called on the control thread.
+    """
+
+    def __init__(
+        self, send: Callable[[m.Message], None], call_later: Callable[[float, Callable[[], None]], None]
+    ) -> None:
+        self._send, self._call_later = send, call_later
+        #: Epoch whose memory is missing, by process set.
+        self._epochs: dict[int, int] = {}
+        #: Whether a check is scheduled.
+        self._scheduled = False
+
+    def memory_missing(self, process_set: int, epoch: int) -> None:
+        """Begin to retry for the memory of an epoch. Control thread."""
+        self._epochs[process_set] = epoch
+        self._retry_later()
+
+    def memory_received(self, process_set: int) -> None:
+        """End retrying, since a newer epoch has its memory. Control thread."""
+        self._epochs.pop(process_set, None)
+
+    def retry_now(self) -> None:
+        """Ask for new epochs if enough descriptors are free now. Any thread; a question that comes too late names an ended epoch."""
+        if self._epochs and _has_descriptors():
+            while self._epochs:
+                self._send(m.Renew(*self._epochs.popitem()))
+
+    def _retry_later(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._call_later(RETRY_INTERVAL, self._retry)
+
+    def _retry(self) -> None:
+        self._scheduled = False
+        self.retry_now()
+        if self._epochs:
+            self._retry_later()
+
+
+def _has_descriptors() -> bool:
+    found = []
+    try:
+        for _ in range(NEEDED_DESCRIPTORS):
+            found.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    finally:
+        for descriptor in found:
+            os.close(descriptor)
+    return True

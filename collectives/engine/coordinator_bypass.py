@@ -1,0 +1,170 @@
+"""Coordinator bypass: collectives that the ranks of one host agree on in shared memory, without the coordinator.
+
+Most programs ask for the same on all ranks in the same order. So a rank that waits for a collective posts it on the :mod:`board
+<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, the request is agreed, and each
+member computes the result itself. If the tensor is too large for the board or on a device, the members use the plane.
+
+All other requests go through the coordinator. As soon as one member asks for something different, or a member has waited for
+:data:`PATIENCE` and had the coordinator ask the others to decline, all members announce their requests. So the coordinator still
+finds mismatches, missing ranks, deadlocks, ended cells and stalls; it learns of agreed requests by their spans.
+
+A rank that is asked to decline does so on its control thread, unless its user's thread is between post and result just then. It has
+not posted the disputed request yet, cannot know which one that will be, and assumes its next: that goes to the coordinator at
+once. A wrong assumption costs the others one more :data:`PATIENCE`. After repeated disagreement a member skips the board for 2, 4, …
+up to 1,024 requests (:class:`~hvdlab.collectives.engine.process_set_view.BoardMember`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from time import monotonic_ns
+
+import numpy as np
+
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.entries import Entry, RunBatch
+from hvdlab.collectives.engine.executor import Executor, PlaneSlot
+from hvdlab.collectives.engine.handles import Handle
+from hvdlab.collectives.engine.locked_state import LockedState
+from hvdlab.collectives.engine.operations import run_parts
+from hvdlab.collectives.engine.process_set_view import PostedRequest, fits, needs_plane
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import Limit, Request, Result
+from hvdlab.collectives.engine.span_log import SpanLog
+from hvdlab.collectives.errors import CauseKind
+from hvdlab.collectives.planes.base import Phases, PlaneAborted
+from hvdlab.collectives.planes.buffers import host_view
+
+PATIENCE = 0.02
+"""Seconds that a rank waits at the board before it has the coordinator ask the others to decline, with :data:`FEW` members or fewer."""
+FEW = 16
+"""With more members the patience grows in proportion, since it takes them longer to have a turn on the cores of one host."""
+OVERDUE = 0.5
+"""Further seconds after which the rank reports to the coordinator that it still waits: a member does not answer."""
+FIRST_SEQUENCE = 1 << 31
+"""The coordinator numbers its orders from 1 on, in each epoch; requests agreed on the board are numbered from here on."""
+
+
+class CoordinatorBypass:
+    """Bypass of one rank. Any thread.
+
+    Args:
+        locked: The rank's state.
+        executor: The rank's planes.
+        spans: Where operations are recorded.
+        schedule_events: Has the recorded spans sent.
+    """
+
+    def __init__(
+        self,
+        locked: LockedState,
+        executor: Executor,
+        spans: SpanLog,
+        schedule_events: Callable[[], None],
+    ) -> None:
+        self._locked = locked
+        self._executor = executor
+        self._spans = spans
+        self._schedule_events = schedule_events
+
+    def run(self, handle: Handle, *, queued: bool = False, limit: Limit | None = None) -> bool:
+        """Try to complete, by way of the board, a handle that was not submitted yet, or not announced.
+
+        Args:
+            handle: The handle that this thread waits for.
+            queued: Whether it was submitted already.
+            limit: How long the wait may take; ``None`` for ever.
+
+        Returns:
+            Whether it is submitted now: it has ended, or its end can be waited for like any other's. Otherwise the caller has to
+            submit it.
+
+        Raises:
+            InvalidRequestError, DuplicateNameError, AbortedError: As by :meth:`Engine.submit`.
+        """
+        request = handle.request
+        if not fits(request):
+            return queued
+        if not needs_plane(request):
+            posting = self._locked.try_post(handle, queued=queued)
+            if posting is not None and self._agreed(handle, posting, limit):
+                self._compute(handle, posting)
+            return queued or posting is not None
+        epoch = self._locked.epoch(request.process_set)
+        work = partial(self._meet, handle, epoch, queued, limit)
+        return self._executor.with_idle_queue((request.process_set, epoch, request.device), work) or queued
+
+    def _meet(self, handle: Handle, epoch: int, queued: bool, limit: Limit | None, slot: PlaneSlot) -> bool:
+        """Agree on a request that needs the plane, and execute it, while this thread has the executor's queue."""
+        posting = self._locked.try_post(handle, (epoch, slot.operations), queued=queued)
+        if posting is not None and self._agreed(handle, posting, limit):
+            now = monotonic_ns()
+            self._locked.update(RankState.start_posted, handle, posting.member, now)
+            self._executor.run_now(batch_of(handle, posting))
+        return posting is not None
+
+    def _agreed(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> bool:
+        """Wait for the other members. Returns whether all have posted the same; if not, the handle goes to the coordinator."""
+        board, number = posting.member.board, posting.number
+        # An abort ends the epoch, and with it the handle, unless all had posted before.
+        with contextlib.suppress(PlaneAborted):
+            self._wait(handle, posting, limit)
+        if board.complete(number) and board.agreed(number):
+            return True
+        self._locked.update(RankState.finish_posting, handle, posting.member, agreed=False)
+        return False
+
+    def _compute(self, handle: Handle, posting: PostedRequest) -> None:
+        """Complete an agreed handle from the data on the board."""
+        member, handle.received = posting.member, monotonic_ns()
+        try:
+            result = _result(handle.request, posting)
+        except Exception as error:  # noqa: BLE001  # the others have their result: the epoch ends with this reason
+            self._executor.failed(member.process_set, member.board.epoch, error)
+            text = f"{type(error).__name__}: {error}"
+            self._locked.update(RankState.fail_posted, member, text)
+            return
+        self._locked.finish_posted(handle, posting, result)
+        if self._spans.enabled:
+            batch = batch_of(handle, posting)
+            if self._spans.batch(batch, handle.received, monotonic_ns(), Phases()):
+                self._schedule_events()
+
+    def _wait(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> None:
+        board, number = posting.member.board, posting.number
+        if board.wait(number, PATIENCE * max(1.0, board.members / FEW)):
+            return
+        self._locked.update(RankState.ask_to_decline, handle, number)
+        if board.wait(number, OVERDUE if limit is None else min(OVERDUE, limit.seconds)):
+            return
+        self._locked.update(RankState.report_posted_overdue, handle, OVERDUE)
+        if limit is not None:
+            if board.wait(number, max(limit.seconds - OVERDUE, 0.0)):
+                return
+            self._locked.withdraw(handle, CauseKind.TIMEOUT, limit.text)
+        board.wait(number, None)
+
+
+def batch_of(entry: Entry, posting: PostedRequest) -> RunBatch:
+    """Return the request that all members have posted as a batch, as if the coordinator had ordered it."""
+    member = posting.member
+    number = FIRST_SEQUENCE + posting.number
+    return RunBatch(
+        member.process_set, member.board.epoch, number, 0, (entry,), ((),), device=entry.request.device
+    )
+
+
+def _result(request: Request, posting: PostedRequest) -> Result:
+    if request.kind is OpKind.ALLREDUCE:
+        return run_parts(request, posting.parts, posting.member.folds)
+    if request.kind is OpKind.BARRIER:
+        return Result()
+    output = request.output
+    assert output is not None
+    root = posting.member.ranks.index(request.root)
+    # The root's input is only read, and may be memory that can't be written to.
+    if root != posting.member.index or output is not request.input:
+        np.copyto(host_view(output).reshape(-1), posting.parts[root])
+    return Result(output)

@@ -1,0 +1,375 @@
+"""The rank's state under its lock: sending in order, ends of handles, and recovery after an interrupt.
+
+Users' threads, the control thread and the executor change the state only by :class:`LockedState`. Python may raise
+KeyboardInterrupt between any two instructions of the main thread, hence also in the middle of a change. Each change runs so:
+
+* U1  Take the lock.
+* U2  If the mark ``_update_in_progress`` is set, recover: give up the epochs, as after an interrupted wait.
+* U3  Set the mark.
+* U4  Change the state; end handles that are listed in ``_finishing``.
+* U5  Reset the mark.
+* U6  Release the lock.
+
+A thread that is interrupted between U3 and U5 releases the lock with the mark set. The next thread recovers at U2. It cannot
+know which part of the change was done, so it gives up the epoch on all ranks. Handles in ``_finishing`` whose entries have
+ended would have no other thread to complete them, so recovery completes those, too. An interrupt before U3 finds nothing
+changed, and one after U5 a whole change. A refused submission leaves the state whole, so U5 follows its error.
+
+Methods that run on the control thread, or after its end, skip U3 and U5: KeyboardInterrupt is raised on the main thread only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
+
+from hvdlab.collectives.engine.entries import ENDED, EXECUTING, LOCAL_LIMIT, Effect, Entry, RunBatch, Succeed
+from hvdlab.collectives.engine.handles import CompletionHooks, Handle
+from hvdlab.collectives.engine.process_set_view import PostedRequest
+from hvdlab.collectives.engine.rank_state import RankState
+from hvdlab.collectives.engine.requests import PendingCollective, Result
+from hvdlab.collectives.engine.span_log import SpanLog
+from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
+from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+
+_monotonic_ns = time.monotonic_ns
+
+P = ParamSpec("P")
+
+DIRECT_LIMIT = 64
+"""Announcements that a user's thread sends itself at most; if more are queued, the control thread sends them."""
+
+
+class LockedState:
+    """State, outgoing messages and ends of handles, under one lock that is held for microseconds.
+
+    Args:
+        rank: This rank.
+        endpoint: Connection to the coordinator.
+        wake: Lets the control thread flush.
+        hooks: Where completed handles put their hooks.
+        capacity: How many tensors the coordinator knows by a local id, at most.
+
+    Attributes:
+        state: The state. Read by any thread; changed under the lock only.
+        unusable: Error that each submission raises from now on, or ``None``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        endpoint: Endpoint,
+        wake: Callable[[], None],
+        hooks: CompletionHooks,
+        capacity: int = LOCAL_LIMIT,
+    ) -> None:
+        self.state = RankState(rank, capacity)
+        self.unusable: HvdlabError | None = None
+        self._rank = rank
+        self._endpoint = endpoint
+        self._wake = wake
+        self._hooks = hooks
+        self._lock = threading.Lock()
+        #: Whether the control thread is woken to flush, and has not done so yet.
+        self._flush_wanted = False
+        #: Whether the coordinator is gone, and nothing is sent before there is a successor.
+        self._suspended = False
+        #: The mark of an interrupted change; see the module's docstring.
+        self._update_in_progress = False
+        #: Entries whose handles the running change completes.
+        self._finishing: tuple[Entry, ...] = ()
+
+    # -- submissions ----------------------------------------------------------------------------------------------
+
+    def submit(self, handle: Handle) -> None:
+        """Queue a submission without sending it. Raises what :meth:`RankState.submit` does."""
+        if self.unusable is not None:
+            raise self.unusable
+        try:
+            with self._lock:
+                if self._update_in_progress:
+                    self._recover()
+                self._update_in_progress = True
+                try:
+                    self.state.submit(handle)
+                except HvdlabError:
+                    self._update_in_progress = False
+                    raise
+                self._update_in_progress = False
+        except BaseException:
+            self._wake()  # the control thread reports a duplicate, or recovers from an interrupted submission
+            raise
+
+    def try_post(
+        self, handle: Handle, plane: tuple[int, int] | None = None, *, queued: bool = False
+    ) -> PostedRequest | None:
+        """Post a request on the board, if that may be; see :meth:`RankState.try_post`. Raises what :meth:`RankState.submit` does."""
+        if self.unusable is not None:
+            raise self.unusable
+        try:
+            with self._lock:
+                if self._update_in_progress:
+                    self._recover()
+                self._update_in_progress = True
+                try:
+                    posting = self.state.try_post(handle, plane, queued=queued)
+                except HvdlabError:
+                    self._update_in_progress = False
+                    raise
+                self._update_in_progress = False
+                return posting
+        except BaseException:
+            self._wake()
+            raise
+
+    def epoch(self, process_set: int) -> int:
+        """Return the present epoch of a process set, 0 if this rank does not know the set; it may change at any moment."""
+        group = self.state.sets.get(process_set)
+        return 0 if group is None else group.epoch
+
+    def want_flush(self) -> None:
+        """Let the control thread send the queued messages, unless a wait is quicker."""
+        if not self._flush_wanted:
+            self._flush_wanted = True
+            try:
+                self._wake()
+            except BaseException:  # an interrupt: perhaps the control thread was not woken
+                self._flush_wanted = False
+                raise
+
+    def flush(self) -> bool:
+        """Send the queued messages. Return whether the socket took them all.
+
+        Raises:
+            ConnectionLost: The coordinator is gone; the control thread finds that out by itself as well.
+        """
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            self._flush_wanted = False
+            state = self.state
+            if state.has_messages and not self._suspended:
+                self._update_in_progress = True
+                send = self._endpoint.send
+                complete = True
+                for message in state.take_messages():
+                    complete = send(message)
+                self._update_in_progress = False
+                return complete
+        return True
+
+    def flush_direct(self) -> None:
+        """Send the queued messages on a user's thread. The control thread sends large amounts."""
+        if self._suspended or not (self.state.has_messages or self._update_in_progress):
+            return
+        if self.state.queued > DIRECT_LIMIT or self._endpoint.backlog:
+            self._wake()
+            return
+        try:
+            complete = self.flush()
+        except ConnectionLost:
+            complete = False
+        if not complete:
+            self._wake()  # the control thread waits until the socket takes more, or finds that the connection has ended
+
+    def update(
+        self, change: Callable[Concatenate[RankState, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Change the state under the lock, then send the messages that come of it.
+
+        Args:
+            change: A method of :class:`RankState`, or a function of the state.
+            args: Further arguments of ``change``.
+            kwargs: Further arguments by name.
+        """
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
+            change(self.state, *args, **kwargs)
+            self._update_in_progress = False
+        self.flush_direct()
+
+    def withdraw(self, handle: Handle, kind: CauseKind, text: str) -> None:
+        """Give up the handle's epoch on all ranks, unless the handle has ended by now.
+
+        A message that took too long, and for which the other rank has not called its side yet, is given up alone.
+        """
+
+        def withdraw(state: RankState) -> None:
+            group = state.sets.get(handle.request.process_set)
+            if group is not None and handle in group.pending:
+                if kind is CauseKind.TIMEOUT and state.cancel(handle, kind, text):
+                    return
+                state.withdraw(group.id, kind, text, handle.site)
+
+        self.update(withdraw)
+
+    def queue_message(self, message: m.Message) -> None:
+        """Queue a message; nothing is sent."""
+        with self._lock:
+            self.state.queue_message(message)
+
+    def _recover(self) -> None:
+        self._update_in_progress = False
+        text = f"rank {self._rank} was interrupted"
+        self.state.abandon_interrupted(text)
+        for entry in self._finishing:
+            if entry.phase == ENDED:
+                cause = Cause(CauseKind.INTERRUPTED, (self._rank,), text)
+                complete(entry, None, self.state.aborted(entry, cause))
+        self._finishing = ()
+        self._hooks.defer_to_control()
+
+    # -- the coordinator's messages -------------------------------------------------------------------------------
+
+    def handle(self, message: m.Message, now: int) -> list[Effect]:
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            return self.state.handle(message, now)
+
+    def execute(
+        self, message: m.Execute, now: int, early: deque[Any], put: Callable[[RunBatch], None]
+    ) -> None:
+        """Handle an order on a user's thread: enqueue its batches by ``put``, and remove the order from ``early``."""
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
+            for effect in self.state.handle(message, now):
+                if type(effect) is RunBatch:
+                    put(effect)
+                elif isinstance(effect, Succeed):
+                    self._finishing += (effect.entry,)
+                    complete(effect.entry, Result(process_set=effect.process_set), None)
+            early.popleft()
+            self._finishing = ()
+            self._update_in_progress = False
+        self._hooks.defer_to_control()  # the caller owns the socket
+
+    def close(self, cause: Cause) -> list[Effect]:
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            return self.state.close(cause)
+
+    def disconnect(self, cause: Cause) -> list[Effect]:
+        """Fail everything pending, since the coordinator is gone; send nothing until :meth:`reconnect`."""
+        with self._lock:
+            self._suspended = True
+            if self._update_in_progress:
+                self._recover()
+            return self.state.disconnect(cause)
+
+    def reconnect(self, endpoint: Endpoint, alive: tuple[int, ...], leaving: tuple[int, ...]) -> None:
+        """Continue with the connection of this endpoint to a successor, and send the facts that it has to know.
+
+        Raises:
+            ConnectionLost: The successor is gone as well.
+        """
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            self._endpoint.renew(endpoint)
+            self._suspended = False
+            self._endpoint.send(self.state.reconnect(alive, released=self.state.rank in leaving))
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def finish(self, batch: RunBatch, results: list[Result]) -> None:
+        """End the handles of an executed batch, those that have not been failed in the meantime."""
+        entries = batch.entries
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
+            self._finishing = entries
+            overdue = any(entry.waited for entry in entries)
+            finish = self.state.finish
+            for entry, result in zip(entries, results, strict=True):
+                if finish(entry):
+                    complete(entry, result, None)
+            if batch.reported:  # under the mark: without this report the coordinator would hold back collectives with a priority for ever
+                self.state.executed(batch)
+            self._finishing = ()
+            self._update_in_progress = False
+        if batch.reported:
+            self.flush_direct()
+        if overdue:
+            self._wake()  # this rank has reported to the coordinator that it takes long; the control thread sends that it has ended
+
+    def finish_posted(self, handle: Handle, posting: PostedRequest, result: Result) -> None:
+        """End a handle whose request was agreed on the board, if it has not been failed in the meantime."""
+        with self._lock:
+            if self._update_in_progress:
+                self._recover()
+            self._update_in_progress = True
+            self._finishing = (handle,)
+            self.state.finish_posting(handle, posting.member, agreed=True)
+            if self.state.finish_posted(handle):
+                complete(handle, result, None)
+            self._finishing = ()
+            self._update_in_progress = False
+        if self.state.has_messages:
+            self.flush_direct()
+
+    def pending(self, now: int) -> list[PendingCollective]:
+        with self._lock:
+            return [
+                PendingCollective(
+                    entry.name,
+                    entry.request.kind.label,
+                    entry.site + entry.request.about,
+                    (now - entry.submitted) / 1e9,
+                    entry.phase == EXECUTING,
+                    group.id,
+                )
+                for group in self.state.sets.values()
+                for entry in group.pending
+            ]
+
+    def after_fork(self, error: HvdlabError) -> None:
+        """Refuse all use in a forked child; the lock may have been held by a thread that is not here."""
+        self.unusable = error
+        self._lock = threading.Lock()
+
+
+class BatchOutcomes:
+    """Receiver of ends of batches. The executor calls it on the thread that ran the batch.
+
+    Args:
+        locked: The rank's state.
+        spans: Where batches are recorded.
+        schedule_events: Has the recorded spans sent.
+    """
+
+    def __init__(self, locked: LockedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
+        self._locked, self._spans, self._schedule_events = locked, spans, schedule_events
+
+    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None:
+        """End the handles of an executed batch, and record it. Called by the thread that ran it."""
+        finished = _monotonic_ns()
+        self._locked.finish(batch, results)
+        if self._spans.batch(batch, started, finished, phases):
+            self._schedule_events()
+
+    def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None:
+        """Record a batch that was not executed to its end; ``started`` is 0 if it was not begun. Its handles end elsewhere."""
+        if self._spans.batch(batch, started, _monotonic_ns(), phases, ok=False):
+            self._schedule_events()
+
+    def batch_failed(self, batch: RunBatch, error: Exception) -> None:
+        """Report that the plane failed. The handles end on all members with the abort that follows."""
+        text = f"{type(error).__name__}: {error}"
+        self._locked.update(RankState.plane_failed, batch.process_set, batch.epoch, text)
+
+
+def complete(entry: Entry, result: Result | None, error: Exception | None) -> None:
+    """End a handle."""
+    entry.complete(result, error)  # type: ignore[attr-defined]  # in an engine every entry is a handle

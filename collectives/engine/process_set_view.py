@@ -1,0 +1,404 @@
+"""A process set as a rank sees it: its members, its pending entries, checks of requests, and the rank's use of the board.
+
+Everything here belongs to :class:`~hvdlab.collectives.engine.rank_state.RankState`, under the engine's lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from hvdlab.collectives.arrays import storage_type
+from hvdlab.collectives.dtypes import OpKind, ReduceOp
+from hvdlab.collectives.engine.entries import ENDED, Entry, signature_of
+from hvdlab.collectives.engine.operations import SMALL_BYTES, Folds
+from hvdlab.collectives.engine.requests import Request
+from hvdlab.collectives.errors import CauseKind, InvalidRequestError
+from hvdlab.collectives.planes.buffers import HOST, HostArray, host_view
+from hvdlab.collectives.planes.links import Links
+from hvdlab.collectives.planes.shm.board import DECLINED, Board
+from hvdlab.collectives.protocol.messages import Member
+from hvdlab.collectives.reduce.integers import needs_width
+
+LAYOUTS = 1024
+"""Layouts of requests that a rank keeps per board."""
+LONGEST_PAUSE = 10
+"""After more and more refusals in a row a rank leaves a board alone for up to 2 to the power of this requests."""
+
+_KINDS = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.BARRIER})
+_BYTE = np.dtype(np.uint8)
+_NO_PARTS: HostArray = np.empty((0, 0), _BYTE)
+_PRIME, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+Key = tuple[object, ...]
+
+
+class SetState:
+    """One process set, as the coordinator configured it last on this rank.
+
+    Attributes:
+        id: Its number; 0 is the world.
+        epoch: The epoch that was configured last, or whose abort came last.
+        members: The members, by position.
+        plane: Name of the data plane for tensors of the host.
+        options: Options of that plane.
+        device_planes: Names of the data planes of other device classes.
+        links: Connections between GPUs that the plane for CUDA tensors has found in this epoch.
+        chunk_bytes: Size in bytes of the chunks that the plane of this epoch has measured as the best, or 0.
+        ranks: Rank of each member, by position.
+        index: Own position, or -1 if this rank is no member.
+        configured: Whether ``epoch`` may be announced in; between an abort and the next ``Configure`` it may not.
+        withdrawn: The epoch that this rank has asked to end, and which has not ended yet, or -1.
+        pending: Entries that have not ended, in order of submission.
+        names: The named ones among the pending entries that were not given up.
+        given_up: Why entries were given up for which other ranks may still wait (kind, text, site), or ``None``.
+        board_member: This rank's use of the epoch's board, or ``None`` if there is no board.
+        past_board_members: Uses of the boards of former epochs on which a thread may still wait, by epoch.
+    """
+
+    __slots__ = (
+        "board_member", "chunk_bytes", "configured", "device_planes", "epoch", "given_up", "id", "index", "links",
+        "members", "names", "options", "past_board_members", "pending", "plane", "ranks", "withdrawn",
+    )  # fmt: skip
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.epoch = 0
+        self.members: tuple[Member, ...] = ()
+        self.ranks: tuple[int, ...] = ()
+        self.index = -1
+        self.plane = ""
+        self.device_planes: dict[str, str] = {}
+        self.links: Links = {}
+        self.chunk_bytes = 0
+        self.options: dict[str, str] = {}
+        self.configured = False
+        self.withdrawn = -1
+        self.given_up: tuple[CauseKind, str, str] | None = None
+        self.pending: dict[Entry, None] = {}
+        self.names: dict[str, Entry] = {}
+        self.board_member: BoardMember | None = None
+        self.past_board_members: dict[int, BoardMember] = {}
+
+    def close_board(self) -> None:
+        """Post nothing any more, since the epoch has ended in order, or this rank leaves."""
+        member, self.board_member = self.board_member, None
+        if member is not None and member.close():
+            self.past_board_members[member.board.epoch] = member
+
+    def abort_boards(self, epoch: int) -> set[Entry | None]:
+        """Abort the boards of epochs up to ``epoch``; return the requests that had been agreed on them before."""
+        past, member = self.past_board_members, self.board_member
+        if member is not None and member.board.epoch <= epoch:
+            past[member.board.epoch], self.board_member = member, None
+        return {past.pop(old).abort() for old in list(past) if old <= epoch}
+
+
+# -- checks of requests -------------------------------------------------------------------------------------------
+
+
+def check_request(group: SetState, entry: Entry) -> None:
+    """Check a request against the members as they are now, and set the numbers that go along with its announcement.
+
+    Raises:
+        InvalidRequestError: It does not fit.
+    """
+    request = entry.request
+    kind = request.kind
+    if request.device != HOST:
+        _fit_device(group, request)
+    if kind is OpKind.BROADCAST and group.configured and request.root not in group.ranks:
+        raise InvalidRequestError(
+            f"root {request.root} is not in process set {group.id}; its ranks are {list(group.ranks)}."
+        )
+    if kind is OpKind.SENDRECV:
+        _fit_message(group, request)
+    if kind is OpKind.ALLGATHER or kind is OpKind.ALLTOALL:
+        assert request.input is not None
+        rows = request.input.shape[0] if request.input.shape else 1
+        if kind is OpKind.ALLGATHER:
+            entry.extra = (rows,)
+        else:
+            entry.extra = _splits(request.splits, rows, group)
+
+
+def _fit_message(group: SetState, request: Request) -> None:
+    if request.group is not None:
+        raise InvalidRequestError("a message can't be one of a group of tensors.")
+    if len(request.ranks) == 1:
+        _fit_receive_from_any(group, request)
+        return
+    source, target = request.ranks
+    for rank in request.ranks:
+        if group.configured and rank not in group.ranks:
+            raise InvalidRequestError(
+                f"rank {rank} is not in process set {group.id}; its ranks are {list(group.ranks)}."
+            )
+    if source == target:
+        raise InvalidRequestError(f"rank {source} can't send to itself.")
+    if group.configured and group.ranks[group.index] not in request.ranks:
+        raise InvalidRequestError(
+            f"rank {group.ranks[group.index]} is neither rank {source}, which sends, nor rank {target}, which receives."
+        )
+
+
+def _fit_receive_from_any(group: SetState, request: Request) -> None:
+    if not request.channel:
+        raise InvalidRequestError("a receive from any rank needs a channel.")
+    if group.configured and group.ranks == request.ranks:
+        raise InvalidRequestError(f"process set {group.id} has no other rank that could send.")
+    if group.configured and group.ranks[group.index] != request.ranks[0]:
+        raise InvalidRequestError(
+            f"rank {group.ranks[group.index]} can't receive in place of rank {request.ranks[0]}."
+        )
+
+
+def _fit_device(group: SetState, request: Request) -> None:
+    """Refuse requests that no plane of the device could execute."""
+    if group.configured and request.device not in group.device_planes:
+        raise InvalidRequestError(
+            f"process set {group.id} has no data plane for tensors on {request.device}: some of its ranks offer none. "
+            "Copy the tensor to the CPU."
+        )
+    if request.kind is OpKind.SENDRECV:
+        raise InvalidRequestError(f"messages of tensors on {request.device}: copy them to the CPU.")
+    if request.op is ReduceOp.ADASUM:
+        raise InvalidRequestError(f"Adasum of tensors on {request.device}: copy them to the CPU.")
+    if needs_width(request.dtype, request.op, request.prescale, request.postscale):
+        raise InvalidRequestError(
+            f"an average or scaled sum of integers on {request.device}: copy them to the CPU."
+        )
+
+
+def _splits(splits: tuple[int, ...] | None, rows: int, group: SetState) -> tuple[int, ...]:
+    members = len(group.ranks)
+    if splits is None:
+        if members and rows % members:
+            raise InvalidRequestError(
+                f"alltoall without splits needs a first dimension that {members} members divide, not {rows}; give splits."
+            )
+        return (rows // members,) * members if members else ()
+    if members and len(splits) != members:
+        # The ranks are named: if one of them has died since the caller counted them, its number is missing here.
+        raise InvalidRequestError(
+            f"alltoall needs one split per member, not {len(splits)}: process set {group.id} has the ranks {list(group.ranks)}."
+        )
+    if any(rows_to < 0 for rows_to in splits) or sum(splits) != rows:
+        raise InvalidRequestError(
+            f"alltoall's splits {list(splits)} must not be negative, and add up to {rows} rows."
+        )
+    return splits
+
+
+# -- the board ----------------------------------------------------------------------------------------------------
+
+
+def fits(request: Request) -> bool:
+    """Return whether a request may be posted: an allreduce, a broadcast or a barrier in no group.
+
+    The results of these do not depend on which other ranks take part.
+    """
+    if request.kind not in _KINDS or request.group is not None:
+        return False
+    if request.prescale != request.prescale or request.postscale != request.postscale:
+        return False  # NaN equals nothing
+    return request.input is None or request.input.nbytes > 0
+
+
+def needs_plane(request: Request) -> bool:
+    """Return whether the tensor is too large for the board, or on a device: the members agree on the board, and use the data plane."""
+    return request.device != HOST or (request.input is not None and request.input.nbytes > SMALL_BYTES)
+
+
+class RequestLayout:
+    """Layout of a request on a board.
+
+    Attributes:
+        digest: Hash of the signature, which the members compare.
+        parts: The members' tensors, by parity: a row for each member, by position.
+    """
+
+    __slots__ = ("digest", "parts")
+
+    def __init__(self, request: Request, name: str, board: Board) -> None:
+        shape = () if request.input is None else request.input.shape
+        encoded = msgspec.msgpack.encode(signature_of(request, name, shape))
+        digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+        self.digest = digest if digest != DECLINED else 1
+        self.parts = (_NO_PARTS, _NO_PARTS)
+        if request.input is not None and not needs_plane(request):
+            size, storage = request.input.nbytes, storage_type(request.dtype)
+            self.parts = (board.tensors(0, size).view(storage), board.tensors(1, size).view(storage))
+
+
+class PostedRequest(NamedTuple):
+    """A request that this rank has posted.
+
+    Attributes:
+        member: This rank's use of the board that it is on.
+        number: The request's number on this board: it is this rank's ``number``-th.
+        parts: The members' tensors once all have posted: a row for each, by position. Empty for a request that needs the plane.
+    """
+
+    member: BoardMember
+    number: int
+    parts: HostArray
+
+
+class BoardMember:
+    """Member of one board: this rank's use of it. Its fields belong to :class:`RankState`, under the engine's lock, but for ``folds``.
+
+    Attributes:
+        board: The board.
+        process_set: Id of its process set.
+        ranks: The members' ranks, by position.
+        index: This rank's position.
+        folds: Scratch memory of the thread whose request is posted.
+    """
+
+    def __init__(self, board: Board, process_set: int, index: int, members: Sequence[Member]) -> None:
+        self.board = board
+        self.process_set, self.index = process_set, index
+        self.ranks = tuple(member.rank for member in members)
+        #: Process ids of the members, by position.
+        self._pids = [member.pid for member in members]
+        self.folds: Folds = {}
+        #: Layouts of requests, by signature.
+        self._layouts: dict[Key, RequestLayout] = {}
+        #: The request that this rank has posted and not left yet: one, of one thread, at a time.
+        self._posted: Entry | None = None
+        #: The number that this rank has been asked to decline as soon as it has left the one before, or 0.
+        self._asked = 0
+        #: Whether the epoch is over: the board's memory is freed once nothing of this rank is posted.
+        self._over = False
+        #: Requests in a row that were not agreed.
+        self._refusals = 0
+        #: How many of the requests to come go to the coordinator.
+        self._pause = 0
+        #: The last request that would have fitted and went to the coordinator.
+        self._elsewhere: Entry | None = None
+
+    def can_post(self, entry: Entry, *, alone: bool) -> bool:
+        """Return whether a request that fits may be posted; otherwise it goes to the coordinator.
+
+        Args:
+            entry: The request.
+            alone: Whether no other collective of this rank is in flight. The board bypasses the coordinator: if this request is
+                a barrier, peers continue as soon as it is agreed, and would wait for an announcement that is still to be sent.
+        """
+        if not alone or self._over or self._posted is not None or self._pause or not self.board.vacant:
+            self._pause = max(0, self._pause - 1)
+            self._elsewhere = entry
+            return False
+        return True
+
+    def post(self, entry: Entry, operations: int) -> PostedRequest:
+        """Post a request for which :meth:`can_post` has returned true.
+
+        Args:
+            entry: The request.
+            operations: For a request that needs the plane: how many operations this member has begun there. It goes into the digest,
+                since only if all members have begun as many is this request the next one on all of them.
+        """
+        layout = self._layout(entry)
+        source, tensor = entry.request.input, None
+        digest = layout.digest
+        if needs_plane(entry.request):
+            digest = (digest ^ operations * _PRIME) & _WORD or 1
+        elif source is not None:
+            tensor = host_view(source).reshape(-1).view(_BYTE)
+        self._posted = entry
+        number = self.board.post(digest, tensor)
+        return PostedRequest(self, number, layout.parts[number & 1])
+
+    def _layout(self, entry: Entry) -> RequestLayout:
+        request = entry.request
+        shape = None if request.input is None else request.input.shape
+        key: Key = (
+            entry.name, request.kind, shape, request.dtype, request.op, request.prescale, request.postscale, request.root,
+            request.device,
+        )  # fmt: skip
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = RequestLayout(request, entry.name, self.board)
+        return layout
+
+    def unpost(self, *, agreed: bool) -> None:
+        """Remove the posted request: this rank has read the other members' data from the board, or needs none."""
+        self._posted = None
+        if agreed:
+            self._refusals = 0
+        else:
+            self._refused()
+        if self._over:
+            self.board.retire()
+            self._release()
+        elif self._asked > self.board.number:
+            self._decline()
+
+    def asked_to_decline(self, number: int) -> None:
+        """Decline this rank's ``number``-th request, now or after the posted one: another member has waited long for it."""
+        if self._over or number <= self.board.number:
+            return
+        if self._posted is not None:
+            self._asked = number
+        else:
+            self._decline()
+
+    def _decline(self) -> None:
+        self.board.decline()
+        self._refused()
+        if self._elsewhere is None or self._elsewhere.phase == ENDED:
+            # The others announce their request to the coordinator; this rank's next one is the same, unless programs differ, so it
+            # goes there as well.
+            self._pause += 1
+
+    def _refused(self) -> None:
+        self._refusals += 1
+        if self._refusals > 2:
+            self._pause = max(self._pause, 1 << min(self._refusals - 2, LONGEST_PAUSE))
+
+    def close(self) -> bool:
+        """Post nothing more, since the epoch ends in order. A request that is posted already may still be agreed.
+
+        Returns:
+            Whether something is posted.
+        """
+        self._over = True
+        if self._posted is not None:
+            return True
+        self.board.retire()
+        self._release()
+        return False
+
+    def mark_departed(self, pids: Sequence[int]) -> None:
+        """Do not wait for members whose processes are not in ``pids``: they have ended or have no board."""
+        if self._posted is not None or not self._over:  # otherwise the board's memory is freed already
+            gone = [index for index, pid in enumerate(self._pids) if pid not in pids]
+            self.board.count_out(gone)
+
+    def abort(self) -> Entry | None:
+        """Abort the board, since the epoch ends at once: a thread that waits there gets ``PlaneAborted``.
+
+        Returns:
+            The posted request, if all members had agreed on it before and all its data is on the board: its thread completes it.
+            Other ranks may have completed it, and a later step of theirs may be why the epoch ends. Otherwise ``None``.
+        """
+        self._over = True
+        self.board.abort()
+        if self._posted is None:
+            self._release()
+            return None
+        number, entry = self.board.number, self._posted
+        agreed = self.board.complete(number) and self.board.agreed(number)
+        return entry if agreed and not entry.given_up and not needs_plane(entry.request) else None
+
+    def _release(self) -> None:
+        self._layouts.clear()
+        self.board.close()

@@ -1,0 +1,899 @@
+"""The rank's side of negotiation as a pure state machine.
+
+Users' requests and the coordinator's messages go in, effects come out; :meth:`RankState.take_messages` returns the messages
+to send. No sockets, threads or clocks here: the engine holds its lock around every call.
+
+:class:`RankState` has the users' side. The functions behind it, one for each type of message, apply decisions of the
+coordinator: about submissions, then about ends and beginnings of epochs. ``_HANDLERS`` at the end lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.engine.entries import (
+    ANNOUNCED,
+    ENDED,
+    EXECUTING,
+    LOCAL_LIMIT,
+    POSTED,
+    UNANNOUNCED,
+    AbortPlane,
+    Cancellation,
+    ClosePlanes,
+    Effect,
+    Entry,
+    Fail,
+    Locals,
+    NewEpoch,
+    RunBatch,
+    Succeed,
+    Zeros,
+    plain_name,
+)
+from hvdlab.collectives.engine.operations import payload_of
+from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, SetState, check_request
+from hvdlab.collectives.engine.reattaching import FailoverFacts
+from hvdlab.collectives.errors import (
+    AbortedError,
+    Cause,
+    CauseKind,
+    Disagreement,
+    DuplicateNameError,
+    InvalidRequestError,
+    JoinedRanksError,
+    MismatchError,
+    Pending,
+)
+from hvdlab.collectives.planes.links import Links
+from hvdlab.collectives.protocol import messages as m
+
+OVERDUE_NS = 1_000_000_000
+"""Nanoseconds after which an operation counts as taking long."""
+
+# Messages whose news are part of ``Resume``: a successor of the coordinator gets them once.
+_REMEMBERED = (m.Elastic, m.Regroup, m.CellBegin, m.CellEnd, m.Paused, m.Resumed)
+
+
+class RankState:
+    """Submissions, announcements and epochs of one rank.
+
+    Attributes:
+        rank: This rank.
+        sets: Process sets by id. Set 0 is the world.
+        lost: Cause with which every submission fails from now on, since the coordinator is gone for good, or ``None``.
+        failover: Facts that only matter to a successor of the coordinator.
+        elastic: Whether elastic training is active; after an abort all its ranks restart together.
+        failure: Cause with which every submission fails until all ranks have restarted, or ``None``.
+        outdated: Whether the others continued without this rank; ``failure`` also lasts until the running cells end.
+        removed: Cause with which submissions for a future epoch fail, since the coordinator has dismissed this rank, or ``None``.
+        locals: The local ids, under which entries are announced.
+    """
+
+    def __init__(self, rank: int, local_limit: int = LOCAL_LIMIT) -> None:
+        self.rank = rank
+        self.sets: dict[int, SetState] = {}
+        self.lost: Cause | None = None
+        self.elastic = False
+        self.failure: Cause | None = None
+        self.outdated = False
+        self.removed: Cause | None = None
+        self.failover = FailoverFacts()
+        self.locals = Locals(local_limit)
+        #: Entries to announce, by process set, in order of submission.
+        self._pending_announcements: dict[int, list[Entry]] = {}
+        #: Other messages to send, after the announcements.
+        self._messages: list[m.Message] = []
+        #: Messages to other ranks that this rank gives up, by ticket.
+        self._cancelling: dict[int, Cancellation] = {}
+        #: The last ticket that was used.
+        self._tickets = 0
+        #: Tickets of the messages that the coordinator is to be asked to cancel, in order.
+        self._to_ask: list[int] = []
+
+    # -- submissions ----------------------------------------------------------------------------------------------
+
+    def submit(self, entry: Entry) -> None:
+        """Add a request and queue its announcement.
+
+        Raises:
+            InvalidRequestError: It is wrong on this rank alone; nothing was sent.
+            DuplicateNameError: Its name is in flight; this rank reports that to the coordinator, if the first one was announced.
+            AbortedError: The coordinator is lost, elastic training has to restart, or the others have continued without this rank.
+        """
+        request = entry.request
+        if self.lost is not None:
+            raise self.aborted(entry, self.lost)
+        if self.failure is not None:
+            raise self.aborted(entry, self.failure)
+        group = self.sets.get(request.process_set)
+        if group is None:
+            raise InvalidRequestError(f"There is no process set {request.process_set} on this rank.")
+        if group.index < 0 and group.configured:
+            raise InvalidRequestError(
+                f"Rank {self.rank} is not in process set {group.id} (ranks {list(group.ranks)}); "
+                "only its members may call its collectives."
+            )
+        if self.removed is not None and not group.configured:
+            raise self.aborted(entry, self.removed)
+        self._enter(group, entry)
+        self._announce_or_hold(group, entry)
+
+    def _enter(self, group: SetState, entry: Entry) -> None:
+        check_request(group, entry)
+        self._name(group, entry)
+        group.pending[entry] = None
+
+    def _announce_or_hold(self, group: SetState, entry: Entry) -> None:
+        if group.configured:
+            entry.epoch = group.epoch
+            self.announce(entry)
+        else:
+            entry.epoch = group.epoch + 1
+
+    def _name(self, group: SetState, entry: Entry) -> None:
+        request = entry.request
+        if request.name is None:
+            entry.name = request.kind.label + ".noname"
+            return
+        name = request.name
+        if type(name) is not str:
+            name = plain_name(name)
+        if request.group is not None and type(request.group[0]) is not str:
+            request.group = (plain_name(request.group[0]), request.group[1])
+        entry.name = name
+        if request.anonymous:
+            return
+        first = group.names.get(name)
+        if first is not None:
+            if first.phase == ANNOUNCED:
+                self._messages.append(m.Duplicate(group.id, group.epoch, name, first.site, entry.site))
+            raise DuplicateNameError(name, first.site, entry.site)
+        group.names[name] = entry
+
+    def announce(self, entry: Entry) -> None:
+        """Queue the announcement of an entry in the present epoch."""
+        self.locals.queue(entry)
+        process_set = entry.request.process_set
+        box = self._pending_announcements.get(process_set)
+        if box is None:
+            self._pending_announcements[process_set] = [entry]
+        else:
+            box.append(entry)
+        if entry.waited:
+            self.report_waiting(entry, entry.waited)
+
+    # -- the board ------------------------------------------------------------------------------------------------
+
+    def attach_board(self, member: BoardMember) -> None:
+        """Keep this rank's use of the board of an epoch, or close it at once if that epoch is not the present one."""
+        group = self.sets.get(member.process_set)
+        if group is not None and group.configured and group.epoch == member.board.epoch and self.lost is None:
+            group.board_member = member
+        else:
+            member.close()
+
+    def try_post(
+        self, entry: Entry, plane: tuple[int, int] | None = None, *, queued: bool = False
+    ) -> PostedRequest | None:
+        """Add a request and post it on the board. Raises what :meth:`submit` does.
+
+        Args:
+            entry: The request.
+            plane: For one that needs the plane: the plane's epoch, and the number of operations that have begun on it.
+            queued: Whether it was submitted: then it is posted in place of its announcement, if that was not sent yet.
+
+        Returns:
+            The posted request; ``None`` if it can't be posted, and the caller has to submit it (unless it was ``queued``).
+        """
+        process_set = entry.request.process_set
+        group = self.sets.get(process_set)
+        if group is None or group.board_member is None or not group.configured:
+            return None
+        if queued:
+            alone = len(group.pending) == 1 and self._pending_announcements.get(process_set) == [entry]
+        else:
+            alone = not group.pending
+        if plane is not None and (not alone or group.epoch != plane[0]):
+            return None  # the coordinator may be about to order the pending entries
+        if (
+            self.lost is not None
+            or self.failure is not None
+            or not group.board_member.can_post(entry, alone=alone)
+        ):
+            return None
+        if queued:
+            self.drop_announcements(process_set)
+            self.locals.unqueue(entry)
+        else:
+            self._enter(group, entry)
+        entry.epoch, entry.phase = group.epoch, POSTED
+        return group.board_member.post(entry, 0 if plane is None else plane[1])
+
+    def finish_posting(self, entry: Entry, member: BoardMember, *, agreed: bool) -> None:
+        """Remove a posted request from the board; announce it if it was not agreed and its epoch has not failed."""
+        member.unpost(agreed=agreed)
+        if agreed or entry.phase != POSTED:
+            return
+        self._end_overdue(entry)
+        entry.phase = UNANNOUNCED
+        group = self.sets.get(entry.request.process_set)
+        if group is not None:
+            self._announce_or_hold(group, entry)
+
+    def start_posted(self, entry: Entry, member: BoardMember, now: int) -> None:
+        """Mark an agreed request as executing on the plane, as if the coordinator had ordered it."""
+        member.unpost(agreed=True)
+        if entry.phase == POSTED:
+            self._end_overdue(entry)
+            entry.phase, entry.received = EXECUTING, now
+
+    def fail_posted(self, member: BoardMember, text: str) -> None:
+        """Report that the result of an agreed request could not be computed here; the request ends with the epoch."""
+        member.unpost(agreed=True)
+        self.plane_failed(member.process_set, member.board.epoch, text)
+
+    def finish_posted(self, entry: Entry) -> bool:
+        """End an agreed request that has its result. Return whether it had not been failed in the meantime."""
+        if entry.phase != POSTED:
+            return False
+        self.end(entry)
+        return True
+
+    def ask_to_decline(self, entry: Entry, number: int) -> None:
+        """Have the coordinator ask the members that have not posted to decline, since this rank has waited long at the board."""
+        if entry.phase == POSTED:
+            self._messages.append(m.DeclinePost(entry.request.process_set, entry.epoch, number))
+
+    def report_posted_overdue(self, entry: Entry, seconds: float) -> None:
+        """Report a wait at the board that lasts since a member does not answer; the coordinator finds out which one."""
+        if entry.phase == POSTED:
+            local = self.locals.local_of(entry)
+            group = self.sets[entry.request.process_set]
+            if not local.defined:
+                self._messages.append(m.Announce(group.id, entry.epoch, (), (local.definition(),)))
+            entry.waited = seconds
+            self._messages.append(m.Blocked(group.id, entry.epoch, local.id, seconds, executing=True))
+
+    def _end_overdue(self, entry: Entry) -> None:
+        if entry.waited and entry.phase in (EXECUTING, POSTED):
+            entry.waited = 0.0
+            self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0, executing=True))
+
+    def drop_announcements(self, set_id: int) -> None:
+        """Drop the announcements that were not sent yet; the definitions that would have gone with them stay unsent, too."""
+        self._pending_announcements.pop(set_id, None)
+
+    # -- messages to send ---------------------------------------------------------------------------------------------
+
+    @property
+    def has_messages(self) -> bool:
+        return bool(self._pending_announcements or self._messages or self._to_ask)
+
+    @property
+    def queued(self) -> int:
+        """Return how many announcements wait to be sent."""
+        return sum(map(len, self._pending_announcements.values()))
+
+    def take_messages(self) -> list[m.Message]:
+        """Take out the messages to send, in order. Announcements are gathered into one message per process set.
+
+        A single small tensor goes along with its announcement.
+        """
+        out: list[m.Message] = []
+        if self._pending_announcements:
+            for set_id, entries in self._pending_announcements.items():
+                out.append(self._announce(self.sets[set_id], entries))
+            self._pending_announcements = {}
+        if self._messages:
+            out += self._messages
+            self._messages = []
+        if self._to_ask:
+            out += self._cancels()
+            self._to_ask = []
+        return out
+
+    def _announce(self, group: SetState, entries: list[Entry]) -> m.Announce:
+        definitions: tuple[m.Definition, ...] = ()
+        extra = False
+        for entry in entries:
+            local = entry.local
+            if not local.defined:
+                definitions += (local.definition(),)
+            if entry.extra:
+                extra = True
+        return m.Announce(
+            group.id,
+            group.epoch,
+            tuple([entry.local.id for entry in entries]),
+            definitions,
+            tuple([entry.extra for entry in entries]) if extra else (),
+            payload_of(entries[0].request, len(group.ranks)) if len(entries) == 1 else b"",
+        )
+
+    def queue_message(self, message: m.Message) -> None:
+        """Queue a message that is no announcement; it is sent after the announcements that are queued."""
+        self._messages.append(message)
+
+    def report_waiting(self, entry: Entry, seconds: float) -> None:
+        """Report to the coordinator that the user's thread has waited ``seconds`` for ``entry``.
+
+        The report is repeated whenever the entry is announced (again) or executed.
+        """
+        entry.waited = seconds
+        if entry.phase in (ANNOUNCED, EXECUTING) and entry.local.id >= 0:
+            ids = entry.request.process_set, entry.epoch, entry.local.id
+            self._messages.append(m.Blocked(*ids, seconds, executing=entry.phase == EXECUTING))
+
+    def report_oldest_executing(self, now: int) -> None:
+        """Report the operation that has been executing for longest, if that is long. ``now`` in nanoseconds."""
+        executing = [e for group in self.sets.values() for e in group.pending if e.phase == EXECUTING]
+        oldest = min(executing, key=lambda entry: entry.received, default=None)
+        if oldest is not None and now - oldest.received > OVERDUE_NS:
+            self.report_waiting(oldest, (now - oldest.received) / 1e9)
+
+    def report_done_waiting(self, entry: Entry) -> None:
+        """Report that the wait of :meth:`report_waiting` is over."""
+        entry.waited = 0.0
+        self._messages.append(m.Blocked(entry.request.process_set, entry.epoch, -1, 0.0))
+
+    def paused(self, reasons: tuple[str, ...]) -> None:
+        """Report a pause of this rank for the last of these reasons, or its end if there is none."""
+        self.failover.paused = reasons
+        self._messages.append(m.Paused(reasons[-1]) if reasons else m.Resumed())
+
+    def withdraw(self, set_id: int, kind: CauseKind, text: str, site: str = "") -> None:
+        """Give up everything pending in a process set: ask the coordinator to end the epoch.
+
+        Entries that are submitted from now on are held for a later one.
+        """
+        group = self.sets.get(set_id)
+        if group is None or self.lost is not None:
+            return
+        group.names.clear()  # these names may be used again: the entries that have them only wait for their end
+        for entry in group.pending:
+            entry.given_up = True
+        if group.configured:
+            self.end_epoch(group, (kind, text, site))
+        elif group.given_up is None:
+            group.given_up = (kind, text, site)
+
+    def cancel(self, entry: Entry, kind: CauseKind, text: str) -> bool:
+        """Give up a message that waits for the other rank, and no other entry with it.
+
+        Returns:
+            Whether ``entry`` is such a message, as far as this rank knows.
+        """
+        group = self.sets.get(entry.request.process_set)
+        if entry.request.kind is not OpKind.SENDRECV or entry.phase != ANNOUNCED or group is None:
+            return False
+        if not group.configured or entry.epoch != group.epoch or entry not in entry.local.queue:
+            return False
+        self._cancelling = {
+            t: each for t, each in self._cancelling.items() if each.entry.phase in (UNANNOUNCED, ANNOUNCED)
+        }
+        if any(each.entry is entry for each in self._cancelling.values()):
+            return True  # asked for a second time, the coordinator would take out another one
+        self._tickets += 1
+        self._cancelling[self._tickets] = Cancellation(entry, kind, text)
+        self._to_ask.append(self._tickets)
+        return True
+
+    def _cancels(self) -> list[m.Message]:
+        """Return the messages for :attr:`_to_ask`. They follow all announcements: entries are counted from the youngest one."""
+        out: list[m.Message] = []
+        for ticket in self._to_ask:
+            given_up = self._cancelling.get(ticket)
+            if given_up is None or given_up.asked:
+                continue
+            entry, kind, text = given_up.entry, given_up.kind, given_up.text
+            group = self.sets.get(entry.request.process_set)
+            if group is None or not group.configured or entry.epoch != group.epoch:
+                continue  # :meth:`cancel_again` asks in the next epoch
+            if entry.phase == EXECUTING:
+                out.append(m.Withdraw(group.id, group.epoch, kind.value, text, entry.site))
+            elif entry.phase == ANNOUNCED and entry in entry.local.queue:
+                # The coordinator has cancelled those that it was asked for before, or the epoch ends.
+                asked = [each.entry for each in self._cancelling.values() if each.asked]
+                younger = list(entry.local.queue)[entry.local.queue.index(entry) + 1 :]
+                later = sum(not any(one is other for other in asked) for one in younger)
+                ids = group.id, group.epoch, entry.local.id, later
+                out.append(m.Cancel(*ids, ticket, kind.value, text, entry.site))
+                given_up.asked = True
+        return out
+
+    def cancel_again(self, group: SetState) -> None:
+        """Ask again to cancel the messages that were given up and have been announced again, in a new epoch."""
+        for ticket, given_up in self._cancelling.items():
+            if given_up.entry.phase == ANNOUNCED and given_up.entry in group.pending:
+                given_up.asked = False
+                self._to_ask.append(ticket)
+
+    def cancelled(self, ticket: int) -> list[Entry]:
+        """End the message of a ticket that the coordinator has cancelled, and return it, unless it has ended otherwise."""
+        given_up = self._cancelling.pop(ticket, None)
+        if given_up is None or given_up.entry.phase != ANNOUNCED:
+            return []
+        entry = given_up.entry
+        self.locals.unqueue(entry)
+        self.end(entry)
+        return [entry]
+
+    def end_epoch(self, group: SetState, why: tuple[CauseKind, str, str]) -> None:
+        """Ask the coordinator to end the present epoch, so that the entries that were given up end on all ranks."""
+        kind, text, site = why
+        group.configured = False
+        group.withdrawn = group.epoch
+        group.given_up = why
+        self._messages.append(m.Withdraw(group.id, group.epoch, kind.value, text, site))
+
+    def linked(self, set_id: int, epoch: int, links: Links) -> None:
+        """Keep the connections between GPUs that the plane of an epoch has found."""
+        group = self.sets.get(set_id)
+        if group is not None and group.epoch == epoch:
+            group.links = links
+
+    def chunks_measured(self, set_id: int, epoch: int, chunk_bytes: int) -> None:
+        """Keep the size of chunks that the plane of an epoch has measured as the best."""
+        group = self.sets.get(set_id)
+        if group is not None and group.epoch == epoch:
+            group.chunk_bytes = chunk_bytes
+
+    def plane_failed(self, set_id: int, epoch: int, text: str) -> None:
+        """Report that the data plane of an epoch failed here."""
+        self._messages.append(m.PlaneFailed(set_id, epoch, text))
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def finish(self, entry: Entry) -> bool:
+        """End an entry that was executed. Return whether it had not been failed in the meantime."""
+        if entry.phase != EXECUTING:
+            return False
+        self.end(entry)
+        return True
+
+    def executed(self, batch: RunBatch) -> None:
+        """Report an executed batch to the coordinator, if that waits for the report."""
+        if batch.reported:
+            self._messages.append(m.Executed(batch.process_set, batch.epoch, batch.sequence, batch.batch))
+
+    def end(self, entry: Entry) -> None:
+        """Mark an entry as ended, well or badly, and free its name."""
+        if entry.waited:
+            self._end_overdue(entry)
+        entry.phase = ENDED
+        group = self.sets.get(entry.request.process_set)
+        if group is not None:
+            group.pending.pop(entry, None)
+            if group.names.get(entry.name) is entry:
+                del group.names[entry.name]
+
+    def close(self, cause: Cause) -> list[Effect]:
+        """Fail everything pending, and each later submission, since the coordinator is gone for good."""
+        self.lost = cause
+        effects: list[Effect] = []
+        for group in self.sets.values():
+            effects.append(AbortPlane(group.id, group.epoch))
+            effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
+        self._pending_announcements.clear()
+        self._messages.clear()
+        self._to_ask.clear()
+        return effects
+
+    def disconnect(self, cause: Cause) -> list[Effect]:
+        """Fail everything pending, since the coordinator is gone. Later submissions are held for a successor."""
+        if self.elastic:
+            self.failure = cause
+        self.removed = None  # the successor repeats it
+        effects: list[Effect] = []
+        for group in self.sets.values():
+            self.failover.record_failed_additions(group)
+            effects.append(AbortPlane(group.id, group.epoch))
+            effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
+            group.configured, group.withdrawn, group.given_up = False, -1, None
+        for id in self.sets.keys() - self.failover.sets.keys() - {0}:
+            del self.sets[id]  # half added: its ranks did not get ``ProcessSetAdded`` with its number
+        self._pending_announcements.clear()
+        self._messages.clear()
+        self._to_ask.clear()
+        self.locals.clear()
+        return effects
+
+    def reconnect(self, alive: tuple[int, ...], *, released: bool = False) -> m.Resume:
+        """Return the first message to a successor of the coordinator: the facts that it has to know.
+
+        Args:
+            alive: Ranks that lived, as far as this rank knows.
+            released: Whether this rank leaves where elastic training lets the world change.
+        """
+        # The news of these messages from the time without a coordinator are part of ``Resume``.
+        self._messages = [x for x in self._messages if not isinstance(x, _REMEMBERED)]
+        if self.failover.paused:
+            self._messages.insert(0, m.Paused(self.failover.paused[-1]))
+        if self.failover.regroup is not None:
+            self._messages.insert(0, self.failover.regroup)
+        return self.failover.resume_message(self.sets, alive, elastic=self.elastic, released=released)
+
+    def abandon_interrupted(self, text: str) -> None:
+        """Give up all epochs after an exception has interrupted a change of this state.
+
+        All local ids are forgotten, queued announcements are dropped, and the epoch of each process set is given up, so that neither
+        this rank nor the coordinator can be left with half of anything.
+        """
+        self.locals.clear()
+        self._pending_announcements.clear()
+        for group in self.sets.values():
+            group.names = {e.name: e for e in group.pending if e.request.name and not e.request.anonymous}
+            self.withdraw(group.id, CauseKind.INTERRUPTED, text)
+
+    def fail_all(
+        self, group: SetState, error: Callable[[Entry], Exception], epoch: int | None = None
+    ) -> list[Effect]:
+        """End everything pending (up to ``epoch``) with an error, but for requests that have been agreed on a board."""
+        effects: list[Effect] = []
+        agreed = group.abort_boards(group.epoch if epoch is None else epoch)
+        for entry in list(group.pending):
+            if entry not in agreed and (epoch is None or entry.epoch <= epoch):
+                self.locals.unqueue(entry)
+                self.end(entry)
+                effects.append(Fail(entry, error(entry)))
+        return effects
+
+    def aborted(self, entry: Entry, cause: Cause, pending: Pending | None = None) -> AbortedError:
+        """Return the error that ends ``entry`` for this cause."""
+        if pending is None:
+            name = entry.name or entry.request.name or entry.request.kind.label + ".noname"
+            pending = Pending(entry.request.kind.label, name, (self.rank,), (), {self.rank: entry.site})
+        return AbortedError(pending, cause, entry.request.process_set, entry.epoch)
+
+    # -- the coordinator's messages -------------------------------------------------------------------------------
+
+    def handle(self, message: m.Message, now: int) -> list[Effect]:
+        """Handle a message at ``now`` (nanoseconds) and return its effects; one of an ended epoch has none."""
+        handler = _HANDLERS.get(type(message))
+        if handler is None:
+            return []
+        effects = handler(self, message)
+        for effect in effects:
+            if type(effect) is RunBatch:
+                for entry in effect.entries:
+                    entry.received = now
+                    entry.submitted = entry.submitted or now  # zeros: this rank has not submitted them
+        return effects
+
+    # -- elastic training -----------------------------------------------------------------------------------------
+
+    def set_elastic(self, on: bool) -> None:
+        """Begin or end elastic training."""
+        self.elastic, self.failover.regroup = on, None
+        if not self.outdated:
+            self.failure = None
+        if self.lost is None:
+            self._messages.append(m.Elastic(on))
+
+    def reached_reset(self, message: m.Regroup) -> None:
+        """Report that this rank has stopped at a reset point, where the world may change."""
+        self.failover.regroup = message
+        self._messages.append(message)
+
+    def restarted(self) -> None:
+        """Accept submissions again, since all ranks in training restart together."""
+        self.failure = self.failover.regroup = None
+        self.outdated = False
+
+    def become_outdated(self, text: str) -> list[Effect]:
+        """Fail everything pending and each later submission, since the others have continued without this rank.
+
+        That lasts until the ranks of elastic training restart together, and until the cells that run now have ended.
+        """
+        cause = Cause(CauseKind.COORDINATOR_LOST, (), text)
+        if self.elastic or self.failover.cells:
+            self.outdated, self.failure = True, cause
+        effects: list[Effect] = []
+        for group in self.sets.values():
+            effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
+        return effects
+
+    # -- cells ----------------------------------------------------------------------------------------------------
+
+    def begin_cell(self, cell: str) -> None:
+        """Begin a cell on this rank."""
+        self.failover.cell_began(cell)
+        self._messages.append(m.CellBegin(cell))
+
+    def end_cell(self, cell: str, error: str) -> None:
+        """End a cell on this rank; ``error`` is empty, or one line about how it failed."""
+        self.failover.cell_ended(cell, error)
+        if self.outdated and not (self.elastic or self.failover.cells):
+            self.failure, self.outdated = None, False
+        self._messages.append(m.CellEnd(cell, error))
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Assert the invariants that hold between calls."""
+        self.locals.validate()
+        for group in self.sets.values():
+            for entry in group.pending:
+                assert entry.phase != ENDED
+                if entry.phase == ANNOUNCED and group.withdrawn < 0:
+                    assert entry in entry.local.queue
+            for name, entry in group.names.items():
+                assert entry in group.pending
+                assert entry.name == name
+
+
+def _pending(collective: m.AbortedCollective) -> Pending:
+    """Return an aborted collective as errors have it."""
+    sites = dict(zip(collective.waited, collective.sites, strict=False))
+    kind = OpKind(collective.kind).label
+    return Pending(kind, collective.name, collective.waited, collective.missing, sites)
+
+
+# -- decisions about submissions ----------------------------------------------------------------------------------
+
+
+def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
+    group = state.sets.get(message.process_set)
+    if group is None or message.epoch != group.epoch or group.withdrawn == group.epoch:
+        return []  # an abort of this epoch is on its way
+    effects: list[Effect] = []
+    by_id = state.locals.by_id
+    for number, batch in enumerate(message.batches):
+        entries = []
+        for id in batch.locals:
+            entry = by_id[id].queue.popleft() if id >= 0 else _take_part(group, batch.zeros[-1 - id])
+            entry.phase = EXECUTING
+            if entry.waited:
+                state.report_waiting(entry, entry.waited)
+            entries.append(entry)
+        kind = entries[0].request.kind
+        if kind is OpKind.ADD_PROCESS_SET or kind is OpKind.REMOVE_PROCESS_SET:
+            for entry in entries:
+                state.end(entry)
+                effects.append(Succeed(entry))
+        else:
+            run = RunBatch(
+                group.id, group.epoch, message.sequence, number, tuple(entries), batch.tables, batch.payloads,
+                entries[0].request.device, reported=batch.reported and group.index == 0,
+            )  # fmt: skip
+            effects.append(run)
+    return effects
+
+
+def _take_part(group: SetState, signature: m.Signature) -> Entry:
+    """Make an entry with zeros for a collective that other members have submitted, as this rank has joined."""
+    entry = Zeros(group.id, signature)
+    entry.epoch = group.epoch
+    group.pending[entry] = None
+    return entry
+
+
+def _heads(state: RankState, set_id: int, epoch: int, locals: tuple[int, ...]) -> list[Entry]:
+    group = state.sets.get(set_id)
+    if group is None or epoch != group.epoch or group.withdrawn == epoch:
+        return []  # the ids may have other meanings by now; an abort is on its way
+    entries = []
+    for id in locals:
+        entry = state.locals.take(id)
+        if entry is not None:
+            state.end(entry)
+            entries.append(entry)
+    return entries
+
+
+def _on_reject(state: RankState, message: m.Reject) -> list[Effect]:
+    parties = [Disagreement(p.ranks, p.request, p.site) for p in message.parties]
+    return [
+        Fail(entry, MismatchError(message.name, message.process_set, parties))
+        for entry in _heads(state, message.process_set, message.epoch, message.locals)
+    ]
+
+
+def _on_reject_duplicate(state: RankState, message: m.RejectDuplicate) -> list[Effect]:
+    return [
+        Fail(entry, DuplicateNameError(message.name, message.first_site, message.second_site))
+        for entry in _heads(state, message.process_set, message.epoch, message.locals)
+    ]
+
+
+def _on_decline(state: RankState, message: m.Decline) -> list[Effect]:
+    def error() -> Exception:
+        if message.joined:
+            return JoinedRanksError(message.name, message.process_set, message.joined, message.reason)
+        return InvalidRequestError(message.reason)
+
+    return [
+        Fail(entry, error()) for entry in _heads(state, message.process_set, message.epoch, message.locals)
+    ]
+
+
+def _on_cancelled(state: RankState, message: m.Cancelled) -> list[Effect]:
+    if message.ticket >= 0:
+        entries = state.cancelled(message.ticket)
+    else:
+        entries = _heads(state, message.process_set, message.epoch, message.locals)
+    cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site)
+    pending = _pending(message.pending)
+    return [Fail(entry, state.aborted(entry, cause, pending)) for entry in entries]
+
+
+def _on_process_set_added(state: RankState, message: m.ProcessSetAdded) -> list[Effect]:
+    state.failover.added(message.process_set, message.ranks)
+    local = state.locals.by_id.get(message.local)
+    if local is None or local.signature.kind != OpKind.ADD_PROCESS_SET or not local.queue:
+        return []  # the addition was given up, and the id may have another meaning by now
+    entry = local.queue.popleft()
+    state.end(entry)
+    return [Succeed(entry, message.process_set)]
+
+
+# -- ends and beginnings of epochs --------------------------------------------------------------------------------
+
+
+def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
+    group = state.sets.get(message.process_set)
+    if group is None:
+        return []
+    cause = Cause(CauseKind(message.kind), message.ranks, message.text, message.site)
+    if message.epoch < group.epoch:
+        return _end_past(state, group, message.epoch, cause)
+    if state.elastic and group.id == 0:
+        # The other ranks know that this attempt has failed, and must not meet later submissions of this rank in it.
+        state.failure = cause
+    known = {(c.kind, c.name): _pending(c) for c in message.pending}
+    state.drop_announcements(group.id)
+    effects: list[Effect] = [AbortPlane(group.id, message.epoch)]
+    effects += state.fail_all(
+        group,
+        lambda entry: state.aborted(entry, cause, known.get((int(entry.request.kind), entry.name))),
+        message.epoch,
+    )
+    group.epoch = message.epoch
+    group.configured, group.withdrawn = False, -1
+    return effects
+
+
+def _end_past(state: RankState, group: SetState, epoch: int, cause: Cause) -> list[Effect]:
+    """Fail entries that still execute in an earlier epoch, which had ended in order: they can't finish any more."""
+    failed = state.fail_all(group, lambda entry: state.aborted(entry, cause), epoch)
+    if failed and state.elastic and group.id == 0:
+        state.failure = cause
+    return [AbortPlane(group.id, epoch), *failed]
+
+
+def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
+    group = state.sets.get(message.process_set)
+    if group is None:
+        group = state.sets[message.process_set] = SetState(message.process_set)
+    elif message.epoch < group.epoch:
+        return []
+    group.close_board()
+    ranks = tuple(member.rank for member in message.members)
+    group.epoch, group.members, group.ranks = message.epoch, message.members, ranks
+    group.index = ranks.index(state.rank) if state.rank in ranks else -1
+    group.plane, group.options = message.plane, message.options
+    group.device_planes, group.links, group.chunk_bytes = message.device_planes, {}, 0
+    group.configured, group.withdrawn = True, -1
+    if group.id == 0:
+        state.failover.restored()
+    new = NewEpoch(
+        group.id, group.epoch, group.index, group.members, group.plane, group.options, message.has_memory,
+        group.device_planes,
+    )  # fmt: skip
+    effects: list[Effect] = [ClosePlanes(group.id, group.epoch), new]
+    for entry in [entry for entry in group.pending if entry.phase == POSTED and entry.given_up]:
+        # The request was agreed on a board when the last epoch ended, and its thread was interrupted before it could finish it.
+        state.end(entry)
+        kind, text, site = group.given_up or (CauseKind.INTERRUPTED, "it was interrupted", "")
+        effects.append(Fail(entry, state.aborted(entry, Cause(kind, (state.rank,), text, site))))
+    waiting = [entry for entry in group.pending if entry.phase not in (EXECUTING, POSTED)]
+    if group.given_up is not None and any(entry.given_up for entry in waiting):
+        # Other ranks wait for these entries: the epoch ends at once, and later submissions are for the one after it.
+        for entry in waiting:
+            entry.epoch = group.epoch + (not entry.given_up)
+        state.end_epoch(group, group.given_up)
+    else:
+        group.given_up = None
+        effects += _announce_again(state, group)
+    return effects
+
+
+def _announce_again(state: RankState, group: SetState) -> list[Effect]:
+    """Announce in the new epoch each pending entry that does not execute; fail entries that do not fit its members."""
+    effects: list[Effect] = []
+    state.drop_announcements(group.id)
+    for entry in list(group.pending):
+        if entry.phase in (EXECUTING, POSTED):
+            continue  # if it is posted and the old board does not agree on it, the thread that waits there announces it
+        state.locals.unqueue(entry)
+        entry.phase = UNANNOUNCED
+        try:
+            if group.index < 0:
+                raise InvalidRequestError(f"Rank {state.rank} is no longer in process set {group.id}.")
+            check_request(group, entry)
+        except InvalidRequestError as error:
+            state.end(entry)
+            effects.append(Fail(entry, error))
+        else:
+            entry.epoch = group.epoch
+            state.announce(entry)
+    state.cancel_again(group)
+    return effects
+
+
+def _on_dissolve(state: RankState, message: m.Dissolve) -> list[Effect]:
+    state.failover.dissolved(message.process_set)
+    group = state.sets.pop(message.process_set, None)
+    if group is None:
+        return []
+    cause = Cause(CauseKind.MEMBERSHIP, (), f"process set {group.id} was removed")
+    state.drop_announcements(group.id)
+    effects = state.fail_all(group, lambda entry: state.aborted(entry, cause))
+    if effects:
+        effects.insert(0, AbortPlane(group.id, group.epoch))
+    effects.append(ClosePlanes(group.id, group.epoch + 1))
+    return effects
+
+
+def _on_leave(state: RankState, message: m.Leave) -> list[Effect]:
+    """Fail the entries that are held for a later epoch, since the others continue without this rank.
+
+    The coordinator refuses entries that were announced in the last epoch, and those that execute in it finish.
+    """
+    text = f"rank {state.rank} was let go, and the others go on without it"
+    state.removed = cause = Cause(CauseKind.MEMBERSHIP, (state.rank,), text)
+    effects: list[Effect] = []
+    for group in state.sets.values():
+        held = [e for e in group.pending if e.phase == UNANNOUNCED and not group.configured]
+        for entry in held:
+            state.end(entry)
+            effects.append(Fail(entry, state.aborted(entry, cause)))
+    return effects
+
+
+# -- other messages -----------------------------------------------------------------------------------------------
+
+
+def _on_regrouped(state: RankState, message: m.Regrouped) -> list[Effect]:
+    state.restarted()
+    return []
+
+
+def _on_outdated(state: RankState, message: m.Outdated) -> list[Effect]:
+    return state.become_outdated(message.text)
+
+
+def _on_decline_post(state: RankState, message: m.DeclinePost) -> list[Effect]:
+    group = state.sets.get(message.process_set)
+    if group is not None:
+        current = group.board_member is not None and group.board_member.board.epoch == message.epoch
+        member = group.board_member if current else group.past_board_members.get(message.epoch)
+        if member is not None:
+            member.asked_to_decline(message.number)
+            if message.pids:
+                member.mark_departed(message.pids)
+        elif message.number:
+            # The board's memory has not come to this rank, perhaps for lack of a descriptor. The coordinator's answers to
+            # BoardMissing have no number, and are not answered.
+            state.queue_message(m.BoardMissing(message.process_set, message.epoch))
+    return []
+
+
+_HANDLERS: dict[type, Callable[[RankState, Any], list[Effect]]] = {
+    m.Execute: _on_execute,
+    m.Reject: _on_reject,
+    m.RejectDuplicate: _on_reject_duplicate,
+    m.Decline: _on_decline,
+    m.Cancelled: _on_cancelled,
+    m.ProcessSetAdded: _on_process_set_added,
+    m.Abort: _on_abort,
+    m.Configure: _on_configure,
+    m.Dissolve: _on_dissolve,
+    m.Leave: _on_leave,
+    m.Regrouped: _on_regrouped,
+    m.Outdated: _on_outdated,
+    m.DeclinePost: _on_decline_post,
+}

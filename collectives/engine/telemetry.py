@@ -1,0 +1,185 @@
+"""Consumers of recorded events in a rank: the subscription to the events of all ranks, the timeline file, exports of metrics."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Iterable
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.control_thread import ControlHandlers
+from hvdlab.collectives.engine.span_log import SpanLog
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.metrics.exporting import Export, Exporter, same_target
+from hvdlab.collectives.metrics.points import PointReader
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.timeline.file import TimelineFile
+
+Sink = Callable[[int, bytes], None]
+
+LAST_EVENTS = 2.5 * SpanLog.INTERVAL
+"""Seconds until the events that every rank has recorded by now have arrived here."""
+FLUSHED_WITHIN = 1.0
+"""Seconds that the control thread has to hand over the events that were recorded by now."""
+REPLACED_WITHIN = 5.0
+"""Seconds that an export has to write what it still holds before another one takes its place."""
+
+
+class Subscription:
+    """Subscription of this rank to the events of all ranks, shared by all sinks. It exists as long as there are any. Any thread."""
+
+    def __init__(self, handlers: ControlHandlers) -> None:
+        self._handlers = handlers
+        self._lock = threading.Lock()
+        #: Consumers of the events.
+        self._sinks: list[Sink] = []
+
+    def add(self, sink: Sink) -> None:
+        """Call ``sink(rank, batch)`` on the control thread with each batch of any rank from now on."""
+        callbacks = self._handlers.callbacks
+        with self._lock:
+            callbacks.event_sinks.append(sink)
+            self._sinks.append(sink)
+            if len(self._sinks) == 1:
+                callbacks.reconnections.append(self._subscribe)
+                self._subscribe()
+
+    def _subscribe(self) -> None:
+        self._handlers.send(m.Subscribe(True, history=False))
+
+    def wait_for_events(self) -> None:
+        """Wait a moment, so that events that other ranks have recorded but not sent yet can arrive."""
+        control = self._handlers.control
+        if control.thread.is_alive():
+            arrived = threading.Event()
+            control.call(lambda: control.call_later(LAST_EVENTS, arrived.set))
+            arrived.wait(4 * LAST_EVENTS)
+
+    def remove(self, sink: Sink) -> None:
+        """Call this sink no more."""
+        callbacks = self._handlers.callbacks
+        with self._lock:
+            callbacks.event_sinks.remove(sink)
+            self._sinks.remove(sink)
+            if not self._sinks:
+                callbacks.reconnections.remove(self._subscribe)
+                self._handlers.send(m.Subscribe(False))
+
+
+class TimelineTap:
+    """Timeline file of a rank, if one is open. It gets the events of all ranks. Any thread."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+        self._lock = threading.Lock()
+        self._file: TimelineFile | None = None
+
+    def start(self, path: str | os.PathLike[str], mark_cycles: bool) -> None:
+        """Begin to write. Raises ``InvalidRequestError`` if a file is open, ``OSError`` if it can't be created."""
+        with self._lock:
+            if self._file is not None:
+                raise InvalidRequestError(
+                    f"a timeline is being written to {self._file.path}; stop_timeline() it first."
+                )
+            self._file = TimelineFile.start(path, mark_cycles=mark_cycles)
+            # At exit this runs before the file closes by itself, which would not wait for events that have not arrived yet.
+            atexit.register(self.stop)
+            self._subscription.add(self._file.feed)
+
+    def stop(self) -> None:
+        """Complete the file, after a moment for events on their way. Raises ``OSError`` if it could not be written."""
+        with self._lock:
+            file, self._file = self._file, None
+        if file is None:
+            return
+        atexit.unregister(self.stop)
+        self._subscription.wait_for_events()
+        self._subscription.remove(file.feed)
+        file.close()
+
+
+class RankExport(Export):
+    """An export of this rank's metrics, or of all ranks'. Ended by :meth:`close` or with the engine.
+
+    Attributes:
+        unaligned: How many points were left out because their host's clock could not be compared with this host's.
+    """
+
+    def __init__(
+        self, exports: MetricExports, exporter: Exporter, names: Iterable[str], all_ranks: bool
+    ) -> None:
+        super().__init__(exporter, names)
+        self.all_ranks = all_ranks
+        self.unaligned = 0
+        self._exports = exports
+        self._reader = PointReader()
+
+    def feed(self, rank: int, batch: bytes) -> None:
+        """Put the points of a batch that rank ``rank`` has recorded. Control thread."""
+        self.put(self._reader.read(batch))
+        self.unaligned = self._reader.dropped
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Write the points that were recorded by now, close the exporter and end the thread. Idempotent.
+
+        Returns:
+            Whether that was done within ``timeout`` seconds; otherwise the export continues to close.
+        """
+        self._exports.remove(self)
+        return super().close(timeout)
+
+
+class MetricExports:
+    """Exports of metrics of one rank. Any thread."""
+
+    def __init__(self, handlers: ControlHandlers, subscription: Subscription) -> None:
+        self._handlers = handlers
+        self._subscription = subscription
+        self._lock = threading.Lock()
+        self._open: list[RankExport] = []
+
+    def add(self, exporter: Exporter, names: Iterable[str], all_ranks: bool) -> RankExport:
+        """Hand metrics to ``exporter`` from now on, in place of another one with the same target."""
+        for other in list(self._open):
+            if same_target(other.exporter, exporter):
+                other.close(REPLACED_WITHIN)
+        export = RankExport(self, exporter, names, all_ranks)
+        with self._lock:
+            self._open.append(export)
+        if all_ranks:
+            self._subscription.add(export.feed)
+        else:
+            self._handlers.callbacks.own_event_sinks.append(export.feed)
+        return export
+
+    def remove(self, export: RankExport) -> None:
+        """Hand over the points that were recorded by now, and no more."""
+        with self._lock:
+            if export not in self._open:
+                return
+            self._open.remove(export)
+        self._flush()
+        if export.all_ranks:
+            self._subscription.wait_for_events()
+            self._subscription.remove(export.feed)
+        else:
+            self._handlers.callbacks.own_event_sinks.remove(export.feed)
+
+    def _flush(self) -> None:
+        control = self._handlers.control
+        if not control.thread.is_alive():
+            return
+        if threading.current_thread() is control.thread:
+            self._handlers.send_events()
+            return
+        done = threading.Event()
+        control.call(self._handlers.send_events)
+        control.call(done.set)
+        done.wait(FLUSHED_WITHIN)
+
+    def close(self, timeout: float) -> None:
+        """Close all exports, with the points that were recorded by now."""
+        deadline = Deadline(timeout)
+        for export in list(self._open):
+            export.close(deadline.remaining())

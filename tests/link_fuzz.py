@@ -20,10 +20,9 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.kvstore.servers import messages as kv
-from hvdlab.collectives.kvstore.servers.launch import Place
-from hvdlab.collectives.kvstore.servers.link import ServerLink
+from hvdlab.collectives.kvstore.servers.connection import ServerLink
 from hvdlab.collectives.kvstore.servers.memory import SharedFile
-from hvdlab.collectives.kvstore.servers.starting import Starter
+from hvdlab.collectives.kvstore.servers.starting import Place, Starter
 from protocol_fuzz import make, run, spoil
 
 TO_WORKER: tuple[type[Any], ...] = get_args(kv.ToWorker)

@@ -1,4 +1,7 @@
-"""Arrays of any framework as numpy views, by a registry, so that the stores know no framework."""
+"""Arrays of stores: those of any framework as numpy views, by a registry, so that the stores know no framework; and their sums.
+
+The arrays of one push are added in MXNet's order, so that sums are equal to its to the bit.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+
+
+_BLOCK = 1 << 15
+"""Elements that are added at once: a few blocks of float32 stay in a core's cache."""
+
+
+_Add = Callable[[Sequence[Array], Array, Array], None]
 
 
 class RowSparse:
@@ -142,12 +152,15 @@ def _view_numpy(array: Array) -> Array:
 
 
 NUMPY = ArrayType("numpy", lambda value: isinstance(value, np.ndarray), _view_numpy, _write_numpy)
+
+
 _BUFFER = ArrayType(
     "buffer",
     _is_buffer,
     lambda value: _view_numpy(np.asarray(memoryview(value))),
     lambda value, array: _write_numpy(np.asarray(memoryview(value)), array),
 )
+
 
 _types: list[ArrayType] = [NUMPY]
 
@@ -226,3 +239,53 @@ def write(target: Any, array: Array) -> None:
     array_type = array_type_of(target)
     assert array_type is not None
     array_type.write_back(target, array)
+
+
+def _left_to_right(blocks: Sequence[Array], out: Array, scratch: Array) -> None:
+    np.add(blocks[0], blocks[1], out=out)
+    for block in blocks[2:]:
+        np.add(out, block, out=out)
+
+
+def _by_fours(blocks: Sequence[Array], out: Array, scratch: Array) -> None:
+    """``x0 + (((x1 + x2) + x3) + x4)``, then the next four in the same way."""
+    total = blocks[0]
+    for first in range(1, len(blocks), 4):
+        four = blocks[first : first + 4]
+        if len(four) == 1:
+            np.add(total, four[0], out=out)
+        else:
+            _left_to_right(four, scratch, scratch)
+            np.add(total, scratch, out=out)
+        total = out
+
+
+def add_up(arrays: Sequence[Array], out: Array, *, on_devices: bool) -> None:
+    """Sum arrays of one shape and type; integers wrap, float16 rounds after each addition.
+
+    Args:
+        arrays: At least one; of any layout.
+        out: C-contiguous, of their shape and type; none of them.
+        on_devices: _Add from left to right, as the stores that reduce on devices do; else by groups of four.
+    """
+    if len(arrays) == 1:
+        np.copyto(out, arrays[0])
+        return
+    add: _Add = _left_to_right if on_devices else _by_fours
+    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+    total = out.reshape(-1)
+    scratch = np.empty(min(_BLOCK, total.size), total.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are values like others here
+        for start in range(0, total.size, _BLOCK):
+            part = total[start : start + _BLOCK]
+            add([array[start : start + _BLOCK] for array in flat], part, scratch[: part.size])
+
+
+def add_up_rows(arrays: Sequence[RowSparse]) -> RowSparse:
+    """Sum row-sparse arrays of one shape and type over the union of their rows, from left to right."""
+    indices = np.unique(np.concatenate([array.indices for array in arrays]))
+    first = arrays[0]
+    data = np.zeros((len(indices), *first.shape[1:]), first.dtype)
+    for array in arrays:
+        data[np.searchsorted(indices, array.indices)] += array.data
+    return RowSparse(data, indices, first.shape)

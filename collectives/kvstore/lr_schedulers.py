@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore.keys import require
-from hvdlab.collectives.kvstore.state_format import ScheduleSpec, require_like
+from hvdlab.collectives.kvstore.base import require
+from hvdlab.collectives.kvstore.optimizer_state import ScheduleSpec, require_like
 
 WarmupMode = Literal["linear", "constant"]
 

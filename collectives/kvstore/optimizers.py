@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore import lr_schedulers, state_format
+from hvdlab.collectives.kvstore import lr_schedulers, optimizer_state
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
 
 State = Any
 """``None``, an array, or a tuple of states."""
@@ -239,7 +239,7 @@ def create(name: str, **kwargs: Any) -> Optimizer:
     return klass(**kwargs)
 
 
-def restored(spec: state_format.OptimizerSpec) -> Optimizer:
+def restored(spec: optimizer_state.OptimizerSpec) -> Optimizer:
     """An optimizer as it was in another process; without what is the program's own there.
 
     Raises:
@@ -268,7 +268,7 @@ def _check_attributes(
     attributes = {**attributes, "lr_scheduler": None, "param_dict": {}}
     if scheduled and "lr" in attributes and attributes["lr"] is None:
         attributes["lr"] = 0.0  # MXNet's optimizers have no rate of their own beside a schedule
-    state_format.require_like(attributes, Optimizer(), what)
+    optimizer_state.require_like(attributes, Optimizer(), what)
     kinds = {
         "lr_mult": bool | int | float,
         "wd_mult": bool | int | float,
@@ -280,7 +280,7 @@ def _check_attributes(
             if not isinstance(value, kind):
                 raise KVStoreError(f"{what} has {attribute}[{key!r}]={value!r}")
     if klass.__module__ == __name__:
-        state_format.require_like(attributes, klass(), what)
+        optimizer_state.require_like(attributes, klass(), what)
         return
     # A class of the program's own may need arguments, and may have any attributes; none of them may hide its methods.
     hiding = sorted(attribute for attribute in attributes if callable(getattr(klass, attribute, None)))
@@ -288,7 +288,7 @@ def _check_attributes(
         raise KVStoreError(f"{what} has {', '.join(hiding)}, which are methods of {klass.__name__}")
 
 
-def portable(optimizer: Optimizer, modules: Collection[str] = ()) -> state_format.OptimizerSpec:
+def portable(optimizer: Optimizer, modules: Collection[str] = ()) -> optimizer_state.OptimizerSpec:
     """An optimizer as name and numbers, for :func:`restored` in another process.
 
     Args:
@@ -322,7 +322,7 @@ def portable(optimizer: Optimizer, modules: Collection[str] = ()) -> state_forma
     for key, parameter in optimizer.param_dict.items():
         attributes["lr_mult"] = {**attributes["lr_mult"], key: float(parameter.lr_mult)}
         attributes["wd_mult"] = {**attributes["wd_mult"], key: float(parameter.wd_mult)}
-    spec = state_format.specify(name, attributes, schedule)
+    spec = optimizer_state.specify(name, attributes, schedule)
     missing = sorted(attributes.keys() - spec.settings.keys())
     if missing:
         raise KVStoreError(
@@ -701,8 +701,8 @@ class Updater:
         if dump_optimizer:
             attributes = {name: value for name, value in vars(self.optimizer).items() if name not in _OBJECTS}
             schedule = lr_schedulers.specified(self.optimizer.lr_scheduler)
-            spec = state_format.specify(type(self.optimizer).__name__.lower(), attributes, schedule)
-        return state_format.encode(self.states, spec)
+            spec = optimizer_state.specify(type(self.optimizer).__name__.lower(), attributes, schedule)
+        return optimizer_state.encode(self.states, spec)
 
     def set_states(self, states: bytes) -> None:
         """Take over what :meth:`get_states` gave; with the optimizer in it, learning rate and counts go on exactly.
@@ -712,7 +712,7 @@ class Updater:
         Raises:
             KVStoreError: These are no such bytes, or their optimizer is not registered here. Nothing has changed then.
         """
-        found, spec = state_format.decode(states)
+        found, spec = optimizer_state.decode(states)
         if spec is not None:
             optimizer = restored(spec)
             optimizer.param_dict = self.optimizer.param_dict

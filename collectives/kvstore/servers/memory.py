@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.kvstore.arrays import Array
-from hvdlab.collectives.kvstore.keys import Key
-from hvdlab.collectives.kvstore.state_format import OptimizerSpec
+from hvdlab.collectives.kvstore.base import Key
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.messages import Message
 

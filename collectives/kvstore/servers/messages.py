@@ -12,8 +12,8 @@ from typing import Any, cast
 import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.kvstore.keys import Key
-from hvdlab.collectives.kvstore.state_format import OptimizerSpec
+from hvdlab.collectives.kvstore.base import Key
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.frames import encode_frame
 from hvdlab.collectives.protocol.messages import Message

@@ -34,8 +34,8 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.servers import messages as m
-from hvdlab.collectives.kvstore.servers.launch import Launch
 from hvdlab.collectives.kvstore.servers.memory import SharedFile
+from hvdlab.collectives.kvstore.servers.starting import Launch
 from hvdlab.collectives.kvstore.servers.state import (
     Arrived,
     Died,

@@ -11,7 +11,7 @@ from hvdlab.collectives import sites
 from hvdlab.collectives.arrays import dtype_of
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.timeline.clock import ClockSamples

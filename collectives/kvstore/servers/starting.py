@@ -1,4 +1,7 @@
-"""Starting a server's process, for the first time or after it has died: the first worker of its host that comes does it."""
+"""Start of a server's process, for the first time or after it has died, by the first worker of its host that notices.
+
+The starter sends the server its settings on standard input. Workers get its address from each other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ import msgspec
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.kvstore.servers.launch import Launch, Place
 from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
@@ -28,9 +30,64 @@ from hvdlab.collectives.protocol.tls import new_certificate
 from hvdlab.collectives.settings import Settings
 
 SOCKET, LOCK, SETTINGS = "socket", "lock", "launch.json"
+
+
 _BACKLOG = 1024
+
+
 _PORT_AGAIN_SECONDS = 0.05
+
+
 _SAY_AFTER_SECONDS = 10.0
+
+
+class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of a server.
+
+    Attributes:
+        token: Secret that workers have to show.
+        directory: A private directory with its socket.
+        listener: Descriptor of the listening Unix socket.
+        tls_listener: Descriptor of the listening socket for other hosts, or -1.
+        certificate, key: PEM texts for that socket, or empty.
+        coordinator, coordinator_token, coordinator_certificate: How to connect to the coordinator of the job, with which the server ends.
+        reattach: A third of the seconds that the server waits for the coordinator's successor.
+        optimizers: Modules to import, which register optimizers.
+        path: Where the starter finds modules (``sys.path``), for these.
+    """
+
+    token: str
+    directory: str
+    listener: int
+    tls_listener: int
+    certificate: str
+    key: str
+    coordinator: str
+    coordinator_token: str
+    coordinator_certificate: str
+    reattach: float
+    optimizers: tuple[str, ...]
+    path: tuple[str, ...]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """How workers reach a server.
+
+    Attributes:
+        host: Host key of the server's host, which its ranks have in common.
+        index: Number of the server among those of its host.
+        directory: The server's private directory, which only ranks of its host reach.
+        tls_address: Address at which workers of other hosts connect, or empty.
+        certificate: PEM text that goes with ``tls_address``.
+        token: Secret that workers have to show.
+    """
+
+    host: str
+    index: int
+    directory: str
+    tls_address: str
+    certificate: str
+    token: str
 
 
 class Starter:

@@ -20,7 +20,8 @@ import numpy as np
 
 from hvdlab.collectives.errors import HvdlabError, KVStoreError, ProtocolError, format_ranks
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
 from hvdlab.collectives.kvstore.optimizers import Gradient, Optimizer, State, restored
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.memory import (
@@ -32,7 +33,6 @@ from hvdlab.collectives.kvstore.servers.memory import (
     StoreRecord,
     element_type,
 )
-from hvdlab.collectives.kvstore.state_format import OptimizerSpec
 from hvdlab.collectives.protocol.messages import Message
 
 AWAY_SECONDS = 10.0

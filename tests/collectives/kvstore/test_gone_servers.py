@@ -13,7 +13,7 @@ import pytest
 
 from hvdlab import kvstore
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.kvstore.servers import link as links
+from hvdlab.collectives.kvstore.servers import connection as links
 from hvdlab.collectives.kvstore.servers import starting
 from hvdlab.collectives.logs import LOG
 from interrupting import press_ctrl_c, when_this_thread_waits

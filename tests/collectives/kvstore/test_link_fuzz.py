@@ -11,8 +11,7 @@ import pytest
 from effort import examples
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.kvstore.servers import messages as kv
-from hvdlab.collectives.kvstore.servers.launch import Place
-from hvdlab.collectives.kvstore.servers.starting import Starter
+from hvdlab.collectives.kvstore.servers.starting import Place, Starter
 from hvdlab.collectives.protocol.endpoint import LOST
 from link_fuzz import PairedLink, one_link
 from protocol_fuzz import run

@@ -14,7 +14,7 @@ import pytest
 from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.kvstore.servers import link as links
+from hvdlab.collectives.kvstore.servers import connection as links
 from hvdlab.collectives.logs import LOG
 from hvdlab.kvstore import KVStoreError
 from ranks import Ranks

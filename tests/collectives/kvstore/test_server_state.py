@@ -17,6 +17,7 @@ from effort import examples
 from hvdlab.collectives.errors import KVStoreError, ProtocolError
 from hvdlab.collectives.kvstore import optimizers
 from hvdlab.collectives.kvstore.lr_schedulers import FactorScheduler
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
 from hvdlab.collectives.kvstore.optimizers import SGD, Updater, portable
 from hvdlab.collectives.kvstore.servers import memory
 from hvdlab.collectives.kvstore.servers import messages as m
@@ -32,7 +33,6 @@ from hvdlab.collectives.kvstore.servers.state import (
     ServerState,
     Tick,
 )
-from hvdlab.collectives.kvstore.state_format import OptimizerSpec
 
 STORE = 7
 KEY = "w"

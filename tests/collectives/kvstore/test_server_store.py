@@ -19,8 +19,8 @@ import pytest
 
 from hvdlab import kvstore
 from hvdlab.collectives import context
-from hvdlab.collectives.kvstore import served
-from hvdlab.collectives.kvstore.servers.finding import servers_of
+from hvdlab.collectives.kvstore import server_store
+from hvdlab.collectives.kvstore.servers.discovery import servers_of
 from hvdlab.collectives.kvstore.servers.messages import VERSION, Attach, encode
 from hvdlab.collectives.kvstore.servers.process import STRANGERS
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
@@ -51,7 +51,7 @@ def own_ranks() -> Iterator[Ranks]:
 
 def waits_are_recorded() -> list[str]:
     """Every wait here, however short."""
-    served._WAITED_SECONDS = 0.0
+    server_store._WAITED_SECONDS = 0.0
     kv = kvstore.create("dist_async")
     kv.set_optimizer("test")
     kv.init("w", full(0))

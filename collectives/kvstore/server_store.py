@@ -26,21 +26,22 @@ from hvdlab.collectives.kvstore.arrays import (
     Array,
     ArrayType,
     RowSparse,
+    add_up,
+    add_up_rows,
     array_type_of,
     checked_rows,
     view_of,
     write,
 )
-from hvdlab.collectives.kvstore.collectives import Workers, completed, joined
-from hvdlab.collectives.kvstore.keys import Key, pairs
+from hvdlab.collectives.kvstore.base import Key, pairs
+from hvdlab.collectives.kvstore.local_store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, portable, restored
 from hvdlab.collectives.kvstore.servers import messages as m
-from hvdlab.collectives.kvstore.servers.finding import servers_of
-from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, Ticket
+from hvdlab.collectives.kvstore.servers.connection import Answer, ServerLink, Ticket
+from hvdlab.collectives.kvstore.servers.discovery import servers_of
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, StoreSpans
-from hvdlab.collectives.kvstore.state_format import OptimizerSpec
-from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
-from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
+from hvdlab.collectives.kvstore.workers import Workers, completed, joined
 from hvdlab.collectives.process_sets import ProcessSet
 
 _WAITED_SECONDS = 0.01

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdlab.collectives.errors import KVStoreError
 from hvdlab.collectives.kvstore.arrays import Array
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
 
 _MAGIC = b"hvdlab kvstore states 1\n"
 _TYPES = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"})

@@ -1,4 +1,4 @@
-"""The servers of a world as its workers know them: the workers find them together, and start those that are missing."""
+"""Discovery of a world's servers: the workers exchange the addresses that they know, and start servers on hosts without any."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import numpy as np
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, StartError
-from hvdlab.collectives.kvstore.collectives import Workers, completed
-from hvdlab.collectives.kvstore.servers.launch import Place
-from hvdlab.collectives.kvstore.servers.link import ServerLink
-from hvdlab.collectives.kvstore.servers.starting import Starter
+from hvdlab.collectives.kvstore.servers.connection import ServerLink
+from hvdlab.collectives.kvstore.servers.starting import Place, Starter
+from hvdlab.collectives.kvstore.workers import Workers, completed
 from hvdlab.collectives.planes.base import PlaneAborted
 
 _NAME_BYTES = 16

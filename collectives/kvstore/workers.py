@@ -1,4 +1,4 @@
-"""Collectives of the core on the arrays of stores."""
+"""Workers of a store, and their collectives on its arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvdlab.collectives.errors import (
     format_ranks,
 )
 from hvdlab.collectives.kvstore.arrays import Array
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, newest, position, set_id
 
 _TEXT_BYTES = 2048

@@ -24,12 +24,11 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import HvdlabError, KVStoreError, ProtocolError, StartError
 from hvdlab.collectives.kvstore.arrays import Array
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.servers import messages as m
-from hvdlab.collectives.kvstore.servers.launch import Place
 from hvdlab.collectives.kvstore.servers.memory import PAGE, SharedFile
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, ServerClock
-from hvdlab.collectives.kvstore.servers.starting import SOCKET, Starter
+from hvdlab.collectives.kvstore.servers.starting import SOCKET, Place, Starter
 from hvdlab.collectives.kvstore.servers.state import PIECE
 from hvdlab.collectives.linux import process_state, require_own_peer
 from hvdlab.collectives.logs import LOG

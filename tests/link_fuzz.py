@@ -22,7 +22,7 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.kvstore.servers import messages as kv
 from hvdlab.collectives.kvstore.servers.connection import ServerLink
 from hvdlab.collectives.kvstore.servers.memory import SharedFile
-from hvdlab.collectives.kvstore.servers.starting import Place, Starter
+from hvdlab.collectives.kvstore.servers.starting import ServerAddress, ServerStarter
 from protocol_fuzz import make, run, spoil
 
 TO_WORKER: tuple[type[Any], ...] = get_args(kv.ToWorker)
@@ -75,8 +75,8 @@ def one_link(chance: random.Random) -> None:
     engine = SimpleNamespace(rank=0, closed=False, living=frozenset({0}))
     before = set(threading.enumerate())
     with tempfile.TemporaryDirectory() as directory:
-        place = Place("host", 0, directory, "", "", "token")
-        link = PairedLink(cast(Engine, engine), place, Starter(), local=True)
+        place = ServerAddress("host", 0, directory, "", "", "token")
+        link = PairedLink(cast(Engine, engine), place, ServerStarter(), local=True)
         try:
             for _ in range(chance.randint(4, 40)):
                 for _ in range(chance.randint(0, 2)):
@@ -108,7 +108,7 @@ def _say(link: PairedLink, chance: random.Random) -> None:
     if chance.random() < 0.2:
         # A frame that waits for the rest of it takes that from the next message.
         data = spoil(data, chance)
-    if chance.random() < 0.6 and kind is kv.Share:
+    if chance.random() < 0.6 and kind is kv.SharedStoreMemory:
         file = SharedFile.create("fuzz") if chance.random() < 0.5 else None
         descriptor = os.open(os.devnull, os.O_RDONLY) if file is None else file.descriptor
         link.hear(data, descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.autotune import Parameters, Sample, Tuner
+from hvdlab.collectives.autotune import Parameters, Tuner, TuningSample
 from hvdlab.collectives.coordinator.events import Tuned
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import ProcessSet
@@ -78,7 +78,7 @@ class Tuning:
         self._slice = chosen.slice_bytes
 
 
-def _summary(best: Sample) -> str:
+def _summary(best: TuningSample) -> str:
     p = best.parameters
     return (
         f"autotune: keeping fusion threshold {p.fusion_threshold} bytes, flush delay {p.flush_delay * 1000:g} ms, "

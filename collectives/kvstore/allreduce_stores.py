@@ -34,7 +34,7 @@ from hvdlab.collectives.kvstore.arrays import (
 from hvdlab.collectives.kvstore.base import INT_MAX, INT_MIN, Key, KVStoreBase, grouped, pairs, require
 from hvdlab.collectives.kvstore.local_store import KVStore, UserUpdater, Value
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create
-from hvdlab.collectives.kvstore.workers import Workers, completed
+from hvdlab.collectives.kvstore.workers import Workers, wait_for_handles
 from hvdlab.collectives.process_sets import ProcessSet
 
 
@@ -109,7 +109,7 @@ class DistSyncStore(KVStore):
                 if one in self._values or one in own:
                     raise KVStoreError(f"duplicate init of key {one}", one)
                 own[one] = given.todense() if isinstance(given, RowSparse) else view_of(given).copy(order="C")
-            completed(
+            wait_for_handles(
                 [
                     (one, self._workers.submit_broadcast(array, self._name_of(one)))
                     for one, array in own.items()
@@ -201,7 +201,7 @@ class DistSyncStore(KVStore):
             handles += [(key, self._workers.submit_sum(wrong, self._name_of(key) + part)) for part in parts]
         for key, handle in handles:
             try:
-                completed([(key, handle)])
+                wait_for_handles([(key, handle)])
             except KVStoreError:
                 continue  # the mismatch that this was meant to cause
 
@@ -219,7 +219,7 @@ class DistSyncStore(KVStore):
     def _store_oldest(self, key: Key) -> None:
         pushed = self._pending[key][0]
         try:
-            completed([(key, handle) for handle in pushed.handles])
+            wait_for_handles([(key, handle) for handle in pushed.handles])
         except KeyboardInterrupt:
             pushed.interrupted = (
                 True  # whether that withdrew it is known later, and then the user knows of it already
@@ -520,7 +520,7 @@ class PushPull:
             AbortedError: A rank died, failed, left or was interrupted.
             TypeError: An output is read-only, or can't be written to otherwise.
         """
-        completed([(self.key, handle) for handle in self._handles])
+        wait_for_handles([(self.key, handle) for handle in self._handles])
         for target in self._targets:
             write(target, self._total)
         self._targets = []
@@ -565,7 +565,7 @@ class BytePS(RankStore):
         targets = _outputs(key, single if out is None else out)
         total = _contiguous(single)
         _check_shapes(key, total, targets)
-        completed([(key, self._workers.submit_sum(total, f"kv.byteps.{key}"))])
+        wait_for_handles([(key, self._workers.submit_sum(total, f"kv.byteps.{key}"))])
         for target in targets:
             write(target, total)
 
@@ -648,7 +648,7 @@ def _broadcast(workers: Workers, store: str, key: Any, value: Any, out: Any) -> 
     targets = _outputs(key, out)
     array = _contiguous(value)
     _check_shapes(key, array, targets)
-    completed([(key, workers.submit_broadcast(array, f"kv.{store}.{key}"))])
+    wait_for_handles([(key, workers.submit_broadcast(array, f"kv.{store}.{key}"))])
     for target in targets:
         write(target, array)
 
@@ -667,6 +667,6 @@ def _pushpull(workers: Workers, store: str, key: Any, value: Any, out: Any) -> N
         place = seen[one] = seen.get(one, -1) + 1
         name = f"kv.{store}.{one}" if place == 0 else f"kv.{store}.{one}.{place}"
         handles.append((one, workers.submit_sum(array, name)))
-    completed(handles)
+    wait_for_handles(handles)
     for (_, target), array in zip(targets, arrays, strict=True):
         write(target, array)

@@ -38,10 +38,10 @@ from hvdlab.collectives.kvstore.local_store import KVStore, ServerInfo, UserUpda
 from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, portable, restored
 from hvdlab.collectives.kvstore.servers import messages as m
-from hvdlab.collectives.kvstore.servers.connection import Answer, ServerLink, Ticket
+from hvdlab.collectives.kvstore.servers.connection import Answer, ServerLink, ServerRequest
 from hvdlab.collectives.kvstore.servers.discovery import servers_of
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, StoreSpans
-from hvdlab.collectives.kvstore.workers import Workers, completed, joined
+from hvdlab.collectives.kvstore.workers import Workers, joined, wait_for_handles
 from hvdlab.collectives.process_sets import ProcessSet
 
 _WAITED_SECONDS = 0.01
@@ -50,12 +50,12 @@ _WAITED_SECONDS = 0.01
 _INT64: np.dtype[Any] = np.dtype(np.int64)
 
 
-PlaceOfPart = tuple[int, int, int, tuple[int, ...]]
+ShardPlace = tuple[int, int, int, tuple[int, ...]]
 """A part as another worker gets to know it: number of the server, begin, end, and shape."""
 
 
 @dataclass(slots=True)
-class Part:
+class KeyShard:
     """The part of a key that one server has: elements of the flat value, or rows of a row-sparse one.
 
     Attributes:
@@ -72,13 +72,13 @@ class Part:
     start: int
     stop: int
     shape: tuple[int, ...]
-    pushed: deque[Ticket] = field(default_factory=deque)
+    pushed: deque[ServerRequest] = field(default_factory=deque)
     seen: int = 0
 
 
 def _as_mxnet(
     key: Key, shape: tuple[int, ...], links: Sequence[ServerLink], bound: int, *, by_rows: bool
-) -> list[Part]:
+) -> list[KeyShard]:
     """Return the parts as MXNet places a key: the whole on one server, or equal parts on all servers if it is large.
 
     Args:
@@ -91,11 +91,11 @@ def _as_mxnet(
     whole = shape[0] if by_rows else size
     if size < bound or n == 1 or not shape:
         server = (key * 9973 if isinstance(key, int) else zlib.crc32(key.encode())) % n
-        return [Part(server, links[server], 0, whole, shape)]
+        return [KeyShard(server, links[server], 0, whole, shape)]
     ends = [int(np.floor(whole / n * i + 0.5)) for i in range(n + 1)]
     rest = shape[1:] if by_rows else ()
     return [
-        Part(server, link, start, stop, (stop - start, *rest))
+        KeyShard(server, link, start, stop, (stop - start, *rest))
         for server, (link, start, stop) in enumerate(zip(links, ends, ends[1:], strict=False))
     ]
 
@@ -103,8 +103,8 @@ def _as_mxnet(
 class _Pulled(NamedTuple):
     """A pull on its way."""
 
-    part: Part
-    ticket: Ticket
+    part: KeyShard
+    ticket: ServerRequest
 
 
 class ServerStore(KVStore):
@@ -143,13 +143,13 @@ class ServerStore(KVStore):
             self._spans = StoreSpans(engine, self._workers.id << 10 | self._number, len(self._links))
         self._bigarray_bound = engine.settings.kv_bigarray_bound
         #: The parts of each key.
-        self._parts: dict[Key, list[Part]] = {}
+        self._parts: dict[Key, list[KeyShard]] = {}
         self._record = engine.metric if engine.settings.record else None
 
     def _open(self, *, first: bool) -> None:
         """Open the store at all servers; the ``first`` time one worker of each host makes the memory."""
         rank, ranks = context.engine("kvstore").rank, tuple(rank for rank, _ in self._hosts)
-        message = functools.partial(m.Open, store=self._id, workers=ranks)
+        message = functools.partial(m.OpenStore, store=self._id, workers=ranks)
         opened = []
         for link in self._links:
             makes = min((rank for rank, host in self._hosts if host == link.place.host), default=-1)
@@ -157,7 +157,7 @@ class ServerStore(KVStore):
             opened.append((link, used))
         for link, ticket in opened:
             answer = link.wait(ticket)
-            if isinstance(answer, m.Failed) and answer.ranks:
+            if isinstance(answer, m.RequestFailed) and answer.ranks:
                 cause = Cause(CauseKind.RANK_DIED, answer.ranks, answer.text)
                 raise AbortedError(Pending("create", f"kv.{self._id}", (rank,), answer.ranks), cause)
             self._done(None, answer)
@@ -231,10 +231,11 @@ class ServerStore(KVStore):
         servers.stores = max(servers.stores, self._number + 1)
         self._links = servers.find_left(state["left"])
         self._begin(engine)
-        places: dict[Key, list[PlaceOfPart]] = state["parts"]
+        places: dict[Key, list[ShardPlace]] = state["parts"]
         for key, parts in places.items():
             self._parts[key] = [
-                Part(server, self._links[server], start, stop, shape) for server, start, stop, shape in parts
+                KeyShard(server, self._links[server], start, stop, shape)
+                for server, start, stop, shape in parts
             ]
         self._open(first=False)
         for key, (dtype, shape, sparse) in state["kinds"].items():
@@ -268,7 +269,7 @@ class ServerStore(KVStore):
                 if one in self._values or one in own:
                     raise KVStoreError(f"duplicate init of key {one}", one)
                 own[one] = given.todense() if isinstance(given, RowSparse) else view_of(given).copy(order="C")
-            completed(
+            wait_for_handles(
                 [
                     (one, self._workers.submit_broadcast(array, self._name_of(one)))
                     for one, array in own.items()
@@ -300,7 +301,7 @@ class ServerStore(KVStore):
             self._add(new)
             self.barrier()
 
-    def _first(self, key: Key, part: Part, array: Array, by_rows: bool) -> Ticket:
+    def _first(self, key: Key, part: KeyShard, array: Array, by_rows: bool) -> ServerRequest:
         given = array[part.start : part.stop] if by_rows else array.reshape(-1)[part.start : part.stop]
         region = part.link.allocate(given.nbytes)
         np.copyto(part.link.array(region, given.dtype, given.shape), given)
@@ -341,11 +342,11 @@ class ServerStore(KVStore):
                 self._send(key, part, total)
 
     def _span(
-        self, kind: OpKind, key: Key, part: Part, dtype: np.dtype[Any], nbytes: int
+        self, kind: OpKind, key: Key, part: KeyShard, dtype: np.dtype[Any], nbytes: int
     ) -> RequestSpan | None:
         return None if self._spans is None else self._spans.begin(kind, key, part.server, dtype, nbytes)
 
-    def _send(self, key: Key, part: Part, total: Value) -> None:
+    def _send(self, key: Key, part: KeyShard, total: Value) -> None:
         self._look_at_pushes(part)
         if isinstance(total, RowSparse):
             inside = (total.indices >= part.start) & (total.indices < part.stop)
@@ -371,10 +372,10 @@ class ServerStore(KVStore):
         part.pushed.append(ticket)
         part.seen += 1
 
-    def _look_at_pushes(self, part: Part) -> None:
+    def _look_at_pushes(self, part: KeyShard) -> None:
         """Record the staleness of answered pushes; a failed one stays in the queue, for the next pull to raise its error."""
         pushed = part.pushed
-        while pushed and isinstance(answer := pushed[0].answer, m.Done):
+        while pushed and isinstance(answer := pushed[0].answer, m.RequestDone):
             pushed.popleft()
             if self._record is not None:
                 self._record("kv.staleness", answer.staleness)
@@ -432,7 +433,7 @@ class ServerStore(KVStore):
                 for part, ticket in waiting:
                     self._free(part, ticket)
 
-    def _ask(self, key: Key, part: Part) -> _Pulled:
+    def _ask(self, key: Key, part: KeyShard) -> _Pulled:
         dtype = self._values[key].dtype
         nbytes = dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
         span = self._span(OpKind.PULL, key, part, dtype, nbytes)
@@ -446,7 +447,7 @@ class ServerStore(KVStore):
         )
         return _Pulled(part, ticket)
 
-    def _pulled_part(self, key: Key, part: Part, ticket: Ticket) -> None:
+    def _pulled_part(self, key: Key, part: KeyShard, ticket: ServerRequest) -> None:
         """Wait for a pull; pushes of this worker were answered before."""
         begun = time.monotonic()
         answer = part.link.wait(ticket)
@@ -454,12 +455,12 @@ class ServerStore(KVStore):
         if waited > _WAITED_SECONDS and self._record is not None:
             self._record("kv.wait", waited)
         self._look_at_pushes(part)
-        failed = [ticket.answer for ticket in part.pushed if isinstance(ticket.answer, m.Failed)]
+        failed = [ticket.answer for ticket in part.pushed if isinstance(ticket.answer, m.RequestFailed)]
         if failed:
             part.pushed = deque(ticket for ticket in part.pushed if ticket.answer is None)
             self._done(key, failed[0])
         done = self._done(key, answer)
-        assert isinstance(done, m.Done)
+        assert isinstance(done, m.RequestDone)
         part.seen = done.version + len(part.pushed)
 
     def _copy(self, key: Key, pulls: list[_Pulled], targets: list[Any]) -> None:
@@ -479,7 +480,7 @@ class ServerStore(KVStore):
             write(target, value)
 
     @staticmethod
-    def _free(part: Part, ticket: Ticket) -> None:
+    def _free(part: KeyShard, ticket: ServerRequest) -> None:
         # If the wait was interrupted, the server still writes to this region later; then the answer frees it.
         if ticket.answer is None:
             ticket.keeps = False
@@ -636,7 +637,7 @@ class ServerStore(KVStore):
 
     @staticmethod
     def _done(key: Key | None, answer: Answer) -> Answer:
-        if isinstance(answer, m.Failed):
+        if isinstance(answer, m.RequestFailed):
             raise KVStoreError(answer.text if key is None else f"key {key!r}: {answer.text}", key)
         return answer
 

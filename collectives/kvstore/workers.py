@@ -185,7 +185,7 @@ class Workers:
         return found
 
 
-def completed(handles: list[tuple[Key, Handle]]) -> None:
+def wait_for_handles(handles: list[tuple[Key, Handle]]) -> None:
     """Wait for all, then raise the first error, so that nothing is written to afterwards.
 
     Raises:

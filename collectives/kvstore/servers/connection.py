@@ -28,8 +28,8 @@ from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.memory import PAGE, SharedFile
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, ServerClock
-from hvdlab.collectives.kvstore.servers.starting import SOCKET, Place, Starter
-from hvdlab.collectives.kvstore.servers.state import PIECE
+from hvdlab.collectives.kvstore.servers.starting import SOCKET, ServerAddress, ServerStarter
+from hvdlab.collectives.kvstore.servers.state import TRANSFER_BYTES
 from hvdlab.collectives.linux import process_state, require_own_peer
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
@@ -62,7 +62,7 @@ _HELD, _HELD_BYTES = 4, 64 << 10
 _IN_FLIGHT = 256 << 20
 """Bytes of unanswered requests above which a worker waits for answers before it sends more."""
 
-Answer = m.Done | m.Failed | m.Stock
+Answer = m.RequestDone | m.RequestFailed | m.Stock
 
 
 class Region:
@@ -74,7 +74,7 @@ class Region:
         self.offset, self.size = offset, size
 
 
-class Ticket:
+class ServerRequest:
     """A request and its answer.
 
     Attributes:
@@ -98,7 +98,7 @@ class Ticket:
         self.ends = 0
 
 
-class _Outbox:
+class _WorkerArena:
     """Memory for data to and from the server, shared with a server of this host."""
 
     def __init__(self, *, shared: bool) -> None:
@@ -163,7 +163,7 @@ class ServerLink:
         neighbours: The workers of the server's host: only they can start it again.
     """
 
-    def __init__(self, engine: Engine, place: Place, starter: Starter, *, local: bool) -> None:
+    def __init__(self, engine: Engine, place: ServerAddress, starter: ServerStarter, *, local: bool) -> None:
         self.place, self.pid = place, 0
         self.local = local
         self.stock: dict[int, dict[Key, int]] = {}
@@ -178,7 +178,7 @@ class ServerLink:
         #: Whether a thread waits for the socket; others wait for that thread.
         self._reading = False
         self._sequence = 0
-        self._unanswered: dict[int, Ticket] = {}
+        self._unanswered: dict[int, ServerRequest] = {}
         #: The repeated request that the server carries out, as it announced last; 0 for none.
         self._begun = 0
         #: Bytes of the regions of unanswered requests.
@@ -187,8 +187,8 @@ class ServerLink:
         self._sweep_from = _SWEEP_FROM
         #: How many blocks of :meth:`together` are open, and the requests that were held back in them, oldest first.
         self._holding = 0
-        self._held: list[Ticket] = []
-        self._outbox = _Outbox(shared=local)
+        self._held: list[ServerRequest] = []
+        self._outbox = _WorkerArena(shared=local)
         #: The memory of stores, which outlives a server of this host because its workers have it.
         self._files: dict[int, SharedFile] = {}
         #: How many objects of this process use each store.
@@ -199,7 +199,7 @@ class ServerLink:
         #: When the server was heard last.
         self._heard = time.monotonic()
         #: The question whether the server is there, and after how many seconds of silence to log that next.
-        self._probe: Ticket | None = None
+        self._probe: ServerRequest | None = None
         self._say_after = SILENT_SECONDS
         self._clock = ServerClock(local=local)
         self._wake_reader, self._wake_writer = os.pipe()
@@ -232,7 +232,7 @@ class ServerLink:
         *,
         keeps: bool = False,
         span: RequestSpan | None = None,
-    ) -> Ticket:
+    ) -> ServerRequest:
         """Send a request; does not wait for the answer.
 
         Args:
@@ -251,7 +251,7 @@ class ServerLink:
                 self._sweep()
                 self._sweep_from = len(self._unanswered) + _SWEEP_FROM
             self._sequence += 1
-            ticket = Ticket(make(self._sequence), region, sent, keeps=keeps, span=span)
+            ticket = ServerRequest(make(self._sequence), region, sent, keeps=keeps, span=span)
             self._unanswered[self._sequence] = ticket
             self._in_flight += region.size if region is not None else 0
             if self._holding and sent <= _HELD_BYTES and self.local:
@@ -278,7 +278,7 @@ class ServerLink:
                 if self._held:
                     self._carry_out(self._send_held)
 
-    def wait(self, ticket: Ticket) -> Answer:
+    def wait(self, ticket: ServerRequest) -> Answer:
         """Wait for an answer, and return it.
 
         Raises:
@@ -303,7 +303,7 @@ class ServerLink:
             self._require_usable()
             self._carry_out(self._take)
 
-    def use(self, store: int, *, makes_memory: bool, message: Callable[[int], Message]) -> Ticket:
+    def use(self, store: int, *, makes_memory: bool, message: Callable[[int], Message]) -> ServerRequest:
         """Open a store; the worker that ``makes_memory`` creates the store's memory and brings it to a server of its host."""
         with self._changed:
             self._uses[store] = self._uses.get(store, 0) + 1
@@ -336,7 +336,7 @@ class ServerLink:
                 self._lost = KVStoreError("the connection to the parameter server was closed")
                 if self._endpoint is not None:
                     with contextlib.suppress(ConnectionLost):
-                        self._endpoint.send_frame(m.encode(m.Leave()))
+                        self._endpoint.send_frame(m.encode(m.LeaveServer()))
                     self._endpoint.close()
             self._changed.notify_all()
         self._wake()
@@ -364,7 +364,7 @@ class ServerLink:
         if self._probe is None or self._probe.answer is not None:
             self._sequence += 1
             store = next(iter(self.stock), 0)
-            probe = self._probe = Ticket(
+            probe = self._probe = ServerRequest(
                 m.StockRequest(self._sequence, store), None, 0, keeps=False, span=None
             )
             self._unanswered[self._sequence] = probe
@@ -448,14 +448,14 @@ class ServerLink:
         self._held.clear()
         self._send_frames(frames)
 
-    def _transmit(self, ticket: Ticket) -> None:
+    def _transmit(self, ticket: ServerRequest) -> None:
         if self._held:
             self._send_held()  # a worker's requests must arrive in their order
         region = ticket.region
         if region is not None and not self._outbox.shared:
             data = self._outbox.file.array(region.offset, np.dtype(np.uint8), (ticket.sent,))
-            for first in range(0, ticket.sent, PIECE):
-                self._send(m.Data(region.offset + first, data[first : first + PIECE].tobytes()))
+            for first in range(0, ticket.sent, TRANSFER_BYTES):
+                self._send(m.Data(region.offset + first, data[first : first + TRANSFER_BYTES].tobytes()))
         if ticket.span is not None:
             ticket.span.sent = time.monotonic_ns()
         self._send(ticket.message)
@@ -515,14 +515,14 @@ class ServerLink:
         if self._say_after != SILENT_SECONDS:
             self._say_after = SILENT_SECONDS
             LOG.warning("%s answers again", self._name())
-        if isinstance(message, m.Done | m.Failed | m.Stock):
+        if isinstance(message, m.RequestDone | m.RequestFailed | m.Stock):
             self._answer(message)
-        elif isinstance(message, m.Begun):
+        elif isinstance(message, m.RequestBegun):
             self._begun = message.sequence
         elif isinstance(message, m.Data):
             data = np.frombuffer(message.data, np.uint8)
             self._outbox.file.array(message.offset, data.dtype, data.shape)[:] = data
-        elif isinstance(message, m.Share):
+        elif isinstance(message, m.SharedStoreMemory):
             self._keep_memory(message.store, endpoint.take_descriptor())
 
     def _answer(self, message: Answer) -> None:
@@ -574,7 +574,7 @@ class ServerLink:
         began = said = time.monotonic()
         pause = _TRY_AGAIN_SECONDS
         with contextlib.suppress(ConnectionLost):
-            self._take()  # what the server sent before it ended, such as Begun
+            self._take()  # what the server sent before it ended, such as RequestBegun
         self._give_up()
         server, begun, self._begun = self.pid, self._begun, 0
         suspect = self._unanswered.get(begun)
@@ -632,7 +632,7 @@ class ServerLink:
             f"({kind}{about}), {ticket.ends + 1} times by now, and the request is not sent again; the server's output on stderr, "
             "or the kernel's log if memory was short, says why"
         )
-        self._answer(m.Failed(begun, failure))
+        self._answer(m.RequestFailed(begun, failure))
 
     def _patience(self) -> float:
         """Seconds that the server may be gone.
@@ -671,7 +671,7 @@ class ServerLink:
         while True:
             for payload in endpoint.receive():  # nothing comes behind it before we send more
                 answer = m.decode_to_worker(payload)
-                if isinstance(answer, m.Refused):
+                if isinstance(answer, m.AttachRefused):
                     raise StartError(f"The parameter server refused: {answer.reason}")
                 if isinstance(answer, m.Attached):
                     self.pid = answer.pid
@@ -739,7 +739,7 @@ class ServerLink:
             with self._changed:
                 if self._endpoint is endpoint:
                     with contextlib.suppress(ConnectionLost):
-                        self._take()  # what the server sent before it ended, such as Begun
+                        self._take()  # what the server sent before it ended, such as RequestBegun
                     self._give_up()
         # First forget the number, or else _wake() might write a byte to a file that has the same number later.
         writer, self._wake_writer = self._wake_writer, -1
@@ -758,4 +758,4 @@ class ServerLink:
             if file is not None:
                 file.close()
             if self._endpoint is not None:
-                self._carry_out(lambda number=store: self._send(m.Close(number)))  # type: ignore[misc]
+                self._carry_out(lambda number=store: self._send(m.CloseStore(number)))  # type: ignore[misc]

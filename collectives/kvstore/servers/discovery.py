@@ -15,8 +15,8 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, StartError
 from hvdlab.collectives.kvstore.servers.connection import ServerLink
-from hvdlab.collectives.kvstore.servers.starting import Place, Starter
-from hvdlab.collectives.kvstore.workers import Workers, completed
+from hvdlab.collectives.kvstore.servers.starting import ServerAddress, ServerStarter
+from hvdlab.collectives.kvstore.workers import Workers, wait_for_handles
 from hvdlab.collectives.planes.base import PlaneAborted
 
 _NAME_BYTES = 16
@@ -27,7 +27,7 @@ class _Known(msgspec.Struct, frozen=True):
 
     rank: int
     host: str
-    places: tuple[Place, ...]
+    places: tuple[ServerAddress, ...]
     error: str = ""
 
 
@@ -65,7 +65,7 @@ class Servers:
     def __init__(self, engine: Engine) -> None:
         self.stores = 0
         self._engine = engine
-        self._starter = Starter()
+        self._starter = ServerStarter()
         self._links: dict[tuple[str, str], ServerLink] = {}
         self._lock = threading.Lock()
 
@@ -121,7 +121,7 @@ class Servers:
         except (PlaneAborted, TimeoutError) as error:
             raise StartError(f"where the servers are is not known any more: {error}") from error
         places, neighbours = msgspec.json.decode(
-            data, type=tuple[tuple[Place, ...], tuple[tuple[int, ...], ...]]
+            data, type=tuple[tuple[ServerAddress, ...], tuple[tuple[int, ...], ...]]
         )
         with self._lock:
             links = [self._link(place) for place in places]
@@ -144,8 +144,8 @@ class Servers:
         return found
 
     @staticmethod
-    def _of_host(known: list[_Known], host: str) -> list[Place]:
-        found: dict[int, Place] = {}
+    def _of_host(known: list[_Known], host: str) -> list[ServerAddress]:
+        found: dict[int, ServerAddress] = {}
         for place in (place for worker in known for place in worker.places if place.host == host):
             found.setdefault(place.index, place)
         return [found[index] for index in sorted(found)]
@@ -176,7 +176,7 @@ class Servers:
         """
         name = np.frombuffer(os.urandom(_NAME_BYTES), np.uint8).copy()
         handle = workers.submit_gather(name, "kv.servers")
-        completed([("servers", handle)])
+        wait_for_handles([("servers", handle)])
         result = handle.wait()
         assert isinstance(result.output, np.ndarray)
         names = [part.tobytes().hex() for part in result.output.reshape(-1, _NAME_BYTES)]
@@ -192,7 +192,7 @@ class Servers:
                 f"a worker failed while the workers told each other where the servers are ({error}); create the store again"
             ) from error
 
-    def _link(self, place: Place) -> ServerLink:
+    def _link(self, place: ServerAddress) -> ServerLink:
         key = place.host, place.directory
         link = self._links.get(key)
         if link is None:

@@ -156,7 +156,7 @@ _decoder: msgspec.msgpack.Decoder[StoreRecord | KeyRecord] = msgspec.msgpack.Dec
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ValueSlot:
     """One of the two places of a key's value.
 
     Attributes:
@@ -171,7 +171,7 @@ class Slot:
     value: Array
     states: tuple[Array, ...]
 
-    def copy_to(self, other: Slot) -> None:
+    def copy_to(self, other: ValueSlot) -> None:
         """Copy everything but the version."""
         other.head[1:] = self.head[1:]
         other.applied[:] = self.applied
@@ -199,12 +199,12 @@ class Block:
             self._slots.append(slot)
 
     @property
-    def current(self) -> Slot:
+    def current(self) -> ValueSlot:
         """The slot that counts."""
         return self._slots[int(self.current_word[0]) & 1]
 
     @property
-    def other(self) -> Slot:
+    def other(self) -> ValueSlot:
         """The slot that does not count, and may be written to."""
         return self._slots[1 - (int(self.current_word[0]) & 1)]
 
@@ -215,7 +215,7 @@ class Block:
         self.current_word[0] ^= np.uint64(1)
 
 
-def _slot_at(file: SharedFile, at: int, record: KeyRecord, workers: int) -> tuple[Slot, int]:
+def _slot_at(file: SharedFile, at: int, record: KeyRecord, workers: int) -> tuple[ValueSlot, int]:
     words = np.dtype(np.uint64)
     head = file.array(at, words, (3,))
     at += 3 * 8
@@ -226,7 +226,7 @@ def _slot_at(file: SharedFile, at: int, record: KeyRecord, workers: int) -> tupl
         array = file.array(at, element_type(name), shape)
         arrays.append(array)
         at = aligned(at + array.nbytes)
-    return Slot(head, applied, arrays[0], tuple(arrays[1:])), at
+    return ValueSlot(head, applied, arrays[0], tuple(arrays[1:])), at
 
 
 def _block_size(record: KeyRecord, workers: int) -> int:

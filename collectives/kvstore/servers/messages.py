@@ -18,7 +18,7 @@ from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.frames import encode_frame
 from hvdlab.collectives.protocol.messages import Message
 
-VERSION = 2
+VERSION = 3
 
 # -- from workers -----------------------------------------------------------------------------------------------------
 
@@ -26,7 +26,7 @@ VERSION = 2
 class Attach(Message, frozen=True):
     """The first message of a connection. With ``shared`` an outbox comes along as a descriptor.
 
-    ``repeats``: the requests up to this number may be repeated ones, which the server announces by :class:`Begun`.
+    ``repeats``: the requests up to this number may be repeated ones, which the server announces by :class:`RequestBegun`.
     """
 
     version: int
@@ -43,7 +43,7 @@ class Bring(Message, frozen=True):
     store: int
 
 
-class Open(Message, frozen=True):
+class OpenStore(Message, frozen=True):
     """This worker uses a store, as all of ``workers`` do. The worker that makes the store's memory sends :class:`Bring` before."""
 
     sequence: int
@@ -51,7 +51,7 @@ class Open(Message, frozen=True):
     workers: tuple[int, ...]
 
 
-class Close(Message, frozen=True):
+class CloseStore(Message, frozen=True):
     """This worker uses a store no more. If this does not arrive, the server only keeps the memory for longer."""
 
     store: int
@@ -121,11 +121,13 @@ class StockRequest(Message, frozen=True):
     store: int
 
 
-class Leave(Message, frozen=True):
+class LeaveServer(Message, frozen=True):
     """This worker ends its connection on purpose."""
 
 
-FromWorker = Bring | Open | Close | Data | Init | Push | Pull | SetOptimizer | StockRequest | Leave
+FromWorker = (
+    Bring | OpenStore | CloseStore | Data | Init | Push | Pull | SetOptimizer | StockRequest | LeaveServer
+)
 
 
 # -- from servers -----------------------------------------------------------------------------------------------------
@@ -137,13 +139,13 @@ class Attached(Message, frozen=True):
     pid: int
 
 
-class Refused(Message, frozen=True):
+class AttachRefused(Message, frozen=True):
     """The answer to an :class:`Attach` that is not accepted; the connection ends."""
 
     reason: str
 
 
-class Begun(Message, frozen=True):
+class RequestBegun(Message, frozen=True):
     """The server carries out a repeated request now; 0: it does not any more, also if the request is still to be answered.
 
     Should the server end between the two, the request may be the reason: the worker counts such ends.
@@ -152,13 +154,13 @@ class Begun(Message, frozen=True):
     sequence: int
 
 
-class Share(Message, frozen=True):
+class SharedStoreMemory(Message, frozen=True):
     """The memory of a store, as a descriptor, for the worker to keep and to bring to a successor of this server."""
 
     store: int
 
 
-class Done(Message, frozen=True):
+class RequestDone(Message, frozen=True):
     """A request was carried out, and its effect outlives the server.
 
     For a push: the version that it made; and as ``staleness`` how many pushes of others were applied between the version that it
@@ -173,7 +175,7 @@ class Done(Message, frozen=True):
     took: int = 0
 
 
-class Failed(Message, frozen=True):
+class RequestFailed(Message, frozen=True):
     """A request was refused, or a store could not be opened because ``ranks`` have died."""
 
     sequence: int
@@ -189,7 +191,9 @@ class Stock(Message, frozen=True):
     bytes: int
 
 
-ToWorker = Attached | Refused | Begun | Share | Data | Done | Failed | Stock
+ToWorker = (
+    Attached | AttachRefused | RequestBegun | SharedStoreMemory | Data | RequestDone | RequestFailed | Stock
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _attach = msgspec.msgpack.Decoder(Attach)

@@ -1,4 +1,4 @@
-"""A server's process: sockets and time around :class:`~hvdlab.collectives.kvstore.servers.state.ServerState`.
+"""A server's process: sockets and time around :class:`~hvdlab.collectives.kvstore.servers.state.ParameterServerState`.
 
 It belongs to a job, and ends with the job's coordinator unless that has a successor. No rank owns it: the worker of its host that
 first notices that it is gone starts it again, on the same socket.
@@ -35,16 +35,16 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.memory import SharedFile
-from hvdlab.collectives.kvstore.servers.starting import Launch
+from hvdlab.collectives.kvstore.servers.starting import ServerLaunch
 from hvdlab.collectives.kvstore.servers.state import (
-    Arrived,
-    Died,
     Disconnect,
-    Disconnected,
     Event,
-    Received,
-    ServerState,
-    Tick,
+    ParameterServerState,
+    ServerReceived,
+    ServerTick,
+    WorkerArrived,
+    WorkerDied,
+    WorkerDisconnected,
 )
 from hvdlab.collectives.link import Door
 from hvdlab.collectives.linux import name_process, require_own_peer
@@ -68,7 +68,7 @@ _ACCEPT_AGAIN_SECONDS = 0.2
 """Time until the server accepts again after it had no descriptor or no place left for a new connection."""
 
 
-class CopiedOutbox:
+class CopiedArena:
     """The outbox of a worker on another host, as far as it was sent."""
 
     remote = True
@@ -99,7 +99,7 @@ class CopiedOutbox:
             self._bytes = larger
 
 
-class SharedOutbox:
+class SharedArena:
     """The outbox of a worker on this host."""
 
     remote = False
@@ -122,16 +122,16 @@ class _Connection:
         self.open = False
         self.repeats = 0  # see Attach
         self.endpoint = Endpoint(sock, descriptors=True, limit=HELLO_LIMIT)
-        self.outbox: SharedOutbox | CopiedOutbox | None = None
+        self.outbox: SharedArena | CopiedArena | None = None
 
     def fileno(self) -> int:
         return self.endpoint.fileno()
 
 
-class Job:
+class JobObserver:
     """The server's connection to the coordinator: it learns there which ranks have died, and when the job is over."""
 
-    def __init__(self, launch: Launch, news: deque[Event | None], wake: int) -> None:
+    def __init__(self, launch: ServerLaunch, news: deque[Event | None], wake: int) -> None:
         self._door = Door(
             launch.coordinator, launch.coordinator_token, launch.coordinator_certificate or None, "observer"
         )
@@ -193,10 +193,10 @@ class Job:
         ends = {(death.rank, death.pid): death.reason for death in world.deaths}
         for rank, pid in self._known.items():
             if members.get(rank) != pid:
-                self._tell(Died(rank, pid, ends.pop((rank, pid), "")))
+                self._tell(WorkerDied(rank, pid, ends.pop((rank, pid), "")))
         for (rank, pid), reason in ends.items():
             if (rank, pid) not in self._known.items() and members.get(rank) != pid:
-                self._tell(Died(rank, pid, reason))
+                self._tell(WorkerDied(rank, pid, reason))
         self._known = members
 
     def _tell(self, news: Event | None) -> None:
@@ -204,16 +204,16 @@ class Job:
         os.write(self._wake, b"\0")
 
 
-class Server:
+class ParameterServer:
     """Listens, and carries out what the state decides.
 
     Args:
         launch: The settings.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: ServerLaunch) -> None:
         self._launch = launch
-        self._state = ServerState(_import_optimizers(launch))
+        self._state = ParameterServerState(_import_optimizers(launch))
         self._poller: Poller[_Connection | socket.socket | int] = Poller()
         self._connections: dict[int, _Connection] = {}
         #: Answers of this step by connection, sent together: one system call, and one wake-up of the worker, for all of them.
@@ -233,7 +233,7 @@ class Server:
     def serve(self) -> bool:
         """Run until the job is over, or SIGTERM comes. Returns whether the job is over."""
         self._listen()
-        Job(self._launch, self._news, self._wake_writer).start()
+        JobObserver(self._launch, self._news, self._wake_writer).start()
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminate)
         with contextlib.suppress(
@@ -292,7 +292,7 @@ class Server:
 
     def _pass_time(self) -> None:
         now = time.monotonic()
-        self._handle(Tick())
+        self._handle(ServerTick())
         for connection in list(self._connections.values()):
             if not connection.open and connection.deadline <= now:
                 self._turn_away(connection, f"it did not introduce itself within {INTRODUCE_WITHIN:g} s")
@@ -403,34 +403,34 @@ class Server:
         if message.version != m.VERSION or not hmac.compare_digest(
             message.token.encode(), self._launch.token.encode()
         ):
-            connection.endpoint.send_frame(m.encode(m.Refused("wrong version or token")))
+            connection.endpoint.send_frame(m.encode(m.AttachRefused("wrong version or token")))
             raise ProtocolError("it showed a wrong token, or has another version")
         if message.shared:
-            connection.outbox = SharedOutbox(SharedFile(_descriptor(connection.endpoint)))
+            connection.outbox = SharedArena(SharedFile(_descriptor(connection.endpoint)))
         else:
-            connection.outbox = CopiedOutbox()
+            connection.outbox = CopiedArena()
         connection.open = True
         connection.repeats = message.repeats
         connection.endpoint.limit = FRAME_LIMIT
         connection.endpoint.send_frame(m.encode(m.Attached(os.getpid())))
-        self._handle(Arrived(connection.number, message.rank, message.pid, connection.outbox))
+        self._handle(WorkerArrived(connection.number, message.rank, message.pid, connection.outbox))
 
     def _take(self, connection: _Connection, message: m.FromWorker) -> None:
         file = None
         if isinstance(message, m.Bring):
             file = SharedFile(_descriptor(connection.endpoint))
-        received = Received(connection.number, message, file)
+        received = ServerReceived(connection.number, message, file)
         if 0 < getattr(message, "sequence", 0) <= connection.repeats:
             self._carry_out_repeated(connection, received, message.sequence)  # type: ignore[union-attr]
         else:
             self._handle(received)
 
-    def _carry_out_repeated(self, connection: _Connection, received: Received, sequence: int) -> None:
+    def _carry_out_repeated(self, connection: _Connection, received: ServerReceived, sequence: int) -> None:
         """Tell the worker which request this is before carrying it out: it may be the one that ended the server before this one."""
         self._send_answers()
-        self._send(connection, m.encode(m.Begun(sequence)))
+        self._send(connection, m.encode(m.RequestBegun(sequence)))
         self._handle(received)
-        self._answers.setdefault(connection.number, []).append(m.encode(m.Begun(0)))
+        self._answers.setdefault(connection.number, []).append(m.encode(m.RequestBegun(0)))
 
     def _turn_away(self, connection: _Connection, reason: str) -> None:
         self._turned_away.tell(f"a connection was turned away: {reason}")
@@ -444,7 +444,7 @@ class Server:
         del self._connections[connection.number]
         self._accept_again()
         if connection.open:
-            self._handle(Disconnected(connection.number))
+            self._handle(WorkerDisconnected(connection.number))
 
     # -- effects ------------------------------------------------------------------------------------------------------
 
@@ -463,7 +463,7 @@ class Server:
                     self._drop(connection)
                 continue
             message = effect.message
-            if isinstance(message, m.Done):
+            if isinstance(message, m.RequestDone):
                 message = msgspec.structs.replace(message, began=began, took=took)
             self._answers.setdefault(effect.peer, []).append(_encoded(message))
             if effect.file is not None:
@@ -491,12 +491,12 @@ def _encoded(message: Message) -> bytes:
     try:
         return m.encode(message)
     except ProtocolError as error:
-        if not isinstance(message, m.Done | m.Failed | m.Stock):
+        if not isinstance(message, m.RequestDone | m.RequestFailed | m.Stock):
             raise
-        return m.encode(m.Failed(message.sequence, str(error)))
+        return m.encode(m.RequestFailed(message.sequence, str(error)))
 
 
-def _import_optimizers(launch: Launch) -> str:
+def _import_optimizers(launch: ServerLaunch) -> str:
     """Import the modules of the user's optimizers, which register themselves; returns which failed, and why."""
     failed = []
     sys.path += [entry for entry in launch.path if entry not in sys.path]
@@ -535,10 +535,10 @@ def main() -> int:
     settings = sys.stdin.buffer.readline()
     if not settings:
         return 1  # the worker that started this server was killed first: another worker starts another server
-    launch = msgspec.json.decode(settings, type=Launch)
+    launch = msgspec.json.decode(settings, type=ServerLaunch)
     name_process("hvdlab-server", "hvdlab parameter server")
     try:
-        over = Server(launch).serve()
+        over = ParameterServer(launch).serve()
     except StartError as error:
         _log(str(error))
         return 1

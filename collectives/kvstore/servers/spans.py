@@ -53,10 +53,12 @@ class StoreSpans:
             element = self._elements[dtype] = dtype_of(np.empty(0, dtype)) or DType.U8
         return RequestSpan(self, kind, str(key), server, element, nbytes)
 
-    def end(self, span: RequestSpan, answer: m.Done | m.Failed, began: int, finished: int) -> None:
+    def end(
+        self, span: RequestSpan, answer: m.RequestDone | m.RequestFailed, began: int, finished: int
+    ) -> None:
         """Record a request that was answered; ``began`` (ns, 0 if it failed) is when the server began with it."""
         version = batch = took = 0
-        if isinstance(answer, m.Done):
+        if isinstance(answer, m.RequestDone):
             version, took = answer.version, finished - began
             if span.kind is OpKind.PULL:
                 batch = answer.sequence << 12 | self._engine.rank  # no other rank's
@@ -74,7 +76,7 @@ class StoreSpans:
             span.nbytes,
             (span.called, began, finished),
             Phases(transfer=took),
-            isinstance(answer, m.Done),
+            isinstance(answer, m.RequestDone),
         )
 
 
@@ -95,10 +97,10 @@ class RequestSpan:
         self.site = sites.call_site(2)
         self.called = self.sent = time.monotonic_ns()
 
-    def answered(self, answer: m.Done | m.Failed, clock: ServerClock) -> None:
+    def answered(self, answer: m.RequestDone | m.RequestFailed, clock: ServerClock) -> None:
         """The answer has come, now."""
         seen = time.monotonic_ns()
-        if isinstance(answer, m.Failed):
+        if isinstance(answer, m.RequestFailed):
             self._log.end(self, answer, 0, seen)
             return
         began = min(max(clock.here(answer, self.sent, seen), self.called), seen)
@@ -118,7 +120,7 @@ class ServerClock:
         self._local = local
         self._samples = ClockSamples()
 
-    def here(self, answer: m.Done, sent: int, seen: int) -> int:
+    def here(self, answer: m.RequestDone, sent: int, seen: int) -> int:
         """When the server began with a request, on this worker's clock, in ns.
 
         Args:

@@ -41,7 +41,7 @@ _PORT_AGAIN_SECONDS = 0.05
 _SAY_AFTER_SECONDS = 10.0
 
 
-class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServerLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of a server.
 
     Attributes:
@@ -70,7 +70,7 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: tuple[str, ...]
 
 
-class Place(msgspec.Struct, frozen=True):
+class ServerAddress(msgspec.Struct, frozen=True):
     """How workers reach a server.
 
     Attributes:
@@ -90,7 +90,7 @@ class Place(msgspec.Struct, frozen=True):
     token: str
 
 
-class Starter:
+class ServerStarter:
     """Starts servers on this host; safe to use from several processes at once.
 
     A worker's process is the parent of the servers that it has started, and does nothing else for them: they live in sessions of
@@ -100,7 +100,7 @@ class Starter:
     def __init__(self) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
 
-    def make_place(self, index: int, settings: Settings, *, remote: bool, timeout: float) -> Place:
+    def make_place(self, index: int, settings: Settings, *, remote: bool, timeout: float) -> ServerAddress:
         """Make the place of a new server on this host and start it.
 
         Args:
@@ -119,8 +119,8 @@ class Starter:
             certificate, key = new_certificate(settings.address)
             with _listen_tls(settings.address, 0) as probe:
                 tls_address = str(TlsAddress(settings.address, probe.getsockname()[1]))
-        place = Place(host_key(), index, directory, tls_address, certificate, secrets.token_hex(32))
-        launch = Launch(
+        place = ServerAddress(host_key(), index, directory, tls_address, certificate, secrets.token_hex(32))
+        launch = ServerLaunch(
             place.token,
             directory,
             -1,
@@ -138,7 +138,7 @@ class Starter:
         self.ensure(place, timeout)
         return place
 
-    def ensure(self, place: Place, timeout: float) -> None:
+    def ensure(self, place: ServerAddress, timeout: float) -> None:
         """Start the server of a place of this host, unless it runs.
 
         Raises:
@@ -154,7 +154,7 @@ class Starter:
             if _answers(directory):
                 return
             try:
-                launch = msgspec.json.decode((directory / SETTINGS).read_bytes(), type=Launch)
+                launch = msgspec.json.decode((directory / SETTINGS).read_bytes(), type=ServerLaunch)
             except (OSError, msgspec.MsgspecError) as error:
                 raise StartError(f"The settings of the parameter server are gone: {error}") from error
             self._children.append(_spawn(launch, place, Deadline(timeout)))
@@ -171,7 +171,7 @@ def _parent(settings: Settings) -> str | None:
     return str(Path(where.path).parent) if isinstance(where, UnixAddress) else settings.host_directory
 
 
-def _spawn(launch: Launch, place: Place, deadline: Deadline) -> subprocess.Popen[bytes]:
+def _spawn(launch: ServerLaunch, place: ServerAddress, deadline: Deadline) -> subprocess.Popen[bytes]:
     path = Path(place.directory) / SOCKET
     with contextlib.ExitStack() as sockets:
         local = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -207,7 +207,7 @@ def _spawn(launch: Launch, place: Place, deadline: Deadline) -> subprocess.Popen
     return process
 
 
-def _exchange(process: subprocess.Popen[bytes], launch: Launch, deadline: Deadline) -> None:
+def _exchange(process: subprocess.Popen[bytes], launch: ServerLaunch, deadline: Deadline) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:

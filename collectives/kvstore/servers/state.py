@@ -1,10 +1,10 @@
 """What a parameter server decides: requests of workers in, updates of its memory and answers out. No I/O.
 
 A request is carried out when it comes, so those of one worker are carried out in order, and none waits for another worker. A request
-that was answered with ``Done`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next
+that was answered with ``RequestDone`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next
 to each value say which pushes were applied already.
 
-Whatever a request raises is answered to its sender by ``Failed``: a server that ended of it would meet the same request in its
+Whatever a request raises is answered to its sender by ``RequestFailed``: a server that ended of it would meet the same request in its
 successor, which its worker repeats it to. A message without an answer that raises ends its connection alone.
 """
 
@@ -28,16 +28,16 @@ from hvdlab.collectives.kvstore.servers.memory import (
     Block,
     KeyRecord,
     SharedFile,
-    Slot,
     StoreMemory,
     StoreRecord,
+    ValueSlot,
     element_type,
 )
 from hvdlab.collectives.protocol.messages import Message
 
 AWAY_SECONDS = 10.0
 """How long a worker whose connection has ended may take to come back before it counts as dead; the coordinator says so earlier."""
-PIECE = 1 << 20
+TRANSFER_BYTES = 1 << 20
 """Bytes of an outbox that go over a connection at once."""
 _MOST_COUNTED = 1 << 62
 """Bound of counts that come from an optimizer: far from the largest that a slot has room for."""
@@ -50,7 +50,7 @@ _RAISED = (Exception, SystemExit)
 _Request = m.Push | m.Pull | m.Init | m.SetOptimizer | m.StockRequest
 
 
-class Outbox(Protocol):
+class TransferArena(Protocol):
     """Memory that a worker and the server both see: gradients to the server, values back."""
 
     @property
@@ -71,17 +71,17 @@ class Outbox(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class WorkerArrived:
     """A worker has introduced itself over a new connection."""
 
     peer: int
     rank: int
     pid: int
-    outbox: Outbox
+    outbox: TransferArena
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ServerReceived:
     """A message of a worker, with the file that came along."""
 
     peer: int
@@ -90,14 +90,14 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnected:
+class WorkerDisconnected:
     """A connection has ended."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class WorkerDied:
     """A rank's process has ended, as the coordinator says."""
 
     rank: int
@@ -106,16 +106,16 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class ServerTick:
     """Time has passed."""
 
 
-Event = Arrived | Received | Disconnected | Died | Tick
+Event = WorkerArrived | ServerReceived | WorkerDisconnected | WorkerDied | ServerTick
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message, and a file with it."""
+class ServerSend:
+    """ServerSend a message, and a file with it."""
 
     peer: int
     message: Message
@@ -130,7 +130,7 @@ class Disconnect:
     reason: str = ""
 
 
-Effect = Send | Disconnect
+Effect = ServerSend | Disconnect
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class _Worker:
     pid: int
     #: Its connection; -1 while it has none.
     peer: int
-    outbox: Outbox
+    outbox: TransferArena
     #: When its connection ended.
     away_since: float = math.inf
     #: Why what it wrote last to its outbox is not there; empty if it is.
@@ -161,7 +161,7 @@ class _Store:
         return [rank for rank in self.record.workers if rank not in self.record.gone]
 
 
-class ServerState:
+class ParameterServerState:
     """One server. All methods belong to one thread.
 
     Args:
@@ -176,7 +176,7 @@ class ServerState:
         self._workers: dict[int, _Worker] = {}
         self._ranks: dict[int, int] = {}  # by peer
         #: Stores that wait for their memory, and the workers that open them, with their requests.
-        self._opening: dict[int, list[tuple[int, m.Open]]] = {}
+        self._opening: dict[int, list[tuple[int, m.OpenStore]]] = {}
         #: Requests for stores whose memory was not brought yet: their worker, and since when.
         self._early: dict[int, list[tuple[int, _Request, float]]] = {}
         self._effects: list[Effect] = []
@@ -185,16 +185,16 @@ class ServerState:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """React to an event at ``now``, in seconds. Returns the effects, which the caller carries out in order."""
-        if isinstance(event, Received):
+        if isinstance(event, ServerReceived):
             try:
                 self._receive(event, now)
             except _RAISED as error:  # of a message without an answer: requests answer for themselves
                 self._effects.append(Disconnect(event.peer, _text_of(error)))
-        elif isinstance(event, Arrived):
+        elif isinstance(event, WorkerArrived):
             self._arrive(event)
-        elif isinstance(event, Disconnected):
+        elif isinstance(event, WorkerDisconnected):
             self._disconnect(event.peer, now)
-        elif isinstance(event, Died):
+        elif isinstance(event, WorkerDied):
             self._die(event)
         else:
             self._tick(now)
@@ -202,7 +202,7 @@ class ServerState:
         return effects
 
     def next_tick(self) -> float:
-        """When :class:`Tick` is due; ``inf`` if it is not."""
+        """When :class:`ServerTick` is due; ``inf`` if it is not."""
         due = [worker.away_since + AWAY_SECONDS for worker in self._workers.values()]
         due += [since + AWAY_SECONDS for early in self._early.values() for _, _, since in early]
         return min(due, default=math.inf)
@@ -221,7 +221,7 @@ class ServerState:
 
     # -- connections --------------------------------------------------------------------------------------------------
 
-    def _arrive(self, event: Arrived) -> None:
+    def _arrive(self, event: WorkerArrived) -> None:
         before = self._workers.get(event.rank)
         if before is not None:
             self._ranks.pop(before.peer, None)
@@ -241,7 +241,7 @@ class ServerState:
         if rank is not None:
             self._workers[rank].peer, self._workers[rank].away_since = -1, now
 
-    def _die(self, event: Died) -> None:
+    def _die(self, event: WorkerDied) -> None:
         worker = self._workers.get(event.rank)
         if worker is None or worker.pid == event.pid:
             self._dead.add(event.rank)
@@ -292,10 +292,10 @@ class ServerState:
     def _send(self, rank: int, message: Message, file: SharedFile | None = None) -> None:
         worker = self._workers.get(rank)
         if worker is not None and worker.peer >= 0:
-            self._effects.append(Send(worker.peer, message, file))
+            self._effects.append(ServerSend(worker.peer, message, file))
 
     def _fail(self, rank: int, sequence: int, text: str, ranks: tuple[int, ...] = ()) -> None:
-        self._send(rank, m.Failed(sequence, text, ranks))
+        self._send(rank, m.RequestFailed(sequence, text, ranks))
 
     def _refuse(self, rank: int, sequence: int, error: BaseException) -> None:
         """Answer a request that has raised this."""
@@ -303,7 +303,7 @@ class ServerState:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _receive(self, event: Received, now: float) -> None:
+    def _receive(self, event: ServerReceived, now: float) -> None:
         message = event.message
         rank = self._ranks.get(event.peer)
         if rank is None:
@@ -314,9 +314,9 @@ class ServerState:
             self._write(self._workers[rank], message)
         elif isinstance(message, m.Bring):
             self._bring(message, event.file)
-        elif isinstance(message, m.Open):
+        elif isinstance(message, m.OpenStore):
             self._open(rank, message)
-        elif isinstance(message, m.Close):
+        elif isinstance(message, m.CloseStore):
             if message.store in self._stores:
                 self._leave_store(message.store, rank)
         else:
@@ -402,13 +402,13 @@ class ServerState:
     def _refusal(self, error: BaseException) -> str:
         return "; ".join(filter(None, (_text_of(error), self._not_imported)))
 
-    def _open(self, rank: int, request: m.Open) -> None:
+    def _open(self, rank: int, request: m.OpenStore) -> None:
         try:
             self._open_for(rank, request)
         except _RAISED as error:
             self._refuse(rank, request.sequence, error)
 
-    def _open_for(self, rank: int, request: m.Open) -> None:
+    def _open_for(self, rank: int, request: m.OpenStore) -> None:
         if request.store not in self._stores:
             if rank not in request.workers:
                 raise ProtocolError(f"rank {rank} opens a store of {format_ranks(request.workers)}")
@@ -424,8 +424,8 @@ class ServerState:
         if rank not in store.participants():
             self._return_to(store, rank, anew=True)
         if not self._workers[rank].outbox.remote:
-            self._send(rank, m.Share(request.store), store.memory.file)
-        self._send(rank, m.Done(request.sequence))
+            self._send(rank, m.SharedStoreMemory(request.store), store.memory.file)
+        self._send(rank, m.RequestDone(request.sequence))
 
     def _return_to(self, store: _Store, rank: int, *, anew: bool) -> None:
         """A worker that has left uses the store again; from a new process, whose sequence numbers begin anew, unless it was only cut off.
@@ -445,9 +445,9 @@ class ServerState:
                 request.offset, element_type(request.dtype), request.shape
             )
             self._make_block(store, request.key, given)
-        self._send(rank, m.Done(request.sequence, self._version(store, request.key)))
+        self._send(rank, m.RequestDone(request.sequence, self._version(store, request.key)))
 
-    def _make_block(self, store: _Store, key: Key, value: Array, before: Slot | None = None) -> Block:
+    def _make_block(self, store: _Store, key: Key, value: Array, before: ValueSlot | None = None) -> Block:
         """A block for a key with this value, and with new states of the present optimizer."""
         optimizer = store.optimizer
         if optimizer is not None and optimizer.multi_precision:
@@ -485,7 +485,7 @@ class ServerState:
         record = msgspec.structs.replace(store.record, optimizer=request.optimizer, generation=generation)
         self._describe(store, record)
         store.optimizer = optimizer
-        self._send(rank, m.Done(request.sequence))
+        self._send(rank, m.RequestDone(request.sequence))
 
     def _version(self, store: _Store, key: Key) -> int:
         return int(store.memory.blocks[key].current.head[0])
@@ -518,15 +518,15 @@ class ServerState:
             np.copyto(out, value, casting="unsafe")
         if outbox.remote:
             data = out.tobytes()
-            for first in range(0, len(data), PIECE):
-                self._send(rank, m.Data(start + first, data[first : first + PIECE]))
-        self._send(rank, m.Done(request.sequence, int(slot.head[0])))
+            for first in range(0, len(data), TRANSFER_BYTES):
+                self._send(rank, m.Data(start + first, data[first : first + TRANSFER_BYTES]))
+        self._send(rank, m.RequestDone(request.sequence, int(slot.head[0])))
 
     def _push(self, store: _Store, rank: int, push: m.Push) -> None:
         """Apply a push and answer it, unless it was applied before: then the first answer was lost with the connection."""
         slot, index = store.memory.blocks[push.key].current, store.record.workers.index(rank)
         if push.sequence <= int(slot.applied[index]):
-            self._send(rank, m.Done(push.sequence, int(slot.head[0])))
+            self._send(rank, m.RequestDone(push.sequence, int(slot.head[0])))
             return
         if rank not in store.participants():
             self._return_to(store, rank, anew=False)  # it was only cut off
@@ -535,7 +535,7 @@ class ServerState:
             return
         before = int(slot.head[0])
         self._apply(store, store.optimizer, rank, push)  # should it raise, the value is as before
-        self._send(rank, m.Done(push.sequence, before + 1, max(0, before - push.seen)))
+        self._send(rank, m.RequestDone(push.sequence, before + 1, max(0, before - push.seen)))
 
     def _gradient(self, optimizer: Optimizer, block: Block, rank: int, push: m.Push) -> Array | RowSparse:
         found = self._pushed(block, rank, push)

@@ -33,7 +33,7 @@ class PairedLink(ServerLink):
 
     server: socket.socket | None = None
 
-    def _open(self, deadline: Deadline) -> socket.socket:
+    def _open_socket(self, deadline: Deadline) -> socket.socket:
         if self.server is not None:
             self.server.close()
         ours, self.server = socket.socketpair()
@@ -48,7 +48,7 @@ class PairedLink(ServerLink):
                 socket.send_fds(self.server, [data], [descriptor])
             else:
                 self.server.sendall(data)
-            self._carry_out(self._take)
+            self._with_reconnect(self._receive)
             assert self._endpoint is not None
             kept = [each.region.size for each in self._unanswered.values() if each.region is not None]
             assert self._in_flight == sum(kept)
@@ -61,10 +61,10 @@ class PairedLink(ServerLink):
     def end(self) -> None:
         """Stop using the server."""
         with self._changed:
-            self._lose(StartError("the test is over"))
-            self._give_up()
+            self._mark_lost(StartError("the test is over"))
+            self._drop_connection()
         self._wake()
-        for file in (self._outbox.file, *self._files.values()):
+        for file in (self._arena.file, *self._files.values()):
             file.close()
         if self.server is not None:
             self.server.close()

@@ -320,7 +320,7 @@ class DistSyncStore(KVStore):
             self._store_pushed(self._pending)
             super().set_learning_rate(lr)
 
-    def _takes(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
+    def _accepts_gradient(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
         masters = self._has_optimizer and gradient == np.float16 and weight == np.float32
         return self._multi_precision or weight == gradient or masters
 
@@ -389,7 +389,7 @@ class DistSyncStore(KVStore):
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._take_settings(state["settings"])
+        self._restore_settings(state["settings"])
         self._workers, self._id = state["workers"], state["id"]
         DistSyncStore._made = max(DistSyncStore._made, self._id)
         self._values, self._outside = state["values"], state["outside"]

@@ -112,7 +112,7 @@ class KVStore(KVStoreBase):
         self._compression: GradientCompression | None = None
         #: What compression has not sent yet, by key and place in the pushed list.
         self._residuals: dict[tuple[Key, int], Array] = {}
-        self._said_sparse = False
+        self._warned_sparse = False
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class KVStore(KVStoreBase):
                     f"key {key!r} has shape {tuple(stored.shape)}, but an array of shape {tuple(array.shape)} was pushed",
                     key,
                 )
-            if isinstance(self._updater, Updater) and not self._takes(stored.dtype, array.dtype):
+            if isinstance(self._updater, Updater) and not self._accepts_gradient(stored.dtype, array.dtype):
                 raise KVStoreError(
                     f"the weight of key {key!r} is {stored.dtype}, but its gradient {array.dtype}; they need one type",
                     key,
@@ -194,7 +194,7 @@ class KVStore(KVStoreBase):
                     key,
                 )
 
-    def _takes(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
+    def _accepts_gradient(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
         """Whether the optimizer can apply a gradient of this type to a weight of that type."""
         return weight == gradient
 
@@ -280,7 +280,7 @@ class KVStore(KVStoreBase):
         for key, target in found:
             stored = self._values[key]
             if ignore_sparse and isinstance(target, RowSparse):
-                self._say_sparse(key)
+                self._warn_sparse(key)
             elif isinstance(target, RowSparse):
                 sparse = stored if isinstance(stored, RowSparse) else _as_rows(stored)
                 target.replace(sparse.indices, sparse.data)
@@ -292,9 +292,9 @@ class KVStore(KVStoreBase):
     def _pulled(self, key: Key, stored: Array) -> Array:
         return stored
 
-    def _say_sparse(self, key: Key) -> None:
-        if not self._said_sparse:
-            self._said_sparse = True
+    def _warn_sparse(self, key: Key) -> None:
+        if not self._warned_sparse:
+            self._warned_sparse = True
             _LOG.warning(
                 "pull leaves row-sparse outputs alone, such as that of key %r: use row_sparse_pull", key
             )
@@ -545,7 +545,7 @@ class KVStore(KVStoreBase):
             "compression": self._compression,
         }
 
-    def _take_settings(self, settings: Mapping[str, Any]) -> None:
+    def _restore_settings(self, settings: Mapping[str, Any]) -> None:
         KVStore.__init__(self, settings["name"], on_devices=settings["on_devices"])
         self._array_types = {key: array_type_named(name) for key, name in settings["array_types"].items()}
         self._numbers, self._compression = dict(settings["numbers"]), settings["compression"]

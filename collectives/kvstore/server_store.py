@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,18 +51,18 @@ _INT64: np.dtype[Any] = np.dtype(np.int64)
 
 
 ShardPlace = tuple[int, int, int, tuple[int, ...]]
-"""A part as another worker gets to know it: number of the server, begin, end, and shape."""
+"""A shard as it travels to another worker: number of the server, begin, end, and shape."""
 
 
 @dataclass(slots=True)
 class KeyShard:
-    """The part of a key that one server has: elements of the flat value, or rows of a row-sparse one.
+    """Part of a key that one server has: elements of the flat value, or rows of a row-sparse one.
 
     Attributes:
         server: Number of the server.
         link: The connection to the server.
-        start, stop: First element, or row, of the part, and the one behind its last.
-        shape: Shape of this part.
+        start, stop: First element, or row, of the shard, and the one behind its last.
+        shape: Shape of this shard.
         pushed: Pushes whose answer this worker has not looked at.
         seen: Version of the value that this worker pulled last, plus its pushes since.
     """
@@ -79,7 +79,7 @@ class KeyShard:
 def _as_mxnet(
     key: Key, shape: tuple[int, ...], links: Sequence[ServerLink], bound: int, *, by_rows: bool
 ) -> list[KeyShard]:
-    """Return the parts as MXNet places a key: the whole on one server, or equal parts on all servers if it is large.
+    """Return the shards as MXNet places a key: the whole on one server, or equal parts on all servers if it is large.
 
     Args:
         key, shape: The key, and the shape of its value.
@@ -100,11 +100,8 @@ def _as_mxnet(
     ]
 
 
-class _Pulled(NamedTuple):
-    """A pull on its way."""
-
-    part: KeyShard
-    ticket: ServerRequest
+_Pulled = tuple[KeyShard, ServerRequest]
+"""A pull on its way."""
 
 
 class ServerStore(KVStore):
@@ -142,8 +139,8 @@ class ServerStore(KVStore):
             # Stores of several process sets may have the same number.
             self._spans = StoreSpans(engine, self._workers.id << 10 | self._number, len(self._links))
         self._bigarray_bound = engine.settings.kv_bigarray_bound
-        #: The parts of each key.
-        self._parts: dict[Key, list[KeyShard]] = {}
+        #: The shards of each key.
+        self._shards: dict[Key, list[KeyShard]] = {}
         self._record = engine.metric if engine.settings.record else None
 
     def _open(self, *, first: bool) -> None:
@@ -152,32 +149,32 @@ class ServerStore(KVStore):
         message = functools.partial(m.OpenStore, store=self._id, workers=ranks)
         opened = []
         for link in self._links:
-            makes = min((rank for rank, host in self._hosts if host == link.place.host), default=-1)
-            used = link.use(self._id, makes_memory=first and rank == makes, message=message)
+            makes = min((rank for rank, host in self._hosts if host == link.address.host), default=-1)
+            used = link.open_store(self._id, makes_memory=first and rank == makes, message=message)
             opened.append((link, used))
-        for link, ticket in opened:
-            answer = link.wait(ticket)
+        for link, request in opened:
+            answer = link.wait(request)
             if isinstance(answer, m.RequestFailed) and answer.ranks:
                 cause = Cause(CauseKind.RANK_DIED, answer.ranks, answer.text)
                 raise AbortedError(Pending("create", f"kv.{self._id}", (rank,), answer.ranks), cause)
-            self._done(None, answer)
+            self._checked(None, answer)
         for link in self._links:
             weakref.finalize(self, link.close_store, self._id).atexit = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for a worker that was started anew, which takes part from then on; the values are on the servers.
+        """Return the state for a restarted worker, which takes part from then on; the values are on the servers.
 
         Raises:
             KVStoreError: A push of this worker is on its way, or a server is lost.
         """
         with self._unused():
             for link in self._links:
-                link.take_answers()
+                link.receive_answers()
             waiting = (
                 key
-                for key, parts in self._parts.items()
-                for part in parts
-                for one in part.pushed
+                for key, shards in self._shards.items()
+                for shard in shards
+                for one in shard.pushed
                 if one.answer is None
             )
             for key in waiting:
@@ -187,8 +184,8 @@ class ServerStore(KVStore):
                 for key, value in self._values.items()
             }
             places = {
-                key: [(part.server, part.start, part.stop, part.shape) for part in parts]
-                for key, parts in self._parts.items()
+                key: [(shard.server, shard.start, shard.stop, shard.shape) for shard in shards]
+                for key, shards in self._shards.items()
             }
             return {
                 "settings": self._settings(),
@@ -199,50 +196,50 @@ class ServerStore(KVStore):
                 "kinds": kinds,
                 "parts": places,
                 # Places have secrets, which the data plane must not carry; the coordinator may.
-                "left": servers_of(context.engine("kvstore")).leave_places(self._links),
+                "left": servers_of(context.engine("kvstore")).publish_addresses(self._links),
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._brought = state
+        self._unpickled = state
         if context.is_initialized():
-            self._take_part()
+            self._join()
 
     def __getattr__(self, name: str) -> Any:
         """Let a store that was unpickled before this process had joined the world take part at its first use."""
-        if "_brought" not in vars(self) or name.startswith("__"):
+        if "_unpickled" not in vars(self) or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self._take_part()
+        self._join()
         return getattr(self, name)
 
-    def _take_part(self) -> None:
-        state = vars(self).pop("_brought")
+    def _join(self) -> None:
+        state = vars(self).pop("_unpickled")
         try:
             self._restore(joined(), state)
         except BaseException:
-            self._brought = state
+            self._unpickled = state
             raise
 
     def _restore(self, engine: Engine, state: dict[str, Any]) -> None:
-        self._take_settings(state["settings"])
+        self._restore_settings(state["settings"])
         self._workers, self._hosts = state["workers"], state["hosts"]
         self._id, self._number = state["numbers"]
         self._multi_precision = state["multi_precision"]
         servers = servers_of(engine)
         servers.stores = max(servers.stores, self._number + 1)
-        self._links = servers.find_left(state["left"])
+        self._links = servers.find_published(state["left"])
         self._begin(engine)
         places: dict[Key, list[ShardPlace]] = state["parts"]
-        for key, parts in places.items():
-            self._parts[key] = [
+        for key, shards in places.items():
+            self._shards[key] = [
                 KeyShard(server, self._links[server], start, stop, shape)
-                for server, start, stop, shape in parts
+                for server, start, stop, shape in shards
             ]
         self._open(first=False)
         for key, (dtype, shape, sparse) in state["kinds"].items():
             self._values[key] = _nothing(np.dtype(dtype), shape, sparse=sparse)
-            for part in self._parts[key]:
-                part.link.has(
-                    self._id, key, np.dtype(dtype).itemsize * int(np.prod(part.shape, dtype=np.int64))
+            for shard in self._shards[key]:
+                shard.link.record_key(
+                    self._id, key, np.dtype(dtype).itemsize * int(np.prod(shard.shape, dtype=np.int64))
                 )
 
     # -- values -------------------------------------------------------------------------------------------------------
@@ -276,38 +273,43 @@ class ServerStore(KVStore):
                 ]
             )
             new: dict[Key, tuple[Value, ArrayType]] = {}
-            tickets = []
+            requests = []
             for one, given in found:
                 array, sparse = own[one], isinstance(given, RowSparse)
-                parts = _as_mxnet(one, array.shape, self._links, self._bigarray_bound, by_rows=sparse)
-                self._parts[one] = parts
+                shards = _as_mxnet(one, array.shape, self._links, self._bigarray_bound, by_rows=sparse)
+                self._shards[one] = shards
                 if self._workers.rank == 0:
-                    tickets += [(one, part.link, self._first(one, part, array, sparse)) for part in parts]
+                    requests += [
+                        (one, shard.link, self._send_first_value(one, shard, array, sparse))
+                        for shard in shards
+                    ]
                 nothing = _nothing(array.dtype, array.shape, sparse=sparse)
                 new[one] = (nothing, NUMPY if sparse else array_type_of(given) or NUMPY)
             refused: KVStoreError | None = None
-            for one, link, ticket in tickets:
+            for one, link, request in requests:
                 try:
-                    self._done(one, link.wait(ticket))
+                    self._checked(one, link.wait(request))
                 except KVStoreError as error:
                     refused = refused or error
-            text = self._workers.first_says("" if refused is None else str(refused), f"kv.{self._id}.init")
+            text = self._workers.broadcast_text(
+                "" if refused is None else str(refused), f"kv.{self._id}.init"
+            )
             if refused is not None or text:
                 raise refused or KVStoreError(text)
             for one, array in own.items():
-                for part in self._parts[one]:
-                    nbytes = array.dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
-                    part.link.has(self._id, one, nbytes)
+                for shard in self._shards[one]:
+                    nbytes = array.dtype.itemsize * int(np.prod(shard.shape, dtype=np.int64))
+                    shard.link.record_key(self._id, one, nbytes)
             self._add(new)
             self.barrier()
 
-    def _first(self, key: Key, part: KeyShard, array: Array, by_rows: bool) -> ServerRequest:
-        given = array[part.start : part.stop] if by_rows else array.reshape(-1)[part.start : part.stop]
-        region = part.link.allocate(given.nbytes)
-        np.copyto(part.link.array(region, given.dtype, given.shape), given)
+    def _send_first_value(self, key: Key, shard: KeyShard, array: Array, by_rows: bool) -> ServerRequest:
+        given = array[shard.start : shard.stop] if by_rows else array.reshape(-1)[shard.start : shard.stop]
+        region = shard.link.allocate(given.nbytes)
+        np.copyto(shard.link.array(region, given.dtype, given.shape), given)
         name, offset = array.dtype.str[1:], region.offset
-        return part.link.request(
-            lambda sequence: m.Init(sequence, self._id, key, part.shape, name, offset),
+        return shard.link.request(
+            lambda sequence: m.Init(sequence, self._id, key, shard.shape, name, offset),
             region,
             given.nbytes,
         )
@@ -337,44 +339,44 @@ class ServerStore(KVStore):
             )
         for key, total in self._sums(found).items():
             if isinstance(total, RowSparse) and not isinstance(self._values[key], RowSparse):
-                total = _as_elements(total) if len(self._parts[key]) > 1 else total
-            for part in self._parts[key]:
-                self._send(key, part, total)
+                total = _as_elements(total) if len(self._shards[key]) > 1 else total
+            for shard in self._shards[key]:
+                self._send(key, shard, total)
 
     def _span(
-        self, kind: OpKind, key: Key, part: KeyShard, dtype: np.dtype[Any], nbytes: int
+        self, kind: OpKind, key: Key, shard: KeyShard, dtype: np.dtype[Any], nbytes: int
     ) -> RequestSpan | None:
-        return None if self._spans is None else self._spans.begin(kind, key, part.server, dtype, nbytes)
+        return None if self._spans is None else self._spans.begin(kind, key, shard.server, dtype, nbytes)
 
-    def _send(self, key: Key, part: KeyShard, total: Value) -> None:
-        self._look_at_pushes(part)
+    def _send(self, key: Key, shard: KeyShard, total: Value) -> None:
+        self._pop_answered_pushes(shard)
         if isinstance(total, RowSparse):
-            inside = (total.indices >= part.start) & (total.indices < part.stop)
-            numbers, data = total.indices[inside] - part.start, total.data[inside]
+            inside = (total.indices >= shard.start) & (total.indices < shard.stop)
+            numbers, data = total.indices[inside] - shard.start, total.data[inside]
             rows, nbytes = len(numbers), numbers.nbytes + data.nbytes
-            span = self._span(OpKind.PUSH, key, part, data.dtype, nbytes)
-            region = part.link.allocate(nbytes)
-            np.copyto(part.link.array(region, _INT64, numbers.shape), numbers)
-            np.copyto(part.link.array(region, data.dtype, data.shape, numbers.nbytes), data)
+            span = self._span(OpKind.PUSH, key, shard, data.dtype, nbytes)
+            region = shard.link.allocate(nbytes)
+            np.copyto(shard.link.array(region, _INT64, numbers.shape), numbers)
+            np.copyto(shard.link.array(region, data.dtype, data.shape, numbers.nbytes), data)
         else:
-            data = total if len(self._parts[key]) == 1 else total.reshape(-1)[part.start : part.stop]
+            data = total if len(self._shards[key]) == 1 else total.reshape(-1)[shard.start : shard.stop]
             rows, nbytes = -1, data.nbytes
-            span = self._span(OpKind.PUSH, key, part, data.dtype, nbytes)
-            region = part.link.allocate(nbytes)
-            np.copyto(part.link.array(region, data.dtype, data.shape), data)
-        name, offset, seen = data.dtype.str[1:], region.offset, part.seen
-        ticket = part.link.request(
+            span = self._span(OpKind.PUSH, key, shard, data.dtype, nbytes)
+            region = shard.link.allocate(nbytes)
+            np.copyto(shard.link.array(region, data.dtype, data.shape), data)
+        name, offset, seen = data.dtype.str[1:], region.offset, shard.seen
+        request = shard.link.request(
             lambda sequence: m.Push(sequence, self._id, key, name, offset, seen, rows),
             region,
             nbytes,
             span=span,
         )
-        part.pushed.append(ticket)
-        part.seen += 1
+        shard.pushed.append(request)
+        shard.seen += 1
 
-    def _look_at_pushes(self, part: KeyShard) -> None:
+    def _pop_answered_pushes(self, shard: KeyShard) -> None:
         """Record the staleness of answered pushes; a failed one stays in the queue, for the next pull to raise its error."""
-        pushed = part.pushed
+        pushed = shard.pushed
         while pushed and isinstance(answer := pushed[0].answer, m.RequestDone):
             pushed.popleft()
             if self._record is not None:
@@ -399,7 +401,7 @@ class ServerStore(KVStore):
             kinds = "row-sparse" if stored else "dense", "row-sparse" if sparse else "dense"
             raise KVStoreError(f"key {key!r} is {kinds[0]}, but was given a {kinds[1]} array", key)
 
-    def _takes(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
+    def _accepts_gradient(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
         return self._multi_precision or weight == gradient
 
     def _write(self, found: list[tuple[Key, Any]], ignore_sparse: bool) -> None:
@@ -409,7 +411,7 @@ class ServerStore(KVStore):
         wanted: dict[Key, list[Any]] = {}
         for key, target in found:
             if isinstance(target, RowSparse):
-                self._say_sparse(key)
+                self._warn_sparse(key)
             else:
                 wanted.setdefault(key, []).append(target)
         by_rows = {key: wanted.pop(key) for key in tuple(wanted) if isinstance(self._values[key], RowSparse)}
@@ -421,71 +423,71 @@ class ServerStore(KVStore):
                 write(target, value)
 
     def _pull_dense(self, wanted: dict[Key, list[Any]]) -> None:
-        pulls = {key: [self._ask(key, part) for part in self._parts[key]] for key in wanted}
+        pulls = {key: [self._request_pull(key, shard) for shard in self._shards[key]] for key in wanted}
         try:
             for key, waiting in pulls.items():
-                for part, ticket in waiting:
-                    self._pulled_part(key, part, ticket)
+                for shard, request in waiting:
+                    self._finish_pull(key, shard, request)
             for key, targets in wanted.items():
                 self._copy(key, pulls[key], targets)
         finally:
             for waiting in pulls.values():
-                for part, ticket in waiting:
-                    self._free(part, ticket)
+                for shard, request in waiting:
+                    self._free(shard, request)
 
-    def _ask(self, key: Key, part: KeyShard) -> _Pulled:
+    def _request_pull(self, key: Key, shard: KeyShard) -> _Pulled:
         dtype = self._values[key].dtype
-        nbytes = dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
-        span = self._span(OpKind.PULL, key, part, dtype, nbytes)
-        region = part.link.allocate(nbytes)
+        nbytes = dtype.itemsize * int(np.prod(shard.shape, dtype=np.int64))
+        span = self._span(OpKind.PULL, key, shard, dtype, nbytes)
+        region = shard.link.allocate(nbytes)
         name, offset = dtype.str[1:], region.offset
-        ticket = part.link.request(
+        request = shard.link.request(
             lambda sequence: m.Pull(sequence, self._id, key, name, offset),
             region,
             keeps=True,
             span=span,
         )
-        return _Pulled(part, ticket)
+        return shard, request
 
-    def _pulled_part(self, key: Key, part: KeyShard, ticket: ServerRequest) -> None:
+    def _finish_pull(self, key: Key, shard: KeyShard, request: ServerRequest) -> None:
         """Wait for a pull; pushes of this worker were answered before."""
         begun = time.monotonic()
-        answer = part.link.wait(ticket)
+        answer = shard.link.wait(request)
         waited = time.monotonic() - begun
         if waited > _WAITED_SECONDS and self._record is not None:
             self._record("kv.wait", waited)
-        self._look_at_pushes(part)
-        failed = [ticket.answer for ticket in part.pushed if isinstance(ticket.answer, m.RequestFailed)]
+        self._pop_answered_pushes(shard)
+        failed = [request.answer for request in shard.pushed if isinstance(request.answer, m.RequestFailed)]
         if failed:
-            part.pushed = deque(ticket for ticket in part.pushed if ticket.answer is None)
-            self._done(key, failed[0])
-        done = self._done(key, answer)
+            shard.pushed = deque(request for request in shard.pushed if request.answer is None)
+            self._checked(key, failed[0])
+        done = self._checked(key, answer)
         assert isinstance(done, m.RequestDone)
-        part.seen = done.version + len(part.pushed)
+        shard.seen = done.version + len(shard.pushed)
 
     def _copy(self, key: Key, pulls: list[_Pulled], targets: list[Any]) -> None:
         stored = self._values[key]
         if len(pulls) == 1:
-            part, ticket = pulls[0]
-            assert ticket.region is not None
-            value = part.link.array(ticket.region, stored.dtype, stored.shape)
+            shard, request = pulls[0]
+            assert request.region is not None
+            value = shard.link.array(request.region, stored.dtype, stored.shape)
         else:
             value = np.empty(stored.shape, stored.dtype)
-            for part, ticket in pulls:
-                assert ticket.region is not None
-                value.reshape(-1)[part.start : part.stop] = part.link.array(
-                    ticket.region, stored.dtype, part.shape
+            for shard, request in pulls:
+                assert request.region is not None
+                value.reshape(-1)[shard.start : shard.stop] = shard.link.array(
+                    request.region, stored.dtype, shard.shape
                 )
         for target in targets:
             write(target, value)
 
     @staticmethod
-    def _free(part: KeyShard, ticket: ServerRequest) -> None:
+    def _free(shard: KeyShard, request: ServerRequest) -> None:
         # If the wait was interrupted, the server still writes to this region later; then the answer frees it.
-        if ticket.answer is None:
-            ticket.keeps = False
-        elif ticket.region is not None:
-            part.link.free(ticket.region)
+        if request.answer is None:
+            request.keeps = False
+        elif request.region is not None:
+            shard.link.free(request.region)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
         """Copy some rows of row-sparse values, after this worker's pushes of them; see :meth:`KVStore.row_sparse_pull`."""
@@ -509,12 +511,12 @@ class ServerStore(KVStore):
         stored = self._values[key]
         data = np.empty((len(rows), *stored.shape[1:]), stored.dtype)
         row_bytes = stored.dtype.itemsize * int(np.prod(stored.shape[1:], dtype=np.int64))
-        for part in self._parts[key]:
-            inside = np.flatnonzero((rows >= part.start) & (rows < part.stop))
-            numbers = rows[inside] - part.start
-            span = self._span(OpKind.PULL, key, part, stored.dtype, row_bytes * len(numbers))
-            region = part.link.allocate(numbers.nbytes + row_bytes * len(numbers))
-            np.copyto(part.link.array(region, _INT64, numbers.shape), numbers)
+        for shard in self._shards[key]:
+            inside = np.flatnonzero((rows >= shard.start) & (rows < shard.stop))
+            numbers = rows[inside] - shard.start
+            span = self._span(OpKind.PULL, key, shard, stored.dtype, row_bytes * len(numbers))
+            region = shard.link.allocate(numbers.nbytes + row_bytes * len(numbers))
+            np.copyto(shard.link.array(region, _INT64, numbers.shape), numbers)
             message = functools.partial(
                 m.Pull,
                 store=self._id,
@@ -523,14 +525,14 @@ class ServerStore(KVStore):
                 offset=region.offset,
                 rows=len(numbers),
             )
-            ticket = part.link.request(message, region, numbers.nbytes, keeps=True, span=span)
+            request = shard.link.request(message, region, numbers.nbytes, keeps=True, span=span)
             try:
-                self._pulled_part(key, part, ticket)
-                data[inside] = part.link.array(
+                self._finish_pull(key, shard, request)
+                data[inside] = shard.link.array(
                     region, stored.dtype, (len(numbers), *stored.shape[1:]), numbers.nbytes
                 )
             finally:
-                self._free(part, ticket)
+                self._free(shard, request)
         return data
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
@@ -553,7 +555,7 @@ class ServerStore(KVStore):
             self._check_outputs(targets, self._values)
             with contextlib.ExitStack() as links:
                 for link in self._links:
-                    links.enter_context(link.together())
+                    links.enter_context(link.batched())
                 self._push(found)
                 self._write(targets, ignore_sparse=True)
 
@@ -590,7 +592,7 @@ class ServerStore(KVStore):
                 self._send_optimizer(spec, keeps_states=False)
             except KVStoreError as error:  # only the first worker knows
                 failed = str(error)
-            failed = self._workers.first_says(failed, f"kv.{self._id}.set_optimizer")
+            failed = self._workers.broadcast_text(failed, f"kv.{self._id}.set_optimizer")
             if failed:
                 raise KVStoreError(failed)
             self._multi_precision = found.multi_precision
@@ -603,9 +605,9 @@ class ServerStore(KVStore):
         if self._workers.rank != 0:
             return
         message = functools.partial(m.SetOptimizer, store=self._id, optimizer=spec, keeps_states=keeps_states)
-        tickets = [(link, link.request(message)) for link in self._links]
-        for link, ticket in tickets:
-            self._done(None, link.wait(ticket))
+        requests = [(link, link.request(message)) for link in self._links]
+        for link, request in requests:
+            self._checked(None, link.wait(request))
 
     def set_learning_rate(self, lr: float) -> None:
         """Change the learning rate on the servers; see :meth:`KVStore.set_learning_rate`. Returns when all workers have called it.
@@ -636,7 +638,7 @@ class ServerStore(KVStore):
     # -- workers and servers ------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _done(key: Key | None, answer: Answer) -> Answer:
+    def _checked(key: Key | None, answer: Answer) -> Answer:
         if isinstance(answer, m.RequestFailed):
             raise KVStoreError(answer.text if key is None else f"key {key!r}: {answer.text}", key)
         return answer
@@ -665,10 +667,10 @@ class ServerStore(KVStore):
                 if not link.lost
             ]
             infos = []
-            for index, link, ticket in asked:
-                answer = self._done(None, link.wait(ticket))
+            for index, link, request in asked:
+                answer = self._checked(None, link.wait(request))
                 assert isinstance(answer, m.Stock)
-                host = link.place.host.partition("#")[0]
+                host = link.address.host.partition("#")[0]
                 infos.append(ServerInfo(index, host, link.pid, answer.keys, answer.bytes))
             return infos
 
@@ -705,7 +707,7 @@ def _nothing(dtype: np.dtype[Any], shape: tuple[int, ...], *, sparse: bool) -> V
 
 
 def _as_elements(rows: RowSparse) -> RowSparse:
-    """The same of the flat array, as whose parts servers have a large dense value; a row may be on two of them."""
+    """The same of the flat array, as whose shards servers have a large dense value; a row may be on two of them."""
     size = int(np.prod(rows.shape[1:], dtype=np.int64))
     indices = (rows.indices[:, None] * size + np.arange(size)).reshape(-1)
     return RowSparse(rows.data.reshape(-1), indices, (rows.shape[0] * size,))

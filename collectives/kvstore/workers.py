@@ -150,7 +150,7 @@ class Workers:
         )
         return context.engine("broadcast").submit(request)
 
-    def first_says(self, text: str, name: str) -> str:
+    def broadcast_text(self, text: str, name: str) -> str:
         """The text of the first worker, on all of them; a long one is cut. All workers call it together."""
         said = np.zeros(_TEXT_BYTES, np.uint8)
         encoded = text.encode()[:_TEXT_BYTES]

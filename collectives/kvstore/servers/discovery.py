@@ -22,12 +22,12 @@ from hvdlab.collectives.planes.base import PlaneAborted
 _NAME_BYTES = 16
 
 
-class _Known(msgspec.Struct, frozen=True):
-    """What a worker tells the others: the places of servers of its host that it knows, and why it could not start one."""
+class _KnownAddresses(msgspec.Struct, frozen=True):
+    """What a worker tells the others: the addresses of servers of its host that it knows, and why it could not start one."""
 
     rank: int
     host: str
-    places: tuple[ServerAddress, ...]
+    addresses: tuple[ServerAddress, ...]
     error: str = ""
 
 
@@ -85,32 +85,32 @@ class Servers:
             StartError: A server could not be started (on all workers).
         """
         with self._lock:
-            own = tuple(link.place for link in self._links.values() if link.place.host == host_key())
-            known = self._exchange(workers, _Known(self._engine.rank, host_key(), own))
+            own = tuple(link.address for link in self._links.values() if link.address.host == host_key())
+            known = self._exchange(workers, _KnownAddresses(self._engine.rank, host_key(), own))
             if any(not self._of_host(known, worker.host) for worker in known):
-                known = self._exchange(workers, self._started(known))
+                known = self._exchange(workers, self._start_missing(known))
             for worker in known:
                 if worker.error:
                     raise StartError(f"rank {worker.rank}: {worker.error}")
-            places = [
-                place
+            addresses = [
+                address
                 for host in sorted({worker.host for worker in known})
-                for place in self._of_host(known, host)
+                for address in self._of_host(known, host)
             ]
-            links = [self._link(place) for place in places]
+            links = [self._link(address) for address in addresses]
             for link in links:
-                link.neighbours |= {worker.rank for worker in known if worker.host == link.place.host}
+                link.neighbours |= {worker.rank for worker in known if worker.host == link.address.host}
             return links, [(worker.rank, worker.host) for worker in known]
 
-    def leave_places(self, links: Iterable[ServerLink]) -> str:
-        """Leave the servers' places at the coordinator, for a worker that was started anew. Returns the name for :meth:`find_left`."""
+    def publish_addresses(self, links: Iterable[ServerLink]) -> str:
+        """Leave the servers' addresses at the coordinator, for a worker that was started anew. Returns the name for :meth:`find_published`."""
         name = f"kv.servers.left.{os.urandom(_NAME_BYTES).hex()}"
-        places = tuple(link.place for link in links)
+        addresses = tuple(link.address for link in links)
         neighbours = tuple(tuple(sorted(link.neighbours)) for link in links)
-        self._engine.world_store().set(name, msgspec.json.encode((places, neighbours)))
+        self._engine.world_store().set(name, msgspec.json.encode((addresses, neighbours)))
         return name
 
-    def find_left(self, name: str) -> list[ServerLink]:
+    def find_published(self, name: str) -> list[ServerLink]:
         """Links to the servers that another worker has left under this name.
 
         Raises:
@@ -120,11 +120,11 @@ class Servers:
             data = self._engine.world_store().get(name, self._engine.settings.start_timeout)
         except (PlaneAborted, TimeoutError) as error:
             raise StartError(f"where the servers are is not known any more: {error}") from error
-        places, neighbours = msgspec.json.decode(
+        addresses, neighbours = msgspec.json.decode(
             data, type=tuple[tuple[ServerAddress, ...], tuple[tuple[int, ...], ...]]
         )
         with self._lock:
-            links = [self._link(place) for place in places]
+            links = [self._link(address) for address in addresses]
         for link, ranks in zip(links, neighbours, strict=True):
             link.neighbours |= set(ranks)
         return links
@@ -132,44 +132,44 @@ class Servers:
     def known(self) -> list[KnownServer]:
         """The servers that this worker is connected to. Sends nothing, and waits for nothing."""
 
-        def place(link: ServerLink) -> tuple[str, int, str]:
-            return link.place.host, link.place.index, link.place.directory
+        def order(link: ServerLink) -> tuple[str, int, str]:
+            return link.address.host, link.address.index, link.address.directory
 
-        links = sorted(self._links.values(), key=place)
+        links = sorted(self._links.values(), key=order)
         found = []
         for index, link in enumerate(links):
             stock = list(link.stock.values())
             keys, nbytes = sum(len(keys) for keys in stock), sum(sum(keys.values()) for keys in stock)
-            found.append(KnownServer(index, link.place.host, link.pid, link.local, keys, nbytes))
+            found.append(KnownServer(index, link.address.host, link.pid, link.local, keys, nbytes))
         return found
 
     @staticmethod
-    def _of_host(known: list[_Known], host: str) -> list[ServerAddress]:
+    def _of_host(known: list[_KnownAddresses], host: str) -> list[ServerAddress]:
         found: dict[int, ServerAddress] = {}
-        for place in (place for worker in known for place in worker.places if place.host == host):
-            found.setdefault(place.index, place)
+        for address in (address for worker in known for address in worker.addresses if address.host == host):
+            found.setdefault(address.index, address)
         return [found[index] for index in sorted(found)]
 
-    def _started(self, known: list[_Known]) -> _Known:
+    def _start_missing(self, known: list[_KnownAddresses]) -> _KnownAddresses:
         """What this worker tells the others after it has started the servers that its host lacks, if that is its task."""
         host, rank = host_key(), self._engine.rank
-        places = tuple(self._of_host(known, host))
+        addresses = tuple(self._of_host(known, host))
         first = min(worker.rank for worker in known if worker.host == host)
-        if places or rank != first:
-            return _Known(rank, host, places)
+        if addresses or rank != first:
+            return _KnownAddresses(rank, host, addresses)
         settings = self._engine.settings
         remote = any(worker.host != host for worker in known)
         try:
             started = tuple(
-                self._starter.make_place(index, settings, remote=remote, timeout=settings.start_timeout)
+                self._starter.start_new(index, settings, remote=remote, timeout=settings.start_timeout)
                 for index in range(settings.kv_servers)
             )
         except (HvdlabError, OSError) as error:
-            return _Known(rank, host, (), str(error))
-        return _Known(rank, host, started)
+            return _KnownAddresses(rank, host, (), str(error))
+        return _KnownAddresses(rank, host, started)
 
-    def _exchange(self, workers: Workers, own: _Known) -> list[_Known]:
-        """Exchange what all workers know. Through the coordinator: planes between hosts are in the clear, and places have secrets.
+    def _exchange(self, workers: Workers, own: _KnownAddresses) -> list[_KnownAddresses]:
+        """Exchange what all workers know. Through the coordinator: planes between hosts are in the clear, and addresses have secrets.
 
         An allgather gives each worker the names under which the others put what they know at the coordinator. The workers also meet
         in it: all of them are in the same epoch after it.
@@ -185,18 +185,19 @@ class Servers:
         timeout = self._engine.settings.start_timeout
         try:
             return [
-                msgspec.json.decode(store.get(f"kv.servers.{each}", timeout), type=_Known) for each in names
+                msgspec.json.decode(store.get(f"kv.servers.{each}", timeout), type=_KnownAddresses)
+                for each in names
             ]
         except (PlaneAborted, TimeoutError) as error:
             raise StartError(
                 f"a worker failed while the workers told each other where the servers are ({error}); create the store again"
             ) from error
 
-    def _link(self, place: ServerAddress) -> ServerLink:
-        key = place.host, place.directory
+    def _link(self, address: ServerAddress) -> ServerLink:
+        key = address.host, address.directory
         link = self._links.get(key)
         if link is None:
-            link = ServerLink(self._engine, place, self._starter, local=place.host == host_key())
+            link = ServerLink(self._engine, address, self._starter, local=address.host == host_key())
             self._links[key] = link
         return link
 

@@ -69,7 +69,7 @@ _ACCEPT_AGAIN_SECONDS = 0.2
 
 
 class CopiedArena:
-    """The outbox of a worker on another host, as far as it was sent."""
+    """The arena of a worker on another host, as far as it was sent."""
 
     remote = True
 
@@ -92,7 +92,7 @@ class CopiedArena:
 
     def _reach(self, end: int) -> None:
         if end > FRAME_LIMIT << 8:
-            raise ProtocolError(f"an outbox of {end} bytes")
+            raise ProtocolError(f"an arena of {end} bytes")
         if end > len(self._bytes):
             larger = np.zeros(max(end, 2 * len(self._bytes)), np.uint8)
             larger[: len(self._bytes)] = self._bytes
@@ -100,7 +100,7 @@ class CopiedArena:
 
 
 class SharedArena:
-    """The outbox of a worker on this host."""
+    """The arena of a worker on this host."""
 
     remote = False
 
@@ -109,7 +109,7 @@ class SharedArena:
         self.array = file.array
 
     def write(self, offset: int, data: bytes) -> None:
-        raise ProtocolError("a worker that shares its outbox sends no bytes of it")
+        raise ProtocolError("a worker that shares its arena sends no bytes of it")
 
 
 class _Connection:
@@ -122,7 +122,7 @@ class _Connection:
         self.open = False
         self.repeats = 0  # see Attach
         self.endpoint = Endpoint(sock, descriptors=True, limit=HELLO_LIMIT)
-        self.outbox: SharedArena | CopiedArena | None = None
+        self.arena: SharedArena | CopiedArena | None = None
 
     def fileno(self) -> int:
         return self.endpoint.fileno()
@@ -135,7 +135,7 @@ class JobObserver:
         self._door = Door(
             launch.coordinator, launch.coordinator_token, launch.coordinator_certificate or None, "observer"
         )
-        self._reattach, self._news, self._wake = launch.reattach, news, wake
+        self._reattach, self._events, self._wake = launch.reattach, news, wake
         self._known: dict[int, int] = {}  # process ids of members, by rank
         self._generation = -1
         self._endpoint: Endpoint | None = None
@@ -155,9 +155,9 @@ class JobObserver:
                 try:
                     self._read()
                 except (ConnectionLost, ProtocolError):
-                    self._return()
+                    self._reconnect()
         except (StartError, OSError, TimeoutError):
-            self._tell(None)  # the job is over
+            self._notify(None)  # the job is over
 
     def _read(self) -> None:
         endpoint = self._endpoint
@@ -170,10 +170,10 @@ class JobObserver:
                 if isinstance(message, jobs.Ping):
                     endpoint.send(jobs.Pong(message.number, time.monotonic_ns()))
                 elif isinstance(message, jobs.World) and not message.restoring:
-                    self._compare(message)
+                    self._report_ends(message)
             poll.poll()
 
-    def _return(self) -> None:
+    def _reconnect(self) -> None:
         """Connect again, to the same coordinator or to its successor; tried repeatedly, since no event says that it is there."""
         assert self._endpoint is not None
         self._endpoint.close()
@@ -188,19 +188,19 @@ class JobObserver:
                     raise
             time.sleep(_TRY_AGAIN_SECONDS)
 
-    def _compare(self, world: jobs.World) -> None:
+    def _report_ends(self, world: jobs.World) -> None:
         members = {member.rank: member.pid for member in world.members}
         ends = {(death.rank, death.pid): death.reason for death in world.deaths}
         for rank, pid in self._known.items():
             if members.get(rank) != pid:
-                self._tell(WorkerDied(rank, pid, ends.pop((rank, pid), "")))
+                self._notify(WorkerDied(rank, pid, ends.pop((rank, pid), "")))
         for (rank, pid), reason in ends.items():
             if (rank, pid) not in self._known.items() and members.get(rank) != pid:
-                self._tell(WorkerDied(rank, pid, reason))
+                self._notify(WorkerDied(rank, pid, reason))
         self._known = members
 
-    def _tell(self, news: Event | None) -> None:
-        self._news.append(news)
+    def _notify(self, news: Event | None) -> None:
+        self._events.append(news)
         os.write(self._wake, b"\0")
 
 
@@ -223,9 +223,9 @@ class ParameterServer:
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
-        self._news: deque[Event | None] = deque()
+        self._events: deque[Event | None] = deque()
         self._later: list[tuple[float, Any]] = []
-        self._turned_away = TurnedAway(_log, lambda when, call: self._later.append((when, call)))
+        self._rejections = TurnedAway(_log, lambda when, call: self._later.append((when, call)))
         #: Listeners at which the server accepts nothing for a while, or until a connection ends.
         self._waiting: list[socket.socket] = []
         self._ending = self._over = False
@@ -233,7 +233,7 @@ class ParameterServer:
     def serve(self) -> bool:
         """Run until the job is over, or SIGTERM comes. Returns whether the job is over."""
         self._listen()
-        JobObserver(self._launch, self._news, self._wake_writer).start()
+        JobObserver(self._launch, self._events, self._wake_writer).start()
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminate)
         with contextlib.suppress(
@@ -280,8 +280,8 @@ class ParameterServer:
             else:
                 self._serve(target, events)
                 self._send_answers()
-        while self._news:
-            event = self._news.popleft()
+        while self._events:
+            event = self._events.popleft()
             if event is None:
                 self._ending = self._over = True
             else:
@@ -295,7 +295,7 @@ class ParameterServer:
         self._handle(ServerTick())
         for connection in list(self._connections.values()):
             if not connection.open and connection.deadline <= now:
-                self._turn_away(connection, f"it did not introduce itself within {INTRODUCE_WITHIN:g} s")
+                self._reject(connection, f"it did not introduce itself within {INTRODUCE_WITHIN:g} s")
         calls = [call for when, call in self._later if when <= now]
         self._later = [(when, call) for when, call in self._later if when > now]
         for call in calls:
@@ -304,7 +304,7 @@ class ParameterServer:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
-        if listener.family != socket.AF_UNIX and not self._has_place_for_stranger():
+        if listener.family != socket.AF_UNIX and not self._has_room_for_stranger():
             self._accept_later(listener, "too many have not shown a token yet")
             return
         try:
@@ -323,7 +323,7 @@ class ParameterServer:
                 sock.getpeername()  # one that has gone before it was accepted can't be wrapped
                 sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
-            self._turned_away.tell(f"a connection is closed: {error}")
+            self._rejections.tell(f"a connection is closed: {error}")
             sock.close()
             return
         self._numbers += 1
@@ -331,7 +331,7 @@ class ParameterServer:
         self._connections[connection.number] = connection
         self._poller.register(connection, READ, connection)
 
-    def _has_place_for_stranger(self) -> bool:
+    def _has_room_for_stranger(self) -> bool:
         """Return whether one more connection without a token may stay; the oldest that has had its time ends for it."""
         strangers = [one for one in self._connections.values() if not one.open]
         if len(strangers) < STRANGERS:
@@ -344,7 +344,7 @@ class ParameterServer:
         oldest = next((one for one in strangers if one.deadline <= until), None)
         if oldest is None:
             return False
-        self._turn_away(oldest, reason)
+        self._reject(oldest, reason)
         return True
 
     def _make_room(self, listener: socket.socket, error: OSError) -> None:
@@ -355,7 +355,7 @@ class ParameterServer:
 
     def _accept_later(self, listener: socket.socket, reason: str) -> None:
         """Let newcomers wait at the listener for a while, or until a connection ends: it would be readable all the time."""
-        self._turned_away.tell(f"new connections have to wait: {reason}")
+        self._rejections.tell(f"new connections have to wait: {reason}")
         self._poller.unregister(listener)
         self._waiting.append(listener)
         self._later.append((time.monotonic() + _ACCEPT_AGAIN_SECONDS, self._accept_again))
@@ -369,23 +369,23 @@ class ParameterServer:
         if connection.endpoint.closed:
             return
         try:
-            if connection.shaking and not self._shaken(connection):
+            if connection.shaking and not self._handshake_done(connection):
                 return
             if events & WRITE and connection.endpoint.flush():
                 self._poller.modify(connection, READ)
             for payload in connection.endpoint.receive():
                 if connection.open:
-                    self._take(connection, m.decode_from_worker(payload))
+                    self._receive(connection, m.decode_from_worker(payload))
                 else:
-                    self._introduce(connection, m.decode_attach(payload))
+                    self._attach(connection, m.decode_attach(payload))
                 if connection.number not in self._connections:
                     return  # what came broke the protocol
         except ConnectionLost:
             self._drop(connection)
         except (ProtocolError, OSError, MemoryError) as error:
-            self._turn_away(connection, str(error) or "there is no memory for what it sent")
+            self._reject(connection, str(error) or "there is no memory for what it sent")
 
-    def _shaken(self, connection: _Connection) -> bool:
+    def _handshake_done(self, connection: _Connection) -> bool:
         assert isinstance(connection.sock, ssl.SSLSocket)
         try:
             connection.sock.do_handshake()
@@ -399,41 +399,41 @@ class ParameterServer:
         connection.shaking = False
         return True
 
-    def _introduce(self, connection: _Connection, message: m.Attach) -> None:
+    def _attach(self, connection: _Connection, message: m.Attach) -> None:
         if message.version != m.VERSION or not hmac.compare_digest(
             message.token.encode(), self._launch.token.encode()
         ):
             connection.endpoint.send_frame(m.encode(m.AttachRefused("wrong version or token")))
             raise ProtocolError("it showed a wrong token, or has another version")
         if message.shared:
-            connection.outbox = SharedArena(SharedFile(_descriptor(connection.endpoint)))
+            connection.arena = SharedArena(SharedFile(_descriptor(connection.endpoint)))
         else:
-            connection.outbox = CopiedArena()
+            connection.arena = CopiedArena()
         connection.open = True
         connection.repeats = message.repeats
         connection.endpoint.limit = FRAME_LIMIT
         connection.endpoint.send_frame(m.encode(m.Attached(os.getpid())))
-        self._handle(WorkerArrived(connection.number, message.rank, message.pid, connection.outbox))
+        self._handle(WorkerArrived(connection.number, message.rank, message.pid, connection.arena))
 
-    def _take(self, connection: _Connection, message: m.FromWorker) -> None:
+    def _receive(self, connection: _Connection, message: m.FromWorker) -> None:
         file = None
         if isinstance(message, m.Bring):
             file = SharedFile(_descriptor(connection.endpoint))
         received = ServerReceived(connection.number, message, file)
         if 0 < getattr(message, "sequence", 0) <= connection.repeats:
-            self._carry_out_repeated(connection, received, message.sequence)  # type: ignore[union-attr]
+            self._handle_repeated(connection, received, message.sequence)  # type: ignore[union-attr]
         else:
             self._handle(received)
 
-    def _carry_out_repeated(self, connection: _Connection, received: ServerReceived, sequence: int) -> None:
+    def _handle_repeated(self, connection: _Connection, received: ServerReceived, sequence: int) -> None:
         """Tell the worker which request this is before carrying it out: it may be the one that ended the server before this one."""
         self._send_answers()
         self._send(connection, m.encode(m.RequestBegun(sequence)))
         self._handle(received)
         self._answers.setdefault(connection.number, []).append(m.encode(m.RequestBegun(0)))
 
-    def _turn_away(self, connection: _Connection, reason: str) -> None:
-        self._turned_away.tell(f"a connection was turned away: {reason}")
+    def _reject(self, connection: _Connection, reason: str) -> None:
+        self._rejections.tell(f"a connection was turned away: {reason}")
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
@@ -458,7 +458,7 @@ class ParameterServer:
                 continue
             if isinstance(effect, Disconnect):
                 if effect.reason:
-                    self._turn_away(connection, effect.reason)
+                    self._reject(connection, effect.reason)
                 else:
                     self._drop(connection)
                 continue

@@ -35,10 +35,10 @@ SOCKET, LOCK, SETTINGS = "socket", "lock", "launch.json"
 _BACKLOG = 1024
 
 
-_PORT_AGAIN_SECONDS = 0.05
+_REBIND_SECONDS = 0.05
 
 
-_SAY_AFTER_SECONDS = 10.0
+_WARN_AFTER_SECONDS = 10.0
 
 
 class ServerLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,8 +100,8 @@ class ServerStarter:
     def __init__(self) -> None:
         self._children: list[subprocess.Popen[bytes]] = []
 
-    def make_place(self, index: int, settings: Settings, *, remote: bool, timeout: float) -> ServerAddress:
-        """Make the place of a new server on this host and start it.
+    def start_new(self, index: int, settings: Settings, *, remote: bool, timeout: float) -> ServerAddress:
+        """Start a new server on this host, and return its address.
 
         Args:
             index: Number of the server on this host.
@@ -113,15 +113,15 @@ class ServerStarter:
             StartError: The server did not come up.
         """
         assert settings.coordinator is not None
-        directory = tempfile.mkdtemp(prefix="kv", dir=_parent(settings))
+        directory = tempfile.mkdtemp(prefix="kv", dir=_parent_directory(settings))
         certificate = key = tls_address = ""
         if remote:
             certificate, key = new_certificate(settings.address)
             with _listen_tls(settings.address, 0) as probe:
                 tls_address = str(TlsAddress(settings.address, probe.getsockname()[1]))
-        place = ServerAddress(host_key(), index, directory, tls_address, certificate, secrets.token_hex(32))
+        address = ServerAddress(host_key(), index, directory, tls_address, certificate, secrets.token_hex(32))
         launch = ServerLaunch(
-            place.token,
+            address.token,
             directory,
             -1,
             -1,
@@ -135,11 +135,11 @@ class ServerStarter:
             tuple(os.path.abspath(entry) for entry in sys.path) if settings.kv_optimizers else (),
         )
         _write_private(Path(directory) / SETTINGS, msgspec.json.encode(launch))
-        self.ensure(place, timeout)
-        return place
+        self.ensure_running(address, timeout)
+        return address
 
-    def ensure(self, place: ServerAddress, timeout: float) -> None:
-        """Start the server of a place of this host, unless it runs.
+    def ensure_running(self, address: ServerAddress, timeout: float) -> None:
+        """Start the server of an address of this host, unless it runs.
 
         Raises:
             StartError: The server did not come up, or its job is over.
@@ -149,18 +149,18 @@ class ServerStarter:
                 if child.stdout is not None:
                     child.stdout.close()
                 self._children.remove(child)
-        directory = Path(place.directory)
-        with _alone(directory):
-            if _answers(directory):
+        directory = Path(address.directory)
+        with _start_lock(directory):
+            if _is_serving(directory):
                 return
             try:
                 launch = msgspec.json.decode((directory / SETTINGS).read_bytes(), type=ServerLaunch)
             except (OSError, msgspec.MsgspecError) as error:
                 raise StartError(f"The settings of the parameter server are gone: {error}") from error
-            self._children.append(_spawn(launch, place, Deadline(timeout)))
+            self._children.append(_spawn(launch, address, Deadline(timeout)))
 
 
-def _parent(settings: Settings) -> str | None:
+def _parent_directory(settings: Settings) -> str | None:
     """Return the directory that a server's directory is made in; ``None`` for the system's temporary directory.
 
     A server may be killed before it can remove its directory. The coordinator's directory is removed with all in it on the
@@ -171,8 +171,8 @@ def _parent(settings: Settings) -> str | None:
     return str(Path(where.path).parent) if isinstance(where, UnixAddress) else settings.host_directory
 
 
-def _spawn(launch: ServerLaunch, place: ServerAddress, deadline: Deadline) -> subprocess.Popen[bytes]:
-    path = Path(place.directory) / SOCKET
+def _spawn(launch: ServerLaunch, address: ServerAddress, deadline: Deadline) -> subprocess.Popen[bytes]:
+    path = Path(address.directory) / SOCKET
     with contextlib.ExitStack() as sockets:
         local = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
@@ -182,10 +182,10 @@ def _spawn(launch: ServerLaunch, place: ServerAddress, deadline: Deadline) -> su
         except OSError as error:
             raise StartError(f"No socket for the parameter server at {path}: {error}") from error
         descriptors = [local.fileno()]
-        if place.tls_address:
-            where = parse_address(place.tls_address)
+        if address.tls_address:
+            where = parse_address(address.tls_address)
             assert isinstance(where, TlsAddress)
-            remote = sockets.enter_context(_bind_again(where, deadline))
+            remote = sockets.enter_context(_rebind(where, deadline))
             descriptors.append(remote.fileno())
         launch = msgspec.structs.replace(
             launch, listener=descriptors[0], tls_listener=descriptors[1] if len(descriptors) > 1 else -1
@@ -221,17 +221,17 @@ def _exchange(process: subprocess.Popen[bytes], launch: ServerLaunch, deadline: 
     poll.register(process.stdout, select.POLLIN)
     while True:
         left = deadline.remaining()
-        if poll.poll(1000 * (_SAY_AFTER_SECONDS if left is None else min(left, _SAY_AFTER_SECONDS))):
+        if poll.poll(1000 * (_WARN_AFTER_SECONDS if left is None else min(left, _WARN_AFTER_SECONDS))):
             break
         if deadline.expired:
             raise StartError(f"The parameter server did not start within {deadline.seconds:g} s.")
-        LOG.warning("a parameter server has been starting for more than %.0f s", _SAY_AFTER_SECONDS)
+        LOG.warning("a parameter server has been starting for more than %.0f s", _WARN_AFTER_SECONDS)
     if os.read(process.stdout.fileno(), 16) != b"ready\n":
         raise StartError("The parameter server ended before it was up; its output on stderr says why.")
 
 
 @contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
+def _start_lock(directory: Path) -> Iterator[None]:
     """Let one process of this host at a time start the server. The kernel releases the lock of a process that is killed meanwhile."""
     try:
         lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -244,7 +244,7 @@ def _alone(directory: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _answers(directory: Path) -> bool:
+def _is_serving(directory: Path) -> bool:
     """Whether a server serves the socket; the end of a server closes it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
@@ -263,7 +263,7 @@ def _listen_tls(host: str, port: int) -> socket.socket:
         raise StartError(f"The parameter server can't listen on {host} port {port}: {error}") from error
 
 
-def _bind_again(where: TlsAddress, deadline: Deadline) -> socket.socket:
+def _rebind(where: TlsAddress, deadline: Deadline) -> socket.socket:
     """Listen on the port that workers of other hosts know; the system may need a moment to free it after a server has died."""
     while True:
         try:
@@ -271,7 +271,7 @@ def _bind_again(where: TlsAddress, deadline: Deadline) -> socket.socket:
         except StartError:
             if deadline.expired:
                 raise
-        time.sleep(_PORT_AGAIN_SECONDS)
+        time.sleep(_REBIND_SECONDS)
 
 
 def _write_private(path: Path, data: bytes) -> None:

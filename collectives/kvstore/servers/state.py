@@ -38,7 +38,7 @@ from hvdlab.collectives.protocol.messages import Message
 AWAY_SECONDS = 10.0
 """How long a worker whose connection has ended may take to come back before it counts as dead; the coordinator says so earlier."""
 TRANSFER_BYTES = 1 << 20
-"""Bytes of an outbox that go over a connection at once."""
+"""Bytes of an arena that go over a connection at once."""
 _MOST_COUNTED = 1 << 62
 """Bound of counts that come from an optimizer: far from the largest that a slot has room for."""
 _LONGEST_TEXT = 4000
@@ -77,7 +77,7 @@ class WorkerArrived:
     peer: int
     rank: int
     pid: int
-    outbox: TransferArena
+    arena: TransferArena
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +142,10 @@ class _Worker:
     pid: int
     #: Its connection; -1 while it has none.
     peer: int
-    outbox: TransferArena
+    arena: TransferArena
     #: When its connection ended.
     away_since: float = math.inf
-    #: Why what it wrote last to its outbox is not there; empty if it is.
+    #: Why what it wrote last to its arena is not there; empty if it is.
     unwritten: str = ""
 
 
@@ -187,17 +187,17 @@ class ParameterServerState:
         """React to an event at ``now``, in seconds. Returns the effects, which the caller carries out in order."""
         if isinstance(event, ServerReceived):
             try:
-                self._receive(event, now)
+                self._on_message(event, now)
             except _RAISED as error:  # of a message without an answer: requests answer for themselves
                 self._effects.append(Disconnect(event.peer, _text_of(error)))
         elif isinstance(event, WorkerArrived):
-            self._arrive(event)
+            self._on_arrived(event)
         elif isinstance(event, WorkerDisconnected):
-            self._disconnect(event.peer, now)
+            self._on_disconnected(event.peer, now)
         elif isinstance(event, WorkerDied):
-            self._die(event)
+            self._on_died(event)
         else:
-            self._tick(now)
+            self._pass_time(now)
         effects, self._effects = self._effects, []
         return effects
 
@@ -221,13 +221,13 @@ class ParameterServerState:
 
     # -- connections --------------------------------------------------------------------------------------------------
 
-    def _arrive(self, event: WorkerArrived) -> None:
+    def _on_arrived(self, event: WorkerArrived) -> None:
         before = self._workers.get(event.rank)
         if before is not None:
             self._ranks.pop(before.peer, None)
             if before.pid != event.pid:
-                self._leave(event.rank, "was started anew")
-        self._workers[event.rank] = _Worker(event.rank, event.pid, event.peer, event.outbox)
+                self._remove_worker(event.rank, "was started anew")
+        self._workers[event.rank] = _Worker(event.rank, event.pid, event.peer, event.arena)
         self._ranks[event.peer] = event.rank
         self._forget_early(event.rank)  # the worker repeats these requests
 
@@ -236,25 +236,25 @@ class ParameterServerState:
             number: [one for one in early if one[0] != rank] for number, early in self._early.items()
         }
 
-    def _disconnect(self, peer: int, now: float) -> None:
+    def _on_disconnected(self, peer: int, now: float) -> None:
         rank = self._ranks.pop(peer, None)
         if rank is not None:
             self._workers[rank].peer, self._workers[rank].away_since = -1, now
 
-    def _die(self, event: WorkerDied) -> None:
+    def _on_died(self, event: WorkerDied) -> None:
         worker = self._workers.get(event.rank)
         if worker is None or worker.pid == event.pid:
             self._dead.add(event.rank)
-            self._leave(event.rank, f"died: {event.reason}" if event.reason else "has left")
+            self._remove_worker(event.rank, f"died: {event.reason}" if event.reason else "has left")
 
-    def _leave(self, rank: int, reason: str) -> None:
+    def _remove_worker(self, rank: int, reason: str) -> None:
         """A worker takes part in no store any more."""
         worker = self._workers.pop(rank, None)
         if worker is not None and self._ranks.pop(worker.peer, None) is not None:
             self._effects.append(Disconnect(worker.peer))
         self._forget_early(rank)
         for number in list(self._stores):
-            self._leave_store(number, rank)
+            self._remove_from_store(number, rank)
         for number, openings in list(self._opening.items()):
             for opener, request in openings:
                 if rank in request.workers and opener != rank:
@@ -262,25 +262,25 @@ class ParameterServerState:
             if any(rank in request.workers for _, request in openings):
                 del self._opening[number]
 
-    def _leave_store(self, number: int, rank: int) -> None:
+    def _remove_from_store(self, number: int, rank: int) -> None:
         store = self._stores[number]
         if rank not in store.participants():
             return
-        self._describe(store, msgspec.structs.replace(store.record, gone=(*store.record.gone, rank)))
+        self._set_record(store, msgspec.structs.replace(store.record, gone=(*store.record.gone, rank)))
         if not store.participants():
             store.memory.close()
             del self._stores[number]
 
     @staticmethod
-    def _describe(store: _Store, record: StoreRecord) -> None:
+    def _set_record(store: _Store, record: StoreRecord) -> None:
         """Use a store so from now on."""
         store.memory.describe(record)
         store.record = record
 
-    def _tick(self, now: float) -> None:
+    def _pass_time(self, now: float) -> None:
         for worker in list(self._workers.values()):
             if now >= worker.away_since + AWAY_SECONDS:
-                self._leave(worker.rank, f"died: its connection has been gone for {AWAY_SECONDS:g} s")
+                self._remove_worker(worker.rank, f"died: its connection has been gone for {AWAY_SECONDS:g} s")
         for number, early in list(self._early.items()):
             for rank, request, since in early:
                 if now >= since + AWAY_SECONDS:
@@ -303,7 +303,7 @@ class ParameterServerState:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _receive(self, event: ServerReceived, now: float) -> None:
+    def _on_message(self, event: ServerReceived, now: float) -> None:
         message = event.message
         rank = self._ranks.get(event.peer)
         if rank is None:
@@ -311,22 +311,22 @@ class ParameterServerState:
         if isinstance(message, m.Push | m.Pull | m.Init | m.SetOptimizer | m.StockRequest):
             self._request(rank, message, now)
         elif isinstance(message, m.Data):
-            self._write(self._workers[rank], message)
+            self._write_to_arena(self._workers[rank], message)
         elif isinstance(message, m.Bring):
             self._bring(message, event.file)
         elif isinstance(message, m.OpenStore):
             self._open(rank, message)
         elif isinstance(message, m.CloseStore):
             if message.store in self._stores:
-                self._leave_store(message.store, rank)
+                self._remove_from_store(message.store, rank)
         else:
-            self._leave(rank, "has left")
+            self._remove_worker(rank, "has left")
 
     @staticmethod
-    def _write(worker: _Worker, message: m.Data) -> None:
-        """Take over bytes of an outbox; if there is no memory for them, the request that they belong to fails."""
+    def _write_to_arena(worker: _Worker, message: m.Data) -> None:
+        """Take over bytes of an arena; if there is no memory for them, the request that they belong to fails."""
         try:
-            worker.outbox.write(message.offset, message.data)
+            worker.arena.write(message.offset, message.data)
         except ProtocolError:
             raise
         except _RAISED as error:
@@ -334,16 +334,16 @@ class ParameterServerState:
 
     def _request(self, rank: int, request: _Request, now: float) -> None:
         try:
-            self._carry_out(rank, request, now)
+            self._execute(rank, request, now)
         except _RAISED as error:
             self._refuse(rank, request.sequence, error)
 
-    def _carry_out(self, rank: int, request: _Request, now: float) -> None:
+    def _execute(self, rank: int, request: _Request, now: float) -> None:
         worker, store = self._workers[rank], self._stores.get(request.store)
         if worker.unwritten and isinstance(request, m.Push | m.Init | m.Pull):
             text, worker.unwritten = worker.unwritten, ""
             self._fail(rank, request.sequence, f"what goes with it did not reach the server: {text}")
-        elif store is None and worker.outbox.remote:
+        elif store is None and worker.arena.remote:
             # A worker of this server's host has the store's memory, and may find the restarted server later than this worker.
             self._early.setdefault(request.store, []).append((rank, request, now))
         elif store is None or rank not in store.record.workers:
@@ -367,7 +367,7 @@ class ParameterServerState:
             return
         memory = StoreMemory(file)
         if memory.store is not None:  # of a server before this one
-            self._use(message.store, memory)
+            self._add_store(message.store, memory)
         else:
             self._brought[message.store] = memory
         for rank, request in self._opening.pop(message.store, []):
@@ -375,12 +375,12 @@ class ParameterServerState:
         for rank, early, now in self._early.pop(message.store, []):
             self._request(rank, early, now)
 
-    def _use(self, number: int, memory: StoreMemory) -> None:
+    def _add_store(self, number: int, memory: StoreMemory) -> None:
         record = memory.store
         assert record is not None
         optimizer = None
         if record.optimizer is not None:
-            optimizer = self._restored(record.optimizer)
+            optimizer = self._restored_optimizer(record.optimizer)
             updates = [
                 int(block.current.head[2])
                 for block in memory.blocks.values()
@@ -390,9 +390,9 @@ class ParameterServerState:
         self._stores[number] = _Store(memory, record, optimizer)
         for rank in self._dead:
             if rank not in self._workers and number in self._stores:
-                self._leave_store(number, rank)
+                self._remove_from_store(number, rank)
 
-    def _restored(self, spec: OptimizerSpec) -> Optimizer:
+    def _restored_optimizer(self, spec: OptimizerSpec) -> Optimizer:
         """The optimizer that a server before this one had."""
         try:
             return _usable(spec)
@@ -404,11 +404,11 @@ class ParameterServerState:
 
     def _open(self, rank: int, request: m.OpenStore) -> None:
         try:
-            self._open_for(rank, request)
+            self._open_checked(rank, request)
         except _RAISED as error:
             self._refuse(rank, request.sequence, error)
 
-    def _open_for(self, rank: int, request: m.OpenStore) -> None:
+    def _open_checked(self, rank: int, request: m.OpenStore) -> None:
         if request.store not in self._stores:
             if rank not in request.workers:
                 raise ProtocolError(f"rank {rank} opens a store of {format_ranks(request.workers)}")
@@ -417,17 +417,17 @@ class ParameterServerState:
                 self._opening.setdefault(request.store, []).append((rank, request))
                 return
             memory.describe(StoreRecord(request.workers))
-            self._use(request.store, memory)
+            self._add_store(request.store, memory)
         store = self._stores[request.store]
         if rank not in store.record.workers:
             raise ProtocolError(f"rank {rank} opens a store of {format_ranks(store.record.workers)}")
         if rank not in store.participants():
-            self._return_to(store, rank, anew=True)
-        if not self._workers[rank].outbox.remote:
+            self._readmit(store, rank, anew=True)
+        if not self._workers[rank].arena.remote:
             self._send(rank, m.SharedStoreMemory(request.store), store.memory.file)
         self._send(rank, m.RequestDone(request.sequence))
 
-    def _return_to(self, store: _Store, rank: int, *, anew: bool) -> None:
+    def _readmit(self, store: _Store, rank: int, *, anew: bool) -> None:
         """A worker that has left uses the store again; from a new process, whose sequence numbers begin anew, unless it was only cut off.
 
         If the server is killed in the middle of this, the worker still counts as one that has left, and asks again.
@@ -437,15 +437,15 @@ class ParameterServerState:
             for block in store.memory.blocks.values():
                 block.current.applied[index] = 0
         gone = tuple(one for one in store.record.gone if one != rank)
-        self._describe(store, msgspec.structs.replace(store.record, gone=gone))
+        self._set_record(store, msgspec.structs.replace(store.record, gone=gone))
 
     def _init(self, store: _Store, rank: int, request: m.Init) -> None:
         if request.key not in store.memory.blocks:
-            given = self._workers[rank].outbox.array(
+            given = self._workers[rank].arena.array(
                 request.offset, element_type(request.dtype), request.shape
             )
             self._make_block(store, request.key, given)
-        self._send(rank, m.RequestDone(request.sequence, self._version(store, request.key)))
+        self._send(rank, m.RequestDone(request.sequence))
 
     def _make_block(self, store: _Store, key: Key, value: Array, before: ValueSlot | None = None) -> Block:
         """A block for a key with this value, and with new states of the present optimizer."""
@@ -483,12 +483,9 @@ class ParameterServerState:
             generation += 1
             store.structures.clear()
         record = msgspec.structs.replace(store.record, optimizer=request.optimizer, generation=generation)
-        self._describe(store, record)
+        self._set_record(store, record)
         store.optimizer = optimizer
         self._send(rank, m.RequestDone(request.sequence))
-
-    def _version(self, store: _Store, key: Key) -> int:
-        return int(store.memory.blocks[key].current.head[0])
 
     # -- pushes and pulls ---------------------------------------------------------------------------------------------
 
@@ -501,22 +498,22 @@ class ParameterServerState:
             self._pull(store, rank, request)
 
     def _pull(self, store: _Store, rank: int, request: m.Pull) -> None:
-        slot, outbox = store.memory.blocks[request.key].current, self._workers[rank].outbox
+        slot, arena = store.memory.blocks[request.key].current, self._workers[rank].arena
         dtype = element_type(request.dtype)
         start = request.offset
         value: Array = slot.value
         if request.rows >= 0:
-            numbers = outbox.array(start, np.dtype(np.int64), (request.rows,))
+            numbers = arena.array(start, np.dtype(np.int64), (request.rows,))
             if value.ndim == 0:
                 raise ProtocolError(f"key {request.key!r} has no rows")
             if request.rows and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(value):
                 raise ProtocolError(f"rows of key {request.key!r} are out of range")
             start += numbers.nbytes
             value = value[numbers]
-        out = outbox.array(start, dtype, value.shape)
+        out = arena.array(start, dtype, value.shape)
         with np.errstate(invalid="ignore", over="ignore"):  # as C casts
             np.copyto(out, value, casting="unsafe")
-        if outbox.remote:
+        if arena.remote:
             data = out.tobytes()
             for first in range(0, len(data), TRANSFER_BYTES):
                 self._send(rank, m.Data(start + first, data[first : first + TRANSFER_BYTES]))
@@ -529,7 +526,7 @@ class ParameterServerState:
             self._send(rank, m.RequestDone(push.sequence, int(slot.head[0])))
             return
         if rank not in store.participants():
-            self._return_to(store, rank, anew=False)  # it was only cut off
+            self._readmit(store, rank, anew=False)  # it was only cut off
         if store.optimizer is None:
             self._fail(rank, push.sequence, "a dist_async store needs an optimizer: call set_optimizer")
             return
@@ -546,13 +543,13 @@ class ParameterServerState:
         return found.astype(np.float32, copy=False)
 
     def _pushed(self, block: Block, rank: int, push: m.Push) -> Array | RowSparse:
-        outbox, dtype, shape = self._workers[rank].outbox, element_type(push.dtype), block.record.shape
+        arena, dtype, shape = self._workers[rank].arena, element_type(push.dtype), block.record.shape
         if push.rows < 0:
-            return outbox.array(push.offset, dtype, shape)
+            return arena.array(push.offset, dtype, shape)
         if not shape:
             raise ProtocolError(f"key {push.key!r} has no rows")
-        numbers = outbox.array(push.offset, np.dtype(np.int64), (push.rows,))
-        data = outbox.array(push.offset + numbers.nbytes, dtype, (push.rows, *shape[1:]))
+        numbers = arena.array(push.offset, np.dtype(np.int64), (push.rows,))
+        data = arena.array(push.offset + numbers.nbytes, dtype, (push.rows, *shape[1:]))
         try:
             return RowSparse(data, numbers, shape)
         except ValueError as error:

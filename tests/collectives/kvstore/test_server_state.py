@@ -778,7 +778,7 @@ def test_the_request_behind_data_without_room_is_answered(steps: Steps) -> None:
     like = np.zeros(2)
     world.init(like)
     far = world.workers[1]
-    world.server._workers[1].outbox = Full(far.outbox, remote=True)
+    world.server._workers[1].arena = Full(far.outbox, remote=True)
     world.tell(1, m.Data(32 << 30, b"x"))
     lost = world.push(1, like + 1)
     kept = world.push(1, like + 1)

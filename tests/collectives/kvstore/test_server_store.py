@@ -127,8 +127,8 @@ def secrets_go_through_the_coordinator() -> None:
     assert links
     assert moved
     for link in links:
-        assert len(link.place.token) >= 32
-        assert not any(link.place.token.encode() in data for data in moved)
+        assert len(link.address.token) >= 32
+        assert not any(link.address.token.encode() in data for data in moved)
 
 
 def asynchronous() -> None:
@@ -403,7 +403,7 @@ def on_another_host(kill: bool) -> None:
 
 def hostile() -> None:
     """What is no worker is turned away, and workers go on."""
-    (directory,) = {link.place.directory for link in _kv._links}
+    (directory,) = {link.address.directory for link in _kv._links}
     assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
     for data in (
         b"",
@@ -474,7 +474,7 @@ def hostile_over_tls() -> None:
         links = kv._links
         servers = {server.host: server for server in kv.servers()}
         for link in links:
-            server, where = servers[link.place.host], parse_address(link.place.tls_address)
+            server, where = servers[link.address.host], parse_address(link.address.tls_address)
             assert isinstance(where, TlsAddress)
             at = where.host, where.port
             floods_within_tls(server.pid, at)
@@ -493,7 +493,7 @@ def hostile_over_tls() -> None:
                 sock.close()
             for sock in silent:
                 sock.close()
-        assert [server.pid for server in kv.servers()] == [servers[link.place.host].pid for link in links]
+        assert [server.pid for server in kv.servers()] == [servers[link.address.host].pid for link in links]
     kv.push("w", full(1))
     kv.barrier()
     pulled(kv, "w")

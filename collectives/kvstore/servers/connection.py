@@ -1,8 +1,7 @@
-"""A worker's connection to one server: requests are numbered, answered, and repeated if the server had to be started again.
+"""Connection of a worker to one server: requests are numbered, answered, and repeated over a new connection.
 
-The user's threads send and read by themselves: there is no thread between them and the server. A thread of the link's own only waits
-for the connection's end, so that it starts a server that has died again, and repeats the requests that it did not answer, also while
-the user's code computes.
+The user's threads send and read by themselves: there is no thread between them and the server. A thread of the link only waits for the
+connection's end. It then starts a server that has died again and repeats the unanswered requests, also while the user's code computes.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ Answer = m.RequestDone | m.RequestFailed | m.Stock
 
 
 class Region:
-    """A part of the outbox: ``offset`` and the power of two that is its size."""
+    """Part of the arena: ``offset`` and the power of two that is its size."""
 
     __slots__ = ("offset", "size")
 
@@ -75,16 +74,16 @@ class Region:
 
 
 class ServerRequest:
-    """A request and its answer.
+    """Request and its answer.
 
     Attributes:
         message: The request.
         answer: The answer; ``None`` until it has come.
         region: The memory that goes with it.
         sent: Bytes at the region's beginning that are for the server.
-        keeps: Whether the caller reads the region after the answer, and frees it; else the answer's arrival frees it.
-        span: What is recorded of it.
-        ends: How often the server has ended while it carried this request out again.
+        keeps: The caller reads the region after the answer, and frees it. Otherwise the answer's arrival frees it.
+        span: The span to record once it is answered.
+        ends: Ends of the server while it carried out this repeated request.
     """
 
     __slots__ = ("answer", "ends", "keeps", "message", "region", "sent", "span")
@@ -99,12 +98,19 @@ class ServerRequest:
 
 
 class _WorkerArena:
-    """Memory for data to and from the server, shared with a server of this host."""
+    """Memory for data to and from the server, shared with a server of this host; see :class:`TransferArena` in ``state``.
+
+    Attributes:
+        file: The file in memory.
+        shared: The server maps it; without, bytes are sent as :class:`Data`.
+    """
 
     def __init__(self, *, shared: bool) -> None:
         self.file = SharedFile.create("hvdlab-outbox")
         self.shared = shared
+        #: Offsets of free regions, by size: a power of two fits the next request of like size, so that nothing has to be merged.
         self._free: dict[int, list[int]] = {}
+        #: End of the last region.
         self._end = 0
 
     def allocate(self, nbytes: int) -> Region:
@@ -121,7 +127,7 @@ class _WorkerArena:
 
 
 class _LinkLock(threading.Condition):
-    """A condition that an interrupt comes through as itself, wherever it hits a thread that waits without the lock.
+    """Condition that lets an interrupt through as itself, wherever it hits a thread that waits without the lock.
 
     ``with`` would raise ``RuntimeError`` in place of ``KeyboardInterrupt`` where the lock was not taken again.
     """
@@ -146,20 +152,19 @@ class _LinkLock(threading.Condition):
 
 
 class ServerLink:
-    """The connection of this rank to one server, for all stores. Any thread.
+    """Connection of this rank to one server, for all stores. Any thread.
 
     Args:
         engine: This rank's engine.
-        address: Where the server is.
-        local: Whether that is this host.
+        address: The server's address.
+        local: The server is on this host.
         starter: Starts the server again.
 
     Attributes:
-        engine: This rank's engine.
-        address: Where the server is.
+        address: The server's address.
         pid: Process id of the server; 0 before the first connection.
-        local: Whether the server is on this host.
-        stock: The keys of each store that the server has, in part at least, and the bytes of their values, as this worker knows.
+        local: The server is on this host.
+        stock: By store the keys of which the server has a shard, and the bytes of their values, as far as this worker knows.
         neighbours: The workers of the server's host: only they can start it again.
     """
 
@@ -172,38 +177,49 @@ class ServerLink:
         self.neighbours: set[int] = set()
         self._engine, self._starter = engine, starter
         self._rank = engine.rank
+        #: Guards all attributes below but ``_closing``; notified of answers, of a new connection, and of the server's loss.
         self._changed = _LinkLock()
         #: The thread that makes the connection again, which gives the lock up between two tries; 0 if none does.
         self._recovering = 0
+        #: The connection; None while there is none.
         self._endpoint: Endpoint | None = None
+        #: Waits for the endpoint's bytes; replaced with it.
         self._poll = select.poll()
-        #: Whether a thread waits for the socket; others wait for that thread.
+        #: A thread waits for the socket; others wait for that thread.
         self._reading = False
+        #: Number of the last request.
         self._sequence = 0
+        #: Requests by number, which a new connection repeats in order.
         self._unanswered: dict[int, ServerRequest] = {}
         #: The repeated request that the server carries out, as it announced last; 0 for none.
         self._begun = 0
         #: Bytes of the regions of unanswered requests.
         self._in_flight = 0
-        #: At how many unanswered requests to look for answers next: a busy server has not answered each of them at once.
+        #: Number of unanswered requests at which to read answers next: a busy server does not answer each of them at once.
         self._sweep_from = _SWEEP_FROM
-        #: How many blocks of :meth:`batched` are open, and the requests that were held back in them, oldest first.
+        #: Open blocks of :meth:`batched`.
         self._open_batches = 0
+        #: Requests that wait in them for more, oldest first.
         self._batch: list[ServerRequest] = []
+        #: Memory for gradients and values of this worker's requests.
         self._arena = _WorkerArena(shared=local)
         #: The memory of stores, which outlives a server of this host because its workers have it.
         self._files: dict[int, SharedFile] = {}
-        #: How many objects of this process use each store.
+        #: Objects of this process that use each store, counted.
         self._uses: dict[int, int] = {}
         #: Stores that are used no more; the garbage collector adds them, on any thread and at any point, so without the lock.
         self._closing: deque[int] = deque()
+        #: Why the server is lost for good; None as long as it is not.
         self._lost: HvdlabError | None = None
-        #: When the server was heard last.
+        #: When the server sent something last.
         self._last_heard = time.monotonic()
-        #: The question whether the server is there, and after how many seconds of silence to log that next.
+        #: The question whether the server is there.
         self._probe: ServerRequest | None = None
+        #: Seconds of silence after which to log it next.
         self._warn_after = SILENT_SECONDS
+        #: The server's clock, for spans.
         self._clock = ServerClock(local=local)
+        #: Pipe by which other threads wake the watching thread.
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         with self._changed:
@@ -213,7 +229,7 @@ class ServerLink:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Region:
-        """Memory of ``nbytes`` bytes or more for a request; it belongs to the request afterwards."""
+        """Return memory of ``nbytes`` bytes or more for a request; it belongs to the request afterwards."""
         with self._changed:
             return self._arena.allocate(nbytes)
 
@@ -223,7 +239,7 @@ class ServerLink:
             self._arena.free(region)
 
     def array(self, region: Region, dtype: np.dtype[Any], shape: tuple[int, ...], skip: int = 0) -> Array:
-        """The memory of a request as an array, ``skip`` bytes behind its beginning."""
+        """Return the memory of a request as an array, from ``skip`` bytes behind its beginning."""
         return self._arena.file.array(region.offset + skip, dtype, shape)
 
     def request(
@@ -241,8 +257,8 @@ class ServerLink:
             make: Makes the message from its sequence number.
             region: The memory that goes with it.
             sent: Bytes of it that the server reads.
-            keeps: Whether the caller frees the region; else it is freed when the answer comes.
-            span: What to record of it once it is answered.
+            keeps: The caller frees the region. Otherwise the answer's arrival frees it.
+            span: The span to record once it is answered.
 
         Raises:
             KVStoreError: The server is lost.
@@ -266,7 +282,7 @@ class ServerLink:
 
     @contextlib.contextmanager
     def batched(self) -> Iterator[None]:
-        """Hold back small requests made inside, and send them together: when this worker waits for one of them, or at the end.
+        """Send small requests made inside together: when this worker waits for one of them, or at the end.
 
         Otherwise a server that the first of two wakes takes the processor from the thread that is about to send the second.
         """
@@ -300,7 +316,7 @@ class ServerLink:
             return request.answer
 
     def receive_answers(self) -> None:
-        """Take in the answers that have come; does not wait."""
+        """Receive the answers that have come; does not wait."""
         with self._changed:
             self._require_usable()
             self._with_reconnect(self._receive)
@@ -319,13 +335,13 @@ class ServerLink:
         return self.request(message)
 
     def record_key(self, store: int, key: Key, nbytes: int) -> None:
-        """A key of this store, or a part of one, is there from now on."""
+        """Record that the server has a key of this store, or a shard of one, from now on."""
         keys = self.stock.setdefault(store, {})
         keys[key] = keys.get(key, 0) + nbytes
 
     @property
     def lost(self) -> bool:
-        """Whether the server is gone and does not come back. Any thread."""
+        """Return whether the server is gone for good. Any thread."""
         return self._lost is not None
 
     def close_store(self, store: int) -> None:
@@ -360,7 +376,7 @@ class ServerLink:
             raise type(self._lost)(str(self._lost))
 
     def _probe_if_silent(self, begun: float) -> None:
-        """While this worker waits, since ``begun``: ask a silent server whether it is there, then log its name."""
+        """Ask a silent server whether it is there, then log its name; for a worker that waits since ``begun``."""
         now = time.monotonic()
         silent = now - max(begun, self._last_heard)
         if silent < SILENT_SECONDS:
@@ -375,7 +391,7 @@ class ServerLink:
             self._with_reconnect(lambda: self._transmit(probe))
         elif (
             not self._may_come_back()
-        ):  # nothing says so where a host is cut off, but its workers are known to be gone
+        ):  # a host that is cut off sends no end of the connection, but its workers are known to be gone
             self._with_reconnect(self._raise_host_lost)
         elif silent >= self._warn_after:
             self._warn_of_silence(silent)
@@ -407,9 +423,9 @@ class ServerLink:
         LOG.warning("%s", text)
 
     def _with_reconnect(self, step: Callable[[], None]) -> None:
-        """Do something with the connection. If that is lost, connect again, which repeats all unanswered requests.
+        """Run a step with the connection. If that is lost, connect again, which repeats all unanswered requests.
 
-        An exception from outside (Ctrl-C) may come in the middle of a frame: such a connection is given up.
+        An exception from outside (Ctrl-C) may come in the middle of a frame: such a connection is dropped.
         """
         try:
             if self._endpoint is None:
@@ -438,11 +454,11 @@ class ServerLink:
                 silent = time.monotonic() - max(begun, self._last_heard)
                 if silent >= self._warn_after:
                     self._warn_of_silence(silent)
-            self._receive()  # or else both might wait for each other
+            self._receive()  # otherwise both might wait for each other
             sent = self._endpoint.flush()
 
     def _send_batch(self) -> None:
-        """Send the requests that were held back, in order. If the connection is lost meanwhile, all unanswered ones are repeated."""
+        """Send the requests of the batch, in order. If the connection is lost meanwhile, all unanswered ones are repeated."""
         assert self._endpoint is not None
         now = time.monotonic_ns()
         for request in self._batch:
@@ -473,7 +489,7 @@ class ServerLink:
         return bool(poll.poll(_POLL_MILLISECONDS))
 
     def _read_once(self) -> None:
-        """Wait for the socket without the lock, then take what has come."""
+        """Wait for the socket without the lock, then receive."""
         self._reading = True
         endpoint, poll = self._endpoint, self._poll
         try:
@@ -498,7 +514,7 @@ class ServerLink:
             self._changed.notify_all()
 
     def _receive_when_busy(self) -> None:
-        """Take answers that have come; while very much is unanswered, wait for some."""
+        """Receive answers; while too many bytes are unanswered, wait for some."""
         self._with_reconnect(self._receive)
         while self._in_flight > _IN_FLIGHT and not self._reading:
             self._require_usable()
@@ -532,7 +548,7 @@ class ServerLink:
     def _answer(self, message: Answer) -> None:
         request = self._unanswered.pop(message.sequence, None)
         if request is None:
-            return  # it was repeated, and this is the second answer
+            return  # the request was repeated, and this is the second answer
         request.answer = message
         if request.span is not None and not isinstance(message, m.Stock):
             request.span.answered(message, self._clock)
@@ -545,7 +561,7 @@ class ServerLink:
     def _keep_memory(self, store: int, descriptor: int) -> None:
         """Keep the memory of a store for a successor of the server."""
         if descriptor == LOST:
-            # Not an error of the request: other workers of the host have the memory, too.
+            # No error of the request: other workers of the host have the memory, too.
             LOG.warning(
                 "this process has as many open files as it may have, and does not keep the values of a store in case %s ends; "
                 "raise `ulimit -n`",
@@ -557,7 +573,7 @@ class ServerLink:
     # -- making it again ----------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Connect, start the server first if it is gone, and repeat what was not answered. One thread does it, others wait for it."""
+        """Connect again and repeat the unanswered requests; start a server of this host first. One thread does it, others wait for it."""
         own = threading.get_ident()
         while self._recovering not in (0, own):
             self._changed.wait(1.0)
@@ -575,10 +591,10 @@ class ServerLink:
 
     def _recover_alone(self) -> None:
         deadline = Deadline(self._recovery_seconds())
-        began = said = time.monotonic()
+        began = warned = time.monotonic()
         pause = _TRY_AGAIN_SECONDS
         with contextlib.suppress(ConnectionLost):
-            self._receive()  # what the server sent before it ended, such as RequestBegun
+            self._receive()  # the server may have sent RequestBegun before it ended
         self._drop_connection()
         server, begun, self._begun = self.pid, self._begun, 0
         suspect = self._unanswered.get(begun)
@@ -612,16 +628,16 @@ class ServerLink:
             except BaseException:
                 self._drop_connection()
                 raise
-            if time.monotonic() >= said + STALL_SECONDS:
-                said = time.monotonic()
-                LOG.warning("%s has been gone for %.0f s: %s", self._name(), said - began, cause)
+            if time.monotonic() >= warned + STALL_SECONDS:
+                warned = time.monotonic()
+                LOG.warning("%s has been gone for %.0f s: %s", self._name(), warned - began, cause)
             # There is no event for a server's return. Without the lock, so that an interrupt reaches threads that wait.
             self._changed.wait(pause)
             if self.local:  # each try starts a process
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _count_end(self, begun: int) -> None:
-        """The server has ended while it carried out this request. Fail the request if that has happened too often."""
+        """Count an end of the server while it carried out this request. Fail the request if there were too many."""
         request = self._unanswered.get(begun)
         if request is None:
             return
@@ -639,7 +655,7 @@ class ServerLink:
         self._answer(m.RequestFailed(begun, failure))
 
     def _recovery_seconds(self) -> float:
-        """Seconds that the server may be gone.
+        """Return the seconds that the server may be gone.
 
         One of another host may also be out of reach because this worker is cut off. The coordinator lets it in again
         ``HVDLAB_CUT_OFF`` seconds after the engine has missed it, which is up to ``HVDLAB_DEAD_AFTER`` seconds after the cut: it must
@@ -743,9 +759,9 @@ class ServerLink:
             with self._changed:
                 if self._endpoint is endpoint:
                     with contextlib.suppress(ConnectionLost):
-                        self._receive()  # what the server sent before it ended, such as RequestBegun
+                        self._receive()  # the server may have sent RequestBegun before it ended
                     self._drop_connection()
-        # First forget the number, or else _wake() might write a byte to a file that has the same number later.
+        # Forget the number first: otherwise _wake() might write a byte to a file that has the same number later.
         writer, self._wake_writer = self._wake_writer, -1
         os.close(writer)
         os.close(self._wake_reader)

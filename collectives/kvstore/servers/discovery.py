@@ -23,7 +23,7 @@ _NAME_BYTES = 16
 
 
 class _KnownAddresses(msgspec.Struct, frozen=True):
-    """What a worker tells the others: the addresses of servers of its host that it knows, and why it could not start one."""
+    """Message of a worker to the others: addresses of its host's servers that it knows, and why it could not start one."""
 
     rank: int
     host: str
@@ -33,14 +33,14 @@ class _KnownAddresses(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class KnownServer:
-    """A server as a worker knows it.
+    """Server as a worker knows it.
 
     Attributes:
         index: Number of the server, from 0, the same on all workers.
         host: Host key of the server's host, which its ranks have in common.
         pid: Process id of the server on its host.
-        local: Whether that is the worker's host.
-        keys: How many keys, or parts of keys, of the worker's stores it has.
+        local: That is the worker's host.
+        keys: Number of keys, or parts of keys, of the worker's stores that it has.
         bytes: Size of their values.
     """
 
@@ -53,27 +53,29 @@ class KnownServer:
 
 
 class Servers:
-    """This worker's links to the servers of its world.
+    """Links of this worker to the servers of its world.
 
     Args:
         engine: This rank's engine.
 
     Attributes:
-        stores: How many stores on servers the world has had, as far as this worker knows.
+        stores: Number of stores on servers that the world has had, as far as this worker knows.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.stores = 0
         self._engine = engine
         self._starter = ServerStarter()
+        #: By host key and directory of the server.
         self._links: dict[tuple[str, str], ServerLink] = {}
+        #: Held while links are made, so that two threads make one link to a server.
         self._lock = threading.Lock()
 
     def find(self, workers: Workers) -> tuple[list[ServerLink], list[tuple[int, str]]]:
-        """Links to all servers, in the same order on all workers. Every worker calls it.
+        """Return links to all servers, in the same order on all workers. Every worker calls it.
 
-        On a host without servers the worker with the lowest rank starts them; a worker that came later learns from the
-        others where they are. If two process sets have each started servers before a store of both, those of the lower rank are used.
+        On a host without servers the worker with the lowest rank starts them; a worker that came later learns their addresses from the
+        others. If two process sets have each started servers before a store of both, those of the lower rank are used.
 
         Args:
             workers: The workers of the store.
@@ -103,7 +105,7 @@ class Servers:
             return links, [(worker.rank, worker.host) for worker in known]
 
     def publish_addresses(self, links: Iterable[ServerLink]) -> str:
-        """Leave the servers' addresses at the coordinator, for a worker that was started anew. Returns the name for :meth:`find_published`."""
+        """Leave the servers' addresses at the coordinator, for a restarted worker. Returns the name for :meth:`find_published`."""
         name = f"kv.servers.left.{os.urandom(_NAME_BYTES).hex()}"
         addresses = tuple(link.address for link in links)
         neighbours = tuple(tuple(sorted(link.neighbours)) for link in links)
@@ -111,10 +113,10 @@ class Servers:
         return name
 
     def find_published(self, name: str) -> list[ServerLink]:
-        """Links to the servers that another worker has left under this name.
+        """Return links to the servers whose addresses another worker has left under this name.
 
         Raises:
-            StartError: They are not there.
+            StartError: The addresses are not there.
         """
         try:
             data = self._engine.world_store().get(name, self._engine.settings.start_timeout)
@@ -130,7 +132,7 @@ class Servers:
         return links
 
     def known(self) -> list[KnownServer]:
-        """The servers that this worker is connected to. Sends nothing, and waits for nothing."""
+        """Return the servers to which this worker is connected. Sends nothing, and waits for nothing."""
 
         def order(link: ServerLink) -> tuple[str, int, str]:
             return link.address.host, link.address.index, link.address.directory
@@ -151,7 +153,7 @@ class Servers:
         return [found[index] for index in sorted(found)]
 
     def _start_missing(self, known: list[_KnownAddresses]) -> _KnownAddresses:
-        """What this worker tells the others after it has started the servers that its host lacks, if that is its task."""
+        """Start the servers that this host lacks, if that is this worker's task. Returns its message to the others."""
         host, rank = host_key(), self._engine.rank
         addresses = tuple(self._of_host(known, host))
         first = min(worker.rank for worker in known if worker.host == host)
@@ -169,10 +171,10 @@ class Servers:
         return _KnownAddresses(rank, host, started)
 
     def _exchange(self, workers: Workers, own: _KnownAddresses) -> list[_KnownAddresses]:
-        """Exchange what all workers know. Through the coordinator: planes between hosts are in the clear, and addresses have secrets.
+        """Exchange the known addresses of all workers.
 
-        An allgather gives each worker the names under which the others put what they know at the coordinator. The workers also meet
-        in it: all of them are in the same epoch after it.
+        They go through the coordinator: planes between hosts are in the clear, and addresses have secrets. An allgather gives each
+        worker the names under which the others leave their messages. It also brings all workers into one epoch.
         """
         name = np.frombuffer(os.urandom(_NAME_BYTES), np.uint8).copy()
         handle = workers.submit_gather(name, "kv.servers")
@@ -207,14 +209,14 @@ _lock = threading.Lock()
 
 
 def known_servers(engine: Engine) -> list[KnownServer]:
-    """The servers that this rank is connected to; empty if it never made a store on servers."""
+    """Return the servers to which this rank is connected; empty if it never made a store on servers."""
     with _lock:
         found = _servers.get(engine)
     return [] if found is None else found.known()
 
 
 def servers_of(engine: Engine) -> Servers:
-    """The servers of an engine's world."""
+    """Return the links of an engine to the servers of its world."""
     with _lock:
         found = _servers.get(engine)
         if found is None:

@@ -1,4 +1,4 @@
-"""Pushes and pulls in the timeline: from the call on the worker, over their turn on the server, to their end."""
+"""Spans of pushes and pulls: from the call on the worker, over the work on the server, to the answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdlab.collectives.timeline.store_requests import group_of, push_batch
 
 
 class StoreSpans:
-    """Records the requests of one store on this worker.
+    """Recorder of one store's requests on this worker.
 
     Args:
         engine: This rank's engine.
@@ -39,7 +39,7 @@ class StoreSpans:
             engine.introduce_group(group)
 
     def begin(self, kind: OpKind, key: Key, server: int, dtype: np.dtype[Any], nbytes: int) -> RequestSpan:
-        """This worker begins a request now. The user's line is that of the caller's caller.
+        """Start the span of a request now. The user's line is that of the caller's caller.
 
         Args:
             kind: ``PUSH`` or ``PULL``.
@@ -81,7 +81,7 @@ class StoreSpans:
 
 
 class RequestSpan:
-    """A push or a pull that is under way.
+    """Span of a push or a pull that is under way.
 
     Attributes:
         called, sent: When the worker began the request, and when it sent it, in ns.
@@ -98,7 +98,7 @@ class RequestSpan:
         self.called = self.sent = time.monotonic_ns()
 
     def answered(self, answer: m.RequestDone | m.RequestFailed, clock: ServerClock) -> None:
-        """The answer has come, now."""
+        """Record that the answer has come, now."""
         seen = time.monotonic_ns()
         if isinstance(answer, m.RequestFailed):
             self._log.end(self, answer, 0, seen)
@@ -110,10 +110,10 @@ class RequestSpan:
 
 
 class ServerClock:
-    """The clock of a server, which is this worker's if both are on one host.
+    """Clock of a server, which is this worker's if both are on one host.
 
     Args:
-        local: Whether they are.
+        local: Both are.
     """
 
     def __init__(self, *, local: bool) -> None:
@@ -121,7 +121,7 @@ class ServerClock:
         self._samples = ClockSamples()
 
     def here(self, answer: m.RequestDone, sent: int, seen: int) -> int:
-        """When the server began with a request, on this worker's clock, in ns.
+        """Return when the server began with a request, on this worker's clock, in ns.
 
         Args:
             answer: The server's answer.

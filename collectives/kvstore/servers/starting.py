@@ -42,7 +42,7 @@ _WARN_AFTER_SECONDS = 10.0
 
 
 class ServerLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a server.
+    """Settings that a server reads from its standard input.
 
     Attributes:
         token: Secret that workers have to show.
@@ -71,7 +71,7 @@ class ServerLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServerAddress(msgspec.Struct, frozen=True):
-    """How workers reach a server.
+    """Address and secrets by which workers reach a server.
 
     Attributes:
         host: Host key of the server's host, which its ranks have in common.
@@ -91,13 +91,14 @@ class ServerAddress(msgspec.Struct, frozen=True):
 
 
 class ServerStarter:
-    """Starts servers on this host; safe to use from several processes at once.
+    """Parent of the servers that this process starts on its host; several processes may start one at once.
 
-    A worker's process is the parent of the servers that it has started, and does nothing else for them: they live in sessions of
-    their own and end with the job.
+    It only reaps them: servers live in sessions of their own and end with the job.
     """
 
     def __init__(self) -> None:
+        #: Servers that this process has started and that may still run.
+        #: Servers that this process has started and that may still run.
         self._children: list[subprocess.Popen[bytes]] = []
 
     def start_new(self, index: int, settings: Settings, *, remote: bool, timeout: float) -> ServerAddress:
@@ -232,7 +233,7 @@ def _exchange(process: subprocess.Popen[bytes], launch: ServerLaunch, deadline: 
 
 @contextlib.contextmanager
 def _start_lock(directory: Path) -> Iterator[None]:
-    """Let one process of this host at a time start the server. The kernel releases the lock of a process that is killed meanwhile."""
+    """Hold the lock under which one process of this host at a time starts the server; the kernel releases that of a killed process."""
     try:
         lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -245,7 +246,7 @@ def _start_lock(directory: Path) -> Iterator[None]:
 
 
 def _is_serving(directory: Path) -> bool:
-    """Whether a server serves the socket; the end of a server closes it."""
+    """Return whether a server listens on the socket; the end of a server closes it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.connect(str(directory / SOCKET))
@@ -264,7 +265,7 @@ def _listen_tls(host: str, port: int) -> socket.socket:
 
 
 def _rebind(where: TlsAddress, deadline: Deadline) -> socket.socket:
-    """Listen on the port that workers of other hosts know; the system may need a moment to free it after a server has died."""
+    """Listen again on the port that workers of other hosts know; the system may need a moment to free it after a server has died."""
     while True:
         try:
             return _listen_tls(where.host, where.port)

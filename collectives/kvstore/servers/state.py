@@ -1,11 +1,11 @@
-"""What a parameter server decides: requests of workers in, updates of its memory and answers out. No I/O.
+"""Decisions of a parameter server: requests of workers in, updates of its memory and answers out. No I/O.
 
 A request is carried out when it comes, so those of one worker are carried out in order, and none waits for another worker. A request
 that was answered with ``RequestDone`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next
 to each value say which pushes were applied already.
 
-Whatever a request raises is answered to its sender by ``RequestFailed``: a server that ended of it would meet the same request in its
-successor, which its worker repeats it to. A message without an answer that raises ends its connection alone.
+An exception that a request raises goes to its sender as ``RequestFailed``. If the server ended of it, the worker would repeat the request
+to the successor, which would end of it as well. A message without an answer that raises ends only its connection.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hvdlab.collectives.kvstore.servers.memory import (
 from hvdlab.collectives.protocol.messages import Message
 
 AWAY_SECONDS = 10.0
-"""How long a worker whose connection has ended may take to come back before it counts as dead; the coordinator says so earlier."""
+"""Seconds that a worker whose connection has ended may take to come back before it counts as dead; the coordinator usually reports earlier."""
 TRANSFER_BYTES = 1 << 20
 """Bytes of an arena that go over a connection at once."""
 _MOST_COUNTED = 1 << 62
@@ -51,19 +51,19 @@ _Request = m.Push | m.Pull | m.Init | m.SetOptimizer | m.StockRequest
 
 
 class TransferArena(Protocol):
-    """Memory that a worker and the server both see: gradients to the server, values back."""
+    """Memory for gradients to the server and for values back, which a worker and the server both see."""
 
     @property
     def remote(self) -> bool:
-        """Whether the worker sees what the server writes only once it was sent as :class:`Data`."""
+        """Return whether the worker sees the server's bytes only once they were sent as :class:`Data`."""
         ...
 
     def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """A part of it as an array. Raises ``ProtocolError`` if it is not inside."""
+        """Return a part of it as an array. Raises ``ProtocolError`` if it is not inside."""
         ...
 
     def write(self, offset: int, data: bytes) -> None:
-        """Take over what the worker wrote. Raises ``ProtocolError`` if it is shared."""
+        """Write bytes that the worker sent. Raises ``ProtocolError`` if the arena is shared."""
         ...
 
 
@@ -72,7 +72,7 @@ class TransferArena(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerArrived:
-    """A worker has introduced itself over a new connection."""
+    """Worker that has shown its token over a new connection."""
 
     peer: int
     rank: int
@@ -82,7 +82,7 @@ class WorkerArrived:
 
 @dataclass(frozen=True, slots=True)
 class ServerReceived:
-    """A message of a worker, with the file that came along."""
+    """Message of a worker, with the file that came along."""
 
     peer: int
     message: m.FromWorker
@@ -91,14 +91,14 @@ class ServerReceived:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDisconnected:
-    """A connection has ended."""
+    """End of a connection."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
-    """A rank's process has ended, as the coordinator says."""
+    """End of a rank's process, as the coordinator reports."""
 
     rank: int
     pid: int
@@ -107,7 +107,7 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class ServerTick:
-    """Time has passed."""
+    """Passing of time, for what is due."""
 
 
 Event = WorkerArrived | ServerReceived | WorkerDisconnected | WorkerDied | ServerTick
@@ -124,7 +124,7 @@ class ServerSend:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """End a connection: its worker has left (no reason), or what came over it breaks the protocol (``reason`` says how)."""
+    """Connection to end: its worker has left (no reason), or broke the protocol, as ``reason`` describes."""
 
     peer: int
     reason: str = ""
@@ -138,31 +138,38 @@ Effect = ServerSend | Disconnect
 
 @dataclass(slots=True)
 class _Worker:
+    #: Its rank in the world.
     rank: int
+    #: Its process id: another one is a restarted worker, whose requests begin with number 1.
     pid: int
     #: Its connection; -1 while it has none.
     peer: int
+    #: Its memory for gradients and values.
     arena: TransferArena
-    #: When its connection ended.
+    #: When its connection ended, in seconds; ``inf`` while it has one.
     away_since: float = math.inf
-    #: Why what it wrote last to its arena is not there; empty if it is.
+    #: Why the bytes that it sent last are not in its arena; empty if they are.
     unwritten: str = ""
 
 
 @dataclass(slots=True)
 class _Store:
+    #: Values, and all that a successor needs.
     memory: StoreMemory
+    #: The record in ``memory`` that counts.
     record: StoreRecord
+    #: The optimizer that ``record`` describes; None before the first one.
     optimizer: Optimizer | None
-    #: What the optimizer's ``create_state`` gave for each key, for its structure.
+    #: Result of the optimizer's ``create_state`` for each key, for its structure only: the arrays are in ``memory``.
     structures: dict[Key, Any] = field(default_factory=dict)
 
     def participants(self) -> list[int]:
+        """Return the workers that use the store now."""
         return [rank for rank in self.record.workers if rank not in self.record.gone]
 
 
 class ParameterServerState:
-    """One server. All methods belong to one thread.
+    """State of one server. All methods belong to one thread.
 
     Args:
         not_imported: Which modules of the user's optimizers could not be imported here, and why; empty if all were.
@@ -170,15 +177,19 @@ class ParameterServerState:
 
     def __init__(self, not_imported: str = "") -> None:
         self._not_imported = not_imported
+        #: Stores in use, by number.
         self._stores: dict[int, _Store] = {}
         #: Memory that workers have brought for stores that none has opened here yet.
         self._brought: dict[int, StoreMemory] = {}
+        #: Workers that live, by rank.
         self._workers: dict[int, _Worker] = {}
-        self._ranks: dict[int, int] = {}  # by peer
+        #: Ranks of workers by connection.
+        self._ranks: dict[int, int] = {}
         #: Stores that wait for their memory, and the workers that open them, with their requests.
         self._opening: dict[int, list[tuple[int, m.OpenStore]]] = {}
         #: Requests for stores whose memory was not brought yet: their worker, and since when.
         self._early: dict[int, list[tuple[int, _Request, float]]] = {}
+        #: Effects of the event that is handled, in order.
         self._effects: list[Effect] = []
         #: Ranks that have died. A store that is brought later goes on without them.
         self._dead: set[int] = set()
@@ -188,7 +199,7 @@ class ParameterServerState:
         if isinstance(event, ServerReceived):
             try:
                 self._on_message(event, now)
-            except _RAISED as error:  # of a message without an answer: requests answer for themselves
+            except _RAISED as error:  # of a message without an answer: errors of requests are answered below
                 self._effects.append(Disconnect(event.peer, _text_of(error)))
         elif isinstance(event, WorkerArrived):
             self._on_arrived(event)
@@ -202,18 +213,18 @@ class ParameterServerState:
         return effects
 
     def next_tick(self) -> float:
-        """When :class:`ServerTick` is due; ``inf`` if it is not."""
+        """Return when :class:`ServerTick` is due; ``inf`` if it is not."""
         due = [worker.away_since + AWAY_SECONDS for worker in self._workers.values()]
         due += [since + AWAY_SECONDS for early in self._early.values() for _, _, since in early]
         return min(due, default=math.inf)
 
     def stock(self) -> tuple[int, int]:
-        """How many keys of all stores are here, and the bytes of their values."""
+        """Return the number of keys of all stores, and the bytes of their values."""
         blocks = [block for store in self._stores.values() for block in store.memory.blocks.values()]
         return len(blocks), sum(block.current.value.nbytes for block in blocks)
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Close all memory."""
         for memory in (*(store.memory for store in self._stores.values()), *self._brought.values()):
             memory.close()
         self._stores.clear()
@@ -248,7 +259,7 @@ class ParameterServerState:
             self._remove_worker(event.rank, f"died: {event.reason}" if event.reason else "has left")
 
     def _remove_worker(self, rank: int, reason: str) -> None:
-        """A worker takes part in no store any more."""
+        """Remove a worker from all stores, and fail the openings of others that wait for it."""
         worker = self._workers.pop(rank, None)
         if worker is not None and self._ranks.pop(worker.peer, None) is not None:
             self._effects.append(Disconnect(worker.peer))
@@ -273,7 +284,7 @@ class ParameterServerState:
 
     @staticmethod
     def _set_record(store: _Store, record: StoreRecord) -> None:
-        """Use a store so from now on."""
+        """Use a store by this record from now on; the memory has it first, for a successor."""
         store.memory.describe(record)
         store.record = record
 
@@ -324,7 +335,7 @@ class ParameterServerState:
 
     @staticmethod
     def _write_to_arena(worker: _Worker, message: m.Data) -> None:
-        """Take over bytes of an arena; if there is no memory for them, the request that they belong to fails."""
+        """Write bytes to an arena; if there is no memory for them, the request to which they belong fails."""
         try:
             worker.arena.write(message.offset, message.data)
         except ProtocolError:
@@ -393,7 +404,7 @@ class ParameterServerState:
                 self._remove_from_store(number, rank)
 
     def _restored_optimizer(self, spec: OptimizerSpec) -> Optimizer:
-        """The optimizer that a server before this one had."""
+        """Return the optimizer that the server before this one had."""
         try:
             return _usable(spec)
         except _RAISED as error:  # its module could be imported then, and can't any more
@@ -422,17 +433,18 @@ class ParameterServerState:
         if rank not in store.record.workers:
             raise ProtocolError(f"rank {rank} opens a store of {format_ranks(store.record.workers)}")
         if rank not in store.participants():
-            self._readmit(store, rank, anew=True)
+            self._readmit(store, rank, restarted=True)
         if not self._workers[rank].arena.remote:
             self._send(rank, m.SharedStoreMemory(request.store), store.memory.file)
         self._send(rank, m.RequestDone(request.sequence))
 
-    def _readmit(self, store: _Store, rank: int, *, anew: bool) -> None:
-        """A worker that has left uses the store again; from a new process, whose sequence numbers begin anew, unless it was only cut off.
+    def _readmit(self, store: _Store, rank: int, *, restarted: bool) -> None:
+        """Let a worker that has left use the store again.
 
-        If the server is killed in the middle of this, the worker still counts as one that has left, and asks again.
+        A restarted worker numbers its requests from 1 again, one that was only cut off goes on. If the server is killed in the middle
+        of this, the worker still counts as one that has left, and asks again: the record is written last.
         """
-        if anew:
+        if restarted:
             index = store.record.workers.index(rank)
             for block in store.memory.blocks.values():
                 block.current.applied[index] = 0
@@ -448,7 +460,7 @@ class ParameterServerState:
         self._send(rank, m.RequestDone(request.sequence))
 
     def _make_block(self, store: _Store, key: Key, value: Array, before: ValueSlot | None = None) -> Block:
-        """A block for a key with this value, and with new states of the present optimizer."""
+        """Make a block for a key with this value, and with new states of the present optimizer."""
         optimizer = store.optimizer
         if optimizer is not None and optimizer.multi_precision:
             value = value.astype(np.float32)
@@ -526,7 +538,7 @@ class ParameterServerState:
             self._send(rank, m.RequestDone(push.sequence, int(slot.head[0])))
             return
         if rank not in store.participants():
-            self._readmit(store, rank, anew=False)  # it was only cut off
+            self._readmit(store, rank, restarted=False)  # it was only cut off
         if store.optimizer is None:
             self._fail(rank, push.sequence, "a dist_async store needs an optimizer: call set_optimizer")
             return
@@ -571,15 +583,15 @@ class ParameterServerState:
         block.commit()
 
     def _state(self, store: _Store, key: Key, value: Array, arrays: Sequence[Array]) -> Any:
-        """The optimizer's state of a key, with these arrays in it."""
+        """Return the optimizer's state of a key, with these arrays in it."""
         assert store.optimizer is not None
-        if key not in store.structures:  # a server before this one made it
+        if key not in store.structures:  # the server before this one made it
             store.structures[key] = _new_state(store.optimizer, key, value)
         return _with_arrays(store.structures[key], iter(arrays))
 
 
 class _Unavailable(Optimizer):
-    """Stands for an optimizer that can't be made here: every push is refused, and values and states stay as they are."""
+    """Optimizer in place of one that can't be made here: every push is refused, and values and states stay as they are."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -625,7 +637,7 @@ def _optimizer_error(error: BaseException) -> KVStoreError:
 
 
 def _text_of(error: BaseException) -> str:
-    """Return what is sent of an exception: its text if it is one of ours, else its class with the text."""
+    """Return the text to send of an exception: one of ours as it is, of any other its class with the text."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  (a class of the user's may have any __str__)

@@ -40,7 +40,7 @@ from hvdlab.collectives.process_sets import ProcessSet
 
 @dataclass(slots=True)
 class _Pushed:
-    """A push on its way: an allreduce in place in ``array``, or, without one, allgathers of the rows' numbers and of their data."""
+    """Push on its way: an allreduce in place in ``array``, or, without one, allgathers of the rows' numbers and of their data."""
 
     handles: tuple[Handle, ...]
     array: Array | None
@@ -49,7 +49,7 @@ class _Pushed:
     interrupted: bool = False
 
     def total(self) -> Value:
-        """The sum over all workers, once all handles are done."""
+        """Return the sum over all workers, once all handles are done."""
         if self.array is not None:
             return self.array
         numbers, data = (handle.wait() for handle in self.handles)
@@ -76,7 +76,7 @@ class DistSyncStore(KVStore):
     def __init__(self, name: str, *, on_devices: bool, process_set: ProcessSet | None = None) -> None:
         super().__init__(name, on_devices=on_devices)
         self._workers = Workers(process_set)
-        #: Number of this store, the same on all workers, also where one of them was started anew and has made fewer.
+        #: Number of this store, the same on all workers, also where one of them was restarted and has made fewer.
         self._id = DistSyncStore._made = self._workers.largest([DistSyncStore._made + 1], "kv.create")[0]
         #: Pushes of each key whose sum was not stored yet, oldest first.
         self._pending: dict[Key, deque[_Pushed]] = {}
@@ -182,7 +182,7 @@ class DistSyncStore(KVStore):
             raise KVStoreError(f"key {key!r} is {kinds[0]}, but was given a {kinds[1]} array", key)
 
     def _sum(self, key: Key, arrays: Sequence[Any]) -> Value:
-        """The sum over this worker's devices, then compressed: a worker has one residual for each key."""
+        """Sum over this worker's devices, then compress: a worker has one residual for each key."""
         if isinstance(arrays[0], RowSparse):
             return add_up_rows(arrays)
         total = self._buffer(key, arrays[0])
@@ -333,7 +333,7 @@ class DistSyncStore(KVStore):
         return _float32(array) if masters else array
 
     def _set_updater(self, updater: UserUpdater | Updater | None) -> None:
-        """Checks its argument only: an updater of one process has no part in values that all workers share.
+        """Check the argument only: an updater of one process has no part in values that all workers share.
 
         Use :meth:`set_optimizer`, which takes functions, too.
         """
@@ -349,21 +349,21 @@ class DistSyncStore(KVStore):
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0."""
+        """Return the number of this worker, from 0."""
         return self._workers.rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this worker among those of its host, from 0."""
+        """Return the number of this worker among those of its host, from 0."""
         return self._workers.local_rank
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Return the number of workers."""
         return self._workers.count
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for a worker that was started anew: values and states of the last complete rounds. It takes part from then on.
+        """Return the state for a restarted worker, which takes part from then on: values and states of the last complete rounds.
 
         Raises:
             KVStoreError: A push of this worker is on its way.
@@ -405,7 +405,7 @@ class DistSyncStore(KVStore):
 
 
 class RankStore(KVStoreBase):
-    """Base of both stores: what they know of the workers.
+    """Base of ``horovod`` and ``byteps`` stores: their workers.
 
     Args:
         process_set: The process set whose ranks are the workers; ``None`` for all ranks.
@@ -421,17 +421,17 @@ class RankStore(KVStoreBase):
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0."""
+        """Return the number of this worker, from 0."""
         return self._workers.rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this worker among those of its host, from 0."""
+        """Return the number of this worker among those of its host, from 0."""
         return self._workers.local_rank
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Return the number of workers."""
         return self._workers.count
 
 
@@ -478,13 +478,13 @@ class Horovod(RankStore):
         _pushpull(self._workers, "horovod", key, value, out)
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Does nothing: workers run their own optimizers."""
+        """Do nothing: workers run their own optimizers."""
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
-        """Does nothing: there are no states here."""
+        """Do nothing: there are no states here."""
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Does nothing: there are no states here."""
+        """Do nothing: there are no states here."""
 
     @property
     def type(self) -> str:
@@ -493,7 +493,7 @@ class Horovod(RankStore):
 
 
 class PushPull:
-    """A sum in flight. Made by :meth:`BytePS.pushpull_async`.
+    """Sum in flight. Made by :meth:`BytePS.pushpull_async`.
 
     Attributes:
         key: The key under which it was pushed.
@@ -506,7 +506,7 @@ class PushPull:
         self._targets = targets
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly. Never blocks."""
+        """Return whether it has ended, well or badly. Never blocks."""
         return all(handle.done() for handle in self._handles)
 
     def wait(self) -> None:

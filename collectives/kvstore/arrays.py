@@ -23,7 +23,7 @@ _Add = Callable[[Sequence[Array], Array, Array], None]
 
 
 class RowSparse:
-    """An array of which only some rows are stored; all others are zero.
+    """Array of which only some rows are stored; all others are zero.
 
     As an output it is changed in place: ``data`` and ``indices`` are replaced.
 
@@ -67,7 +67,7 @@ class RowSparse:
         return self.data.dtype
 
     def todense(self) -> Array:
-        """The whole array, of shape ``shape``, as a new numpy array."""
+        """Return the whole array, of shape ``shape``, as a new numpy array."""
         dense = np.zeros(self.shape, self.dtype)
         dense[self.indices] = self.data
         return dense
@@ -97,7 +97,7 @@ def checked_rows(rows: Array, count: int) -> npt.NDArray[np.int64]:
 
 
 def rows_of(sparse: RowSparse, wanted: npt.NDArray[np.int64]) -> Array:
-    """Rows of an array by increasing number; those that are not stored are zero."""
+    """Return rows of an array by increasing number; those that are not stored are zero."""
     data = np.zeros((len(wanted), *sparse.shape[1:]), sparse.dtype)
     _, there, here = np.intersect1d(wanted, sparse.indices, assume_unique=True, return_indices=True)
     data[there] = sparse.data[here]
@@ -106,7 +106,7 @@ def rows_of(sparse: RowSparse, wanted: npt.NDArray[np.int64]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """How the stores read and write the arrays of one framework.
+    """Type of arrays: the functions by which stores read and write those of one framework.
 
     Attributes:
         name: For texts.
@@ -171,7 +171,7 @@ def register_array_type(array_type: ArrayType) -> None:
 
 
 class FrameworkRows(RowSparse):
-    """A row-sparse array of a framework.
+    """Row-sparse array of a framework.
 
     Args:
         data, indices, shape: See :class:`RowSparse`.
@@ -198,14 +198,14 @@ class FrameworkRows(RowSparse):
 
 
 def adopted(value: Any) -> Any:
-    """A framework's row-sparse array as a :class:`RowSparse`; anything else as it is."""
+    """Return a framework's row-sparse array as a :class:`RowSparse`; anything else as it is."""
     array_type = None if isinstance(value, RowSparse) else array_type_of(value)
     rows = None if array_type is None else array_type.rows(value)
     return value if rows is None else rows
 
 
 def array_type_of(value: Any) -> ArrayType | None:
-    """How to read and write this object, or ``None`` if it is no array (numbers, lists of numbers, text)."""
+    """Return the type by which to read and write this object, or ``None`` if it is no array (numbers, lists of numbers, text)."""
     if type(value) is np.ndarray:
         return NUMPY
     if isinstance(value, FrameworkRows):
@@ -217,17 +217,17 @@ def array_type_of(value: Any) -> ArrayType | None:
 
 
 def array_type_named(name: str) -> ArrayType:
-    """The kind of arrays of this name; numpy's where no such framework is known here."""
+    """Return the type of arrays of this name; numpy's where no such framework is known here."""
     return next((array_type for array_type in _types if array_type.name == name), NUMPY)
 
 
 def is_array(value: Any) -> bool:
-    """Whether the stores take this object as one array, dense or row-sparse."""
+    """Return whether the stores take this object as one array, dense or row-sparse."""
     return isinstance(value, RowSparse) or array_type_of(value) is not None
 
 
 def view_of(value: Any) -> Array:
-    """A dense array as a numpy array that is not to be written to. Raises ``TypeError`` if it is none."""
+    """Return a dense array as a numpy array that is not to be written to. Raises ``TypeError`` if it is none."""
     array_type = array_type_of(value)
     if array_type is None:
         raise TypeError(f"a {type(value).__name__} is no array")

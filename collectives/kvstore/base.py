@@ -59,7 +59,7 @@ def pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
 
 
 def grouped(found: list[tuple[Key, Any]], numbers: Mapping[Key, int]) -> dict[Key, list[Any]]:
-    """The values of each key, in the order given; keys in MXNet's order: numbers by size, names in order of init."""
+    """Return the values of each key, in the order given; keys in MXNet's order: numbers by size, names in order of init."""
     if len(found) == 1:
         return {found[0][0]: [found[0][1]]}
     groups: dict[Key, list[Any]] = {}
@@ -71,7 +71,7 @@ def grouped(found: list[tuple[Key, Any]], numbers: Mapping[Key, int]) -> dict[Ke
 
 
 def unknown_key(key: Key) -> KVStoreError:
-    """The error for a key that was never initialised."""
+    """Return the error for a key that was never initialised."""
     text = (
         f"key {key} doesn't exist. Did you init?"
         if isinstance(key, str)
@@ -108,7 +108,7 @@ class KVStoreBase:
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Whether the store can do what ``capability`` names. See the subclass."""
+        """Return whether the store can do what ``capability`` names. See the subclass."""
         raise NotImplementedError("is_capable")
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
@@ -121,17 +121,17 @@ class KVStoreBase:
 
     @property
     def type(self) -> str:
-        """The name of the kind of store."""
+        """Return the name of the kind of store."""
         raise NotImplementedError(f"{type(self).__name__} has no type")
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0."""
+        """Return the number of this worker, from 0."""
         raise NotImplementedError(f"{type(self).__name__} has no rank")
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Return the number of workers."""
         raise NotImplementedError(f"{type(self).__name__} has no num_workers")
 
     @staticmethod
@@ -175,7 +175,7 @@ def write_dense(key: Key, target: Any, source: Any) -> None:
 
 @KVStoreBase.register
 class TestStore(KVStoreBase):
-    """A store of one process that keeps nothing: the pattern for stores of one's own."""
+    """Store of one process that keeps nothing: the pattern for stores of one's own."""
 
     __test__: ClassVar[bool] = False  # pytest takes classes of this name for its own
 

@@ -85,7 +85,7 @@ def create_native(
     served: type[ServerStore],
     process_set: ProcessSet | None = None,
 ) -> KVStore:
-    """A store of a type that is no registered class.
+    """Return a new store of a type that is no registered class.
 
     Args:
         wanted: The type, in lower case.

@@ -67,7 +67,7 @@ _COMPRESSED_AT_ONCE = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A process that keeps values of a store.
+    """Process that keeps values of a store.
 
     Attributes:
         index: Number of the server, from 0.
@@ -108,10 +108,12 @@ class KVStore(KVStoreBase):
         self._array_types: dict[Key, ArrayType] = {}
         #: Keys by order of initialisation, in which MXNet works off a call with several strings.
         self._numbers: dict[Key, int] = {}
+        #: Updates a stored value by a sum; None if sums replace values.
         self._updater: Callable[[Key, Value, Array], None] | None = None
         self._compression: GradientCompression | None = None
-        #: What compression has not sent yet, by key and place in the pushed list.
+        #: Error that compression keeps for the next push, by key and place in the pushed list.
         self._residuals: dict[tuple[Key, int], Array] = {}
+        #: The warning about row-sparse outputs was logged, which is done once.
         self._warned_sparse = False
 
     # -- values -------------------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ class KVStore(KVStoreBase):
                 )
 
     def _accepts_gradient(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
-        """Whether the optimizer can apply a gradient of this type to a weight of that type."""
+        """Return whether the optimizer can apply a gradient of this type to a weight of that type."""
         return weight == gradient
 
     def _sum(self, key: Key, arrays: Sequence[Any]) -> Value:
@@ -400,10 +402,10 @@ class KVStore(KVStoreBase):
             if key not in self._values:
                 raise unknown_key(key)
 
-    # -- what happens to what is pushed -------------------------------------------------------------------------------
+    # -- updates and compression --------------------------------------------------------------------------------------
 
     def set_gradient_compression(self, compression_params: Any) -> None:
-        """Compress what is pushed from now on; there is no way back. Set it before :meth:`init`.
+        """Compress pushes from now on; there is no way back. Set it before :meth:`init`.
 
         Args:
             compression_params: ``{"type": "2bit" or "1bit", "threshold": 0.5}``; the threshold is positive.
@@ -418,7 +420,7 @@ class KVStore(KVStoreBase):
             self._compression = GradientCompression.from_params(compression_params)
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Update the stored values by what is pushed.
+        """Update the stored values by the pushed gradients.
 
         Args:
             optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, its name, or a function
@@ -433,7 +435,7 @@ class KVStore(KVStoreBase):
             self._updater = self._updater_of(Updater(found) if isinstance(found, Optimizer) else found)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate of the optimizer from the next push on. Its states stay, which :meth:`set_optimizer` begins anew.
+        """Change the learning rate of the optimizer from the next push on. Its states stay; :meth:`set_optimizer` resets them.
 
         In stores with workers every worker calls it with the same rate, between the same pushes.
 
@@ -476,7 +478,7 @@ class KVStore(KVStoreBase):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Whether the store runs optimizers: true for ``optimizer`` in any case.
+        """Return whether the store runs optimizers: true for ``optimizer`` in any case.
 
         Raises:
             ValueError: It is another word.
@@ -534,7 +536,7 @@ class KVStore(KVStoreBase):
     # -- workers and servers ------------------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that a worker which was started anew gets of a store, without values and what is this process's own."""
+        """Return the settings for a restarted worker, without values and without objects that are this process's own."""
         updater = self._updater
         return {
             "name": self._name,
@@ -570,22 +572,22 @@ class KVStore(KVStoreBase):
 
     @property
     def type(self) -> str:
-        """The name that the store was made with, in lower case."""
+        """Return the name that the store was made with, in lower case."""
         return self._name
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0."""
+        """Return the number of this worker, from 0."""
         return 0
 
     @property
     def local_rank(self) -> int:
-        """Number of this worker among those of its host, from 0."""
+        """Return the number of this worker among those of its host, from 0."""
         return 0
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Return the number of workers."""
         return 1
 
     def barrier(self) -> None:
@@ -595,10 +597,10 @@ class KVStore(KVStoreBase):
         self.barrier()
 
     def _send_command_to_servers(self, head: int, body: str) -> None:
-        """Does nothing: this store has no servers."""
+        """Do nothing: this store has no servers."""
 
     def servers(self) -> list[ServerInfo]:
-        """The processes that keep the values; empty if the workers themselves keep them."""
+        """Return the processes that keep the values; empty if the workers themselves keep them."""
         return []
 
     def __repr__(self) -> str:
@@ -606,7 +608,7 @@ class KVStore(KVStoreBase):
 
 
 class _ForUser:
-    """A user's updater, which gets arrays of the user's framework."""
+    """Updater of the user, which gets arrays of the user's framework."""
 
     def __init__(self, updater: UserUpdater, array_types: dict[Key, ArrayType]) -> None:
         self.updater, self._array_types = updater, array_types
@@ -672,7 +674,7 @@ def row_ids_of(key: Any, row_ids: Any, outs: list[tuple[Key, Any]]) -> list[Arra
 
 @dataclass(frozen=True, slots=True)
 class GradientCompression:
-    """How gradients are compressed.
+    """Formulas by which gradients are compressed.
 
     Attributes:
         type: ``2bit`` sends ``+threshold`` where the residual reaches it, ``-threshold`` where it reaches ``-threshold``, else 0;
@@ -752,7 +754,7 @@ class GradientCompression:
         return np.packbits(bits)
 
     def unpack(self, packed: Bytes, size: int) -> Floats:
-        """The reverse of :meth:`pack`, for ``size`` values."""
+        """Reverse :meth:`pack`, for ``size`` values."""
         bits = np.unpackbits(packed)
         if self.type == "1bit":
             return np.where(bits[:size] == 1, np.float32(1), np.float32(-1))

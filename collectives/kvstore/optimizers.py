@@ -33,7 +33,7 @@ loaded; so is a scheduler that is none of ``lr_schedulers``."""
 
 
 class _DefaultRate(float):
-    """A learning rate that was not given: a scheduler, if there is one, keeps its own."""
+    """Learning rate that was not given: a scheduler, if there is one, keeps its own."""
 
 
 _DEFAULT_RATE = _DefaultRate(0.01)
@@ -46,7 +46,7 @@ class _Multipliers(Protocol):
 
 
 def _constant(value: float, like: Array) -> Any:
-    """A number in the type of an array, by way of float32, as which MXNet's operators take their parameters."""
+    """Return a number in the type of an array, by way of float32, as which MXNet's operators take their parameters."""
     kind: Any = like.dtype.type
     return _constant_of(value, kind) if value else kind(value)  # zeros differ in their sign, and are equal
 
@@ -58,7 +58,7 @@ def _constant_of(value: float, kind: Any) -> Any:
 
 
 def _blocks(*arrays: Array | None) -> Iterator[tuple[Any, ...]]:
-    """Parts of arrays of one shape that fit the cache together with what is computed from them; ``None`` stays."""
+    """Yield parts of arrays of one shape that fit the cache together with what is computed from them; ``None`` stays."""
     flat = [array if array is None or not array.flags.c_contiguous else array.reshape(-1) for array in arrays]
     if any(array is not None and array.ndim != 1 for array in flat):
         yield arrays  # a copy of one that is not contiguous could not be written to
@@ -126,7 +126,7 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate now, before the keys' factors."""
+        """Return the learning rate now, before the keys' factors."""
         return self.lr if self.lr_scheduler is None else self.lr_scheduler(self.num_update)
 
     def set_learning_rate(self, lr: float) -> None:
@@ -136,18 +136,18 @@ class Optimizer:
         self.lr = lr
 
     def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
-        """Factors of the learning rate by key, or by the name of an integer key; all others become 1."""
+        """Set factors of the learning rate by key, or by the name of an integer key; all others become 1."""
         self.lr_mult = dict(args_lr_mult)
 
     def set_wd_mult(self, args_wd_mult: Mapping[Any, float]) -> None:
-        """Factors of the weight decay by key, or by the name of an integer key; the others get their defaults."""
+        """Set factors of the weight decay by key, or by the name of an integer key; the others get their defaults."""
         self.wd_mult = {
             name: 0.0 for name in self.idx2name.values() if not name.endswith(("_weight", "_gamma"))
         }
         self.wd_mult.update(args_wd_mult)
 
     def create_state(self, index: Key, weight: Array) -> State:
-        """What this optimizer keeps for one key besides the weight; made at the key's first update."""
+        """Return the state to keep for one key besides the weight; called at the key's first update."""
         return None
 
     def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
@@ -162,7 +162,7 @@ class Optimizer:
         raise NotImplementedError
 
     def create_state_multi_precision(self, index: Key, weight: Array) -> State:
-        """The state of one key; with ``multi_precision`` and float16 weights a float32 copy of them comes first."""
+        """Return the state of one key; with ``multi_precision`` and float16 weights a float32 copy of them comes first."""
         if weight.dtype != np.float16:
             return self.create_state(index, weight)
         if self.multi_precision:
@@ -176,7 +176,7 @@ class Optimizer:
         return self.create_state(index, weight)
 
     def update_multi_precision(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
-        """As :meth:`update`, with the state of :meth:`create_state_multi_precision`."""
+        """Update as :meth:`update` does, with the state of :meth:`create_state_multi_precision`."""
         if weight.dtype != np.float16 or not self.multi_precision:
             self.update(index, weight, grad, state)
             return
@@ -240,7 +240,7 @@ def create(name: str, **kwargs: Any) -> Optimizer:
 
 
 def restored(spec: optimizer_state.OptimizerSpec) -> Optimizer:
-    """An optimizer as it was in another process; without what is the program's own there.
+    """Return an optimizer as it was in another process, without objects that are the program's own there.
 
     Raises:
         KVStoreError: No optimizer, or no scheduler of the learning rate, of this name is registered here; or the attributes make none.
@@ -289,7 +289,7 @@ def _check_attributes(
 
 
 def portable(optimizer: Optimizer, modules: Collection[str] = ()) -> optimizer_state.OptimizerSpec:
-    """An optimizer as name and numbers, for :func:`restored` in another process.
+    """Return an optimizer as name and numbers, for :func:`restored` in another process.
 
     Args:
         optimizer: One of those here, or of a registered class of one of the modules.
@@ -668,7 +668,7 @@ _OWN = tuple(_registered)
 
 
 class Updater:
-    """Runs an optimizer on one key at a time and keeps its states.
+    """Runner of an optimizer on one key at a time, which keeps its states.
 
     Args:
         optimizer: The optimizer.
@@ -689,7 +689,7 @@ class Updater:
         self.optimizer.update_multi_precision(key, weight, grad, self.states[key])
 
     def get_states(self, dump_optimizer: bool = False) -> bytes:
-        """All states as bytes, without pickle; with ``dump_optimizer`` also the optimizer's settings and counts.
+        """Return all states as bytes, without pickle; with ``dump_optimizer`` also the optimizer's settings and counts.
 
         A ``param_dict`` is left out, and so is an ``lr_scheduler`` that is none of :mod:`hvdlab.kvstore.lr_scheduler`: they are objects
         of the program.
@@ -723,5 +723,5 @@ class Updater:
 
 
 def get_updater(optimizer: Optimizer) -> Updater:
-    """An updater for :meth:`hvdlab.kvstore.KVStore._set_updater` that runs this optimizer."""
+    """Return an updater for :meth:`hvdlab.kvstore.KVStore._set_updater` that runs this optimizer."""
     return Updater(optimizer)

@@ -124,7 +124,7 @@ class ServerStore(KVStore):
         servers.stores = number + 1
         #: Links to all servers; and the workers' ranks in the world, each with the key of its host.
         self._links, self._hosts = servers.find(self._workers)
-        #: How many stores on servers the workers had made before.
+        #: Number of stores on servers that the workers had made before.
         self._number = number
         self._multi_precision = False
         self._begin(engine)
@@ -132,7 +132,7 @@ class ServerStore(KVStore):
         self.barrier()
 
     def _begin(self, engine: Engine) -> None:
-        """Set the attributes that are this process's own."""
+        """Set the attributes that belong to this process alone."""
         #: Records pushes and pulls; ``None`` if nothing is recorded.
         self._spans = None
         if engine.settings.record:
@@ -327,7 +327,7 @@ class ServerStore(KVStore):
         Raises:
             AssertionError, TypeError, ValueError: A key or value is none.
             KVStoreError: A key was not initialised, a value has another shape than the stored one, there is no optimizer, or a server
-                is lost. What a server refuses is raised by the next pull of the key.
+                is lost. The refusal of a server is raised by the next pull of the key.
         """
         with self._lock:
             self._push(pairs(key, value))
@@ -383,12 +383,12 @@ class ServerStore(KVStore):
                 self._record("kv.staleness", answer.staleness)
 
     def _sum(self, key: Key, arrays: Sequence[Any]) -> Value:
-        """The sum over this worker's devices, then compressed: a worker has one residual for each key."""
+        """Sum over this worker's devices, then compress: a worker has one residual for each key."""
         if isinstance(arrays[0], RowSparse):
             return add_up_rows(arrays)
         if len(arrays) == 1 and self._compression is None:
             only: Array = arrays[0]
-            return only  # it is copied to the outbox next
+            return only  # it is copied to the arena next
         total = self._buffer(key, arrays[0])
         add_up(arrays, total, on_devices=self._on_devices)
         self._spare[key] = total
@@ -559,7 +559,7 @@ class ServerStore(KVStore):
                 self._push(found)
                 self._write(targets, ignore_sparse=True)
 
-    # -- what happens to what is pushed -------------------------------------------------------------------------------
+    # -- updates by an optimizer --------------------------------------------------------------------------------------
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Update the stored values by what is pushed, on the servers. Every worker calls it with the same arguments.
@@ -590,18 +590,18 @@ class ServerStore(KVStore):
             failed = ""
             try:
                 self._send_optimizer(spec, keeps_states=False)
-            except KVStoreError as error:  # only the first worker knows
+            except KVStoreError as error:  # at the first worker only
                 failed = str(error)
             failed = self._workers.broadcast_text(failed, f"kv.{self._id}.set_optimizer")
             if failed:
                 raise KVStoreError(failed)
             self._multi_precision = found.multi_precision
-            # Says what may be pushed, and how the learning rate is given; it is not called here.
+            # Checks pushes, and has the learning rate; it is not called here.
             self._updater = Updater(restored(spec))
             self.barrier()
 
     def _send_optimizer(self, spec: OptimizerSpec, *, keeps_states: bool) -> None:
-        """Let all servers use it, if this is the worker that says so."""
+        """Send the optimizer to all servers, if this is the first worker."""
         if self._workers.rank != 0:
             return
         message = functools.partial(m.SetOptimizer, store=self._id, optimizer=spec, keeps_states=keeps_states)
@@ -629,7 +629,7 @@ class ServerStore(KVStore):
             self.barrier()
 
     def _set_updater(self, updater: UserUpdater | Updater | None) -> None:
-        """Checks its argument only: an updater of one process has no part in values that are on servers."""
+        """Check the argument only: an updater of one process has no part in values that are on servers."""
         self._updater_of(updater)
 
     def _own_updater(self, verb: str) -> Updater:
@@ -659,7 +659,7 @@ class ServerStore(KVStore):
             )
 
     def servers(self) -> list[ServerInfo]:
-        """The processes that keep the values, with how much of this store each has; without those that are lost."""
+        """Return the processes that keep the values, with how much of this store each has; without those that are lost."""
         with self._lock:
             asked = [
                 (index, link, link.request(functools.partial(m.StockRequest, store=self._id)))
@@ -676,17 +676,17 @@ class ServerStore(KVStore):
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0."""
+        """Return the number of this worker, from 0."""
         return self._workers.rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this worker among those of its host, from 0."""
+        """Return the number of this worker among those of its host, from 0."""
         return self._workers.local_rank
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Return the number of workers."""
         return self._workers.count
 
     def _name_of(self, key: Key) -> str:
@@ -694,12 +694,12 @@ class ServerStore(KVStore):
 
 
 def _importable() -> tuple[str, ...]:
-    """The modules that servers have imported."""
+    """Return the modules that servers have imported."""
     return context.engine("kvstore").settings.kv_optimizers
 
 
 def _nothing(dtype: np.dtype[Any], shape: tuple[int, ...], *, sparse: bool) -> Value:
-    """An array that only has the shape and type of a value, which is on the servers."""
+    """Return an array that only has the shape and type of a value, which is on the servers."""
     if sparse:
         return RowSparse(np.zeros((0, *shape[1:]), dtype), [], shape)
     empty: Array = np.broadcast_to(np.zeros((), dtype), shape)
@@ -707,15 +707,15 @@ def _nothing(dtype: np.dtype[Any], shape: tuple[int, ...], *, sparse: bool) -> V
 
 
 def _as_elements(rows: RowSparse) -> RowSparse:
-    """The same of the flat array, as whose shards servers have a large dense value; a row may be on two of them."""
+    """Return rows as elements of the flat array, into whose shards a large dense value is divided; a row may be in two of them."""
     size = int(np.prod(rows.shape[1:], dtype=np.int64))
     indices = (rows.indices[:, None] * size + np.arange(size)).reshape(-1)
     return RowSparse(rows.data.reshape(-1), indices, (rows.shape[0] * size,))
 
 
 class KVStoreServer:
-    """What MXNet's scripts turn a process into a server with. Here servers are processes of their own that start with the first
-    store that needs them, so that a script needs no such part: this waits beside them.
+    """Server process of MXNet's scripts, which only waits here: servers are processes of their own that start with the first store that
+    needs them.
 
     Args:
         kvstore: A store that has servers.

@@ -1,7 +1,7 @@
-"""A server's process: sockets and time around :class:`~hvdlab.collectives.kvstore.servers.state.ParameterServerState`.
+"""Process of a server: sockets and time around :class:`~hvdlab.collectives.kvstore.servers.state.ParameterServerState`.
 
-It belongs to a job, and ends with the job's coordinator unless that has a successor. No rank owns it: the worker of its host that
-first notices that it is gone starts it again, on the same socket.
+It belongs to a job, and ends with the job's coordinator unless that has a successor. No rank owns it: the first worker of its host that
+notices its end starts it again, on the same socket.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _ACCEPT_AGAIN_SECONDS = 0.2
 
 
 class CopiedArena:
-    """The arena of a worker on another host, as far as it was sent."""
+    """Arena of a worker on another host, as far as it was sent."""
 
     remote = True
 
@@ -100,7 +100,7 @@ class CopiedArena:
 
 
 class SharedArena:
-    """The arena of a worker on this host."""
+    """Arena of a worker on this host."""
 
     remote = False
 
@@ -113,14 +113,18 @@ class SharedArena:
 
 
 class _Connection:
-    """An accepted socket."""
+    """Accepted socket, of a worker or of a stranger."""
 
     def __init__(self, sock: socket.socket, number: int) -> None:
         self.sock, self.number = sock, number
+        #: The TLS handshake is not over.
         self.shaking = isinstance(sock, ssl.SSLSocket)
+        #: Until when it has to show its token.
         self.deadline = time.monotonic() + INTRODUCE_WITHIN
+        #: It has shown its token.
         self.open = False
-        self.repeats = 0  # see Attach
+        #: Requests up to this number may be repeated ones; see Attach.
+        self.repeats = 0
         self.endpoint = Endpoint(sock, descriptors=True, limit=HELLO_LIMIT)
         self.arena: SharedArena | CopiedArena | None = None
 
@@ -129,14 +133,16 @@ class _Connection:
 
 
 class JobObserver:
-    """The server's connection to the coordinator: it learns there which ranks have died, and when the job is over."""
+    """Connection of the server to the coordinator, which reports which ranks have died, and when the job is over."""
 
     def __init__(self, launch: ServerLaunch, news: deque[Event | None], wake: int) -> None:
         self._door = Door(
             launch.coordinator, launch.coordinator_token, launch.coordinator_certificate or None, "observer"
         )
         self._reattach, self._events, self._wake = launch.reattach, news, wake
-        self._known: dict[int, int] = {}  # process ids of members, by rank
+        #: Process ids of members, by rank.
+        self._known: dict[int, int] = {}
+        #: The coordinator's generation; -1 before the first connection.
         self._generation = -1
         self._endpoint: Endpoint | None = None
 
@@ -174,7 +180,7 @@ class JobObserver:
             poll.poll()
 
     def _reconnect(self) -> None:
-        """Connect again, to the same coordinator or to its successor; tried repeatedly, since no event says that it is there."""
+        """Connect again, to the same coordinator or to its successor; try repeatedly, since no event announces a successor."""
         assert self._endpoint is not None
         self._endpoint.close()
         deadline = Deadline(3 * self._reattach)
@@ -205,7 +211,7 @@ class JobObserver:
 
 
 class ParameterServer:
-    """Listens, and carries out what the state decides.
+    """Event loop of a server: it listens, and carries out the decisions of the state.
 
     Args:
         launch: The settings.
@@ -218,16 +224,22 @@ class ParameterServer:
         self._connections: dict[int, _Connection] = {}
         #: Answers of this step by connection, sent together: one system call, and one wake-up of the worker, for all of them.
         self._answers: dict[int, list[bytes]] = {}
+        #: Number of the last connection.
         self._numbers = 0
+        #: For the TLS listener; None without one.
         self._context: ssl.SSLContext | None = None
+        #: Pipe by which the thread of :class:`JobObserver` and SIGTERM wake the loop.
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
+        #: Events of the job; None when it is over.
         self._events: deque[Event | None] = deque()
+        #: Calls that are due at a time.
         self._later: list[tuple[float, Any]] = []
         self._rejections = TurnedAway(_log, lambda when, call: self._later.append((when, call)))
         #: Listeners at which the server accepts nothing for a while, or until a connection ends.
         self._waiting: list[socket.socket] = []
+        #: The loop ends after this step; the job is over as well.
         self._ending = self._over = False
 
     def serve(self) -> bool:
@@ -348,7 +360,7 @@ class ParameterServer:
         return True
 
     def _make_room(self, listener: socket.socket, error: OSError) -> None:
-        """No descriptor is left: the oldest connection that owes its token gives its place up; else newcomers have to wait."""
+        """Free a descriptor, as none is left: close the oldest connection that owes its token, or let newcomers wait."""
         strangers = [one for one in self._connections.values() if not one.open]
         if not self._end_oldest(strangers, f"its place is needed: {error}"):
             self._accept_later(listener, str(error))
@@ -379,7 +391,7 @@ class ParameterServer:
                 else:
                     self._attach(connection, m.decode_attach(payload))
                 if connection.number not in self._connections:
-                    return  # what came broke the protocol
+                    return  # it broke the protocol
         except ConnectionLost:
             self._drop(connection)
         except (ProtocolError, OSError, MemoryError) as error:
@@ -426,7 +438,7 @@ class ParameterServer:
             self._handle(received)
 
     def _handle_repeated(self, connection: _Connection, received: ServerReceived, sequence: int) -> None:
-        """Tell the worker which request this is before carrying it out: it may be the one that ended the server before this one."""
+        """Send the worker the request's number before carrying it out: it may be the request that ended the server before this one."""
         self._send_answers()
         self._send(connection, m.encode(m.RequestBegun(sequence)))
         self._handle(received)
@@ -483,7 +495,7 @@ class ParameterServer:
             if frames and not connection.endpoint.send_frame(frames, descriptor):
                 self._poller.modify(connection, READ | WRITE)
         except ConnectionLost:
-            return  # reading meets its end, too
+            return  # reading finds its end, too
 
 
 def _encoded(message: Message) -> bytes:
@@ -501,12 +513,12 @@ def _import_optimizers(launch: ServerLaunch) -> str:
     failed = []
     sys.path += [entry for entry in launch.path if entry not in sys.path]
     ready = os.dup(1)
-    os.dup2(2, 1)  # the starter reads what is written to stdout
+    os.dup2(2, 1)  # the starter reads stdout, and waits for "ready" there
     try:
         for name in launch.optimizers:
             try:
                 importlib.import_module(name)
-            except (Exception, SystemExit) as error:  # noqa: BLE001  (user's code; what needs it fails with this text)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (user's code; set_optimizer fails with this text)
                 for line in traceback.format_exc().splitlines():
                     _log(line)
                 failed.append(f"import {name} failed on a server: {type(error).__name__}: {error}")

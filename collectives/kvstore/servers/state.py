@@ -115,7 +115,7 @@ Event = WorkerArrived | ServerReceived | WorkerDisconnected | WorkerDied | Serve
 
 @dataclass(frozen=True, slots=True)
 class ServerSend:
-    """ServerSend a message, and a file with it."""
+    """Message to send, and a file with it."""
 
     peer: int
     message: Message

@@ -17,7 +17,7 @@ from typing import Any
 KIB, MIB = 1024, 1024 * 1024
 
 LEAST_SECONDS = 0.05
-"""A sample lasts at least this long: shorter ones tell more of the machine's noise than of the setting."""
+"""A sample lasts at least this long: shorter ones depend more on the machine's noise than on the setting."""
 TURNS = 5
 """How often the setting that was found and the one to begin with are measured beside each other; odd, for the median."""
 WINS = 4
@@ -109,7 +109,7 @@ class Tuner:
 
     Attributes:
         parameters: The setting to use now.
-        done: Whether it is the best, and stays.
+        done: It is the best, and stays.
     """
 
     def __init__(self, options: TuningOptions, start: Parameters) -> None:
@@ -159,7 +159,7 @@ class Tuner:
         return self._end(self._bytes / elapsed)
 
     def finish(self) -> TuningSample | None:
-        """Return the sample that describes the setting that is kept: once, after the last sample, else None."""
+        """Return the sample that describes the setting that is kept: once, after the last sample; None otherwise."""
         if self.done or self._found is None or self._turn() is not None:
             return None
         given, found = self._checks[self._given], self._checks[self._found]

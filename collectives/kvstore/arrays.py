@@ -266,7 +266,7 @@ def add_up(arrays: Sequence[Array], out: Array, *, on_devices: bool) -> None:
     Args:
         arrays: At least one; of any layout.
         out: C-contiguous, of their shape and type; none of them.
-        on_devices: Add from left to right, as the stores that reduce on devices do; else by groups of four.
+        on_devices: From left to right, as the stores that reduce on devices do; by groups of four otherwise.
     """
     if len(arrays) == 1:
         np.copyto(out, arrays[0])

@@ -56,7 +56,7 @@ ShardPlace = tuple[int, int, int, tuple[int, ...]]
 
 @dataclass(slots=True)
 class KeyShard:
-    """Part of a key that one server has: elements of the flat value, or rows of a row-sparse one.
+    """Range of a key that one server has: elements of the flat value, or rows of a row-sparse one.
 
     Attributes:
         server: Number of the server.

@@ -17,7 +17,7 @@ from typing import Any
 KIB, MIB = 1024, 1024 * 1024
 
 LEAST_SECONDS = 0.05
-"""A sample lasts at least this long: shorter ones tell more of the machine's noise than of the setting."""
+"""A sample lasts at least this long: shorter ones depend more on the machine's noise than on the setting."""
 TURNS = 5
 """How often the setting that was found and the one to begin with are measured beside each other; odd, for the median."""
 WINS = 4
@@ -63,7 +63,7 @@ class Parameters:
     slice_bytes: int = 0
 
 
-class Phase(StrEnum):
+class TuningPhase(StrEnum):
     """Purpose of a sample."""
 
     WARMUP = "warmup"
@@ -73,7 +73,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TuningSample:
     """One line of the log.
 
     Attributes:
@@ -84,7 +84,7 @@ class Sample:
     """
 
     number: int
-    phase: Phase
+    phase: TuningPhase
     parameters: Parameters
     score: float
 
@@ -109,7 +109,7 @@ class Tuner:
 
     Attributes:
         parameters: The setting to use now.
-        done: Whether it is the best, and stays.
+        done: It is the best, and stays.
     """
 
     def __init__(self, options: TuningOptions, start: Parameters) -> None:
@@ -146,7 +146,7 @@ class Tuner:
             self._most = max(self._most, count)
             self._bytes += nbytes
 
-    def advance(self, now: float) -> Sample | None:
+    def advance(self, now: float) -> TuningSample | None:
         """Return the sample that ended by this time, if one did. The setting may be another one afterwards."""
         if self.done or not self._bytes:
             return None
@@ -158,8 +158,8 @@ class Tuner:
             return None
         return self._end(self._bytes / elapsed)
 
-    def finish(self) -> Sample | None:
-        """Return the sample that describes the setting that is kept: once, after the last sample, else None."""
+    def finish(self) -> TuningSample | None:
+        """Return the sample that describes the setting that is kept: once, after the last sample; None otherwise."""
         if self.done or self._found is None or self._turn() is not None:
             return None
         given, found = self._checks[self._given], self._checks[self._found]
@@ -168,7 +168,7 @@ class Tuner:
         score = sorted(self._checks[self.parameters])[TURNS // 2]
         self.done = True
         self._counts.clear()
-        return Sample(self._number + 1, Phase.BEST, self.parameters, score)
+        return TuningSample(self._number + 1, TuningPhase.BEST, self.parameters, score)
 
     def _turn(self) -> Parameters | None:
         """Return the one of both settings to measure next; None if both were measured often enough."""
@@ -186,17 +186,17 @@ class Tuner:
         self._counts.clear()
         self._most = self._bytes = 0
 
-    def _end(self, score: float) -> Sample:
+    def _end(self, score: float) -> TuningSample:
         self._start(None)
         self._number += 1
         if self._found is not None:
-            sample = Sample(self._number, Phase.CHECK, self.parameters, score)
+            sample = TuningSample(self._number, TuningPhase.CHECK, self.parameters, score)
             self._checks[self.parameters].append(score)
             self.parameters = self._turn() or self.parameters
             return sample
         if self._number <= self._options.warmup_samples:
-            return Sample(self._number, Phase.WARMUP, self.parameters, score)
-        sample = Sample(self._number, Phase.SAMPLE, self.parameters, score)
+            return TuningSample(self._number, TuningPhase.WARMUP, self.parameters, score)
+        sample = TuningSample(self._number, TuningPhase.SAMPLE, self.parameters, score)
         self._scores[self.parameters] = score
         following = self._next() if len(self._scores) < self._options.max_samples else None
         if following is not None:

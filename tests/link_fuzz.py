@@ -20,10 +20,9 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.kvstore.servers import messages as kv
-from hvdlab.collectives.kvstore.servers.launch import Place
-from hvdlab.collectives.kvstore.servers.link import ServerLink
+from hvdlab.collectives.kvstore.servers.connection import ServerLink
 from hvdlab.collectives.kvstore.servers.memory import SharedFile
-from hvdlab.collectives.kvstore.servers.starting import Starter
+from hvdlab.collectives.kvstore.servers.starting import ServerAddress, ServerStarter
 from protocol_fuzz import make, run, spoil
 
 TO_WORKER: tuple[type[Any], ...] = get_args(kv.ToWorker)
@@ -34,7 +33,7 @@ class PairedLink(ServerLink):
 
     server: socket.socket | None = None
 
-    def _open(self, deadline: Deadline) -> socket.socket:
+    def _open_socket(self, deadline: Deadline) -> socket.socket:
         if self.server is not None:
             self.server.close()
         ours, self.server = socket.socketpair()
@@ -49,7 +48,7 @@ class PairedLink(ServerLink):
                 socket.send_fds(self.server, [data], [descriptor])
             else:
                 self.server.sendall(data)
-            self._carry_out(self._take)
+            self._with_reconnect(self._receive)
             assert self._endpoint is not None
             kept = [each.region.size for each in self._unanswered.values() if each.region is not None]
             assert self._in_flight == sum(kept)
@@ -62,10 +61,10 @@ class PairedLink(ServerLink):
     def end(self) -> None:
         """Stop using the server."""
         with self._changed:
-            self._lose(StartError("the test is over"))
-            self._give_up()
+            self._mark_lost(StartError("the test is over"))
+            self._drop_connection()
         self._wake()
-        for file in (self._outbox.file, *self._files.values()):
+        for file in (self._arena.file, *self._files.values()):
             file.close()
         if self.server is not None:
             self.server.close()
@@ -76,8 +75,8 @@ def one_link(chance: random.Random) -> None:
     engine = SimpleNamespace(rank=0, closed=False, living=frozenset({0}))
     before = set(threading.enumerate())
     with tempfile.TemporaryDirectory() as directory:
-        place = Place("host", 0, directory, "", "", "token")
-        link = PairedLink(cast(Engine, engine), place, Starter(), local=True)
+        place = ServerAddress("host", 0, directory, "", "", "token")
+        link = PairedLink(cast(Engine, engine), place, ServerStarter(), local=True)
         try:
             for _ in range(chance.randint(4, 40)):
                 for _ in range(chance.randint(0, 2)):
@@ -109,7 +108,7 @@ def _say(link: PairedLink, chance: random.Random) -> None:
     if chance.random() < 0.2:
         # A frame that waits for the rest of it takes that from the next message.
         data = spoil(data, chance)
-    if chance.random() < 0.6 and kind is kv.Share:
+    if chance.random() < 0.6 and kind is kv.SharedStoreMemory:
         file = SharedFile.create("fuzz") if chance.random() < 0.5 else None
         descriptor = os.open(os.devnull, os.O_RDONLY) if file is None else file.descriptor
         link.hear(data, descriptor)

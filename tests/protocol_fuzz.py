@@ -254,7 +254,7 @@ _OPTIMIZERS = tuple(portable(one) for one in (SGD(), SGD(momentum=0.5), Adam(beg
 
 def one_server(chance: random.Random) -> None:
     """Workers that know the token say anything: each request is answered, a connection ends at worst, and the server goes on."""
-    state, now = servers.ServerState(), 0.0
+    state, now = servers.ParameterServerState(), 0.0
     outboxes = [_Outbox(remote=chance.random() < 0.3) for _ in range(3)]
     peers: dict[int, int] = {}
     workers = (0, 1, 2)
@@ -263,18 +263,18 @@ def one_server(chance: random.Random) -> None:
             now += chance.choice((0.0, 0.0, 0.1, 1.0, 11.0))
             action, rank = chance.random(), step if step < 3 else chance.randrange(3)
             if step < 3 or action < 0.05:
-                event: Any = servers.Arrived(step, rank, 7, outboxes[rank])
+                event: Any = servers.WorkerArrived(step, rank, 7, outboxes[rank])
                 peers[step] = rank
             elif action < 0.1 or not peers:
-                event = servers.Tick()
+                event = servers.ServerTick()
             elif action < 0.13:
-                event = servers.Disconnected(chance.choice(list(peers)))
+                event = servers.WorkerDisconnected(chance.choice(list(peers)))
             elif action < 0.15:
-                event = servers.Died(rank, 7, "killed")
+                event = servers.WorkerDied(rank, 7, "killed")
             else:
                 message = _from_worker(chance, step, workers, first=step < 6)
                 file = _brought(chance) if isinstance(message, kv.Bring) else None
-                event = servers.Received(chance.choice(list(peers)), message, file)
+                event = servers.ServerReceived(chance.choice(list(peers)), message, file)
             answered = set()
             for effect in state.handle(event, now):
                 if isinstance(effect, servers.Disconnect):
@@ -283,7 +283,7 @@ def one_server(chance: random.Random) -> None:
                     kv.encode(effect.message)
                     answered.add((effect.peer, getattr(effect.message, "sequence", None)))
             # A store's first requests may wait for its memory.
-            if isinstance(event, servers.Received) and isinstance(event.message, _ANSWERED_AT_ONCE):
+            if isinstance(event, servers.ServerReceived) and isinstance(event.message, _ANSWERED_AT_ONCE):
                 waits = outboxes[peers.get(event.peer, 0)].remote
                 assert waits or event.peer not in peers or (event.peer, event.message.sequence) in answered
             state.next_tick()
@@ -320,7 +320,7 @@ def _brought(chance: random.Random) -> SharedFile | None:
 def _from_worker(chance: random.Random, step: int, workers: tuple[int, ...], *, first: bool) -> Any:
     """A message of a worker; mostly one that gets further than the door."""
     if first:
-        return kv.Bring(0) if step == 3 else kv.Open(step, 0, workers)
+        return kv.Bring(0) if step == 3 else kv.OpenStore(step, 0, workers)
     kind = chance.choice(FROM_WORKER)
     message = make(kind, chance, tame=chance.random() < 0.9)
     fields = set(kind.__struct_fields__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from hvdlab.collectives.autotune import Parameters, Sample, Tuner
+from hvdlab.collectives.autotune import Parameters, Tuner, TuningSample
 from hvdlab.collectives.coordinator.events import Effects, Tuned
 from hvdlab.collectives.coordinator.negotiation import Negotiation, Rejection, RejectReason
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
@@ -441,7 +441,7 @@ class Tuning:
         return chosen
 
 
-def _summary(best: Sample) -> str:
+def _summary(best: TuningSample) -> str:
     p = best.parameters
     return (
         f"autotune: keeping fusion threshold {p.fusion_threshold} bytes, flush delay {p.flush_delay * 1000:g} ms, "

@@ -1,4 +1,7 @@
-"""Arrays of any framework as numpy views, by a registry, so that the stores know no framework."""
+"""Arrays of stores: those of any framework as numpy views, by a registry, so that the stores know no framework; and their sums.
+
+The arrays of one push are added in MXNet's order, so that sums are equal to its to the bit.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,15 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
+_BLOCK = 1 << 15
+"""Elements that are added at once: a few blocks of float32 stay in a core's cache."""
+
+
+_Add = Callable[[Sequence[Array], Array, Array], None]
+
+
 class RowSparse:
-    """An array of which only some rows are stored; all others are zero.
+    """Array of which only some rows are stored; all others are zero.
 
     As an output it is changed in place: ``data`` and ``indices`` are replaced.
 
@@ -57,7 +67,7 @@ class RowSparse:
         return self.data.dtype
 
     def todense(self) -> Array:
-        """The whole array, of shape ``shape``, as a new numpy array."""
+        """Return the whole array, of shape ``shape``, as a new numpy array."""
         dense = np.zeros(self.shape, self.dtype)
         dense[self.indices] = self.data
         return dense
@@ -87,7 +97,7 @@ def checked_rows(rows: Array, count: int) -> npt.NDArray[np.int64]:
 
 
 def rows_of(sparse: RowSparse, wanted: npt.NDArray[np.int64]) -> Array:
-    """Rows of an array by increasing number; those that are not stored are zero."""
+    """Return rows of an array by increasing number; those that are not stored are zero."""
     data = np.zeros((len(wanted), *sparse.shape[1:]), sparse.dtype)
     _, there, here = np.intersect1d(wanted, sparse.indices, assume_unique=True, return_indices=True)
     data[there] = sparse.data[here]
@@ -96,7 +106,7 @@ def rows_of(sparse: RowSparse, wanted: npt.NDArray[np.int64]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """How the stores read and write the arrays of one framework.
+    """Type of arrays: the functions by which stores read and write those of one framework.
 
     Attributes:
         name: For texts.
@@ -142,12 +152,15 @@ def _view_numpy(array: Array) -> Array:
 
 
 NUMPY = ArrayType("numpy", lambda value: isinstance(value, np.ndarray), _view_numpy, _write_numpy)
+
+
 _BUFFER = ArrayType(
     "buffer",
     _is_buffer,
     lambda value: _view_numpy(np.asarray(memoryview(value))),
     lambda value, array: _write_numpy(np.asarray(memoryview(value)), array),
 )
+
 
 _types: list[ArrayType] = [NUMPY]
 
@@ -158,7 +171,7 @@ def register_array_type(array_type: ArrayType) -> None:
 
 
 class FrameworkRows(RowSparse):
-    """A row-sparse array of a framework.
+    """Row-sparse array of a framework.
 
     Args:
         data, indices, shape: See :class:`RowSparse`.
@@ -185,14 +198,14 @@ class FrameworkRows(RowSparse):
 
 
 def adopted(value: Any) -> Any:
-    """A framework's row-sparse array as a :class:`RowSparse`; anything else as it is."""
+    """Return a framework's row-sparse array as a :class:`RowSparse`; anything else as it is."""
     array_type = None if isinstance(value, RowSparse) else array_type_of(value)
     rows = None if array_type is None else array_type.rows(value)
     return value if rows is None else rows
 
 
 def array_type_of(value: Any) -> ArrayType | None:
-    """How to read and write this object, or ``None`` if it is no array (numbers, lists of numbers, text)."""
+    """Return the type by which to read and write this object, or ``None`` if it is no array (numbers, lists of numbers, text)."""
     if type(value) is np.ndarray:
         return NUMPY
     if isinstance(value, FrameworkRows):
@@ -204,17 +217,17 @@ def array_type_of(value: Any) -> ArrayType | None:
 
 
 def array_type_named(name: str) -> ArrayType:
-    """The kind of arrays of this name; numpy's where no such framework is known here."""
+    """Return the type of arrays of this name; numpy's where no such framework is known here."""
     return next((array_type for array_type in _types if array_type.name == name), NUMPY)
 
 
 def is_array(value: Any) -> bool:
-    """Whether the stores take this object as one array, dense or row-sparse."""
+    """Return whether the stores take this object as one array, dense or row-sparse."""
     return isinstance(value, RowSparse) or array_type_of(value) is not None
 
 
 def view_of(value: Any) -> Array:
-    """A dense array as a numpy array that is not to be written to. Raises ``TypeError`` if it is none."""
+    """Return a dense array as a numpy array that is not to be written to. Raises ``TypeError`` if it is none."""
     array_type = array_type_of(value)
     if array_type is None:
         raise TypeError(f"a {type(value).__name__} is no array")
@@ -226,3 +239,53 @@ def write(target: Any, array: Array) -> None:
     array_type = array_type_of(target)
     assert array_type is not None
     array_type.write_back(target, array)
+
+
+def _left_to_right(blocks: Sequence[Array], out: Array, scratch: Array) -> None:
+    np.add(blocks[0], blocks[1], out=out)
+    for block in blocks[2:]:
+        np.add(out, block, out=out)
+
+
+def _by_fours(blocks: Sequence[Array], out: Array, scratch: Array) -> None:
+    """``x0 + (((x1 + x2) + x3) + x4)``, then the next four in the same way."""
+    total = blocks[0]
+    for first in range(1, len(blocks), 4):
+        four = blocks[first : first + 4]
+        if len(four) == 1:
+            np.add(total, four[0], out=out)
+        else:
+            _left_to_right(four, scratch, scratch)
+            np.add(total, scratch, out=out)
+        total = out
+
+
+def add_up(arrays: Sequence[Array], out: Array, *, on_devices: bool) -> None:
+    """Sum arrays of one shape and type; integers wrap, float16 rounds after each addition.
+
+    Args:
+        arrays: At least one; of any layout.
+        out: C-contiguous, of their shape and type; none of them.
+        on_devices: From left to right, as the stores that reduce on devices do; by groups of four otherwise.
+    """
+    if len(arrays) == 1:
+        np.copyto(out, arrays[0])
+        return
+    add: _Add = _left_to_right if on_devices else _by_fours
+    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+    total = out.reshape(-1)
+    scratch = np.empty(min(_BLOCK, total.size), total.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are values like others here
+        for start in range(0, total.size, _BLOCK):
+            part = total[start : start + _BLOCK]
+            add([array[start : start + _BLOCK] for array in flat], part, scratch[: part.size])
+
+
+def add_up_rows(arrays: Sequence[RowSparse]) -> RowSparse:
+    """Sum row-sparse arrays of one shape and type over the union of their rows, from left to right."""
+    indices = np.unique(np.concatenate([array.indices for array in arrays]))
+    first = arrays[0]
+    data = np.zeros((len(indices), *first.shape[1:]), first.dtype)
+    for array in arrays:
+        data[np.searchsorted(indices, array.indices)] += array.data
+    return RowSparse(data, indices, first.shape)

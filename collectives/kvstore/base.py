@@ -1,13 +1,84 @@
-"""What all key-value stores have in common, and the registry of those that are classes of their own."""
+"""Interface of key-value stores, the registry of classes that users add, and the checks of keys and values that users give."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+import numpy as np
+
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore.arrays import RowSparse, view_of, write
-from hvdlab.collectives.kvstore.keys import Key, pairs, require
+from hvdlab.collectives.kvstore.arrays import RowSparse, adopted, is_array, view_of, write
+
+Key = int | str
+
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+
+
+def require(condition: bool, text: str) -> None:
+    """Raise ``AssertionError``, as MXNet does for arguments, unless the condition holds."""
+    if not condition:
+        raise AssertionError(text)
+
+
+def pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
+    """One pair for each array: a list for one key gives as many pairs. Row-sparse arrays of frameworks come as :class:`RowSparse`.
+
+    Args:
+        keys: An int, a str, or a list or tuple of these, all of one kind.
+        values: For one key an array or a list of arrays; for a list of keys a list with one of these for each.
+
+    Raises:
+        AssertionError: A key is neither int nor str, kinds are mixed, counts differ, or a value is no array.
+        TypeError: A value is neither an array nor a list.
+        ValueError: An int key has more than 32 bits.
+    """
+    if isinstance(keys, list | tuple):
+        require(not is_array(values) and len(keys) == len(values), f"{len(keys)} keys need as many values")
+        found = [pair for key, value in zip(keys, values, strict=True) for pair in pairs(key, value)]
+        require(len({type(key) for key, _ in found}) <= 1, "inconsistent types of keys detected.")
+        return found
+    require(isinstance(keys, int | str), f"unexpected type for keys: {type(keys)}")
+    key: Key = str(keys) if isinstance(keys, str) else int(keys)
+    if isinstance(key, int) and not INT_MIN <= key <= INT_MAX:
+        raise ValueError(f"key {key} does not fit into 32 bits")
+    if type(values) is np.ndarray:
+        return [(key, values)]
+    if is_array(values):
+        return [(key, adopted(values))]
+    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
+        raise TypeError(
+            f"the value of key {key!r} is a {type(values).__name__}, not an array or a list of arrays"
+        )
+    arrays = list(values)
+    for value in arrays:
+        require(is_array(value), f"a value of key {key!r} is a {type(value).__name__}, not an array")
+    return [(key, adopted(value)) for value in arrays]
+
+
+def grouped(found: list[tuple[Key, Any]], numbers: Mapping[Key, int]) -> dict[Key, list[Any]]:
+    """Return the values of each key, in the order given; keys in MXNet's order: numbers by size, names in order of init."""
+    if len(found) == 1:
+        return {found[0][0]: [found[0][1]]}
+    groups: dict[Key, list[Any]] = {}
+    for key, value in found:
+        groups.setdefault(key, []).append(value)
+    unknown = len(numbers)
+    order = sorted(groups, key=lambda key: key if isinstance(key, int) else numbers.get(key, unknown))
+    return {key: groups[key] for key in order}
+
+
+def unknown_key(key: Key) -> KVStoreError:
+    """Return the error for a key that was never initialised."""
+    text = (
+        f"key {key} doesn't exist. Did you init?"
+        if isinstance(key, str)
+        else f"key {key} has not been inited"
+    )
+    return KVStoreError(text, key)
+
 
 Class = TypeVar("Class", bound=type)
 
@@ -37,7 +108,7 @@ class KVStoreBase:
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Whether the store can do what ``capability`` names. See the subclass."""
+        """Return whether the store can do what ``capability`` names. See the subclass."""
         raise NotImplementedError("is_capable")
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
@@ -50,17 +121,17 @@ class KVStoreBase:
 
     @property
     def type(self) -> str:
-        """The name of the kind of store."""
+        """Return the name of the kind of store."""
         raise NotImplementedError(f"{type(self).__name__} has no type")
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0."""
+        """Return the number of this worker, from 0."""
         raise NotImplementedError(f"{type(self).__name__} has no rank")
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Return the number of workers."""
         raise NotImplementedError(f"{type(self).__name__} has no num_workers")
 
     @staticmethod
@@ -104,7 +175,7 @@ def write_dense(key: Key, target: Any, source: Any) -> None:
 
 @KVStoreBase.register
 class TestStore(KVStoreBase):
-    """A store of one process that keeps nothing: the pattern for stores of one's own."""
+    """Store of one process that keeps nothing: the pattern for stores of one's own."""
 
     __test__: ClassVar[bool] = False  # pytest takes classes of this name for its own
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore.keys import require
-from hvdlab.collectives.kvstore.state_format import ScheduleSpec, require_like
+from hvdlab.collectives.kvstore.base import require
+from hvdlab.collectives.kvstore.optimizer_state import ScheduleSpec, require_like
 
 WarmupMode = Literal["linear", "constant"]
 
@@ -57,14 +57,14 @@ class LRScheduler:
         self.warmup_mode = warmup_mode
 
     def get_warmup_lr(self, num_update: int) -> float:
-        """The learning rate after so many updates, which are fewer than ``warmup_steps``."""
+        """Return the learning rate after so many updates, which are fewer than ``warmup_steps``."""
         if self.warmup_mode == "constant":
             return self.warmup_begin_lr
         rise = (self.warmup_final_lr - self.warmup_begin_lr) * float(num_update) / float(self.warmup_steps)
         return self.warmup_begin_lr + rise
 
     def __call__(self, num_update: int) -> float:
-        """The learning rate for the update that makes it so many, of the key with the most updates."""
+        """Return the learning rate for the update that makes it so many, of the key with the most updates."""
         if num_update < self.warmup_steps:
             return self.get_warmup_lr(num_update)
         return self._decayed(num_update)
@@ -74,7 +74,7 @@ class LRScheduler:
 
 
 class FactorScheduler(LRScheduler):
-    """Multiplies the learning rate by a factor after every so many updates: ``base_lr * factor**((num_update - 1) // step)``.
+    """Scheduler that multiplies the learning rate by a factor after every so many updates: ``base_lr * factor**((num_update - 1) // step)``.
 
     Args:
         step: Updates with the same rate.
@@ -119,7 +119,7 @@ class FactorScheduler(LRScheduler):
 
 
 class MultiFactorScheduler(LRScheduler):
-    """Multiplies the learning rate by a factor after each of some numbers of updates.
+    """Scheduler that multiplies the learning rate by a factor after each of some numbers of updates.
 
     Args:
         step: These numbers, ascending.
@@ -194,7 +194,7 @@ class _DecayToTheEnd(LRScheduler):
 
 
 class PolyScheduler(_DecayToTheEnd):
-    """Decays by a power: ``final_lr + (base_lr - final_lr) * (1 - n / max_n)**pwr``, where ``n`` counts the updates after the warmup.
+    """Decay by a power: ``final_lr + (base_lr - final_lr) * (1 - n / max_n)**pwr``, where ``n`` counts the updates after the warmup.
 
     Args:
         max_update: The updates after which the rate is ``final_lr`` and stays so.
@@ -226,7 +226,7 @@ class PolyScheduler(_DecayToTheEnd):
 
 
 class CosineScheduler(_DecayToTheEnd):
-    """Decays by a cosine: ``final_lr + (base_lr - final_lr) * (1 + cos(pi * n / max_n)) / 2``, where ``n`` counts the updates after the warmup.
+    """Decay by a cosine: ``final_lr + (base_lr - final_lr) * (1 + cos(pi * n / max_n)) / 2``, where ``n`` counts the updates after the warmup.
 
     Args:
         max_update: The updates after which the rate is ``final_lr`` and stays so.
@@ -270,7 +270,7 @@ KINDS: dict[str, type[LRScheduler]] = {
 
 
 def specified(scheduler: Any) -> ScheduleSpec | None:
-    """A scheduler as name and numbers, as it is now; ``None`` if it is of a class of the program's own, or has other attributes."""
+    """Return a scheduler as name and numbers, as it is now; ``None`` if it is of a class of the program's own, or has other attributes."""
     name = type(scheduler).__name__
     if KINDS.get(name) is not type(scheduler):
         return None
@@ -295,7 +295,7 @@ def _sample(name: str) -> LRScheduler:
 
 
 def restored(name: str, attributes: Mapping[str, Any]) -> LRScheduler:
-    """A scheduler of :data:`KINDS` with the attributes of another one of this name, which may be MXNet's.
+    """Return a scheduler of :data:`KINDS` with the attributes of another one of this name, which may be MXNet's.
 
     Raises:
         KVStoreError: There is no scheduler of this name, or the attributes make none.

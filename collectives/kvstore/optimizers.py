@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore import lr_schedulers, state_format
+from hvdlab.collectives.kvstore import lr_schedulers, optimizer_state
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
 
 State = Any
 """``None``, an array, or a tuple of states."""
@@ -33,7 +33,7 @@ loaded; so is a scheduler that is none of ``lr_schedulers``."""
 
 
 class _DefaultRate(float):
-    """A learning rate that was not given: a scheduler, if there is one, keeps its own."""
+    """Learning rate that was not given: a scheduler, if there is one, keeps its own."""
 
 
 _DEFAULT_RATE = _DefaultRate(0.01)
@@ -46,7 +46,7 @@ class _Multipliers(Protocol):
 
 
 def _constant(value: float, like: Array) -> Any:
-    """A number in the type of an array, by way of float32, as which MXNet's operators take their parameters."""
+    """Return a number in the type of an array, by way of float32, as which MXNet's operators take their parameters."""
     kind: Any = like.dtype.type
     return _constant_of(value, kind) if value else kind(value)  # zeros differ in their sign, and are equal
 
@@ -58,7 +58,7 @@ def _constant_of(value: float, kind: Any) -> Any:
 
 
 def _blocks(*arrays: Array | None) -> Iterator[tuple[Any, ...]]:
-    """Parts of arrays of one shape that fit the cache together with what is computed from them; ``None`` stays."""
+    """Yield parts of arrays of one shape that fit the cache together with what is computed from them; ``None`` stays."""
     flat = [array if array is None or not array.flags.c_contiguous else array.reshape(-1) for array in arrays]
     if any(array is not None and array.ndim != 1 for array in flat):
         yield arrays  # a copy of one that is not contiguous could not be written to
@@ -126,7 +126,7 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate now, before the keys' factors."""
+        """Return the learning rate now, before the keys' factors."""
         return self.lr if self.lr_scheduler is None else self.lr_scheduler(self.num_update)
 
     def set_learning_rate(self, lr: float) -> None:
@@ -136,18 +136,18 @@ class Optimizer:
         self.lr = lr
 
     def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
-        """Factors of the learning rate by key, or by the name of an integer key; all others become 1."""
+        """Set factors of the learning rate by key, or by the name of an integer key; all others become 1."""
         self.lr_mult = dict(args_lr_mult)
 
     def set_wd_mult(self, args_wd_mult: Mapping[Any, float]) -> None:
-        """Factors of the weight decay by key, or by the name of an integer key; the others get their defaults."""
+        """Set factors of the weight decay by key, or by the name of an integer key; the others get their defaults."""
         self.wd_mult = {
             name: 0.0 for name in self.idx2name.values() if not name.endswith(("_weight", "_gamma"))
         }
         self.wd_mult.update(args_wd_mult)
 
     def create_state(self, index: Key, weight: Array) -> State:
-        """What this optimizer keeps for one key besides the weight; made at the key's first update."""
+        """Return the state to keep for one key besides the weight; called at the key's first update."""
         return None
 
     def update(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
@@ -162,7 +162,7 @@ class Optimizer:
         raise NotImplementedError
 
     def create_state_multi_precision(self, index: Key, weight: Array) -> State:
-        """The state of one key; with ``multi_precision`` and float16 weights a float32 copy of them comes first."""
+        """Return the state of one key; with ``multi_precision`` and float16 weights a float32 copy of them comes first."""
         if weight.dtype != np.float16:
             return self.create_state(index, weight)
         if self.multi_precision:
@@ -176,7 +176,7 @@ class Optimizer:
         return self.create_state(index, weight)
 
     def update_multi_precision(self, index: Key, weight: Array, grad: Gradient, state: State) -> None:
-        """As :meth:`update`, with the state of :meth:`create_state_multi_precision`."""
+        """Update as :meth:`update` does, with the state of :meth:`create_state_multi_precision`."""
         if weight.dtype != np.float16 or not self.multi_precision:
             self.update(index, weight, grad, state)
             return
@@ -239,8 +239,8 @@ def create(name: str, **kwargs: Any) -> Optimizer:
     return klass(**kwargs)
 
 
-def restored(spec: state_format.OptimizerSpec) -> Optimizer:
-    """An optimizer as it was in another process; without what is the program's own there.
+def restored(spec: optimizer_state.OptimizerSpec) -> Optimizer:
+    """Return an optimizer as it was in another process, without objects that are the program's own there.
 
     Raises:
         KVStoreError: No optimizer, or no scheduler of the learning rate, of this name is registered here; or the attributes make none.
@@ -268,7 +268,7 @@ def _check_attributes(
     attributes = {**attributes, "lr_scheduler": None, "param_dict": {}}
     if scheduled and "lr" in attributes and attributes["lr"] is None:
         attributes["lr"] = 0.0  # MXNet's optimizers have no rate of their own beside a schedule
-    state_format.require_like(attributes, Optimizer(), what)
+    optimizer_state.require_like(attributes, Optimizer(), what)
     kinds = {
         "lr_mult": bool | int | float,
         "wd_mult": bool | int | float,
@@ -280,7 +280,7 @@ def _check_attributes(
             if not isinstance(value, kind):
                 raise KVStoreError(f"{what} has {attribute}[{key!r}]={value!r}")
     if klass.__module__ == __name__:
-        state_format.require_like(attributes, klass(), what)
+        optimizer_state.require_like(attributes, klass(), what)
         return
     # A class of the program's own may need arguments, and may have any attributes; none of them may hide its methods.
     hiding = sorted(attribute for attribute in attributes if callable(getattr(klass, attribute, None)))
@@ -288,8 +288,8 @@ def _check_attributes(
         raise KVStoreError(f"{what} has {', '.join(hiding)}, which are methods of {klass.__name__}")
 
 
-def portable(optimizer: Optimizer, modules: Collection[str] = ()) -> state_format.OptimizerSpec:
-    """An optimizer as name and numbers, for :func:`restored` in another process.
+def portable(optimizer: Optimizer, modules: Collection[str] = ()) -> optimizer_state.OptimizerSpec:
+    """Return an optimizer as name and numbers, for :func:`restored` in another process.
 
     Args:
         optimizer: One of those here, or of a registered class of one of the modules.
@@ -322,7 +322,7 @@ def portable(optimizer: Optimizer, modules: Collection[str] = ()) -> state_forma
     for key, parameter in optimizer.param_dict.items():
         attributes["lr_mult"] = {**attributes["lr_mult"], key: float(parameter.lr_mult)}
         attributes["wd_mult"] = {**attributes["wd_mult"], key: float(parameter.wd_mult)}
-    spec = state_format.specify(name, attributes, schedule)
+    spec = optimizer_state.specify(name, attributes, schedule)
     missing = sorted(attributes.keys() - spec.settings.keys())
     if missing:
         raise KVStoreError(
@@ -668,7 +668,7 @@ _OWN = tuple(_registered)
 
 
 class Updater:
-    """Runs an optimizer on one key at a time and keeps its states.
+    """Runner of an optimizer on one key at a time, which keeps its states.
 
     Args:
         optimizer: The optimizer.
@@ -689,7 +689,7 @@ class Updater:
         self.optimizer.update_multi_precision(key, weight, grad, self.states[key])
 
     def get_states(self, dump_optimizer: bool = False) -> bytes:
-        """All states as bytes, without pickle; with ``dump_optimizer`` also the optimizer's settings and counts.
+        """Return all states as bytes, without pickle; with ``dump_optimizer`` also the optimizer's settings and counts.
 
         A ``param_dict`` is left out, and so is an ``lr_scheduler`` that is none of :mod:`hvdlab.kvstore.lr_scheduler`: they are objects
         of the program.
@@ -701,8 +701,8 @@ class Updater:
         if dump_optimizer:
             attributes = {name: value for name, value in vars(self.optimizer).items() if name not in _OBJECTS}
             schedule = lr_schedulers.specified(self.optimizer.lr_scheduler)
-            spec = state_format.specify(type(self.optimizer).__name__.lower(), attributes, schedule)
-        return state_format.encode(self.states, spec)
+            spec = optimizer_state.specify(type(self.optimizer).__name__.lower(), attributes, schedule)
+        return optimizer_state.encode(self.states, spec)
 
     def set_states(self, states: bytes) -> None:
         """Take over what :meth:`get_states` gave; with the optimizer in it, learning rate and counts go on exactly.
@@ -712,7 +712,7 @@ class Updater:
         Raises:
             KVStoreError: These are no such bytes, or their optimizer is not registered here. Nothing has changed then.
         """
-        found, spec = state_format.decode(states)
+        found, spec = optimizer_state.decode(states)
         if spec is not None:
             optimizer = restored(spec)
             optimizer.param_dict = self.optimizer.param_dict
@@ -723,5 +723,5 @@ class Updater:
 
 
 def get_updater(optimizer: Optimizer) -> Updater:
-    """An updater for :meth:`hvdlab.kvstore.KVStore._set_updater` that runs this optimizer."""
+    """Return an updater for :meth:`hvdlab.kvstore.KVStore._set_updater` that runs this optimizer."""
     return Updater(optimizer)

@@ -75,7 +75,7 @@ def links_now(engine: Engine) -> Links:
 
 def servers_now(engine: Engine) -> tuple[ServerNow, ...]:
     """The parameter servers that this rank is connected to, for the wire."""
-    finding = sys.modules.get("hvdlab.collectives.kvstore.servers.finding")
+    finding = sys.modules.get("hvdlab.collectives.kvstore.servers.discovery")
     if finding is None:  # no store has been made; it needs numpy
         return ()
     return tuple(

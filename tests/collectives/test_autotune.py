@@ -15,19 +15,19 @@ from hvdlab.collectives.autotune import (
     MIB,
     TURNS,
     Parameters,
-    Phase,
-    Sample,
     Tuner,
     TuningOptions,
+    TuningPhase,
+    TuningSample,
 )
 
 START = Parameters(64 * MIB, 0.0)
 Speed = Callable[[Parameters], float]
 
 
-def drive(tuner: Tuner, speed: Speed, limit: int = 10_000) -> list[Sample]:
+def drive(tuner: Tuner, speed: Speed, limit: int = 10_000) -> list[TuningSample]:
     """Execute steps of one tensor, as fast as the setting allows, until the tuner is done."""
-    samples: list[Sample] = []
+    samples: list[TuningSample] = []
     now = 0.0
     for _ in range(limit):
         tuner.executed([("a", 1_000_000)])
@@ -65,18 +65,21 @@ def test_the_log_tells_the_phases() -> None:
     samples = drive(Tuner(TuningOptions(3, 10, 5), START), hill(Parameters(0, 0.005, 65536)))
     checks = 2 * TURNS
     assert [s.phase for s in samples] == (
-        [Phase.WARMUP] * 3 + [Phase.SAMPLE] * 5 + [Phase.CHECK] * checks + [Phase.BEST]
+        [TuningPhase.WARMUP] * 3
+        + [TuningPhase.SAMPLE] * 5
+        + [TuningPhase.CHECK] * checks
+        + [TuningPhase.BEST]
     )
     assert [s.number for s in samples] == list(range(1, 10 + checks))
     assert {s.parameters for s in samples[:4]} == {START}, (
         "warm-up and first sample are made with what was set"
     )
-    assert samples[-1].line().count(",") == Sample.header().count(",")
+    assert samples[-1].line().count(",") == TuningSample.header().count(",")
 
 
 def test_both_settings_are_checked_in_turns() -> None:
     samples = drive(Tuner(TuningOptions(0, 10, 5), START), hill(Parameters(0, 0.005, 65536)))
-    checked = [s.parameters for s in samples if s.phase is Phase.CHECK]
+    checked = [s.parameters for s in samples if s.phase is TuningPhase.CHECK]
     found = checked[1]
     assert found != START
     assert checked == [START, found, found, START, START, found, found, START, START, found]
@@ -152,7 +155,7 @@ def test_a_sample_is_not_too_short() -> None:
 def test_each_axis_is_swept_with_the_best_values_of_those_before() -> None:
     best = Parameters(MIB, 0.001, 131072)
     samples = drive(Tuner(TuningOptions(0, 10, 50), START), hill(best))
-    tried = [s.parameters for s in samples if s.phase is Phase.SAMPLE]
+    tried = [s.parameters for s in samples if s.phase is TuningPhase.SAMPLE]
     assert len(tried) == len(set(tried)) == sum(map(len, AXES.values())) - len(AXES) + 1
     assert {p.fusion_threshold for p in tried[:7]} == set(AXES["fusion_threshold"])
     assert {p.fusion_threshold for p in tried[7:]} == {MIB}
@@ -162,7 +165,7 @@ def test_each_axis_is_swept_with_the_best_values_of_those_before() -> None:
 
 def test_few_samples_end_a_sweep_early() -> None:
     samples = drive(Tuner(TuningOptions(0, 10, 3), START), hill(Parameters(0, 0.0)))
-    assert [s.phase for s in samples].count(Phase.SAMPLE) == 3
+    assert [s.phase for s in samples].count(TuningPhase.SAMPLE) == 3
     assert samples[-1].parameters == Parameters(0, 0.0), "the best of those that were measured"
 
 

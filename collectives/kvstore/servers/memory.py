@@ -1,11 +1,16 @@
 """Memory that outlives a server: files in memory which the workers of its host hold as well.
 
-The memory of a store is one file. It begins with words that say how far it is valid, and which record of the store counts; up to there
-it is a list of places, each with a record, and behind the record of a key with a block. The record of the store has two places: an update
-is written to the one that does not count. A block that another one of its key has replaced leaves its place to later blocks. A record of a key has a block with two slots, each with a version, the last sequence number applied for each
-worker, the value and the optimizer's states, and a word that says which slot counts. An update is written to the other slot, then
-that word is changed: a server that is killed between two instructions leaves the value before the update or the one after it, with
-the sequence numbers that belong to it.
+The memory of a store is one file::
+
+    head      magic number; end of the valid bytes; offset of the record of the store that counts
+    place*    header (length of the record, bytes of the place), record, and behind the record of a key its block
+
+A block has two slots and a word that selects the slot that counts. A slot has a version, the last sequence number applied for each worker,
+the value and the optimizer's states. An update is written to the other slot, then that word is changed: a server that is killed between
+two instructions leaves the value before the update or the one after it, with the sequence numbers that belong to it.
+
+The record of the store has two places: an update is written to the one that does not count. A block that another one of its key has
+replaced leaves its place to later blocks.
 """
 
 from __future__ import annotations
@@ -23,8 +28,8 @@ import numpy.typing as npt
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.kvstore.arrays import Array
-from hvdlab.collectives.kvstore.keys import Key
-from hvdlab.collectives.kvstore.state_format import OptimizerSpec
+from hvdlab.collectives.kvstore.base import Key
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.messages import Message
 
@@ -33,7 +38,7 @@ PAGE = 4096
 _MAGIC = 0x6876646B76310003
 _HEADER = 16
 """Bytes before a record: its length, and the bytes of its place."""
-# Places are multiples of ALIGNMENT, so that the lowest bits of their size can say what they hold.
+# Places are multiples of ALIGNMENT, so that the lowest bits of their size can mark their contents.
 _OF_STORE, _FREE, _MARKS = 1, 2, ALIGNMENT - 1
 _TYPES = frozenset({"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"})
 
@@ -41,19 +46,19 @@ Words = npt.NDArray[np.uint64]
 
 
 def aligned(size: int, to: int = ALIGNMENT) -> int:
-    """The next multiple of ``to``, in bytes."""
+    """Return the next multiple of ``to``, in bytes."""
     return -(-size // to) * to
 
 
 def element_type(name: str) -> np.dtype[Any]:
-    """The element type of this name, such as ``f4``. Raises ``ProtocolError`` if there is none."""
+    """Return the element type of this name, such as ``f4``. Raises ``ProtocolError`` if there is none."""
     if name not in _TYPES:
         raise ProtocolError(f"there is no element type {name!r}")
     return np.dtype(name)
 
 
 class SharedFile:
-    """A file in memory that several processes map; it can grow, not shrink.
+    """File in memory that several processes map; it can grow, not shrink.
 
     Args:
         descriptor: Descriptor of the file; taken over.
@@ -75,14 +80,14 @@ class SharedFile:
 
     @classmethod
     def create(cls, name: str) -> SharedFile:
-        """Create a new, empty file; ``name`` is what ``/proc`` shows."""
+        """Create a new, empty file; ``/proc`` shows ``name``."""
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         return cls(descriptor)
 
     @property
     def size(self) -> int:
-        """The size of the file now, in bytes; any process that has it may have grown it."""
+        """Return the size of the file now, in bytes; any process that has it may have grown it."""
         return os.fstat(self.descriptor).st_size
 
     def grow(self, size: int) -> None:
@@ -94,7 +99,7 @@ class SharedFile:
             os.ftruncate(self.descriptor, aligned(max(size, 2 * self.size), PAGE))
 
     def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """A part of it as an array that stays valid when the file grows. Raises ``ProtocolError`` if it is not inside."""
+        """Return a part of it as an array that stays valid when the file grows. Raises ``ProtocolError`` if it is not inside."""
         count = 1
         for length in shape:
             count *= length
@@ -113,7 +118,7 @@ class SharedFile:
         return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
 
     def close(self) -> None:
-        """Let go of the file; arrays stay valid as long as they are referenced. Idempotent."""
+        """Close the file; arrays stay valid as long as they are referenced. Idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor, self._map, self._mapped = -1, None, 0
@@ -126,9 +131,13 @@ class SharedFile:
 
 
 class StoreRecord(Message, frozen=True):
-    """How a store is used; ``generation`` counts the optimizers that it has had.
+    """Record of a store.
 
-    ``gone`` are the workers that use the store no more.
+    Attributes:
+        workers: The workers that use it, by rank.
+        generation: Number of optimizers that it has had; the states of a slot belong to one of these.
+        optimizer: The present optimizer; None before the first.
+        gone: The workers that use it no more.
     """
 
     workers: tuple[int, ...]
@@ -138,9 +147,13 @@ class StoreRecord(Message, frozen=True):
 
 
 class KeyRecord(Message, frozen=True):
-    """A key and where its block is. The one with the highest ``serial`` number of a key counts.
+    """Record of a key. Of several for one key the one with the highest ``serial`` counts.
 
-    ``states`` are the element types and shapes of the arrays that the optimizer keeps for the key.
+    Attributes:
+        shape, dtype: Of the value.
+        states: Element types and shapes of the arrays that the optimizer keeps for the key.
+        block: Offset of the block.
+        serial: Number of blocks that the key had before.
     """
 
     key: Key
@@ -156,8 +169,8 @@ _decoder: msgspec.msgpack.Decoder[StoreRecord | KeyRecord] = msgspec.msgpack.Dec
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """One of the two places of a key's value.
+class ValueSlot:
+    """One of the two slots of a key's block.
 
     Attributes:
         head: Version; generation of the optimizer that the states belong to; updates by it.
@@ -171,7 +184,7 @@ class Slot:
     value: Array
     states: tuple[Array, ...]
 
-    def copy_to(self, other: Slot) -> None:
+    def copy_to(self, other: ValueSlot) -> None:
         """Copy everything but the version."""
         other.head[1:] = self.head[1:]
         other.applied[:] = self.applied
@@ -181,12 +194,12 @@ class Slot:
 
 
 class Block:
-    """The two slots of a key. Made by :class:`StoreMemory`.
+    """Two slots of a key, of which one counts. Made by :class:`StoreMemory`.
 
     Attributes:
-        record: Describes what the slots hold.
+        record: Describes the contents of the slots.
         place: Where the record is in the file.
-        current_word: A word in the file, whose lowest bit says which of the slots counts.
+        current_word: A word in the file, whose lowest bit selects the slot that counts.
     """
 
     def __init__(self, file: SharedFile, record: KeyRecord, workers: int, place: int) -> None:
@@ -199,13 +212,13 @@ class Block:
             self._slots.append(slot)
 
     @property
-    def current(self) -> Slot:
-        """The slot that counts."""
+    def current(self) -> ValueSlot:
+        """Return the slot that counts."""
         return self._slots[int(self.current_word[0]) & 1]
 
     @property
-    def other(self) -> Slot:
-        """The slot that does not count, and may be written to."""
+    def other(self) -> ValueSlot:
+        """Return the slot that does not count, and may be written to."""
         return self._slots[1 - (int(self.current_word[0]) & 1)]
 
     def commit(self) -> None:
@@ -215,7 +228,7 @@ class Block:
         self.current_word[0] ^= np.uint64(1)
 
 
-def _slot_at(file: SharedFile, at: int, record: KeyRecord, workers: int) -> tuple[Slot, int]:
+def _slot_at(file: SharedFile, at: int, record: KeyRecord, workers: int) -> tuple[ValueSlot, int]:
     words = np.dtype(np.uint64)
     head = file.array(at, words, (3,))
     at += 3 * 8
@@ -226,7 +239,7 @@ def _slot_at(file: SharedFile, at: int, record: KeyRecord, workers: int) -> tupl
         array = file.array(at, element_type(name), shape)
         arrays.append(array)
         at = aligned(at + array.nbytes)
-    return Slot(head, applied, arrays[0], tuple(arrays[1:])), at
+    return ValueSlot(head, applied, arrays[0], tuple(arrays[1:])), at
 
 
 def _block_size(record: KeyRecord, workers: int) -> int:
@@ -237,7 +250,7 @@ def _block_size(record: KeyRecord, workers: int) -> int:
 
 
 class StoreMemory:
-    """What a server keeps of one store, in a file that its workers hold as well.
+    """Memory of one store, in a file that its workers hold as well.
 
     Args:
         file: Empty, or written by a server before; taken over.
@@ -270,15 +283,15 @@ class StoreMemory:
         self._read()
 
     def _head(self) -> Words:
-        """The magic number, the end of what is valid, and where the record of the store is that counts, or 0."""
+        """Return the magic number, the end of the valid bytes, and the offset of the store's record that counts, or 0."""
         return self.file.array(0, np.dtype(np.uint64), (3,))
 
     def _header(self, at: int) -> Words:
-        """The length of a record, and the bytes of its place, whose lowest bits say what it is."""
+        """Return the length of a record, and the bytes of its place, whose lowest bits mark its contents."""
         return self.file.array(at, np.dtype(np.uint64), (2,))
 
     def _read(self) -> None:
-        """Take up what a server before this one has written."""
+        """Read the records and blocks of the server before this one."""
         _, end, counting = (int(word) for word in self._head())
         if counting:
             record = self._record(counting)
@@ -291,7 +304,7 @@ class StoreMemory:
             size = marked & ~_MARKS
             if size <= 0 or at + size > min(
                 end, self.file.size
-            ):  # what is valid was written, so the file has it
+            ):  # valid bytes were written, so the file has them
                 raise ProtocolError("a record of a store is damaged")
             if marked & _FREE:
                 insort(self._free, (size, at))
@@ -322,7 +335,7 @@ class StoreMemory:
         self.blocks[record.key] = Block(self.file, record, len(self.store.workers), at)
 
     def describe(self, record: StoreRecord) -> None:
-        """Say how the store is used from now on."""
+        """Write the record of the store, which counts from now on."""
         if record == self.store:
             return
         data = _encoder.encode(record)
@@ -397,6 +410,6 @@ class StoreMemory:
         self._head()[1] = end
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the memory."""
         self.blocks.clear()
         self.file.close()

@@ -1,8 +1,8 @@
 """Messages between workers and servers: msgspec structs in frames, never pickle.
 
-A worker numbers its requests, and repeats unanswered ones when it had to connect again; a server carries out none twice.
-Arrays are not in messages: they are in the worker's *outbox*, a file in memory that both sides have, or of which a server on
-another host keeps a copy that :class:`Data` brings up to date.
+A worker numbers its requests, and repeats unanswered ones over a new connection; a server carries out none twice. Arrays are not in
+messages: they are in the worker's *transfer arena*, a file in memory. A server of the worker's host maps the file; a server of another
+host keeps a copy, which :class:`Data` brings up to date.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ from typing import Any, cast
 import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.kvstore.keys import Key
-from hvdlab.collectives.kvstore.state_format import OptimizerSpec
+from hvdlab.collectives.kvstore.base import Key
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.frames import encode_frame
 from hvdlab.collectives.protocol.messages import Message
 
-VERSION = 2
+VERSION = 3
 
 # -- from workers -----------------------------------------------------------------------------------------------------
 
 
 class Attach(Message, frozen=True):
-    """The first message of a connection. With ``shared`` an outbox comes along as a descriptor.
+    """First message of a connection.
 
-    ``repeats``: the requests up to this number may be repeated ones, which the server announces by :class:`Begun`.
+    Attributes:
+        version: The worker's :data:`VERSION`.
+        token: Secret of the server.
+        rank, pid: The worker's rank in the world, and its process id.
+        shared: The arena comes along as a descriptor; without, the server keeps a copy.
+        repeats: Requests up to this number may be repeated ones, which the server announces by :class:`RequestBegun`.
     """
 
     version: int
@@ -38,34 +43,34 @@ class Attach(Message, frozen=True):
 
 
 class Bring(Message, frozen=True):
-    """The memory of a store, as a descriptor: for a server that was started anew."""
+    """Memory of a store, as a descriptor: for a new server, or for the successor of one that has died."""
 
     store: int
 
 
-class Open(Message, frozen=True):
-    """This worker uses a store, as all of ``workers`` do. The worker that makes the store's memory sends :class:`Bring` before."""
+class OpenStore(Message, frozen=True):
+    """Request to use a store, as all of ``workers`` do. The worker that makes the store's memory sends :class:`Bring` before."""
 
     sequence: int
     store: int
     workers: tuple[int, ...]
 
 
-class Close(Message, frozen=True):
-    """This worker uses a store no more. If this does not arrive, the server only keeps the memory for longer."""
+class CloseStore(Message, frozen=True):
+    """Notice that this worker uses a store no more. If it does not arrive, the server only keeps the memory for longer."""
 
     store: int
 
 
 class Data(Message, frozen=True):
-    """Bytes of an outbox that is not shared, to the server or from it."""
+    """Bytes of an arena that is not shared, to the server or from it."""
 
     offset: int
     data: bytes
 
 
 class Init(Message, frozen=True):
-    """The first value of a key, or of this server's part of it. The value of an existing key stays."""
+    """First value of a key, or of this server's shard of it. The value of an existing key stays."""
 
     sequence: int
     store: int
@@ -76,10 +81,12 @@ class Init(Message, frozen=True):
 
 
 class Push(Message, frozen=True):
-    """A gradient.
+    """Gradient of a key, or of this server's shard of it.
 
-    ``seen`` is the version of the value that it was computed from: the one last pulled, plus this worker's pushes since. With
-    ``rows`` >= 0 the outbox has as many row numbers (int64) before as many rows.
+    Attributes:
+        dtype, offset: Its element type, and where it is in the arena.
+        seen: Version of the value from which it was computed: the one last pulled, plus this worker's pushes since.
+        rows: With 0 or more, the arena has as many row numbers (int64) before as many rows; -1 for a dense gradient.
     """
 
     sequence: int
@@ -92,7 +99,12 @@ class Push(Message, frozen=True):
 
 
 class Pull(Message, frozen=True):
-    """Write a value to the outbox, as ``dtype``; with ``rows`` >= 0 those rows whose numbers (int64) are there, behind them."""
+    """Request to write a value to the arena.
+
+    Attributes:
+        dtype, offset: The element type to cast to, and where in the arena.
+        rows: With 0 or more, the arena has as many row numbers (int64), and these rows are written behind them; -1 for all.
+    """
 
     sequence: int
     store: int
@@ -103,9 +115,9 @@ class Pull(Message, frozen=True):
 
 
 class SetOptimizer(Message, frozen=True):
-    """Update the values of a store by this optimizer from now on.
+    """Request to update the values of a store by this optimizer from now on.
 
-    Its states begin anew, unless they are those of the optimizer before, of which this one is the same with other settings.
+    Its states start from zero. With ``keeps_states`` it is the optimizer before with other settings, and goes on with its states.
     """
 
     sequence: int
@@ -115,55 +127,59 @@ class SetOptimizer(Message, frozen=True):
 
 
 class StockRequest(Message, frozen=True):
-    """How much of a store the server keeps."""
+    """Question how much of a store the server keeps; also whether the server answers at all."""
 
     sequence: int
     store: int
 
 
-class Leave(Message, frozen=True):
-    """This worker ends its connection on purpose."""
+class LeaveServer(Message, frozen=True):
+    """Notice that this worker ends its connection on purpose."""
 
 
-FromWorker = Bring | Open | Close | Data | Init | Push | Pull | SetOptimizer | StockRequest | Leave
+FromWorker = (
+    Bring | OpenStore | CloseStore | Data | Init | Push | Pull | SetOptimizer | StockRequest | LeaveServer
+)
 
 
 # -- from servers -----------------------------------------------------------------------------------------------------
 
 
 class Attached(Message, frozen=True):
-    """The answer to :class:`Attach`."""
+    """Answer to :class:`Attach`."""
 
     pid: int
 
 
-class Refused(Message, frozen=True):
-    """The answer to an :class:`Attach` that is not accepted; the connection ends."""
+class AttachRefused(Message, frozen=True):
+    """Answer to an :class:`Attach` that is not accepted; the connection ends."""
 
     reason: str
 
 
-class Begun(Message, frozen=True):
-    """The server carries out a repeated request now; 0: it does not any more, also if the request is still to be answered.
+class RequestBegun(Message, frozen=True):
+    """Notice that the server carries out a repeated request now; 0: it no longer does.
 
-    Should the server end between the two, the request may be the reason: the worker counts such ends.
+    If the server ends between the two, the request may be the reason: the worker counts such ends.
     """
 
     sequence: int
 
 
-class Share(Message, frozen=True):
-    """The memory of a store, as a descriptor, for the worker to keep and to bring to a successor of this server."""
+class SharedStoreMemory(Message, frozen=True):
+    """Memory of a store, as a descriptor, which the worker keeps and brings to a successor of this server."""
 
     store: int
 
 
-class Done(Message, frozen=True):
-    """A request was carried out, and its effect outlives the server.
+class RequestDone(Message, frozen=True):
+    """Answer to a request that was carried out; its effect outlives the server.
 
-    For a push: the version that it made; and as ``staleness`` how many pushes of others were applied between the version that it
-    was computed from and this one. For a pull: the version that was read.
-    ``began`` is when the server began with it, in ns of its monotonic clock, and ``took`` how long it took.
+    Attributes:
+        version: The version that a push made, or that a pull read.
+        staleness: Pushes of others that were applied between the version from which this push was computed and ``version``.
+        began: When the server began with the request, in ns of its monotonic clock.
+        took: How long it took, in ns.
     """
 
     sequence: int
@@ -173,8 +189,8 @@ class Done(Message, frozen=True):
     took: int = 0
 
 
-class Failed(Message, frozen=True):
-    """A request was refused, or a store could not be opened because ``ranks`` have died."""
+class RequestFailed(Message, frozen=True):
+    """Answer to a request that was refused, or that could not open a store because ``ranks`` have died."""
 
     sequence: int
     text: str
@@ -182,14 +198,16 @@ class Failed(Message, frozen=True):
 
 
 class Stock(Message, frozen=True):
-    """The answer to :class:`StockRequest`: keys, and the bytes of their values."""
+    """Answer to :class:`StockRequest`: keys, and the bytes of their values."""
 
     sequence: int
     keys: int
     bytes: int
 
 
-ToWorker = Attached | Refused | Begun | Share | Data | Done | Failed | Stock
+ToWorker = (
+    Attached | AttachRefused | RequestBegun | SharedStoreMemory | Data | RequestDone | RequestFailed | Stock
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _attach = msgspec.msgpack.Decoder(Attach)
@@ -198,7 +216,7 @@ _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(cast("An
 
 
 def encode(message: Message) -> bytes:
-    """The frame of a message. Raises ``ProtocolError`` if a number in it is too large, or a text is no Unicode."""
+    """Return the frame of a message. Raises ``ProtocolError`` if a number in it is too large, or a text is no Unicode."""
     try:
         return encode_frame(_encoder.encode(message))
     except (OverflowError, UnicodeEncodeError) as error:
@@ -206,7 +224,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode_attach(payload: bytes | memoryview) -> Attach:
-    """The first message of a connection. Raises ``ProtocolError`` if it is anything else."""
+    """Decode the first message of a connection. Raises ``ProtocolError`` if it is anything else."""
     try:
         return _attach.decode(payload)
     except MALFORMED as error:
@@ -214,7 +232,7 @@ def decode_attach(payload: bytes | memoryview) -> Attach:
 
 
 def decode_from_worker(payload: bytes | memoryview) -> FromWorker:
-    """A message of a worker. Raises ``ProtocolError`` if it is none."""
+    """Decode a message of a worker. Raises ``ProtocolError`` if it is none."""
     try:
         return _from_worker.decode(payload)
     except MALFORMED as error:
@@ -222,7 +240,7 @@ def decode_from_worker(payload: bytes | memoryview) -> FromWorker:
 
 
 def decode_to_worker(payload: bytes | memoryview) -> ToWorker:
-    """A message of a server. Raises ``ProtocolError`` if it is none."""
+    """Decode a message of a server. Raises ``ProtocolError`` if it is none."""
     try:
         return _to_worker.decode(payload)
     except MALFORMED as error:

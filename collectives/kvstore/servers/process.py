@@ -1,7 +1,7 @@
-"""A server's process: sockets and time around :class:`~hvdlab.collectives.kvstore.servers.state.ServerState`.
+"""Process of a server: sockets and time around :class:`~hvdlab.collectives.kvstore.servers.state.ParameterServerState`.
 
-It belongs to a job, and ends with the job's coordinator unless that has a successor. No rank owns it: the worker of its host that
-first notices that it is gone starts it again, on the same socket.
+It belongs to a job, and ends with the job's coordinator unless that has a successor. No rank owns it: the first worker of its host that
+notices its end starts it again, on the same socket.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.servers import messages as m
-from hvdlab.collectives.kvstore.servers.launch import Launch
 from hvdlab.collectives.kvstore.servers.memory import SharedFile
+from hvdlab.collectives.kvstore.servers.starting import ServerLaunch
 from hvdlab.collectives.kvstore.servers.state import (
-    Arrived,
-    Died,
     Disconnect,
-    Disconnected,
     Event,
-    Received,
-    ServerState,
-    Tick,
+    ParameterServerState,
+    ServerReceived,
+    ServerTick,
+    WorkerArrived,
+    WorkerDied,
+    WorkerDisconnected,
 )
 from hvdlab.collectives.link import Door
 from hvdlab.collectives.linux import name_process, require_own_peer
@@ -68,8 +68,8 @@ _ACCEPT_AGAIN_SECONDS = 0.2
 """Time until the server accepts again after it had no descriptor or no place left for a new connection."""
 
 
-class CopiedOutbox:
-    """The outbox of a worker on another host, as far as it was sent."""
+class CopiedArena:
+    """Arena of a worker on another host, as far as it was sent."""
 
     remote = True
 
@@ -92,15 +92,15 @@ class CopiedOutbox:
 
     def _reach(self, end: int) -> None:
         if end > FRAME_LIMIT << 8:
-            raise ProtocolError(f"an outbox of {end} bytes")
+            raise ProtocolError(f"an arena of {end} bytes")
         if end > len(self._bytes):
             larger = np.zeros(max(end, 2 * len(self._bytes)), np.uint8)
             larger[: len(self._bytes)] = self._bytes
             self._bytes = larger
 
 
-class SharedOutbox:
-    """The outbox of a worker on this host."""
+class SharedArena:
+    """Arena of a worker on this host."""
 
     remote = False
 
@@ -109,34 +109,40 @@ class SharedOutbox:
         self.array = file.array
 
     def write(self, offset: int, data: bytes) -> None:
-        raise ProtocolError("a worker that shares its outbox sends no bytes of it")
+        raise ProtocolError("a worker that shares its arena sends no bytes of it")
 
 
 class _Connection:
-    """An accepted socket."""
+    """Accepted socket, of a worker or of a stranger."""
 
     def __init__(self, sock: socket.socket, number: int) -> None:
         self.sock, self.number = sock, number
+        #: The TLS handshake is not over.
         self.shaking = isinstance(sock, ssl.SSLSocket)
+        #: Until when it has to show its token.
         self.deadline = time.monotonic() + INTRODUCE_WITHIN
+        #: It has shown its token.
         self.open = False
-        self.repeats = 0  # see Attach
+        #: Requests up to this number may be repeated ones; see Attach.
+        self.repeats = 0
         self.endpoint = Endpoint(sock, descriptors=True, limit=HELLO_LIMIT)
-        self.outbox: SharedOutbox | CopiedOutbox | None = None
+        self.arena: SharedArena | CopiedArena | None = None
 
     def fileno(self) -> int:
         return self.endpoint.fileno()
 
 
-class Job:
-    """The server's connection to the coordinator: it learns there which ranks have died, and when the job is over."""
+class JobObserver:
+    """Connection of the server to the coordinator, which reports which ranks have died, and when the job is over."""
 
-    def __init__(self, launch: Launch, news: deque[Event | None], wake: int) -> None:
+    def __init__(self, launch: ServerLaunch, news: deque[Event | None], wake: int) -> None:
         self._door = Door(
             launch.coordinator, launch.coordinator_token, launch.coordinator_certificate or None, "observer"
         )
-        self._reattach, self._news, self._wake = launch.reattach, news, wake
-        self._known: dict[int, int] = {}  # process ids of members, by rank
+        self._reattach, self._events, self._wake = launch.reattach, news, wake
+        #: Process ids of members, by rank.
+        self._known: dict[int, int] = {}
+        #: The coordinator's generation; -1 before the first connection.
         self._generation = -1
         self._endpoint: Endpoint | None = None
 
@@ -155,9 +161,9 @@ class Job:
                 try:
                     self._read()
                 except (ConnectionLost, ProtocolError):
-                    self._return()
+                    self._reconnect()
         except (StartError, OSError, TimeoutError):
-            self._tell(None)  # the job is over
+            self._notify(None)  # the job is over
 
     def _read(self) -> None:
         endpoint = self._endpoint
@@ -170,11 +176,11 @@ class Job:
                 if isinstance(message, jobs.Ping):
                     endpoint.send(jobs.Pong(message.number, time.monotonic_ns()))
                 elif isinstance(message, jobs.World) and not message.restoring:
-                    self._compare(message)
+                    self._report_ends(message)
             poll.poll()
 
-    def _return(self) -> None:
-        """Connect again, to the same coordinator or to its successor; tried repeatedly, since no event says that it is there."""
+    def _reconnect(self) -> None:
+        """Connect again, to the same coordinator or to its successor; try repeatedly, since no event announces a successor."""
         assert self._endpoint is not None
         self._endpoint.close()
         deadline = Deadline(3 * self._reattach)
@@ -188,52 +194,58 @@ class Job:
                     raise
             time.sleep(_TRY_AGAIN_SECONDS)
 
-    def _compare(self, world: jobs.World) -> None:
+    def _report_ends(self, world: jobs.World) -> None:
         members = {member.rank: member.pid for member in world.members}
         ends = {(death.rank, death.pid): death.reason for death in world.deaths}
         for rank, pid in self._known.items():
             if members.get(rank) != pid:
-                self._tell(Died(rank, pid, ends.pop((rank, pid), "")))
+                self._notify(WorkerDied(rank, pid, ends.pop((rank, pid), "")))
         for (rank, pid), reason in ends.items():
             if (rank, pid) not in self._known.items() and members.get(rank) != pid:
-                self._tell(Died(rank, pid, reason))
+                self._notify(WorkerDied(rank, pid, reason))
         self._known = members
 
-    def _tell(self, news: Event | None) -> None:
-        self._news.append(news)
+    def _notify(self, news: Event | None) -> None:
+        self._events.append(news)
         os.write(self._wake, b"\0")
 
 
-class Server:
-    """Listens, and carries out what the state decides.
+class ParameterServer:
+    """Event loop of a server: it listens, and carries out the decisions of the state.
 
     Args:
         launch: The settings.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: ServerLaunch) -> None:
         self._launch = launch
-        self._state = ServerState(_import_optimizers(launch))
+        self._state = ParameterServerState(_import_optimizers(launch))
         self._poller: Poller[_Connection | socket.socket | int] = Poller()
         self._connections: dict[int, _Connection] = {}
         #: Answers of this step by connection, sent together: one system call, and one wake-up of the worker, for all of them.
         self._answers: dict[int, list[bytes]] = {}
+        #: Number of the last connection.
         self._numbers = 0
+        #: For the TLS listener; None without one.
         self._context: ssl.SSLContext | None = None
+        #: Pipe by which the thread of :class:`JobObserver` and SIGTERM wake the loop.
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
-        self._news: deque[Event | None] = deque()
+        #: Events of the job; None when it is over.
+        self._events: deque[Event | None] = deque()
+        #: Calls that are due at a time.
         self._later: list[tuple[float, Any]] = []
-        self._turned_away = RejectionLog(_log, lambda when, call: self._later.append((when, call)))
+        self._rejections = RejectionLog(_log, lambda when, call: self._later.append((when, call)))
         #: Listeners at which the server accepts nothing for a while, or until a connection ends.
         self._waiting: list[socket.socket] = []
+        #: The loop ends after this step; the job is over as well.
         self._ending = self._over = False
 
     def serve(self) -> bool:
         """Run until the job is over, or SIGTERM comes. Returns whether the job is over."""
         self._listen()
-        Job(self._launch, self._news, self._wake_writer).start()
+        JobObserver(self._launch, self._events, self._wake_writer).start()
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminate)
         with contextlib.suppress(
@@ -280,8 +292,8 @@ class Server:
             else:
                 self._serve(target, events)
                 self._send_answers()
-        while self._news:
-            event = self._news.popleft()
+        while self._events:
+            event = self._events.popleft()
             if event is None:
                 self._ending = self._over = True
             else:
@@ -292,10 +304,10 @@ class Server:
 
     def _pass_time(self) -> None:
         now = time.monotonic()
-        self._handle(Tick())
+        self._handle(ServerTick())
         for connection in list(self._connections.values()):
             if not connection.open and connection.deadline <= now:
-                self._turn_away(connection, f"it did not introduce itself within {INTRODUCE_WITHIN:g} s")
+                self._reject(connection, f"it did not introduce itself within {INTRODUCE_WITHIN:g} s")
         calls = [call for when, call in self._later if when <= now]
         self._later = [(when, call) for when, call in self._later if when > now]
         for call in calls:
@@ -304,7 +316,7 @@ class Server:
     # -- connections --------------------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
-        if listener.family != socket.AF_UNIX and not self._has_place_for_stranger():
+        if listener.family != socket.AF_UNIX and not self._has_room_for_stranger():
             self._accept_later(listener, "too many have not shown a token yet")
             return
         try:
@@ -323,7 +335,7 @@ class Server:
                 sock.getpeername()  # one that has gone before it was accepted can't be wrapped
                 sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
-            self._turned_away.add(f"a connection is closed: {error}")
+            self._rejections.add(f"a connection is closed: {error}")
             sock.close()
             return
         self._numbers += 1
@@ -331,7 +343,7 @@ class Server:
         self._connections[connection.number] = connection
         self._poller.register(connection, READ, connection)
 
-    def _has_place_for_stranger(self) -> bool:
+    def _has_room_for_stranger(self) -> bool:
         """Return whether one more connection without a token may stay; the oldest that has had its time ends for it."""
         strangers = [one for one in self._connections.values() if not one.open]
         if len(strangers) < STRANGERS:
@@ -344,18 +356,18 @@ class Server:
         oldest = next((one for one in strangers if one.deadline <= until), None)
         if oldest is None:
             return False
-        self._turn_away(oldest, reason)
+        self._reject(oldest, reason)
         return True
 
     def _make_room(self, listener: socket.socket, error: OSError) -> None:
-        """No descriptor is left: the oldest connection that owes its token gives its place up; else newcomers have to wait."""
+        """Free a descriptor, as none is left: close the oldest connection that owes its token, or let newcomers wait."""
         strangers = [one for one in self._connections.values() if not one.open]
         if not self._end_oldest(strangers, f"its place is needed: {error}"):
             self._accept_later(listener, str(error))
 
     def _accept_later(self, listener: socket.socket, reason: str) -> None:
         """Let newcomers wait at the listener for a while, or until a connection ends: it would be readable all the time."""
-        self._turned_away.add(f"new connections have to wait: {reason}")
+        self._rejections.add(f"new connections have to wait: {reason}")
         self._poller.unregister(listener)
         self._waiting.append(listener)
         self._later.append((time.monotonic() + _ACCEPT_AGAIN_SECONDS, self._accept_again))
@@ -369,23 +381,23 @@ class Server:
         if connection.endpoint.closed:
             return
         try:
-            if connection.shaking and not self._shaken(connection):
+            if connection.shaking and not self._handshake_done(connection):
                 return
             if events & WRITE and connection.endpoint.flush():
                 self._poller.modify(connection, READ)
             for payload in connection.endpoint.receive():
                 if connection.open:
-                    self._take(connection, m.decode_from_worker(payload))
+                    self._receive(connection, m.decode_from_worker(payload))
                 else:
-                    self._introduce(connection, m.decode_attach(payload))
+                    self._attach(connection, m.decode_attach(payload))
                 if connection.number not in self._connections:
-                    return  # what came broke the protocol
+                    return  # it broke the protocol
         except ConnectionLost:
             self._drop(connection)
         except (ProtocolError, OSError, MemoryError) as error:
-            self._turn_away(connection, str(error) or "there is no memory for what it sent")
+            self._reject(connection, str(error) or "there is no memory for what it sent")
 
-    def _shaken(self, connection: _Connection) -> bool:
+    def _handshake_done(self, connection: _Connection) -> bool:
         assert isinstance(connection.sock, ssl.SSLSocket)
         try:
             connection.sock.do_handshake()
@@ -399,41 +411,41 @@ class Server:
         connection.shaking = False
         return True
 
-    def _introduce(self, connection: _Connection, message: m.Attach) -> None:
+    def _attach(self, connection: _Connection, message: m.Attach) -> None:
         if message.version != m.VERSION or not hmac.compare_digest(
             message.token.encode(), self._launch.token.encode()
         ):
-            connection.endpoint.send_frame(m.encode(m.Refused("wrong version or token")))
+            connection.endpoint.send_frame(m.encode(m.AttachRefused("wrong version or token")))
             raise ProtocolError("it showed a wrong token, or has another version")
         if message.shared:
-            connection.outbox = SharedOutbox(SharedFile(_descriptor(connection.endpoint)))
+            connection.arena = SharedArena(SharedFile(_descriptor(connection.endpoint)))
         else:
-            connection.outbox = CopiedOutbox()
+            connection.arena = CopiedArena()
         connection.open = True
         connection.repeats = message.repeats
         connection.endpoint.limit = FRAME_LIMIT
         connection.endpoint.send_frame(m.encode(m.Attached(os.getpid())))
-        self._handle(Arrived(connection.number, message.rank, message.pid, connection.outbox))
+        self._handle(WorkerArrived(connection.number, message.rank, message.pid, connection.arena))
 
-    def _take(self, connection: _Connection, message: m.FromWorker) -> None:
+    def _receive(self, connection: _Connection, message: m.FromWorker) -> None:
         file = None
         if isinstance(message, m.Bring):
             file = SharedFile(_descriptor(connection.endpoint))
-        received = Received(connection.number, message, file)
+        received = ServerReceived(connection.number, message, file)
         if 0 < getattr(message, "sequence", 0) <= connection.repeats:
-            self._carry_out_repeated(connection, received, message.sequence)  # type: ignore[union-attr]
+            self._handle_repeated(connection, received, message.sequence)  # type: ignore[union-attr]
         else:
             self._handle(received)
 
-    def _carry_out_repeated(self, connection: _Connection, received: Received, sequence: int) -> None:
-        """Tell the worker which request this is before carrying it out: it may be the one that ended the server before this one."""
+    def _handle_repeated(self, connection: _Connection, received: ServerReceived, sequence: int) -> None:
+        """Send the worker the request's number before carrying it out: it may be the request that ended the server before this one."""
         self._send_answers()
-        self._send(connection, m.encode(m.Begun(sequence)))
+        self._send(connection, m.encode(m.RequestBegun(sequence)))
         self._handle(received)
-        self._answers.setdefault(connection.number, []).append(m.encode(m.Begun(0)))
+        self._answers.setdefault(connection.number, []).append(m.encode(m.RequestBegun(0)))
 
-    def _turn_away(self, connection: _Connection, reason: str) -> None:
-        self._turned_away.add(f"a connection was turned away: {reason}")
+    def _reject(self, connection: _Connection, reason: str) -> None:
+        self._rejections.add(f"a connection was turned away: {reason}")
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
@@ -444,7 +456,7 @@ class Server:
         del self._connections[connection.number]
         self._accept_again()
         if connection.open:
-            self._handle(Disconnected(connection.number))
+            self._handle(WorkerDisconnected(connection.number))
 
     # -- effects ------------------------------------------------------------------------------------------------------
 
@@ -458,12 +470,12 @@ class Server:
                 continue
             if isinstance(effect, Disconnect):
                 if effect.reason:
-                    self._turn_away(connection, effect.reason)
+                    self._reject(connection, effect.reason)
                 else:
                     self._drop(connection)
                 continue
             message = effect.message
-            if isinstance(message, m.Done):
+            if isinstance(message, m.RequestDone):
                 message = msgspec.structs.replace(message, began=began, took=took)
             self._answers.setdefault(effect.peer, []).append(_encoded(message))
             if effect.file is not None:
@@ -483,7 +495,7 @@ class Server:
             if frames and not connection.endpoint.send_frame(frames, descriptor):
                 self._poller.modify(connection, READ | WRITE)
         except ConnectionLost:
-            return  # reading meets its end, too
+            return  # reading finds its end, too
 
 
 def _encoded(message: Message) -> bytes:
@@ -491,22 +503,22 @@ def _encoded(message: Message) -> bytes:
     try:
         return m.encode(message)
     except ProtocolError as error:
-        if not isinstance(message, m.Done | m.Failed | m.Stock):
+        if not isinstance(message, m.RequestDone | m.RequestFailed | m.Stock):
             raise
-        return m.encode(m.Failed(message.sequence, str(error)))
+        return m.encode(m.RequestFailed(message.sequence, str(error)))
 
 
-def _import_optimizers(launch: Launch) -> str:
+def _import_optimizers(launch: ServerLaunch) -> str:
     """Import the modules of the user's optimizers, which register themselves; returns which failed, and why."""
     failed = []
     sys.path += [entry for entry in launch.path if entry not in sys.path]
     ready = os.dup(1)
-    os.dup2(2, 1)  # the starter reads what is written to stdout
+    os.dup2(2, 1)  # the starter reads stdout, and waits for "ready" there
     try:
         for name in launch.optimizers:
             try:
                 importlib.import_module(name)
-            except (Exception, SystemExit) as error:  # noqa: BLE001  (user's code; what needs it fails with this text)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (user's code; set_optimizer fails with this text)
                 for line in traceback.format_exc().splitlines():
                     _log(line)
                 failed.append(f"import {name} failed on a server: {type(error).__name__}: {error}")
@@ -535,10 +547,10 @@ def main() -> int:
     settings = sys.stdin.buffer.readline()
     if not settings:
         return 1  # the worker that started this server was killed first: another worker starts another server
-    launch = msgspec.json.decode(settings, type=Launch)
+    launch = msgspec.json.decode(settings, type=ServerLaunch)
     name_process("hvdlab-server", "hvdlab parameter server")
     try:
-        over = Server(launch).serve()
+        over = ParameterServer(launch).serve()
     except StartError as error:
         _log(str(error))
         return 1

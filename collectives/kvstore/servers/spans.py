@@ -1,4 +1,4 @@
-"""Pushes and pulls in the timeline: from the call on the worker, over their turn on the server, to their end."""
+"""Spans of pushes and pulls: from the call on the worker, over the work on the server, to the answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdlab.collectives import sites
 from hvdlab.collectives.arrays import dtype_of
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.timeline.clock import ClockSamples
@@ -19,7 +19,7 @@ from hvdlab.collectives.timeline.store_requests import group_of, push_batch
 
 
 class StoreSpans:
-    """Records the requests of one store on this worker.
+    """Recorder of one store's requests on this worker.
 
     Args:
         engine: This rank's engine.
@@ -39,7 +39,7 @@ class StoreSpans:
             engine.introduce_group(group)
 
     def begin(self, kind: OpKind, key: Key, server: int, dtype: np.dtype[Any], nbytes: int) -> RequestSpan:
-        """This worker begins a request now. The user's line is that of the caller's caller.
+        """Start the span of a request now. The user's line is that of the caller's caller.
 
         Args:
             kind: ``PUSH`` or ``PULL``.
@@ -53,10 +53,12 @@ class StoreSpans:
             element = self._elements[dtype] = dtype_of(np.empty(0, dtype)) or DType.U8
         return RequestSpan(self, kind, str(key), server, element, nbytes)
 
-    def end(self, span: RequestSpan, answer: m.Done | m.Failed, began: int, finished: int) -> None:
+    def end(
+        self, span: RequestSpan, answer: m.RequestDone | m.RequestFailed, began: int, finished: int
+    ) -> None:
         """Record a request that was answered; ``began`` (ns, 0 if it failed) is when the server began with it."""
         version = batch = took = 0
-        if isinstance(answer, m.Done):
+        if isinstance(answer, m.RequestDone):
             version, took = answer.version, finished - began
             if span.kind is OpKind.PULL:
                 batch = answer.sequence << 12 | self._engine.rank  # no other rank's
@@ -74,12 +76,12 @@ class StoreSpans:
             span.nbytes,
             (span.called, began, finished),
             Phases(transfer=took),
-            isinstance(answer, m.Done),
+            isinstance(answer, m.RequestDone),
         )
 
 
 class RequestSpan:
-    """A push or a pull that is under way.
+    """Span of a push or a pull that is under way.
 
     Attributes:
         called, sent: When the worker began the request, and when it sent it, in ns.
@@ -95,10 +97,10 @@ class RequestSpan:
         self.site = sites.call_site(2)
         self.called = self.sent = time.monotonic_ns()
 
-    def answered(self, answer: m.Done | m.Failed, clock: ServerClock) -> None:
-        """The answer has come, now."""
+    def answered(self, answer: m.RequestDone | m.RequestFailed, clock: ServerClock) -> None:
+        """Record that the answer has come, now."""
         seen = time.monotonic_ns()
-        if isinstance(answer, m.Failed):
+        if isinstance(answer, m.RequestFailed):
             self._log.end(self, answer, 0, seen)
             return
         began = min(max(clock.here(answer, self.sent, seen), self.called), seen)
@@ -108,18 +110,18 @@ class RequestSpan:
 
 
 class ServerClock:
-    """The clock of a server, which is this worker's if both are on one host.
+    """Clock of a server, which is this worker's if both are on one host.
 
     Args:
-        local: Whether they are.
+        local: Both are.
     """
 
     def __init__(self, *, local: bool) -> None:
         self._local = local
         self._samples = ClockSamples()
 
-    def here(self, answer: m.Done, sent: int, seen: int) -> int:
-        """When the server began with a request, on this worker's clock, in ns.
+    def here(self, answer: m.RequestDone, sent: int, seen: int) -> int:
+        """Return when the server began with a request, on this worker's clock, in ns.
 
         Args:
             answer: The server's answer.

@@ -1,4 +1,7 @@
-"""Starting a server's process, for the first time or after it has died: the first worker of its host that comes does it."""
+"""Start of a server's process, for the first time or after it has died, by the first worker of its host that notices.
+
+The starter sends the server its settings on standard input. Workers get its address from each other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ import msgspec
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.kvstore.servers.launch import Launch, Place
 from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
@@ -28,23 +30,79 @@ from hvdlab.collectives.protocol.tls import new_certificate
 from hvdlab.collectives.settings import Settings
 
 SOCKET, LOCK, SETTINGS = "socket", "lock", "launch.json"
+
+
 _BACKLOG = 1024
-_PORT_AGAIN_SECONDS = 0.05
-_SAY_AFTER_SECONDS = 10.0
 
 
-class Starter:
-    """Starts servers on this host; safe to use from several processes at once.
+_REBIND_SECONDS = 0.05
 
-    A worker's process is the parent of the servers that it has started, and does nothing else for them: they live in sessions of
-    their own and end with the job.
+
+_WARN_AFTER_SECONDS = 10.0
+
+
+class ServerLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings that a server reads from its standard input.
+
+    Attributes:
+        token: Secret that workers have to show.
+        directory: A private directory with its socket.
+        listener: Descriptor of the listening Unix socket.
+        tls_listener: Descriptor of the listening socket for other hosts, or -1.
+        certificate, key: PEM texts for that socket, or empty.
+        coordinator, coordinator_token, coordinator_certificate: How to connect to the coordinator of the job, with which the server ends.
+        reattach: A third of the seconds that the server waits for the coordinator's successor.
+        optimizers: Modules to import, which register optimizers.
+        path: Where the starter finds modules (``sys.path``), for these.
+    """
+
+    token: str
+    directory: str
+    listener: int
+    tls_listener: int
+    certificate: str
+    key: str
+    coordinator: str
+    coordinator_token: str
+    coordinator_certificate: str
+    reattach: float
+    optimizers: tuple[str, ...]
+    path: tuple[str, ...]
+
+
+class ServerAddress(msgspec.Struct, frozen=True):
+    """Address and secrets by which workers reach a server.
+
+    Attributes:
+        host: Host key of the server's host, which its ranks have in common.
+        index: Number of the server among those of its host.
+        directory: The server's private directory, which only ranks of its host reach.
+        tls_address: Address at which workers of other hosts connect, or empty.
+        certificate: PEM text that goes with ``tls_address``.
+        token: Secret that workers have to show.
+    """
+
+    host: str
+    index: int
+    directory: str
+    tls_address: str
+    certificate: str
+    token: str
+
+
+class ServerStarter:
+    """Parent of the servers that this process starts on its host; several processes may start one at once.
+
+    It only reaps them: servers live in sessions of their own and end with the job.
     """
 
     def __init__(self) -> None:
+        #: Servers that this process has started and that may still run.
+        #: Servers that this process has started and that may still run.
         self._children: list[subprocess.Popen[bytes]] = []
 
-    def make_place(self, index: int, settings: Settings, *, remote: bool, timeout: float) -> Place:
-        """Make the place of a new server on this host and start it.
+    def start_new(self, index: int, settings: Settings, *, remote: bool, timeout: float) -> ServerAddress:
+        """Start a new server on this host, and return its address.
 
         Args:
             index: Number of the server on this host.
@@ -56,15 +114,15 @@ class Starter:
             StartError: The server did not come up.
         """
         assert settings.coordinator is not None
-        directory = tempfile.mkdtemp(prefix="kv", dir=_parent(settings))
+        directory = tempfile.mkdtemp(prefix="kv", dir=_parent_directory(settings))
         certificate = key = tls_address = ""
         if remote:
             certificate, key = new_certificate(settings.address)
             with _listen_tls(settings.address, 0) as probe:
                 tls_address = str(TlsAddress(settings.address, probe.getsockname()[1]))
-        place = Place(host_key(), index, directory, tls_address, certificate, secrets.token_hex(32))
-        launch = Launch(
-            place.token,
+        address = ServerAddress(host_key(), index, directory, tls_address, certificate, secrets.token_hex(32))
+        launch = ServerLaunch(
+            address.token,
             directory,
             -1,
             -1,
@@ -78,11 +136,11 @@ class Starter:
             tuple(os.path.abspath(entry) for entry in sys.path) if settings.kv_optimizers else (),
         )
         _write_private(Path(directory) / SETTINGS, msgspec.json.encode(launch))
-        self.ensure(place, timeout)
-        return place
+        self.ensure_running(address, timeout)
+        return address
 
-    def ensure(self, place: Place, timeout: float) -> None:
-        """Start the server of a place of this host, unless it runs.
+    def ensure_running(self, address: ServerAddress, timeout: float) -> None:
+        """Start the server of an address of this host, unless it runs.
 
         Raises:
             StartError: The server did not come up, or its job is over.
@@ -92,18 +150,18 @@ class Starter:
                 if child.stdout is not None:
                     child.stdout.close()
                 self._children.remove(child)
-        directory = Path(place.directory)
-        with _alone(directory):
-            if _answers(directory):
+        directory = Path(address.directory)
+        with _start_lock(directory):
+            if _is_serving(directory):
                 return
             try:
-                launch = msgspec.json.decode((directory / SETTINGS).read_bytes(), type=Launch)
+                launch = msgspec.json.decode((directory / SETTINGS).read_bytes(), type=ServerLaunch)
             except (OSError, msgspec.MsgspecError) as error:
                 raise StartError(f"The settings of the parameter server are gone: {error}") from error
-            self._children.append(_spawn(launch, place, Deadline(timeout)))
+            self._children.append(_spawn(launch, address, Deadline(timeout)))
 
 
-def _parent(settings: Settings) -> str | None:
+def _parent_directory(settings: Settings) -> str | None:
     """Return the directory that a server's directory is made in; ``None`` for the system's temporary directory.
 
     A server may be killed before it can remove its directory. The coordinator's directory is removed with all in it on the
@@ -114,8 +172,8 @@ def _parent(settings: Settings) -> str | None:
     return str(Path(where.path).parent) if isinstance(where, UnixAddress) else settings.host_directory
 
 
-def _spawn(launch: Launch, place: Place, deadline: Deadline) -> subprocess.Popen[bytes]:
-    path = Path(place.directory) / SOCKET
+def _spawn(launch: ServerLaunch, address: ServerAddress, deadline: Deadline) -> subprocess.Popen[bytes]:
+    path = Path(address.directory) / SOCKET
     with contextlib.ExitStack() as sockets:
         local = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
@@ -125,10 +183,10 @@ def _spawn(launch: Launch, place: Place, deadline: Deadline) -> subprocess.Popen
         except OSError as error:
             raise StartError(f"No socket for the parameter server at {path}: {error}") from error
         descriptors = [local.fileno()]
-        if place.tls_address:
-            where = parse_address(place.tls_address)
+        if address.tls_address:
+            where = parse_address(address.tls_address)
             assert isinstance(where, TlsAddress)
-            remote = sockets.enter_context(_bind_again(where, deadline))
+            remote = sockets.enter_context(_rebind(where, deadline))
             descriptors.append(remote.fileno())
         launch = msgspec.structs.replace(
             launch, listener=descriptors[0], tls_listener=descriptors[1] if len(descriptors) > 1 else -1
@@ -150,7 +208,7 @@ def _spawn(launch: Launch, place: Place, deadline: Deadline) -> subprocess.Popen
     return process
 
 
-def _exchange(process: subprocess.Popen[bytes], launch: Launch, deadline: Deadline) -> None:
+def _exchange(process: subprocess.Popen[bytes], launch: ServerLaunch, deadline: Deadline) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -164,18 +222,18 @@ def _exchange(process: subprocess.Popen[bytes], launch: Launch, deadline: Deadli
     poll.register(process.stdout, select.POLLIN)
     while True:
         left = deadline.remaining()
-        if poll.poll(1000 * (_SAY_AFTER_SECONDS if left is None else min(left, _SAY_AFTER_SECONDS))):
+        if poll.poll(1000 * (_WARN_AFTER_SECONDS if left is None else min(left, _WARN_AFTER_SECONDS))):
             break
         if deadline.expired:
             raise StartError(f"The parameter server did not start within {deadline.seconds:g} s.")
-        LOG.warning("a parameter server has been starting for more than %.0f s", _SAY_AFTER_SECONDS)
+        LOG.warning("a parameter server has been starting for more than %.0f s", _WARN_AFTER_SECONDS)
     if os.read(process.stdout.fileno(), 16) != b"ready\n":
         raise StartError("The parameter server ended before it was up; its output on stderr says why.")
 
 
 @contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Let one process of this host at a time start the server. The kernel releases the lock of a process that is killed meanwhile."""
+def _start_lock(directory: Path) -> Iterator[None]:
+    """Hold the lock under which one process of this host at a time starts the server; the kernel releases that of a killed process."""
     try:
         lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -187,8 +245,8 @@ def _alone(directory: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _answers(directory: Path) -> bool:
-    """Whether a server serves the socket; the end of a server closes it."""
+def _is_serving(directory: Path) -> bool:
+    """Return whether a server listens on the socket; the end of a server closes it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.connect(str(directory / SOCKET))
@@ -206,15 +264,15 @@ def _listen_tls(host: str, port: int) -> socket.socket:
         raise StartError(f"The parameter server can't listen on {host} port {port}: {error}") from error
 
 
-def _bind_again(where: TlsAddress, deadline: Deadline) -> socket.socket:
-    """Listen on the port that workers of other hosts know; the system may need a moment to free it after a server has died."""
+def _rebind(where: TlsAddress, deadline: Deadline) -> socket.socket:
+    """Listen again on the port that workers of other hosts know; the system may need a moment to free it after a server has died."""
     while True:
         try:
             return _listen_tls(where.host, where.port)
         except StartError:
             if deadline.expired:
                 raise
-        time.sleep(_PORT_AGAIN_SECONDS)
+        time.sleep(_REBIND_SECONDS)
 
 
 def _write_private(path: Path, data: bytes) -> None:

@@ -1,11 +1,11 @@
-"""What a parameter server decides: requests of workers in, updates of its memory and answers out. No I/O.
+"""Decisions of a parameter server: requests of workers in, updates of its memory and answers out. No I/O.
 
 A request is carried out when it comes, so those of one worker are carried out in order, and none waits for another worker. A request
-that was answered with ``Done`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next
+that was answered with ``RequestDone`` outlives the server; a worker repeats requests that were not answered, and the sequence numbers next
 to each value say which pushes were applied already.
 
-Whatever a request raises is answered to its sender by ``Failed``: a server that ended of it would meet the same request in its
-successor, which its worker repeats it to. A message without an answer that raises ends its connection alone.
+An exception that a request raises goes to its sender as ``RequestFailed``. If the server ended of it, the worker would repeat the request
+to the successor, which would end of it as well. A message without an answer that raises ends only its connection.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import numpy as np
 
 from hvdlab.collectives.errors import HvdlabError, KVStoreError, ProtocolError, format_ranks
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
 from hvdlab.collectives.kvstore.optimizers import Gradient, Optimizer, State, restored
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.memory import (
     Block,
     KeyRecord,
     SharedFile,
-    Slot,
     StoreMemory,
     StoreRecord,
+    ValueSlot,
     element_type,
 )
-from hvdlab.collectives.kvstore.state_format import OptimizerSpec
 from hvdlab.collectives.protocol.messages import Message
 
 AWAY_SECONDS = 10.0
-"""How long a worker whose connection has ended may take to come back before it counts as dead; the coordinator says so earlier."""
-PIECE = 1 << 20
-"""Bytes of an outbox that go over a connection at once."""
+"""Seconds that a worker whose connection has ended may take to come back before it counts as dead; the coordinator usually reports earlier."""
+TRANSFER_BYTES = 1 << 20
+"""Bytes of an arena that go over a connection at once."""
 _MOST_COUNTED = 1 << 62
 """Bound of counts that come from an optimizer: far from the largest that a slot has room for."""
 _LONGEST_TEXT = 4000
@@ -50,20 +50,20 @@ _RAISED = (Exception, SystemExit)
 _Request = m.Push | m.Pull | m.Init | m.SetOptimizer | m.StockRequest
 
 
-class Outbox(Protocol):
-    """Memory that a worker and the server both see: gradients to the server, values back."""
+class TransferArena(Protocol):
+    """Memory for gradients to the server and for values back, which a worker and the server both see."""
 
     @property
     def remote(self) -> bool:
-        """Whether the worker sees what the server writes only once it was sent as :class:`Data`."""
+        """Return whether the worker sees the server's bytes only once they were sent as :class:`Data`."""
         ...
 
     def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """A part of it as an array. Raises ``ProtocolError`` if it is not inside."""
+        """Return a part of it as an array. Raises ``ProtocolError`` if it is not inside."""
         ...
 
     def write(self, offset: int, data: bytes) -> None:
-        """Take over what the worker wrote. Raises ``ProtocolError`` if it is shared."""
+        """Write bytes that the worker sent. Raises ``ProtocolError`` if the arena is shared."""
         ...
 
 
@@ -71,18 +71,18 @@ class Outbox(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """A worker has introduced itself over a new connection."""
+class WorkerArrived:
+    """Worker that has shown its token over a new connection."""
 
     peer: int
     rank: int
     pid: int
-    outbox: Outbox
+    arena: TransferArena
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
-    """A message of a worker, with the file that came along."""
+class ServerReceived:
+    """Message of a worker, with the file that came along."""
 
     peer: int
     message: m.FromWorker
@@ -90,15 +90,15 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnected:
-    """A connection has ended."""
+class WorkerDisconnected:
+    """End of a connection."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
-    """A rank's process has ended, as the coordinator says."""
+class WorkerDied:
+    """End of a rank's process, as the coordinator reports."""
 
     rank: int
     pid: int
@@ -106,16 +106,16 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
+class ServerTick:
+    """Passing of time, for what is due."""
 
 
-Event = Arrived | Received | Disconnected | Died | Tick
+Event = WorkerArrived | ServerReceived | WorkerDisconnected | WorkerDied | ServerTick
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message, and a file with it."""
+class ServerSend:
+    """Message to send, and a file with it."""
 
     peer: int
     message: Message
@@ -124,13 +124,13 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """End a connection: its worker has left (no reason), or what came over it breaks the protocol (``reason`` says how)."""
+    """Connection to end: its worker has left (no reason), or broke the protocol, as ``reason`` describes."""
 
     peer: int
     reason: str = ""
 
 
-Effect = Send | Disconnect
+Effect = ServerSend | Disconnect
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -138,31 +138,38 @@ Effect = Send | Disconnect
 
 @dataclass(slots=True)
 class _Worker:
+    #: Its rank in the world.
     rank: int
+    #: Its process id: another one is a restarted worker, whose requests begin with number 1.
     pid: int
     #: Its connection; -1 while it has none.
     peer: int
-    outbox: Outbox
-    #: When its connection ended.
+    #: Its memory for gradients and values.
+    arena: TransferArena
+    #: When its connection ended, in seconds; ``inf`` while it has one.
     away_since: float = math.inf
-    #: Why what it wrote last to its outbox is not there; empty if it is.
+    #: Why the bytes that it sent last are not in its arena; empty if they are.
     unwritten: str = ""
 
 
 @dataclass(slots=True)
 class _Store:
+    #: Values, and all that a successor needs.
     memory: StoreMemory
+    #: The record in ``memory`` that counts.
     record: StoreRecord
+    #: The optimizer that ``record`` describes; None before the first one.
     optimizer: Optimizer | None
-    #: What the optimizer's ``create_state`` gave for each key, for its structure.
+    #: Result of the optimizer's ``create_state`` for each key, for its structure only: the arrays are in ``memory``.
     structures: dict[Key, Any] = field(default_factory=dict)
 
     def participants(self) -> list[int]:
+        """Return the workers that use the store now."""
         return [rank for rank in self.record.workers if rank not in self.record.gone]
 
 
-class ServerState:
-    """One server. All methods belong to one thread.
+class ParameterServerState:
+    """State of one server. All methods belong to one thread.
 
     Args:
         not_imported: Which modules of the user's optimizers could not be imported here, and why; empty if all were.
@@ -170,50 +177,54 @@ class ServerState:
 
     def __init__(self, not_imported: str = "") -> None:
         self._not_imported = not_imported
+        #: Stores in use, by number.
         self._stores: dict[int, _Store] = {}
         #: Memory that workers have brought for stores that none has opened here yet.
         self._brought: dict[int, StoreMemory] = {}
+        #: Workers that live, by rank.
         self._workers: dict[int, _Worker] = {}
-        self._ranks: dict[int, int] = {}  # by peer
+        #: Ranks of workers by connection.
+        self._ranks: dict[int, int] = {}
         #: Stores that wait for their memory, and the workers that open them, with their requests.
-        self._opening: dict[int, list[tuple[int, m.Open]]] = {}
+        self._opening: dict[int, list[tuple[int, m.OpenStore]]] = {}
         #: Requests for stores whose memory was not brought yet: their worker, and since when.
         self._early: dict[int, list[tuple[int, _Request, float]]] = {}
+        #: Effects of the event that is handled, in order.
         self._effects: list[Effect] = []
         #: Ranks that have died. A store that is brought later goes on without them.
         self._dead: set[int] = set()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """React to an event at ``now``, in seconds. Returns the effects, which the caller carries out in order."""
-        if isinstance(event, Received):
+        if isinstance(event, ServerReceived):
             try:
-                self._receive(event, now)
-            except _RAISED as error:  # of a message without an answer: requests answer for themselves
+                self._on_message(event, now)
+            except _RAISED as error:  # of a message without an answer: errors of requests are answered below
                 self._effects.append(Disconnect(event.peer, _text_of(error)))
-        elif isinstance(event, Arrived):
-            self._arrive(event)
-        elif isinstance(event, Disconnected):
-            self._disconnect(event.peer, now)
-        elif isinstance(event, Died):
-            self._die(event)
+        elif isinstance(event, WorkerArrived):
+            self._on_arrived(event)
+        elif isinstance(event, WorkerDisconnected):
+            self._on_disconnected(event.peer, now)
+        elif isinstance(event, WorkerDied):
+            self._on_died(event)
         else:
-            self._tick(now)
+            self._pass_time(now)
         effects, self._effects = self._effects, []
         return effects
 
     def next_tick(self) -> float:
-        """When :class:`Tick` is due; ``inf`` if it is not."""
+        """Return when :class:`ServerTick` is due; ``inf`` if it is not."""
         due = [worker.away_since + AWAY_SECONDS for worker in self._workers.values()]
         due += [since + AWAY_SECONDS for early in self._early.values() for _, _, since in early]
         return min(due, default=math.inf)
 
     def stock(self) -> tuple[int, int]:
-        """How many keys of all stores are here, and the bytes of their values."""
+        """Return the number of keys of all stores, and the bytes of their values."""
         blocks = [block for store in self._stores.values() for block in store.memory.blocks.values()]
         return len(blocks), sum(block.current.value.nbytes for block in blocks)
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Close all memory."""
         for memory in (*(store.memory for store in self._stores.values()), *self._brought.values()):
             memory.close()
         self._stores.clear()
@@ -221,13 +232,13 @@ class ServerState:
 
     # -- connections --------------------------------------------------------------------------------------------------
 
-    def _arrive(self, event: Arrived) -> None:
+    def _on_arrived(self, event: WorkerArrived) -> None:
         before = self._workers.get(event.rank)
         if before is not None:
             self._ranks.pop(before.peer, None)
             if before.pid != event.pid:
-                self._leave(event.rank, "was started anew")
-        self._workers[event.rank] = _Worker(event.rank, event.pid, event.peer, event.outbox)
+                self._remove_worker(event.rank, "was started anew")
+        self._workers[event.rank] = _Worker(event.rank, event.pid, event.peer, event.arena)
         self._ranks[event.peer] = event.rank
         self._forget_early(event.rank)  # the worker repeats these requests
 
@@ -236,25 +247,25 @@ class ServerState:
             number: [one for one in early if one[0] != rank] for number, early in self._early.items()
         }
 
-    def _disconnect(self, peer: int, now: float) -> None:
+    def _on_disconnected(self, peer: int, now: float) -> None:
         rank = self._ranks.pop(peer, None)
         if rank is not None:
             self._workers[rank].peer, self._workers[rank].away_since = -1, now
 
-    def _die(self, event: Died) -> None:
+    def _on_died(self, event: WorkerDied) -> None:
         worker = self._workers.get(event.rank)
         if worker is None or worker.pid == event.pid:
             self._dead.add(event.rank)
-            self._leave(event.rank, f"died: {event.reason}" if event.reason else "has left")
+            self._remove_worker(event.rank, f"died: {event.reason}" if event.reason else "has left")
 
-    def _leave(self, rank: int, reason: str) -> None:
-        """A worker takes part in no store any more."""
+    def _remove_worker(self, rank: int, reason: str) -> None:
+        """Remove a worker from all stores, and fail the openings of others that wait for it."""
         worker = self._workers.pop(rank, None)
         if worker is not None and self._ranks.pop(worker.peer, None) is not None:
             self._effects.append(Disconnect(worker.peer))
         self._forget_early(rank)
         for number in list(self._stores):
-            self._leave_store(number, rank)
+            self._remove_from_store(number, rank)
         for number, openings in list(self._opening.items()):
             for opener, request in openings:
                 if rank in request.workers and opener != rank:
@@ -262,25 +273,25 @@ class ServerState:
             if any(rank in request.workers for _, request in openings):
                 del self._opening[number]
 
-    def _leave_store(self, number: int, rank: int) -> None:
+    def _remove_from_store(self, number: int, rank: int) -> None:
         store = self._stores[number]
         if rank not in store.participants():
             return
-        self._describe(store, msgspec.structs.replace(store.record, gone=(*store.record.gone, rank)))
+        self._set_record(store, msgspec.structs.replace(store.record, gone=(*store.record.gone, rank)))
         if not store.participants():
             store.memory.close()
             del self._stores[number]
 
     @staticmethod
-    def _describe(store: _Store, record: StoreRecord) -> None:
-        """Use a store so from now on."""
+    def _set_record(store: _Store, record: StoreRecord) -> None:
+        """Use a store by this record from now on; the memory has it first, for a successor."""
         store.memory.describe(record)
         store.record = record
 
-    def _tick(self, now: float) -> None:
+    def _pass_time(self, now: float) -> None:
         for worker in list(self._workers.values()):
             if now >= worker.away_since + AWAY_SECONDS:
-                self._leave(worker.rank, f"died: its connection has been gone for {AWAY_SECONDS:g} s")
+                self._remove_worker(worker.rank, f"died: its connection has been gone for {AWAY_SECONDS:g} s")
         for number, early in list(self._early.items()):
             for rank, request, since in early:
                 if now >= since + AWAY_SECONDS:
@@ -292,10 +303,10 @@ class ServerState:
     def _send(self, rank: int, message: Message, file: SharedFile | None = None) -> None:
         worker = self._workers.get(rank)
         if worker is not None and worker.peer >= 0:
-            self._effects.append(Send(worker.peer, message, file))
+            self._effects.append(ServerSend(worker.peer, message, file))
 
     def _fail(self, rank: int, sequence: int, text: str, ranks: tuple[int, ...] = ()) -> None:
-        self._send(rank, m.Failed(sequence, text, ranks))
+        self._send(rank, m.RequestFailed(sequence, text, ranks))
 
     def _refuse(self, rank: int, sequence: int, error: BaseException) -> None:
         """Answer a request that has raised this."""
@@ -303,7 +314,7 @@ class ServerState:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _receive(self, event: Received, now: float) -> None:
+    def _on_message(self, event: ServerReceived, now: float) -> None:
         message = event.message
         rank = self._ranks.get(event.peer)
         if rank is None:
@@ -311,22 +322,22 @@ class ServerState:
         if isinstance(message, m.Push | m.Pull | m.Init | m.SetOptimizer | m.StockRequest):
             self._request(rank, message, now)
         elif isinstance(message, m.Data):
-            self._write(self._workers[rank], message)
+            self._write_to_arena(self._workers[rank], message)
         elif isinstance(message, m.Bring):
             self._bring(message, event.file)
-        elif isinstance(message, m.Open):
+        elif isinstance(message, m.OpenStore):
             self._open(rank, message)
-        elif isinstance(message, m.Close):
+        elif isinstance(message, m.CloseStore):
             if message.store in self._stores:
-                self._leave_store(message.store, rank)
+                self._remove_from_store(message.store, rank)
         else:
-            self._leave(rank, "has left")
+            self._remove_worker(rank, "has left")
 
     @staticmethod
-    def _write(worker: _Worker, message: m.Data) -> None:
-        """Take over bytes of an outbox; if there is no memory for them, the request that they belong to fails."""
+    def _write_to_arena(worker: _Worker, message: m.Data) -> None:
+        """Write bytes to an arena; if there is no memory for them, the request to which they belong fails."""
         try:
-            worker.outbox.write(message.offset, message.data)
+            worker.arena.write(message.offset, message.data)
         except ProtocolError:
             raise
         except _RAISED as error:
@@ -334,16 +345,16 @@ class ServerState:
 
     def _request(self, rank: int, request: _Request, now: float) -> None:
         try:
-            self._carry_out(rank, request, now)
+            self._execute(rank, request, now)
         except _RAISED as error:
             self._refuse(rank, request.sequence, error)
 
-    def _carry_out(self, rank: int, request: _Request, now: float) -> None:
+    def _execute(self, rank: int, request: _Request, now: float) -> None:
         worker, store = self._workers[rank], self._stores.get(request.store)
         if worker.unwritten and isinstance(request, m.Push | m.Init | m.Pull):
             text, worker.unwritten = worker.unwritten, ""
             self._fail(rank, request.sequence, f"what goes with it did not reach the server: {text}")
-        elif store is None and worker.outbox.remote:
+        elif store is None and worker.arena.remote:
             # A worker of this server's host has the store's memory, and may find the restarted server later than this worker.
             self._early.setdefault(request.store, []).append((rank, request, now))
         elif store is None or rank not in store.record.workers:
@@ -367,7 +378,7 @@ class ServerState:
             return
         memory = StoreMemory(file)
         if memory.store is not None:  # of a server before this one
-            self._use(message.store, memory)
+            self._add_store(message.store, memory)
         else:
             self._brought[message.store] = memory
         for rank, request in self._opening.pop(message.store, []):
@@ -375,12 +386,12 @@ class ServerState:
         for rank, early, now in self._early.pop(message.store, []):
             self._request(rank, early, now)
 
-    def _use(self, number: int, memory: StoreMemory) -> None:
+    def _add_store(self, number: int, memory: StoreMemory) -> None:
         record = memory.store
         assert record is not None
         optimizer = None
         if record.optimizer is not None:
-            optimizer = self._restored(record.optimizer)
+            optimizer = self._restored_optimizer(record.optimizer)
             updates = [
                 int(block.current.head[2])
                 for block in memory.blocks.values()
@@ -390,10 +401,10 @@ class ServerState:
         self._stores[number] = _Store(memory, record, optimizer)
         for rank in self._dead:
             if rank not in self._workers and number in self._stores:
-                self._leave_store(number, rank)
+                self._remove_from_store(number, rank)
 
-    def _restored(self, spec: OptimizerSpec) -> Optimizer:
-        """The optimizer that a server before this one had."""
+    def _restored_optimizer(self, spec: OptimizerSpec) -> Optimizer:
+        """Return the optimizer that the server before this one had."""
         try:
             return _usable(spec)
         except _RAISED as error:  # its module could be imported then, and can't any more
@@ -402,13 +413,13 @@ class ServerState:
     def _refusal(self, error: BaseException) -> str:
         return "; ".join(filter(None, (_text_of(error), self._not_imported)))
 
-    def _open(self, rank: int, request: m.Open) -> None:
+    def _open(self, rank: int, request: m.OpenStore) -> None:
         try:
-            self._open_for(rank, request)
+            self._open_checked(rank, request)
         except _RAISED as error:
             self._refuse(rank, request.sequence, error)
 
-    def _open_for(self, rank: int, request: m.Open) -> None:
+    def _open_checked(self, rank: int, request: m.OpenStore) -> None:
         if request.store not in self._stores:
             if rank not in request.workers:
                 raise ProtocolError(f"rank {rank} opens a store of {format_ranks(request.workers)}")
@@ -417,38 +428,39 @@ class ServerState:
                 self._opening.setdefault(request.store, []).append((rank, request))
                 return
             memory.describe(StoreRecord(request.workers))
-            self._use(request.store, memory)
+            self._add_store(request.store, memory)
         store = self._stores[request.store]
         if rank not in store.record.workers:
             raise ProtocolError(f"rank {rank} opens a store of {format_ranks(store.record.workers)}")
         if rank not in store.participants():
-            self._return_to(store, rank, anew=True)
-        if not self._workers[rank].outbox.remote:
-            self._send(rank, m.Share(request.store), store.memory.file)
-        self._send(rank, m.Done(request.sequence))
+            self._readmit(store, rank, restarted=True)
+        if not self._workers[rank].arena.remote:
+            self._send(rank, m.SharedStoreMemory(request.store), store.memory.file)
+        self._send(rank, m.RequestDone(request.sequence))
 
-    def _return_to(self, store: _Store, rank: int, *, anew: bool) -> None:
-        """A worker that has left uses the store again; from a new process, whose sequence numbers begin anew, unless it was only cut off.
+    def _readmit(self, store: _Store, rank: int, *, restarted: bool) -> None:
+        """Let a worker that has left use the store again.
 
-        If the server is killed in the middle of this, the worker still counts as one that has left, and asks again.
+        A restarted worker numbers its requests from 1 again, one that was only cut off goes on. If the server is killed in the middle
+        of this, the worker still counts as one that has left, and asks again: the record is written last.
         """
-        if anew:
+        if restarted:
             index = store.record.workers.index(rank)
             for block in store.memory.blocks.values():
                 block.current.applied[index] = 0
         gone = tuple(one for one in store.record.gone if one != rank)
-        self._describe(store, msgspec.structs.replace(store.record, gone=gone))
+        self._set_record(store, msgspec.structs.replace(store.record, gone=gone))
 
     def _init(self, store: _Store, rank: int, request: m.Init) -> None:
         if request.key not in store.memory.blocks:
-            given = self._workers[rank].outbox.array(
+            given = self._workers[rank].arena.array(
                 request.offset, element_type(request.dtype), request.shape
             )
             self._make_block(store, request.key, given)
-        self._send(rank, m.Done(request.sequence, self._version(store, request.key)))
+        self._send(rank, m.RequestDone(request.sequence))
 
-    def _make_block(self, store: _Store, key: Key, value: Array, before: Slot | None = None) -> Block:
-        """A block for a key with this value, and with new states of the present optimizer."""
+    def _make_block(self, store: _Store, key: Key, value: Array, before: ValueSlot | None = None) -> Block:
+        """Make a block for a key with this value, and with new states of the present optimizer."""
         optimizer = store.optimizer
         if optimizer is not None and optimizer.multi_precision:
             value = value.astype(np.float32)
@@ -483,12 +495,9 @@ class ServerState:
             generation += 1
             store.structures.clear()
         record = msgspec.structs.replace(store.record, optimizer=request.optimizer, generation=generation)
-        self._describe(store, record)
+        self._set_record(store, record)
         store.optimizer = optimizer
-        self._send(rank, m.Done(request.sequence))
-
-    def _version(self, store: _Store, key: Key) -> int:
-        return int(store.memory.blocks[key].current.head[0])
+        self._send(rank, m.RequestDone(request.sequence))
 
     # -- pushes and pulls ---------------------------------------------------------------------------------------------
 
@@ -501,41 +510,41 @@ class ServerState:
             self._pull(store, rank, request)
 
     def _pull(self, store: _Store, rank: int, request: m.Pull) -> None:
-        slot, outbox = store.memory.blocks[request.key].current, self._workers[rank].outbox
+        slot, arena = store.memory.blocks[request.key].current, self._workers[rank].arena
         dtype = element_type(request.dtype)
         start = request.offset
         value: Array = slot.value
         if request.rows >= 0:
-            numbers = outbox.array(start, np.dtype(np.int64), (request.rows,))
+            numbers = arena.array(start, np.dtype(np.int64), (request.rows,))
             if value.ndim == 0:
                 raise ProtocolError(f"key {request.key!r} has no rows")
             if request.rows and not 0 <= int(numbers.min()) <= int(numbers.max()) < len(value):
                 raise ProtocolError(f"rows of key {request.key!r} are out of range")
             start += numbers.nbytes
             value = value[numbers]
-        out = outbox.array(start, dtype, value.shape)
+        out = arena.array(start, dtype, value.shape)
         with np.errstate(invalid="ignore", over="ignore"):  # as C casts
             np.copyto(out, value, casting="unsafe")
-        if outbox.remote:
+        if arena.remote:
             data = out.tobytes()
-            for first in range(0, len(data), PIECE):
-                self._send(rank, m.Data(start + first, data[first : first + PIECE]))
-        self._send(rank, m.Done(request.sequence, int(slot.head[0])))
+            for first in range(0, len(data), TRANSFER_BYTES):
+                self._send(rank, m.Data(start + first, data[first : first + TRANSFER_BYTES]))
+        self._send(rank, m.RequestDone(request.sequence, int(slot.head[0])))
 
     def _push(self, store: _Store, rank: int, push: m.Push) -> None:
         """Apply a push and answer it, unless it was applied before: then the first answer was lost with the connection."""
         slot, index = store.memory.blocks[push.key].current, store.record.workers.index(rank)
         if push.sequence <= int(slot.applied[index]):
-            self._send(rank, m.Done(push.sequence, int(slot.head[0])))
+            self._send(rank, m.RequestDone(push.sequence, int(slot.head[0])))
             return
         if rank not in store.participants():
-            self._return_to(store, rank, anew=False)  # it was only cut off
+            self._readmit(store, rank, restarted=False)  # it was only cut off
         if store.optimizer is None:
             self._fail(rank, push.sequence, "a dist_async store needs an optimizer: call set_optimizer")
             return
         before = int(slot.head[0])
         self._apply(store, store.optimizer, rank, push)  # should it raise, the value is as before
-        self._send(rank, m.Done(push.sequence, before + 1, max(0, before - push.seen)))
+        self._send(rank, m.RequestDone(push.sequence, before + 1, max(0, before - push.seen)))
 
     def _gradient(self, optimizer: Optimizer, block: Block, rank: int, push: m.Push) -> Array | RowSparse:
         found = self._pushed(block, rank, push)
@@ -546,13 +555,13 @@ class ServerState:
         return found.astype(np.float32, copy=False)
 
     def _pushed(self, block: Block, rank: int, push: m.Push) -> Array | RowSparse:
-        outbox, dtype, shape = self._workers[rank].outbox, element_type(push.dtype), block.record.shape
+        arena, dtype, shape = self._workers[rank].arena, element_type(push.dtype), block.record.shape
         if push.rows < 0:
-            return outbox.array(push.offset, dtype, shape)
+            return arena.array(push.offset, dtype, shape)
         if not shape:
             raise ProtocolError(f"key {push.key!r} has no rows")
-        numbers = outbox.array(push.offset, np.dtype(np.int64), (push.rows,))
-        data = outbox.array(push.offset + numbers.nbytes, dtype, (push.rows, *shape[1:]))
+        numbers = arena.array(push.offset, np.dtype(np.int64), (push.rows,))
+        data = arena.array(push.offset + numbers.nbytes, dtype, (push.rows, *shape[1:]))
         try:
             return RowSparse(data, numbers, shape)
         except ValueError as error:
@@ -574,15 +583,15 @@ class ServerState:
         block.commit()
 
     def _state(self, store: _Store, key: Key, value: Array, arrays: Sequence[Array]) -> Any:
-        """The optimizer's state of a key, with these arrays in it."""
+        """Return the optimizer's state of a key, with these arrays in it."""
         assert store.optimizer is not None
-        if key not in store.structures:  # a server before this one made it
+        if key not in store.structures:  # the server before this one made it
             store.structures[key] = _new_state(store.optimizer, key, value)
         return _with_arrays(store.structures[key], iter(arrays))
 
 
 class _Unavailable(Optimizer):
-    """Stands for an optimizer that can't be made here: every push is refused, and values and states stay as they are."""
+    """Optimizer in place of one that can't be made here: every push is refused, and values and states stay as they are."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -628,7 +637,7 @@ def _optimizer_error(error: BaseException) -> KVStoreError:
 
 
 def _text_of(error: BaseException) -> str:
-    """Return what is sent of an exception: its text if it is one of ours, else its class with the text."""
+    """Return the text to send of an exception: one of ours as it is, of any other its class with the text."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  (a class of the user's may have any __str__)

@@ -11,9 +11,9 @@ from hvdlab.collectives.errors import KVStoreError
 from hvdlab.collectives.kvstore.allreduce_stores import BytePS, Horovod, PushPull
 from hvdlab.collectives.kvstore.arrays import ArrayType, RowSparse, register_array_type
 from hvdlab.collectives.kvstore.base import KVStoreBase, TestStore
-from hvdlab.collectives.kvstore.creating import TYPES, create
-from hvdlab.collectives.kvstore.served import KVStoreServer
-from hvdlab.collectives.kvstore.store import KVStore, ServerInfo
+from hvdlab.collectives.kvstore.factory import TYPES, create
+from hvdlab.collectives.kvstore.local_store import KVStore, ServerInfo
+from hvdlab.collectives.kvstore.server_store import KVStoreServer
 from hvdlab.kvstore import lr_scheduler, optimizer
 
 register_frameworks()

@@ -13,7 +13,7 @@ import pytest
 
 from hvdlab import kvstore
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.kvstore.servers import link as links
+from hvdlab.collectives.kvstore.servers import connection as links
 from hvdlab.collectives.kvstore.servers import starting
 from hvdlab.collectives.logs import LOG
 from interrupting import press_ctrl_c, when_this_thread_waits
@@ -40,11 +40,11 @@ def interrupt_while_the_server_is_gone() -> list[str]:
         signal.SIGINT, signal.default_int_handler
     )  # the one of these ranks raises once in a function
     links.STALL_SECONDS = 0.05
-    links._LOOK_MILLISECONDS = 10
+    links._POLL_MILLISECONDS = 10
     kv = kvstore.create("dist_async")
     kv.set_optimizer("test")
     kv.init("w", np.zeros(3))
-    ensure, looking = starting.Starter.ensure, threading.Event()
+    ensure, looking = starting.ServerStarter.ensure_running, threading.Event()
     out = np.zeros(3)
 
     def full(self: Any, place: Any, timeout: float) -> None:
@@ -53,7 +53,7 @@ def interrupt_while_the_server_is_gone() -> list[str]:
 
     for number in range(1, 4):
         looking.clear()
-        starting.Starter.ensure = full  # type: ignore[method-assign]
+        starting.ServerStarter.ensure_running = full  # type: ignore[method-assign]
         pid = kv._links[0].pid
         os.kill(pid, signal.SIGKILL)
         assert looking.wait(30)  # the link's own thread does
@@ -62,7 +62,7 @@ def interrupt_while_the_server_is_gone() -> list[str]:
         with pytest.raises(KeyboardInterrupt):
             kv.pull("w", out=out)
         pressing.join()
-        starting.Starter.ensure = ensure  # type: ignore[method-assign]
+        starting.ServerStarter.ensure_running = ensure  # type: ignore[method-assign]
         kv.pushpull("w", np.ones(3), out=out)
         assert out.tolist() == [number] * 3
         assert kv._links[0].pid != pid

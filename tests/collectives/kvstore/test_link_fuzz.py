@@ -11,8 +11,7 @@ import pytest
 from effort import examples
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.kvstore.servers import messages as kv
-from hvdlab.collectives.kvstore.servers.launch import Place
-from hvdlab.collectives.kvstore.servers.starting import Starter
+from hvdlab.collectives.kvstore.servers.starting import ServerAddress, ServerStarter
 from hvdlab.collectives.protocol.endpoint import LOST
 from link_fuzz import PairedLink, one_link
 from protocol_fuzz import run
@@ -27,13 +26,15 @@ def test_a_store_is_used_without_its_memory_where_no_descriptor_is_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = cast(Engine, SimpleNamespace(rank=0, closed=False, living=frozenset({0})))
-    link = PairedLink(engine, Place("host", 0, str(tmp_path), "", "", "token"), Starter(), local=True)
+    link = PairedLink(
+        engine, ServerAddress("host", 0, str(tmp_path), "", "", "token"), ServerStarter(), local=True
+    )
     try:
-        opened = link.request(lambda number: kv.Open(number, 5, (0,)))
+        opened = link.request(lambda number: kv.OpenStore(number, 5, (0,)))
         assert link._endpoint is not None
         link._endpoint._descriptors.append(LOST)  # as if the system had dropped one that came
-        link.hear(kv.encode(kv.Share(5)) + kv.encode(kv.Done(1)))
-        assert opened.answer == kv.Done(1)
+        link.hear(kv.encode(kv.SharedStoreMemory(5)) + kv.encode(kv.RequestDone(1)))
+        assert opened.answer == kv.RequestDone(1)
         assert "this process has as many open files as it may have" in caplog.text
     finally:
         link.end()

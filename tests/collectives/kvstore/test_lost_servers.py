@@ -14,7 +14,7 @@ import pytest
 from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.kvstore.servers import link as links
+from hvdlab.collectives.kvstore.servers import connection as links
 from hvdlab.collectives.logs import LOG
 from hvdlab.kvstore import KVStoreError
 from ranks import Ranks
@@ -93,8 +93,8 @@ def name_what_is_lost() -> list[str]:
 
 def pull_while_it_is_stopped(pid: int) -> list[str]:
     """A pull from a stopped server, which goes on once that was said."""
-    links.SILENT_SECONDS = _kv._links[0]._say_after = 0.1
-    links._LOOK_MILLISECONDS = 50
+    links.SILENT_SECONDS = _kv._links[0]._warn_after = 0.1
+    links._POLL_MILLISECONDS = 50
 
     class GoesOn(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -118,11 +118,11 @@ def pull_after_a_cut() -> list[float]:
             raise OSError("no route to host")
         return open_link(link, deadline)
 
-    open_link, links.ServerLink._open = links.ServerLink._open, after_a_few  # type: ignore[method-assign]
+    open_link, links.ServerLink._open_socket = links.ServerLink._open_socket, after_a_few  # type: ignore[method-assign]
     for link in _kv._links:
         if not link.local:
             with link._changed:
-                link._give_up()
+                link._drop_connection()
     pulled = pull_all()
     assert all(left < 0 for left in tries.values())
     return pulled

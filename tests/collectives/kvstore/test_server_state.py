@@ -17,22 +17,22 @@ from effort import examples
 from hvdlab.collectives.errors import KVStoreError, ProtocolError
 from hvdlab.collectives.kvstore import optimizers
 from hvdlab.collectives.kvstore.lr_schedulers import FactorScheduler
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
 from hvdlab.collectives.kvstore.optimizers import SGD, Updater, portable
 from hvdlab.collectives.kvstore.servers import memory
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.kvstore.servers.memory import SharedFile, StoreMemory
 from hvdlab.collectives.kvstore.servers.state import (
     AWAY_SECONDS,
-    Arrived,
-    Died,
     Disconnect,
-    Disconnected,
-    Received,
-    Send,
-    ServerState,
-    Tick,
+    ParameterServerState,
+    ServerReceived,
+    ServerSend,
+    ServerTick,
+    WorkerArrived,
+    WorkerDied,
+    WorkerDisconnected,
 )
-from hvdlab.collectives.kvstore.state_format import OptimizerSpec
 
 STORE = 7
 KEY = "w"
@@ -46,7 +46,7 @@ class Steps:
     """Lets a server end at the n-th step that it makes in its memory."""
 
     NAMES = (
-        (memory.Slot, "copy_to"),
+        (memory.ValueSlot, "copy_to"),
         (memory.Block, "commit"),
         (StoreMemory, "describe"),
         (StoreMemory, "add"),
@@ -120,7 +120,7 @@ class Worker:
         self.up.clear()
         self.down.clear()
         self.world.handle(
-            Arrived(self.peer, self.rank, 100 + self.rank, Outbox(self.outbox, remote=self.remote))
+            WorkerArrived(self.peer, self.rank, 100 + self.rank, Outbox(self.outbox, remote=self.remote))
         )
         for store, file in self.files.items():
             self.up.append((m.Bring(store), SharedFile(os.dup(file.descriptor))))
@@ -132,17 +132,19 @@ class Worker:
         self.up.clear()
         self.down.clear()
         if peer >= 0:
-            self.world.handle(Disconnected(peer))
+            self.world.handle(WorkerDisconnected(peer))
 
     def deliver_up(self) -> None:
         if self.up:
             message, file = self.up.popleft()
-            self.world.handle(Received(self.peer, message, file))
+            self.world.handle(ServerReceived(self.peer, message, file))
 
     def deliver_down(self) -> None:
         if self.down:
             answer = self.down.popleft()
-            if isinstance(answer, m.Done | m.Failed | m.Stock) and self.unanswered.pop(answer.sequence, None):
+            if isinstance(answer, m.RequestDone | m.RequestFailed | m.Stock) and self.unanswered.pop(
+                answer.sequence, None
+            ):
                 self.answers[answer.sequence] = answer
 
 
@@ -154,14 +156,14 @@ class World:
         self.steps, self.now, self.peers = steps, 0.0, 0
         self.kills = 0
         self.disconnected: list[str] = []
-        self.server = ServerState()
+        self.server = ParameterServerState()
         self.workers = [Worker(self, rank) for rank in range(size)]
         ranks = tuple(range(size))
         for worker in self.workers:
             if worker.rank == 0:
                 worker.files[STORE] = SharedFile.create("store")
             worker.connect()
-            worker.request(lambda number: m.Open(number, STORE, ranks))
+            worker.request(lambda number: m.OpenStore(number, STORE, ranks))
         self.drain()
 
     def handle(self, event: Any) -> None:
@@ -177,8 +179,8 @@ class World:
                     self.disconnected.append(effect.reason)
                 if worker is not None:
                     worker.cut()
-            elif isinstance(effect, Send) and worker is not None:
-                if isinstance(effect.message, m.Share) and effect.file is not None:
+            elif isinstance(effect, ServerSend) and worker is not None:
+                if isinstance(effect.message, m.SharedStoreMemory) and effect.file is not None:
                     worker.files.setdefault(STORE, SharedFile(os.dup(effect.file.descriptor)))
                 worker.down.append(effect.message)
 
@@ -188,19 +190,19 @@ class World:
 
     def tell(self, rank: int, message: Any) -> None:
         """A message that has no answer."""
-        self.handle(Received(self.workers[rank].peer, message))
+        self.handle(ServerReceived(self.workers[rank].peer, message))
 
     def restart(self) -> None:
         """A successor takes the server's place; every connection is gone."""
         self.kills += 1
         self.steps.left = -1
-        self.server = ServerState()
+        self.server = ParameterServerState()
         for worker in self.workers:
             worker.peer = -1
             worker.up.clear()
             worker.down.clear()
             if not worker.alive:
-                self.handle(Died(worker.rank, 100 + worker.rank, "killed by SIGKILL"))
+                self.handle(WorkerDied(worker.rank, 100 + worker.rank, "killed by SIGKILL"))
 
     def drain_up(self) -> None:
         """Whatever workers have sent arrives now."""
@@ -243,7 +245,7 @@ class World:
     def value(self, rank: int, like: Any) -> Any:
         number, array = self.pull(rank, like)
         self.drain()
-        assert isinstance(self.workers[rank].answers[number], m.Done)
+        assert isinstance(self.workers[rank].answers[number], m.RequestDone)
         return array.copy()
 
 
@@ -284,7 +286,7 @@ def play(data: st.DataObject, world: World, each: int, make: Callable[[int, int]
             world.push(rank, make(rank, number))
     world.drain()
     for rank, before, number, array in pulls:
-        assert isinstance(world.workers[rank].answers[number], m.Done)
+        assert isinstance(world.workers[rank].answers[number], m.RequestDone)
         own = (
             array[rank * each : rank * each + each] if len(array) == len(world.workers) * each else array[:0]
         )
@@ -501,29 +503,29 @@ def test_others_go_on_without_a_dead_worker_and_the_last_one_takes_the_memory_wi
     world.set_optimizer(create_test())
     like = np.zeros(2)
     world.init(like)
-    world.handle(Died(2, 99, "an older process of this rank"))
+    world.handle(WorkerDied(2, 99, "an older process of this rank"))
     assert gone(world) == ()
     world.workers[2].alive = False
-    world.handle(Died(2, 102, "killed by SIGKILL"))
+    world.handle(WorkerDied(2, 102, "killed by SIGKILL"))
     assert gone(world) == (2,)
     world.push(0, like + 1)
     world.restart()
     world.drain()
     assert world.value(1, like).tolist() == [1, 1]
     for rank in (0, 1):
-        world.workers[rank].up.append((m.Close(STORE), None))
+        world.workers[rank].up.append((m.CloseStore(STORE), None))
     world.drain()
     assert world.server.stock() == (0, 0)
 
 
 def test_a_store_that_waits_for_its_memory_is_refused_once_a_worker_has_died(steps: Steps) -> None:
     world = World(2, steps)
-    number = world.workers[1].request(lambda n: m.Open(n, STORE + 1, (0, 1)))
+    number = world.workers[1].request(lambda n: m.OpenStore(n, STORE + 1, (0, 1)))
     world.drain_up()
     world.workers[0].alive = False
-    world.handle(Died(0, 100, "killed by SIGKILL"))
+    world.handle(WorkerDied(0, 100, "killed by SIGKILL"))
     world.drain()
-    assert world.workers[1].answers[number] == m.Failed(number, "rank 0 died: killed by SIGKILL", (0,))
+    assert world.workers[1].answers[number] == m.RequestFailed(number, "rank 0 died: killed by SIGKILL", (0,))
 
 
 def test_a_worker_without_a_connection_is_dead_after_a_while(steps: Steps) -> None:
@@ -531,10 +533,10 @@ def test_a_worker_without_a_connection_is_dead_after_a_while(steps: Steps) -> No
     world.init(np.zeros(2))
     world.workers[1].cut()
     assert world.server.next_tick() == AWAY_SECONDS
-    world.handle(Tick())
+    world.handle(ServerTick())
     assert gone(world) == ()
     world.now = AWAY_SECONDS
-    world.handle(Tick())
+    world.handle(ServerTick())
     assert gone(world) == (1,)
 
 
@@ -543,7 +545,7 @@ def test_a_worker_that_was_cut_off_takes_part_again_with_its_first_push(steps: S
     world.set_optimizer(create_test())
     like = np.zeros(2)
     world.init(like)
-    world.handle(Died(1, 101, "no sign of life for 30 s"))  # the process lives, and connects again
+    world.handle(WorkerDied(1, 101, "no sign of life for 30 s"))  # the process lives, and connects again
     world.push(0, like + 1)
     world.drain()
     assert world.value(1, like).tolist() == [1, 1], "the others go on"
@@ -562,12 +564,12 @@ def test_a_push_of_before_it_was_cut_off_is_not_applied_twice(steps: Steps) -> N
     back = world.workers[1]
     push = world.push(1, like + 1)
     back.deliver_up()  # it is applied, and the answer is lost
-    world.handle(Died(1, 101, "no sign of life for 30 s"))
+    world.handle(WorkerDied(1, 101, "no sign of life for 30 s"))
     world.drain()
-    assert isinstance(back.answers[push], m.Done)
+    assert isinstance(back.answers[push], m.RequestDone)
     later = world.push(1, like + 1)
     world.drain()
-    assert isinstance(back.answers[later], m.Done)
+    assert isinstance(back.answers[later], m.RequestDone)
     assert world.value(0, like).tolist() == [2, 2]
 
 
@@ -585,8 +587,8 @@ def test_a_worker_of_another_host_waits_for_the_memory_to_be_brought(steps: Step
         far.deliver_down()
     assert far.unanswered
     world.drain()
-    assert isinstance(far.answers[first], m.Done)
-    assert isinstance(far.answers[second], m.Done)
+    assert isinstance(far.answers[first], m.RequestDone)
+    assert isinstance(far.answers[second], m.RequestDone)
     assert world.value(0, like).tolist() == [2, 2]
     world.restart()
     far.connect()
@@ -594,7 +596,7 @@ def test_a_worker_of_another_host_waits_for_the_memory_to_be_brought(steps: Step
     for _ in range(5):
         far.deliver_up()
     world.now = world.server.next_tick()
-    world.handle(Tick())
+    world.handle(ServerTick())
     far.deliver_down()
     assert "no worker of this server's host" in far.answers[lost].text
 
@@ -605,7 +607,7 @@ def test_memory_goes_with_the_last_worker(steps: Steps) -> None:
     assert world.server.stock() == (1, 16)
     for worker in world.workers:
         assert world.server.stock()[0] == 1
-        worker.up.append((m.Close(STORE), None))
+        worker.up.append((m.CloseStore(STORE), None))
         world.drain()
     assert world.server.stock() == (0, 0)
     late = world.workers[0].request(lambda n: m.StockRequest(n, STORE))
@@ -628,7 +630,7 @@ WRONG_REQUESTS = [
     m.Init(99, STORE, "other", (1 << 40,), "f8", 0),
     m.Init(99, STORE, "other", (-1,), "f8", 0),
     m.Init(99, STORE, "other", (1,) * 80, "f8", 0),
-    m.Open(99, STORE + 1, (0,)),
+    m.OpenStore(99, STORE + 1, (0,)),
     m.SetOptimizer(99, STORE, OptimizerSpec("nosuch", {})),
     m.SetOptimizer(99, STORE, OptimizerSpec("sgd", {})),
     m.SetOptimizer(99, STORE, OptimizerSpec("sgd", {**portable(SGD()).settings, "begin_num_update": -1})),
@@ -644,11 +646,11 @@ def test_a_request_that_raises_is_answered_to_its_sender(steps: Steps, wrong: An
     world.init(like)
     world.init(np.zeros(()), key="scalar")
     world.workers[1].files[STORE + 1] = SharedFile.create("store")
-    world.handle(Received(world.workers[1].peer, m.Bring(STORE + 1), SharedFile.create("store")))
+    world.handle(ServerReceived(world.workers[1].peer, m.Bring(STORE + 1), SharedFile.create("store")))
     world.workers[1].unanswered[wrong.sequence] = wrong
-    world.handle(Received(world.workers[1].peer, wrong))
+    world.handle(ServerReceived(world.workers[1].peer, wrong))
     world.drain()
-    assert isinstance(world.workers[1].answers[wrong.sequence], m.Failed)
+    assert isinstance(world.workers[1].answers[wrong.sequence], m.RequestFailed)
     assert world.disconnected == []
     world.push(0, like + 1)
     world.drain()
@@ -668,12 +670,12 @@ def test_a_message_without_an_answer_that_raises_ends_its_connection_alone(steps
     world.set_optimizer(create_test())
     like = np.zeros(2)
     world.init(like)
-    world.handle(Received(world.workers[1].peer, wrong))
+    world.handle(ServerReceived(world.workers[1].peer, wrong))
     assert len(world.disconnected) == 1
     world.push(0, like + 1)
     world.drain()
     assert world.value(0, like).tolist() == [1, 1]
-    world.handle(Received(12345, m.StockRequest(1, STORE)))  # a connection that has gone already
+    world.handle(ServerReceived(12345, m.StockRequest(1, STORE)))  # a connection that has gone already
     assert world.value(1, like).tolist() == [1, 1]
 
 
@@ -776,13 +778,13 @@ def test_the_request_behind_data_without_room_is_answered(steps: Steps) -> None:
     like = np.zeros(2)
     world.init(like)
     far = world.workers[1]
-    world.server._workers[1].outbox = Full(far.outbox, remote=True)
+    world.server._workers[1].arena = Full(far.outbox, remote=True)
     world.tell(1, m.Data(32 << 30, b"x"))
     lost = world.push(1, like + 1)
     kept = world.push(1, like + 1)
     world.drain()
     assert "MemoryError" in far.answers[lost].text
-    assert isinstance(far.answers[kept], m.Done)
+    assert isinstance(far.answers[kept], m.RequestDone)
     assert world.disconnected == []
 
 

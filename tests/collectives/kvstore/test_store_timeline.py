@@ -13,7 +13,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab import kvstore
 from hvdlab.collectives import context
-from hvdlab.collectives.kvstore.servers.messages import Done
+from hvdlab.collectives.kvstore.servers.messages import RequestDone
 from hvdlab.collectives.kvstore.servers.spans import ServerClock
 from hvdlab.collectives.recording.loading import load as load_recording
 from hvdlab.collectives.recording.saving import save
@@ -30,12 +30,12 @@ def test_the_clock_of_a_server_on_another_host_is_known_as_well_as_its_quickest_
     ahead = 5_000_000_000
     clock = ServerClock(local=False)
     for asked, began, seen in ((1_000_000, 1_900_000, 2_000_000), (3_000_000, 3_004_000, 3_010_000)):
-        found = clock.here(Done(1, began=began + ahead, took=1000), asked, seen)
+        found = clock.here(RequestDone(1, began=began + ahead, took=1000), asked, seen)
         assert abs(found - began) <= (seen - asked) // 2
     # The answer before this one was slow, and says nothing that is better known by now.
-    found = clock.here(Done(1, began=4_100_000 + ahead, took=0), 4_000_000, 9_000_000)
+    found = clock.here(RequestDone(1, began=4_100_000 + ahead, took=0), 4_000_000, 9_000_000)
     assert abs(found - 4_100_000) <= 5_000
-    assert ServerClock(local=True).here(Done(1, began=77), 1, 100) == 77
+    assert ServerClock(local=True).here(RequestDone(1, began=77), 1, 100) == 77
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def test_no_pool_is_attached_to_that_another_user_keeps(theirs: Callable[[str], 
 
 def test_another_users_parameter_server_does_not_count(theirs: Callable[[str], socket.socket]) -> None:
     listener = theirs(starting.SOCKET)
-    assert not starting._answers(path_of(listener).parent)
+    assert not starting._is_serving(path_of(listener).parent)
 
 
 # -- the accepting side -----------------------------------------------------------------------------------------------

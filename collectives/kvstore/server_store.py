@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,21 +26,22 @@ from hvdlab.collectives.kvstore.arrays import (
     Array,
     ArrayType,
     RowSparse,
+    add_up,
+    add_up_rows,
     array_type_of,
     checked_rows,
     view_of,
     write,
 )
-from hvdlab.collectives.kvstore.collectives import Workers, completed, joined
-from hvdlab.collectives.kvstore.keys import Key, pairs
+from hvdlab.collectives.kvstore.base import Key, pairs
+from hvdlab.collectives.kvstore.local_store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create, portable, restored
 from hvdlab.collectives.kvstore.servers import messages as m
-from hvdlab.collectives.kvstore.servers.finding import servers_of
-from hvdlab.collectives.kvstore.servers.link import Answer, ServerLink, Ticket
+from hvdlab.collectives.kvstore.servers.connection import Answer, ServerLink, ServerRequest
+from hvdlab.collectives.kvstore.servers.discovery import servers_of
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, StoreSpans
-from hvdlab.collectives.kvstore.state_format import OptimizerSpec
-from hvdlab.collectives.kvstore.store import KVStore, ServerInfo, UserUpdater, Value, row_ids_of
-from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
+from hvdlab.collectives.kvstore.workers import Workers, joined, wait_for_handles
 from hvdlab.collectives.process_sets import ProcessSet
 
 _WAITED_SECONDS = 0.01
@@ -49,19 +50,19 @@ _WAITED_SECONDS = 0.01
 _INT64: np.dtype[Any] = np.dtype(np.int64)
 
 
-PlaceOfPart = tuple[int, int, int, tuple[int, ...]]
-"""A part as another worker gets to know it: number of the server, begin, end, and shape."""
+ShardPlace = tuple[int, int, int, tuple[int, ...]]
+"""A shard as it travels to another worker: number of the server, begin, end, and shape."""
 
 
 @dataclass(slots=True)
-class Part:
-    """The part of a key that one server has: elements of the flat value, or rows of a row-sparse one.
+class KeyShard:
+    """Range of a key that one server has: elements of the flat value, or rows of a row-sparse one.
 
     Attributes:
         server: Number of the server.
         link: The connection to the server.
-        start, stop: First element, or row, of the part, and the one behind its last.
-        shape: Shape of this part.
+        start, stop: First element, or row, of the shard, and the one behind its last.
+        shape: Shape of this shard.
         pushed: Pushes whose answer this worker has not looked at.
         seen: Version of the value that this worker pulled last, plus its pushes since.
     """
@@ -71,14 +72,14 @@ class Part:
     start: int
     stop: int
     shape: tuple[int, ...]
-    pushed: deque[Ticket] = field(default_factory=deque)
+    pushed: deque[ServerRequest] = field(default_factory=deque)
     seen: int = 0
 
 
 def _as_mxnet(
     key: Key, shape: tuple[int, ...], links: Sequence[ServerLink], bound: int, *, by_rows: bool
-) -> list[Part]:
-    """Return the parts as MXNet places a key: the whole on one server, or equal parts on all servers if it is large.
+) -> list[KeyShard]:
+    """Return the shards as MXNet places a key: the whole on one server, or equal parts on all servers if it is large.
 
     Args:
         key, shape: The key, and the shape of its value.
@@ -90,20 +91,17 @@ def _as_mxnet(
     whole = shape[0] if by_rows else size
     if size < bound or n == 1 or not shape:
         server = (key * 9973 if isinstance(key, int) else zlib.crc32(key.encode())) % n
-        return [Part(server, links[server], 0, whole, shape)]
+        return [KeyShard(server, links[server], 0, whole, shape)]
     ends = [int(np.floor(whole / n * i + 0.5)) for i in range(n + 1)]
     rest = shape[1:] if by_rows else ()
     return [
-        Part(server, link, start, stop, (stop - start, *rest))
+        KeyShard(server, link, start, stop, (stop - start, *rest))
         for server, (link, start, stop) in enumerate(zip(links, ends, ends[1:], strict=False))
     ]
 
 
-class _Pulled(NamedTuple):
-    """A pull on its way."""
-
-    part: Part
-    ticket: Ticket
+_Pulled = tuple[KeyShard, ServerRequest]
+"""A pull on its way."""
 
 
 class ServerStore(KVStore):
@@ -126,7 +124,7 @@ class ServerStore(KVStore):
         servers.stores = number + 1
         #: Links to all servers; and the workers' ranks in the world, each with the key of its host.
         self._links, self._hosts = servers.find(self._workers)
-        #: How many stores on servers the workers had made before.
+        #: Number of stores on servers that the workers had made before.
         self._number = number
         self._multi_precision = False
         self._begin(engine)
@@ -134,49 +132,49 @@ class ServerStore(KVStore):
         self.barrier()
 
     def _begin(self, engine: Engine) -> None:
-        """Set the attributes that are this process's own."""
+        """Set the attributes that belong to this process alone."""
         #: Records pushes and pulls; ``None`` if nothing is recorded.
         self._spans = None
         if engine.settings.record:
             # Stores of several process sets may have the same number.
             self._spans = StoreSpans(engine, self._workers.id << 10 | self._number, len(self._links))
         self._bigarray_bound = engine.settings.kv_bigarray_bound
-        #: The parts of each key.
-        self._parts: dict[Key, list[Part]] = {}
+        #: The shards of each key.
+        self._shards: dict[Key, list[KeyShard]] = {}
         self._record = engine.metric if engine.settings.record else None
 
     def _open(self, *, first: bool) -> None:
         """Open the store at all servers; the ``first`` time one worker of each host makes the memory."""
         rank, ranks = context.engine("kvstore").rank, tuple(rank for rank, _ in self._hosts)
-        message = functools.partial(m.Open, store=self._id, workers=ranks)
+        message = functools.partial(m.OpenStore, store=self._id, workers=ranks)
         opened = []
         for link in self._links:
-            makes = min((rank for rank, host in self._hosts if host == link.place.host), default=-1)
-            used = link.use(self._id, makes_memory=first and rank == makes, message=message)
+            makes = min((rank for rank, host in self._hosts if host == link.address.host), default=-1)
+            used = link.open_store(self._id, makes_memory=first and rank == makes, message=message)
             opened.append((link, used))
-        for link, ticket in opened:
-            answer = link.wait(ticket)
-            if isinstance(answer, m.Failed) and answer.ranks:
+        for link, request in opened:
+            answer = link.wait(request)
+            if isinstance(answer, m.RequestFailed) and answer.ranks:
                 cause = Cause(CauseKind.RANK_DIED, answer.ranks, answer.text)
                 raise AbortedError(Pending("create", f"kv.{self._id}", (rank,), answer.ranks), cause)
-            self._done(None, answer)
+            self._checked(None, answer)
         for link in self._links:
             weakref.finalize(self, link.close_store, self._id).atexit = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for a worker that was started anew, which takes part from then on; the values are on the servers.
+        """Return the state for a restarted worker, which takes part from then on; the values are on the servers.
 
         Raises:
             KVStoreError: A push of this worker is on its way, or a server is lost.
         """
         with self._unused():
             for link in self._links:
-                link.take_answers()
+                link.receive_answers()
             waiting = (
                 key
-                for key, parts in self._parts.items()
-                for part in parts
-                for one in part.pushed
+                for key, shards in self._shards.items()
+                for shard in shards
+                for one in shard.pushed
                 if one.answer is None
             )
             for key in waiting:
@@ -186,8 +184,8 @@ class ServerStore(KVStore):
                 for key, value in self._values.items()
             }
             places = {
-                key: [(part.server, part.start, part.stop, part.shape) for part in parts]
-                for key, parts in self._parts.items()
+                key: [(shard.server, shard.start, shard.stop, shard.shape) for shard in shards]
+                for key, shards in self._shards.items()
             }
             return {
                 "settings": self._settings(),
@@ -198,49 +196,50 @@ class ServerStore(KVStore):
                 "kinds": kinds,
                 "parts": places,
                 # Places have secrets, which the data plane must not carry; the coordinator may.
-                "left": servers_of(context.engine("kvstore")).leave_places(self._links),
+                "left": servers_of(context.engine("kvstore")).publish_addresses(self._links),
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._brought = state
+        self._unpickled = state
         if context.is_initialized():
-            self._take_part()
+            self._join()
 
     def __getattr__(self, name: str) -> Any:
         """Let a store that was unpickled before this process had joined the world take part at its first use."""
-        if "_brought" not in vars(self) or name.startswith("__"):
+        if "_unpickled" not in vars(self) or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self._take_part()
+        self._join()
         return getattr(self, name)
 
-    def _take_part(self) -> None:
-        state = vars(self).pop("_brought")
+    def _join(self) -> None:
+        state = vars(self).pop("_unpickled")
         try:
             self._restore(joined(), state)
         except BaseException:
-            self._brought = state
+            self._unpickled = state
             raise
 
     def _restore(self, engine: Engine, state: dict[str, Any]) -> None:
-        self._take_settings(state["settings"])
+        self._restore_settings(state["settings"])
         self._workers, self._hosts = state["workers"], state["hosts"]
         self._id, self._number = state["numbers"]
         self._multi_precision = state["multi_precision"]
         servers = servers_of(engine)
         servers.stores = max(servers.stores, self._number + 1)
-        self._links = servers.find_left(state["left"])
+        self._links = servers.find_published(state["left"])
         self._begin(engine)
-        places: dict[Key, list[PlaceOfPart]] = state["parts"]
-        for key, parts in places.items():
-            self._parts[key] = [
-                Part(server, self._links[server], start, stop, shape) for server, start, stop, shape in parts
+        places: dict[Key, list[ShardPlace]] = state["parts"]
+        for key, shards in places.items():
+            self._shards[key] = [
+                KeyShard(server, self._links[server], start, stop, shape)
+                for server, start, stop, shape in shards
             ]
         self._open(first=False)
         for key, (dtype, shape, sparse) in state["kinds"].items():
             self._values[key] = _nothing(np.dtype(dtype), shape, sparse=sparse)
-            for part in self._parts[key]:
-                part.link.has(
-                    self._id, key, np.dtype(dtype).itemsize * int(np.prod(part.shape, dtype=np.int64))
+            for shard in self._shards[key]:
+                shard.link.record_key(
+                    self._id, key, np.dtype(dtype).itemsize * int(np.prod(shard.shape, dtype=np.int64))
                 )
 
     # -- values -------------------------------------------------------------------------------------------------------
@@ -267,45 +266,50 @@ class ServerStore(KVStore):
                 if one in self._values or one in own:
                     raise KVStoreError(f"duplicate init of key {one}", one)
                 own[one] = given.todense() if isinstance(given, RowSparse) else view_of(given).copy(order="C")
-            completed(
+            wait_for_handles(
                 [
                     (one, self._workers.submit_broadcast(array, self._name_of(one)))
                     for one, array in own.items()
                 ]
             )
             new: dict[Key, tuple[Value, ArrayType]] = {}
-            tickets = []
+            requests = []
             for one, given in found:
                 array, sparse = own[one], isinstance(given, RowSparse)
-                parts = _as_mxnet(one, array.shape, self._links, self._bigarray_bound, by_rows=sparse)
-                self._parts[one] = parts
+                shards = _as_mxnet(one, array.shape, self._links, self._bigarray_bound, by_rows=sparse)
+                self._shards[one] = shards
                 if self._workers.rank == 0:
-                    tickets += [(one, part.link, self._first(one, part, array, sparse)) for part in parts]
+                    requests += [
+                        (one, shard.link, self._send_first_value(one, shard, array, sparse))
+                        for shard in shards
+                    ]
                 nothing = _nothing(array.dtype, array.shape, sparse=sparse)
                 new[one] = (nothing, NUMPY if sparse else array_type_of(given) or NUMPY)
             refused: KVStoreError | None = None
-            for one, link, ticket in tickets:
+            for one, link, request in requests:
                 try:
-                    self._done(one, link.wait(ticket))
+                    self._checked(one, link.wait(request))
                 except KVStoreError as error:
                     refused = refused or error
-            text = self._workers.first_says("" if refused is None else str(refused), f"kv.{self._id}.init")
+            text = self._workers.broadcast_text(
+                "" if refused is None else str(refused), f"kv.{self._id}.init"
+            )
             if refused is not None or text:
                 raise refused or KVStoreError(text)
             for one, array in own.items():
-                for part in self._parts[one]:
-                    nbytes = array.dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
-                    part.link.has(self._id, one, nbytes)
+                for shard in self._shards[one]:
+                    nbytes = array.dtype.itemsize * int(np.prod(shard.shape, dtype=np.int64))
+                    shard.link.record_key(self._id, one, nbytes)
             self._add(new)
             self.barrier()
 
-    def _first(self, key: Key, part: Part, array: Array, by_rows: bool) -> Ticket:
-        given = array[part.start : part.stop] if by_rows else array.reshape(-1)[part.start : part.stop]
-        region = part.link.allocate(given.nbytes)
-        np.copyto(part.link.array(region, given.dtype, given.shape), given)
+    def _send_first_value(self, key: Key, shard: KeyShard, array: Array, by_rows: bool) -> ServerRequest:
+        given = array[shard.start : shard.stop] if by_rows else array.reshape(-1)[shard.start : shard.stop]
+        region = shard.link.allocate(given.nbytes)
+        np.copyto(shard.link.array(region, given.dtype, given.shape), given)
         name, offset = array.dtype.str[1:], region.offset
-        return part.link.request(
-            lambda sequence: m.Init(sequence, self._id, key, part.shape, name, offset),
+        return shard.link.request(
+            lambda sequence: m.Init(sequence, self._id, key, shard.shape, name, offset),
             region,
             given.nbytes,
         )
@@ -323,7 +327,7 @@ class ServerStore(KVStore):
         Raises:
             AssertionError, TypeError, ValueError: A key or value is none.
             KVStoreError: A key was not initialised, a value has another shape than the stored one, there is no optimizer, or a server
-                is lost. What a server refuses is raised by the next pull of the key.
+                is lost. The refusal of a server is raised by the next pull of the key.
         """
         with self._lock:
             self._push(pairs(key, value))
@@ -335,56 +339,56 @@ class ServerStore(KVStore):
             )
         for key, total in self._sums(found).items():
             if isinstance(total, RowSparse) and not isinstance(self._values[key], RowSparse):
-                total = _as_elements(total) if len(self._parts[key]) > 1 else total
-            for part in self._parts[key]:
-                self._send(key, part, total)
+                total = _as_elements(total) if len(self._shards[key]) > 1 else total
+            for shard in self._shards[key]:
+                self._send(key, shard, total)
 
     def _span(
-        self, kind: OpKind, key: Key, part: Part, dtype: np.dtype[Any], nbytes: int
+        self, kind: OpKind, key: Key, shard: KeyShard, dtype: np.dtype[Any], nbytes: int
     ) -> RequestSpan | None:
-        return None if self._spans is None else self._spans.begin(kind, key, part.server, dtype, nbytes)
+        return None if self._spans is None else self._spans.begin(kind, key, shard.server, dtype, nbytes)
 
-    def _send(self, key: Key, part: Part, total: Value) -> None:
-        self._look_at_pushes(part)
+    def _send(self, key: Key, shard: KeyShard, total: Value) -> None:
+        self._pop_answered_pushes(shard)
         if isinstance(total, RowSparse):
-            inside = (total.indices >= part.start) & (total.indices < part.stop)
-            numbers, data = total.indices[inside] - part.start, total.data[inside]
+            inside = (total.indices >= shard.start) & (total.indices < shard.stop)
+            numbers, data = total.indices[inside] - shard.start, total.data[inside]
             rows, nbytes = len(numbers), numbers.nbytes + data.nbytes
-            span = self._span(OpKind.PUSH, key, part, data.dtype, nbytes)
-            region = part.link.allocate(nbytes)
-            np.copyto(part.link.array(region, _INT64, numbers.shape), numbers)
-            np.copyto(part.link.array(region, data.dtype, data.shape, numbers.nbytes), data)
+            span = self._span(OpKind.PUSH, key, shard, data.dtype, nbytes)
+            region = shard.link.allocate(nbytes)
+            np.copyto(shard.link.array(region, _INT64, numbers.shape), numbers)
+            np.copyto(shard.link.array(region, data.dtype, data.shape, numbers.nbytes), data)
         else:
-            data = total if len(self._parts[key]) == 1 else total.reshape(-1)[part.start : part.stop]
+            data = total if len(self._shards[key]) == 1 else total.reshape(-1)[shard.start : shard.stop]
             rows, nbytes = -1, data.nbytes
-            span = self._span(OpKind.PUSH, key, part, data.dtype, nbytes)
-            region = part.link.allocate(nbytes)
-            np.copyto(part.link.array(region, data.dtype, data.shape), data)
-        name, offset, seen = data.dtype.str[1:], region.offset, part.seen
-        ticket = part.link.request(
+            span = self._span(OpKind.PUSH, key, shard, data.dtype, nbytes)
+            region = shard.link.allocate(nbytes)
+            np.copyto(shard.link.array(region, data.dtype, data.shape), data)
+        name, offset, seen = data.dtype.str[1:], region.offset, shard.seen
+        request = shard.link.request(
             lambda sequence: m.Push(sequence, self._id, key, name, offset, seen, rows),
             region,
             nbytes,
             span=span,
         )
-        part.pushed.append(ticket)
-        part.seen += 1
+        shard.pushed.append(request)
+        shard.seen += 1
 
-    def _look_at_pushes(self, part: Part) -> None:
+    def _pop_answered_pushes(self, shard: KeyShard) -> None:
         """Record the staleness of answered pushes; a failed one stays in the queue, for the next pull to raise its error."""
-        pushed = part.pushed
-        while pushed and isinstance(answer := pushed[0].answer, m.Done):
+        pushed = shard.pushed
+        while pushed and isinstance(answer := pushed[0].answer, m.RequestDone):
             pushed.popleft()
             if self._record is not None:
                 self._record("kv.staleness", answer.staleness)
 
     def _sum(self, key: Key, arrays: Sequence[Any]) -> Value:
-        """The sum over this worker's devices, then compressed: a worker has one residual for each key."""
+        """Sum over this worker's devices, then compress: a worker has one residual for each key."""
         if isinstance(arrays[0], RowSparse):
             return add_up_rows(arrays)
         if len(arrays) == 1 and self._compression is None:
             only: Array = arrays[0]
-            return only  # it is copied to the outbox next
+            return only  # it is copied to the arena next
         total = self._buffer(key, arrays[0])
         add_up(arrays, total, on_devices=self._on_devices)
         self._spare[key] = total
@@ -397,7 +401,7 @@ class ServerStore(KVStore):
             kinds = "row-sparse" if stored else "dense", "row-sparse" if sparse else "dense"
             raise KVStoreError(f"key {key!r} is {kinds[0]}, but was given a {kinds[1]} array", key)
 
-    def _takes(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
+    def _accepts_gradient(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
         return self._multi_precision or weight == gradient
 
     def _write(self, found: list[tuple[Key, Any]], ignore_sparse: bool) -> None:
@@ -407,7 +411,7 @@ class ServerStore(KVStore):
         wanted: dict[Key, list[Any]] = {}
         for key, target in found:
             if isinstance(target, RowSparse):
-                self._say_sparse(key)
+                self._warn_sparse(key)
             else:
                 wanted.setdefault(key, []).append(target)
         by_rows = {key: wanted.pop(key) for key in tuple(wanted) if isinstance(self._values[key], RowSparse)}
@@ -419,71 +423,71 @@ class ServerStore(KVStore):
                 write(target, value)
 
     def _pull_dense(self, wanted: dict[Key, list[Any]]) -> None:
-        pulls = {key: [self._ask(key, part) for part in self._parts[key]] for key in wanted}
+        pulls = {key: [self._request_pull(key, shard) for shard in self._shards[key]] for key in wanted}
         try:
             for key, waiting in pulls.items():
-                for part, ticket in waiting:
-                    self._pulled_part(key, part, ticket)
+                for shard, request in waiting:
+                    self._finish_pull(key, shard, request)
             for key, targets in wanted.items():
                 self._copy(key, pulls[key], targets)
         finally:
             for waiting in pulls.values():
-                for part, ticket in waiting:
-                    self._free(part, ticket)
+                for shard, request in waiting:
+                    self._free(shard, request)
 
-    def _ask(self, key: Key, part: Part) -> _Pulled:
+    def _request_pull(self, key: Key, shard: KeyShard) -> _Pulled:
         dtype = self._values[key].dtype
-        nbytes = dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
-        span = self._span(OpKind.PULL, key, part, dtype, nbytes)
-        region = part.link.allocate(nbytes)
+        nbytes = dtype.itemsize * int(np.prod(shard.shape, dtype=np.int64))
+        span = self._span(OpKind.PULL, key, shard, dtype, nbytes)
+        region = shard.link.allocate(nbytes)
         name, offset = dtype.str[1:], region.offset
-        ticket = part.link.request(
+        request = shard.link.request(
             lambda sequence: m.Pull(sequence, self._id, key, name, offset),
             region,
             keeps=True,
             span=span,
         )
-        return _Pulled(part, ticket)
+        return shard, request
 
-    def _pulled_part(self, key: Key, part: Part, ticket: Ticket) -> None:
+    def _finish_pull(self, key: Key, shard: KeyShard, request: ServerRequest) -> None:
         """Wait for a pull; pushes of this worker were answered before."""
         begun = time.monotonic()
-        answer = part.link.wait(ticket)
+        answer = shard.link.wait(request)
         waited = time.monotonic() - begun
         if waited > _WAITED_SECONDS and self._record is not None:
             self._record("kv.wait", waited)
-        self._look_at_pushes(part)
-        failed = [ticket.answer for ticket in part.pushed if isinstance(ticket.answer, m.Failed)]
+        self._pop_answered_pushes(shard)
+        failed = [request.answer for request in shard.pushed if isinstance(request.answer, m.RequestFailed)]
         if failed:
-            part.pushed = deque(ticket for ticket in part.pushed if ticket.answer is None)
-            self._done(key, failed[0])
-        done = self._done(key, answer)
-        assert isinstance(done, m.Done)
-        part.seen = done.version + len(part.pushed)
+            shard.pushed = deque(request for request in shard.pushed if request.answer is None)
+            self._checked(key, failed[0])
+        done = self._checked(key, answer)
+        assert isinstance(done, m.RequestDone)
+        shard.seen = done.version + len(shard.pushed)
 
     def _copy(self, key: Key, pulls: list[_Pulled], targets: list[Any]) -> None:
         stored = self._values[key]
         if len(pulls) == 1:
-            part, ticket = pulls[0]
-            assert ticket.region is not None
-            value = part.link.array(ticket.region, stored.dtype, stored.shape)
+            shard, request = pulls[0]
+            assert request.region is not None
+            value = shard.link.array(request.region, stored.dtype, stored.shape)
         else:
             value = np.empty(stored.shape, stored.dtype)
-            for part, ticket in pulls:
-                assert ticket.region is not None
-                value.reshape(-1)[part.start : part.stop] = part.link.array(
-                    ticket.region, stored.dtype, part.shape
+            for shard, request in pulls:
+                assert request.region is not None
+                value.reshape(-1)[shard.start : shard.stop] = shard.link.array(
+                    request.region, stored.dtype, shard.shape
                 )
         for target in targets:
             write(target, value)
 
     @staticmethod
-    def _free(part: Part, ticket: Ticket) -> None:
+    def _free(shard: KeyShard, request: ServerRequest) -> None:
         # If the wait was interrupted, the server still writes to this region later; then the answer frees it.
-        if ticket.answer is None:
-            ticket.keeps = False
-        elif ticket.region is not None:
-            part.link.free(ticket.region)
+        if request.answer is None:
+            request.keeps = False
+        elif request.region is not None:
+            shard.link.free(request.region)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
         """Copy some rows of row-sparse values, after this worker's pushes of them; see :meth:`KVStore.row_sparse_pull`."""
@@ -507,12 +511,12 @@ class ServerStore(KVStore):
         stored = self._values[key]
         data = np.empty((len(rows), *stored.shape[1:]), stored.dtype)
         row_bytes = stored.dtype.itemsize * int(np.prod(stored.shape[1:], dtype=np.int64))
-        for part in self._parts[key]:
-            inside = np.flatnonzero((rows >= part.start) & (rows < part.stop))
-            numbers = rows[inside] - part.start
-            span = self._span(OpKind.PULL, key, part, stored.dtype, row_bytes * len(numbers))
-            region = part.link.allocate(numbers.nbytes + row_bytes * len(numbers))
-            np.copyto(part.link.array(region, _INT64, numbers.shape), numbers)
+        for shard in self._shards[key]:
+            inside = np.flatnonzero((rows >= shard.start) & (rows < shard.stop))
+            numbers = rows[inside] - shard.start
+            span = self._span(OpKind.PULL, key, shard, stored.dtype, row_bytes * len(numbers))
+            region = shard.link.allocate(numbers.nbytes + row_bytes * len(numbers))
+            np.copyto(shard.link.array(region, _INT64, numbers.shape), numbers)
             message = functools.partial(
                 m.Pull,
                 store=self._id,
@@ -521,14 +525,14 @@ class ServerStore(KVStore):
                 offset=region.offset,
                 rows=len(numbers),
             )
-            ticket = part.link.request(message, region, numbers.nbytes, keeps=True, span=span)
+            request = shard.link.request(message, region, numbers.nbytes, keeps=True, span=span)
             try:
-                self._pulled_part(key, part, ticket)
-                data[inside] = part.link.array(
+                self._finish_pull(key, shard, request)
+                data[inside] = shard.link.array(
                     region, stored.dtype, (len(numbers), *stored.shape[1:]), numbers.nbytes
                 )
             finally:
-                self._free(part, ticket)
+                self._free(shard, request)
         return data
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
@@ -551,11 +555,11 @@ class ServerStore(KVStore):
             self._check_outputs(targets, self._values)
             with contextlib.ExitStack() as links:
                 for link in self._links:
-                    links.enter_context(link.together())
+                    links.enter_context(link.batched())
                 self._push(found)
                 self._write(targets, ignore_sparse=True)
 
-    # -- what happens to what is pushed -------------------------------------------------------------------------------
+    # -- updates by an optimizer --------------------------------------------------------------------------------------
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Update the stored values by what is pushed, on the servers. Every worker calls it with the same arguments.
@@ -586,24 +590,24 @@ class ServerStore(KVStore):
             failed = ""
             try:
                 self._send_optimizer(spec, keeps_states=False)
-            except KVStoreError as error:  # only the first worker knows
+            except KVStoreError as error:  # at the first worker only
                 failed = str(error)
-            failed = self._workers.first_says(failed, f"kv.{self._id}.set_optimizer")
+            failed = self._workers.broadcast_text(failed, f"kv.{self._id}.set_optimizer")
             if failed:
                 raise KVStoreError(failed)
             self._multi_precision = found.multi_precision
-            # Says what may be pushed, and how the learning rate is given; it is not called here.
+            # Checks pushes, and has the learning rate; it is not called here.
             self._updater = Updater(restored(spec))
             self.barrier()
 
     def _send_optimizer(self, spec: OptimizerSpec, *, keeps_states: bool) -> None:
-        """Let all servers use it, if this is the worker that says so."""
+        """Send the optimizer to all servers, if this is the first worker."""
         if self._workers.rank != 0:
             return
         message = functools.partial(m.SetOptimizer, store=self._id, optimizer=spec, keeps_states=keeps_states)
-        tickets = [(link, link.request(message)) for link in self._links]
-        for link, ticket in tickets:
-            self._done(None, link.wait(ticket))
+        requests = [(link, link.request(message)) for link in self._links]
+        for link, request in requests:
+            self._checked(None, link.wait(request))
 
     def set_learning_rate(self, lr: float) -> None:
         """Change the learning rate on the servers; see :meth:`KVStore.set_learning_rate`. Returns when all workers have called it.
@@ -625,7 +629,7 @@ class ServerStore(KVStore):
             self.barrier()
 
     def _set_updater(self, updater: UserUpdater | Updater | None) -> None:
-        """Checks its argument only: an updater of one process has no part in values that are on servers."""
+        """Check the argument only: an updater of one process has no part in values that are on servers."""
         self._updater_of(updater)
 
     def _own_updater(self, verb: str) -> Updater:
@@ -634,8 +638,8 @@ class ServerStore(KVStore):
     # -- workers and servers ------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _done(key: Key | None, answer: Answer) -> Answer:
-        if isinstance(answer, m.Failed):
+    def _checked(key: Key | None, answer: Answer) -> Answer:
+        if isinstance(answer, m.RequestFailed):
             raise KVStoreError(answer.text if key is None else f"key {key!r}: {answer.text}", key)
         return answer
 
@@ -655,7 +659,7 @@ class ServerStore(KVStore):
             )
 
     def servers(self) -> list[ServerInfo]:
-        """The processes that keep the values, with how much of this store each has; without those that are lost."""
+        """Return the processes that keep the values, with how much of this store each has; without those that are lost."""
         with self._lock:
             asked = [
                 (index, link, link.request(functools.partial(m.StockRequest, store=self._id)))
@@ -663,26 +667,26 @@ class ServerStore(KVStore):
                 if not link.lost
             ]
             infos = []
-            for index, link, ticket in asked:
-                answer = self._done(None, link.wait(ticket))
+            for index, link, request in asked:
+                answer = self._checked(None, link.wait(request))
                 assert isinstance(answer, m.Stock)
-                host = link.place.host.partition("#")[0]
+                host = link.address.host.partition("#")[0]
                 infos.append(ServerInfo(index, host, link.pid, answer.keys, answer.bytes))
             return infos
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0."""
+        """Return the number of this worker, from 0."""
         return self._workers.rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this worker among those of its host, from 0."""
+        """Return the number of this worker among those of its host, from 0."""
         return self._workers.local_rank
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Return the number of workers."""
         return self._workers.count
 
     def _name_of(self, key: Key) -> str:
@@ -690,12 +694,12 @@ class ServerStore(KVStore):
 
 
 def _importable() -> tuple[str, ...]:
-    """The modules that servers have imported."""
+    """Return the modules that servers have imported."""
     return context.engine("kvstore").settings.kv_optimizers
 
 
 def _nothing(dtype: np.dtype[Any], shape: tuple[int, ...], *, sparse: bool) -> Value:
-    """An array that only has the shape and type of a value, which is on the servers."""
+    """Return an array that only has the shape and type of a value, which is on the servers."""
     if sparse:
         return RowSparse(np.zeros((0, *shape[1:]), dtype), [], shape)
     empty: Array = np.broadcast_to(np.zeros((), dtype), shape)
@@ -703,15 +707,15 @@ def _nothing(dtype: np.dtype[Any], shape: tuple[int, ...], *, sparse: bool) -> V
 
 
 def _as_elements(rows: RowSparse) -> RowSparse:
-    """The same of the flat array, as whose parts servers have a large dense value; a row may be on two of them."""
+    """Return rows as elements of the flat array, into whose shards a large dense value is divided; a row may be in two of them."""
     size = int(np.prod(rows.shape[1:], dtype=np.int64))
     indices = (rows.indices[:, None] * size + np.arange(size)).reshape(-1)
     return RowSparse(rows.data.reshape(-1), indices, (rows.shape[0] * size,))
 
 
 class KVStoreServer:
-    """What MXNet's scripts turn a process into a server with. Here servers are processes of their own that start with the first
-    store that needs them, so that a script needs no such part: this waits beside them.
+    """Server process of MXNet's scripts, which only waits here: servers are processes of their own that start with the first store that
+    needs them.
 
     Args:
         kvstore: A store that has servers.

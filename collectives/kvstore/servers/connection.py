@@ -1,8 +1,7 @@
-"""A worker's connection to one server: requests are numbered, answered, and repeated if the server had to be started again.
+"""Connection of a worker to one server: requests are numbered, answered, and repeated over a new connection.
 
-The user's threads send and read by themselves: there is no thread between them and the server. A thread of the link's own only waits
-for the connection's end, so that it starts a server that has died again, and repeats the requests that it did not answer, also while
-the user's code computes.
+The user's threads send and read by themselves: there is no thread between them and the server. A thread of the link only waits for the
+connection's end. It then starts a server that has died again and repeats the unanswered requests, also while the user's code computes.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import HvdlabError, KVStoreError, ProtocolError, StartError
 from hvdlab.collectives.kvstore.arrays import Array
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.servers import messages as m
-from hvdlab.collectives.kvstore.servers.launch import Place
 from hvdlab.collectives.kvstore.servers.memory import PAGE, SharedFile
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, ServerClock
-from hvdlab.collectives.kvstore.servers.starting import SOCKET, Starter
-from hvdlab.collectives.kvstore.servers.state import PIECE
+from hvdlab.collectives.kvstore.servers.starting import SOCKET, ServerAddress, ServerStarter
+from hvdlab.collectives.kvstore.servers.state import TRANSFER_BYTES
 from hvdlab.collectives.linux import process_state, require_own_peer
 from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
@@ -42,7 +40,7 @@ RECOVER_WITHIN = 120.0
 """Seconds that a server which is gone may take to come back, as long as a worker lives that can start it: what it kept is not lost."""
 _CONNECT_SECONDS = 5.0
 """Seconds for one try to connect: while the network is gone the system's own tries are ever longer apart, up to a minute."""
-_LOOK_MILLISECONDS = 1000
+_POLL_MILLISECONDS = 1000
 STALL_SECONDS = 10.0
 """Seconds after which a worker logs that its server is gone, and after which it logs that again."""
 _MOST_ENDS = 8
@@ -58,16 +56,16 @@ SILENT_SECONDS = 2.0
 """Seconds without an answer after which a worker asks whether its server is there at all; a server that does not answer is logged."""
 _NAMED_KEYS = 8
 _SWEEP_FROM = 8
-_HELD, _HELD_BYTES = 4, 64 << 10
+_BATCH_REQUESTS, _BATCH_BYTES = 4, 64 << 10
 """Requests that are sent together at most, and the size in bytes of the largest of them: a server should begin with the first soon."""
 _IN_FLIGHT = 256 << 20
 """Bytes of unanswered requests above which a worker waits for answers before it sends more."""
 
-Answer = m.Done | m.Failed | m.Stock
+Answer = m.RequestDone | m.RequestFailed | m.Stock
 
 
 class Region:
-    """A part of the outbox: ``offset`` and the power of two that is its size."""
+    """Part of the arena: ``offset`` and the power of two that is its size."""
 
     __slots__ = ("offset", "size")
 
@@ -75,17 +73,17 @@ class Region:
         self.offset, self.size = offset, size
 
 
-class Ticket:
-    """A request and its answer.
+class ServerRequest:
+    """Request and its answer.
 
     Attributes:
         message: The request.
         answer: The answer; ``None`` until it has come.
         region: The memory that goes with it.
         sent: Bytes at the region's beginning that are for the server.
-        keeps: Whether the caller reads the region after the answer, and frees it; else the answer's arrival frees it.
-        span: What is recorded of it.
-        ends: How often the server has ended while it carried this request out again.
+        keeps: The caller reads the region after the answer, and frees it. Otherwise the answer's arrival frees it.
+        span: The span to record once it is answered.
+        ends: Ends of the server while it carried out this repeated request.
     """
 
     __slots__ = ("answer", "ends", "keeps", "message", "region", "sent", "span")
@@ -99,13 +97,20 @@ class Ticket:
         self.ends = 0
 
 
-class _Outbox:
-    """Memory for data to and from the server, shared with a server of this host."""
+class _WorkerArena:
+    """Memory for data to and from the server, shared with a server of this host; see :class:`TransferArena` in ``state``.
+
+    Attributes:
+        file: The file in memory.
+        shared: The server maps it; without, bytes are sent as :class:`Data`.
+    """
 
     def __init__(self, *, shared: bool) -> None:
         self.file = SharedFile.create("hvdlab-outbox")
         self.shared = shared
+        #: Offsets of free regions, by size: a power of two fits the next request of like size, so that nothing has to be merged.
         self._free: dict[int, list[int]] = {}
+        #: End of the last region.
         self._end = 0
 
     def allocate(self, nbytes: int) -> Region:
@@ -122,7 +127,7 @@ class _Outbox:
 
 
 class _LinkLock(threading.Condition):
-    """A condition that an interrupt comes through as itself, wherever it hits a thread that waits without the lock.
+    """Condition that lets an interrupt through as itself, wherever it hits a thread that waits without the lock.
 
     ``with`` would raise ``RuntimeError`` in place of ``KeyboardInterrupt`` where the lock was not taken again.
     """
@@ -147,62 +152,74 @@ class _LinkLock(threading.Condition):
 
 
 class ServerLink:
-    """The connection of this rank to one server, for all stores. Any thread.
+    """Connection of this rank to one server, for all stores. Any thread.
 
     Args:
         engine: This rank's engine.
-        place: Where the server is.
-        local: Whether that is this host.
+        address: The server's address.
+        local: The server is on this host.
         starter: Starts the server again.
 
     Attributes:
-        engine: This rank's engine.
-        place: Where the server is.
+        address: The server's address.
         pid: Process id of the server; 0 before the first connection.
-        local: Whether the server is on this host.
-        stock: The keys of each store that the server has, in part at least, and the bytes of their values, as this worker knows.
+        local: The server is on this host.
+        stock: By store the keys of which the server has a shard, and the bytes of their values, as far as this worker knows.
         neighbours: The workers of the server's host: only they can start it again.
     """
 
-    def __init__(self, engine: Engine, place: Place, starter: Starter, *, local: bool) -> None:
-        self.place, self.pid = place, 0
+    def __init__(
+        self, engine: Engine, address: ServerAddress, starter: ServerStarter, *, local: bool
+    ) -> None:
+        self.address, self.pid = address, 0
         self.local = local
         self.stock: dict[int, dict[Key, int]] = {}
         self.neighbours: set[int] = set()
-        self.engine, self._starter = engine, starter
+        self._engine, self._starter = engine, starter
         self._rank = engine.rank
+        #: Guards all attributes below but ``_closing``; notified of answers, of a new connection, and of the server's loss.
         self._changed = _LinkLock()
         #: The thread that makes the connection again, which gives the lock up between two tries; 0 if none does.
         self._recovering = 0
+        #: The connection; None while there is none.
         self._endpoint: Endpoint | None = None
+        #: Waits for the endpoint's bytes; replaced with it.
         self._poll = select.poll()
-        #: Whether a thread waits for the socket; others wait for that thread.
+        #: A thread waits for the socket; others wait for that thread.
         self._reading = False
+        #: Number of the last request.
         self._sequence = 0
-        self._unanswered: dict[int, Ticket] = {}
+        #: Requests by number, which a new connection repeats in order.
+        self._unanswered: dict[int, ServerRequest] = {}
         #: The repeated request that the server carries out, as it announced last; 0 for none.
         self._begun = 0
         #: Bytes of the regions of unanswered requests.
         self._in_flight = 0
-        #: At how many unanswered requests to look for answers next: a busy server has not answered each of them at once.
+        #: Number of unanswered requests at which to read answers next: a busy server does not answer each of them at once.
         self._sweep_from = _SWEEP_FROM
-        #: How many blocks of :meth:`together` are open, and the requests that were held back in them, oldest first.
-        self._holding = 0
-        self._held: list[Ticket] = []
-        self._outbox = _Outbox(shared=local)
+        #: Open blocks of :meth:`batched`.
+        self._open_batches = 0
+        #: Requests that wait in them for more, oldest first.
+        self._batch: list[ServerRequest] = []
+        #: Memory for gradients and values of this worker's requests.
+        self._arena = _WorkerArena(shared=local)
         #: The memory of stores, which outlives a server of this host because its workers have it.
         self._files: dict[int, SharedFile] = {}
-        #: How many objects of this process use each store.
+        #: Objects of this process that use each store, counted.
         self._uses: dict[int, int] = {}
         #: Stores that are used no more; the garbage collector adds them, on any thread and at any point, so without the lock.
         self._closing: deque[int] = deque()
+        #: Why the server is lost for good; None as long as it is not.
         self._lost: HvdlabError | None = None
-        #: When the server was heard last.
-        self._heard = time.monotonic()
-        #: The question whether the server is there, and after how many seconds of silence to log that next.
-        self._probe: Ticket | None = None
-        self._say_after = SILENT_SECONDS
+        #: When the server sent something last.
+        self._last_heard = time.monotonic()
+        #: The question whether the server is there.
+        self._probe: ServerRequest | None = None
+        #: Seconds of silence after which to log it next.
+        self._warn_after = SILENT_SECONDS
+        #: The server's clock, for spans.
         self._clock = ServerClock(local=local)
+        #: Pipe by which other threads wake the watching thread.
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         with self._changed:
@@ -212,18 +229,18 @@ class ServerLink:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Region:
-        """Memory of ``nbytes`` bytes or more for a request; it belongs to the ticket afterwards."""
+        """Return memory of ``nbytes`` bytes or more for a request; it belongs to the request afterwards."""
         with self._changed:
-            return self._outbox.allocate(nbytes)
+            return self._arena.allocate(nbytes)
 
     def free(self, region: Region) -> None:
-        """Give memory back that a ticket kept."""
+        """Give memory back that a request kept."""
         with self._changed:
-            self._outbox.free(region)
+            self._arena.free(region)
 
     def array(self, region: Region, dtype: np.dtype[Any], shape: tuple[int, ...], skip: int = 0) -> Array:
-        """The memory of a request as an array, ``skip`` bytes behind its beginning."""
-        return self._outbox.file.array(region.offset + skip, dtype, shape)
+        """Return the memory of a request as an array, from ``skip`` bytes behind its beginning."""
+        return self._arena.file.array(region.offset + skip, dtype, shape)
 
     def request(
         self,
@@ -233,15 +250,15 @@ class ServerLink:
         *,
         keeps: bool = False,
         span: RequestSpan | None = None,
-    ) -> Ticket:
+    ) -> ServerRequest:
         """Send a request; does not wait for the answer.
 
         Args:
             make: Makes the message from its sequence number.
             region: The memory that goes with it.
             sent: Bytes of it that the server reads.
-            keeps: Whether the caller frees the region; else it is freed when the answer comes.
-            span: What to record of it once it is answered.
+            keeps: The caller frees the region. Otherwise the answer's arrival frees it.
+            span: The span to record once it is answered.
 
         Raises:
             KVStoreError: The server is lost.
@@ -249,37 +266,37 @@ class ServerLink:
         with self._changed:
             self._require_usable()
             if len(self._unanswered) >= self._sweep_from:
-                self._sweep()
+                self._receive_when_busy()
                 self._sweep_from = len(self._unanswered) + _SWEEP_FROM
             self._sequence += 1
-            ticket = Ticket(make(self._sequence), region, sent, keeps=keeps, span=span)
-            self._unanswered[self._sequence] = ticket
+            request = ServerRequest(make(self._sequence), region, sent, keeps=keeps, span=span)
+            self._unanswered[self._sequence] = request
             self._in_flight += region.size if region is not None else 0
-            if self._holding and sent <= _HELD_BYTES and self.local:
-                self._held.append(ticket)
+            if self._open_batches and sent <= _BATCH_BYTES and self.local:
+                self._batch.append(request)
             else:
-                self._carry_out(lambda: self._transmit(ticket))
-            if len(self._held) == _HELD:
-                self._carry_out(self._send_held)
-        return ticket
+                self._with_reconnect(lambda: self._transmit(request))
+            if len(self._batch) == _BATCH_REQUESTS:
+                self._with_reconnect(self._send_batch)
+        return request
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Hold back small requests made inside, and send them together: when this worker waits for one of them, or at the end.
+    def batched(self) -> Iterator[None]:
+        """Send small requests made inside together: when this worker waits for one of them, or at the end.
 
         Otherwise a server that the first of two wakes takes the processor from the thread that is about to send the second.
         """
         with self._changed:
-            self._holding += 1
+            self._open_batches += 1
         try:
             yield
         finally:
             with self._changed:
-                self._holding -= 1
-                if self._held:
-                    self._carry_out(self._send_held)
+                self._open_batches -= 1
+                if self._batch:
+                    self._with_reconnect(self._send_batch)
 
-    def wait(self, ticket: Ticket) -> Answer:
+    def wait(self, request: ServerRequest) -> Answer:
         """Wait for an answer, and return it.
 
         Raises:
@@ -287,24 +304,26 @@ class ServerLink:
         """
         begun = time.monotonic()
         with self._changed:
-            while ticket.answer is None:
+            while request.answer is None:
                 self._require_usable()
-                self._look_after_server(begun)
-                if self._held:
-                    self._carry_out(self._send_held)
+                self._probe_if_silent(begun)
+                if self._batch:
+                    self._with_reconnect(self._send_batch)
                 if self._reading:
                     self._changed.wait(1.0)
                 else:
                     self._read_once()
-            return ticket.answer
+            return request.answer
 
-    def take_answers(self) -> None:
-        """Take in the answers that have come; does not wait."""
+    def receive_answers(self) -> None:
+        """Receive the answers that have come; does not wait."""
         with self._changed:
             self._require_usable()
-            self._carry_out(self._take)
+            self._with_reconnect(self._receive)
 
-    def use(self, store: int, *, makes_memory: bool, message: Callable[[int], Message]) -> Ticket:
+    def open_store(
+        self, store: int, *, makes_memory: bool, message: Callable[[int], Message]
+    ) -> ServerRequest:
         """Open a store; the worker that ``makes_memory`` creates the store's memory and brings it to a server of its host."""
         with self._changed:
             self._uses[store] = self._uses.get(store, 0) + 1
@@ -312,17 +331,17 @@ class ServerLink:
             with self._changed:
                 self._require_usable()
                 file = self._files[store] = SharedFile.create(f"hvdlab-kv-{store:x}")
-                self._carry_out(lambda: self._send(m.Bring(store), file))
+                self._with_reconnect(lambda: self._send(m.Bring(store), file))
         return self.request(message)
 
-    def has(self, store: int, key: Key, nbytes: int) -> None:
-        """A key of this store, or a part of one, is there from now on."""
+    def record_key(self, store: int, key: Key, nbytes: int) -> None:
+        """Record that the server has a key of this store, or a shard of one, from now on."""
         keys = self.stock.setdefault(store, {})
         keys[key] = keys.get(key, 0) + nbytes
 
     @property
     def lost(self) -> bool:
-        """Whether the server is gone and does not come back. Any thread."""
+        """Return whether the server is gone for good. Any thread."""
         return self._lost is not None
 
     def close_store(self, store: int) -> None:
@@ -337,7 +356,7 @@ class ServerLink:
                 self._lost = KVStoreError("the connection to the parameter server was closed")
                 if self._endpoint is not None:
                     with contextlib.suppress(ConnectionLost):
-                        self._endpoint.send_frame(m.encode(m.Leave()))
+                        self._endpoint.send_frame(m.encode(m.LeaveServer()))
                     self._endpoint.close()
             self._changed.notify_all()
         self._wake()
@@ -351,34 +370,34 @@ class ServerLink:
     # -- the connection; all with the lock ----------------------------------------------------------------------------
 
     def _require_usable(self) -> None:
-        if self._lost is None and self.engine.closed:
+        if self._lost is None and self._engine.closed:
             self._lost = KVStoreError("the world that the parameter server belongs to has ended")
         if self._lost is not None:
             raise type(self._lost)(str(self._lost))
 
-    def _look_after_server(self, begun: float) -> None:
-        """While this worker waits, since ``begun``: ask a silent server whether it is there, then log its name."""
+    def _probe_if_silent(self, begun: float) -> None:
+        """Ask a silent server whether it is there, then log its name; for a worker that waits since ``begun``."""
         now = time.monotonic()
-        silent = now - max(begun, self._heard)
+        silent = now - max(begun, self._last_heard)
         if silent < SILENT_SECONDS:
             return
         if self._probe is None or self._probe.answer is not None:
             self._sequence += 1
             store = next(iter(self.stock), 0)
-            probe = self._probe = Ticket(
+            probe = self._probe = ServerRequest(
                 m.StockRequest(self._sequence, store), None, 0, keeps=False, span=None
             )
             self._unanswered[self._sequence] = probe
-            self._carry_out(lambda: self._transmit(probe))
+            self._with_reconnect(lambda: self._transmit(probe))
         elif (
             not self._may_come_back()
-        ):  # nothing says so where a host is cut off, but its workers are known to be gone
-            self._carry_out(self._notice_loss)
-        elif silent >= self._say_after:
-            self._say_silent(silent)
+        ):  # a host that is cut off sends no end of the connection, but its workers are known to be gone
+            self._with_reconnect(self._raise_host_lost)
+        elif silent >= self._warn_after:
+            self._warn_of_silence(silent)
 
-    def _say_silent(self, seconds: float) -> None:
-        self._say_after = 2 * seconds
+    def _warn_of_silence(self, seconds: float) -> None:
+        self._warn_after = 2 * seconds
         stopped = self.local and process_state(self.pid) in ("T", "t")
         what = (
             f"it is stopped (kill -CONT {self.pid} lets it go on)"
@@ -388,25 +407,25 @@ class ServerLink:
         LOG.warning("%s has not answered for %.0f s: %s", self._name(), seconds, what)
 
     def _name(self) -> str:
-        return f"the parameter server of {self.place.host.partition('#')[0]} (process {self.pid})"
+        return f"the parameter server of {self.address.host.partition('#')[0]} (process {self.pid})"
 
-    def _notice_loss(self) -> None:
+    def _raise_host_lost(self) -> None:
         raise ConnectionLost("all workers of its host have died")
 
-    def _lose(self, error: Exception) -> None:
+    def _mark_lost(self, error: Exception) -> None:
         keys = [key for store in self.stock.values() for key in store]
         named = ", ".join(repr(key) for key in keys[:_NAMED_KEYS])
         more = f" and {len(keys) - _NAMED_KEYS} more" if len(keys) > _NAMED_KEYS else ""
         kept = f", which kept the values of {named}{more}" if keys else ""
         text = f"{self._name()} is lost{kept}: {error}"
         self._lost = KVStoreError(text)
-        self._held.clear()
+        self._batch.clear()
         LOG.warning("%s", text)
 
-    def _carry_out(self, step: Callable[[], None]) -> None:
-        """Do something with the connection. If that is lost, connect again, which repeats all unanswered requests.
+    def _with_reconnect(self, step: Callable[[], None]) -> None:
+        """Run a step with the connection. If that is lost, connect again, which repeats all unanswered requests.
 
-        An exception from outside (Ctrl-C) may come in the middle of a frame: such a connection is given up.
+        An exception from outside (Ctrl-C) may come in the middle of a frame: such a connection is dropped.
         """
         try:
             if self._endpoint is None:
@@ -415,10 +434,10 @@ class ServerLink:
         except ConnectionLost:
             self._recover()
         except BaseException:
-            self._give_up()
+            self._drop_connection()
             raise
 
-    def _give_up(self) -> None:
+    def _drop_connection(self) -> None:
         if self._endpoint is not None:
             self._endpoint.close()  # the watching thread notices
             self._endpoint = None
@@ -432,34 +451,34 @@ class ServerLink:
         begun = time.monotonic()
         while not sent:
             if not self._wait_for(select.POLLOUT | select.POLLIN):
-                silent = time.monotonic() - max(begun, self._heard)
-                if silent >= self._say_after:
-                    self._say_silent(silent)
-            self._take()  # or else both might wait for each other
+                silent = time.monotonic() - max(begun, self._last_heard)
+                if silent >= self._warn_after:
+                    self._warn_of_silence(silent)
+            self._receive()  # otherwise both might wait for each other
             sent = self._endpoint.flush()
 
-    def _send_held(self) -> None:
-        """Send the requests that were held back, in order. If the connection is lost meanwhile, all unanswered ones are repeated."""
+    def _send_batch(self) -> None:
+        """Send the requests of the batch, in order. If the connection is lost meanwhile, all unanswered ones are repeated."""
         assert self._endpoint is not None
         now = time.monotonic_ns()
-        for ticket in self._held:
-            if ticket.span is not None:
-                ticket.span.sent = now
-        frames = b"".join([m.encode(ticket.message) for ticket in self._held])
-        self._held.clear()
+        for request in self._batch:
+            if request.span is not None:
+                request.span.sent = now
+        frames = b"".join([m.encode(request.message) for request in self._batch])
+        self._batch.clear()
         self._send_frames(frames)
 
-    def _transmit(self, ticket: Ticket) -> None:
-        if self._held:
-            self._send_held()  # a worker's requests must arrive in their order
-        region = ticket.region
-        if region is not None and not self._outbox.shared:
-            data = self._outbox.file.array(region.offset, np.dtype(np.uint8), (ticket.sent,))
-            for first in range(0, ticket.sent, PIECE):
-                self._send(m.Data(region.offset + first, data[first : first + PIECE].tobytes()))
-        if ticket.span is not None:
-            ticket.span.sent = time.monotonic_ns()
-        self._send(ticket.message)
+    def _transmit(self, request: ServerRequest) -> None:
+        if self._batch:
+            self._send_batch()  # a worker's requests must arrive in their order
+        region = request.region
+        if region is not None and not self._arena.shared:
+            data = self._arena.file.array(region.offset, np.dtype(np.uint8), (request.sent,))
+            for first in range(0, request.sent, TRANSFER_BYTES):
+                self._send(m.Data(region.offset + first, data[first : first + TRANSFER_BYTES].tobytes()))
+        if request.span is not None:
+            request.span.sent = time.monotonic_ns()
+        self._send(request.message)
 
     def _wait_for(self, events: int) -> bool:
         endpoint = self._endpoint
@@ -467,41 +486,41 @@ class ServerLink:
             raise ConnectionLost("there is none")
         poll = select.poll()
         poll.register(endpoint, events)
-        return bool(poll.poll(_LOOK_MILLISECONDS))
+        return bool(poll.poll(_POLL_MILLISECONDS))
 
     def _read_once(self) -> None:
-        """Wait for the socket without the lock, then take what has come."""
+        """Wait for the socket without the lock, then receive."""
         self._reading = True
         endpoint, poll = self._endpoint, self._poll
         try:
             if endpoint is None:
                 raise ConnectionLost("there is none")
-            if self._held:
-                self._send_held()
+            if self._batch:
+                self._send_batch()
             self._changed.release()
             try:
-                poll.poll(_LOOK_MILLISECONDS)
+                poll.poll(_POLL_MILLISECONDS)
             finally:
                 self._changed.acquire_again()
             if self._endpoint is endpoint:
-                self._take()
+                self._receive()
         except ConnectionLost:
             self._recover()
         except BaseException:
-            self._give_up()
+            self._drop_connection()
             raise
         finally:
             self._reading = False
             self._changed.notify_all()
 
-    def _sweep(self) -> None:
-        """Take answers that have come; while very much is unanswered, wait for some."""
-        self._carry_out(self._take)
+    def _receive_when_busy(self) -> None:
+        """Receive answers; while too many bytes are unanswered, wait for some."""
+        self._with_reconnect(self._receive)
         while self._in_flight > _IN_FLIGHT and not self._reading:
             self._require_usable()
             self._read_once()
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         endpoint = self._endpoint
         if endpoint is None:
             raise ConnectionLost("there is none")
@@ -512,37 +531,37 @@ class ServerLink:
             raise ConnectionLost(str(error)) from error
 
     def _handle(self, endpoint: Endpoint, message: m.ToWorker) -> None:
-        self._heard = time.monotonic()
-        if self._say_after != SILENT_SECONDS:
-            self._say_after = SILENT_SECONDS
+        self._last_heard = time.monotonic()
+        if self._warn_after != SILENT_SECONDS:
+            self._warn_after = SILENT_SECONDS
             LOG.warning("%s answers again", self._name())
-        if isinstance(message, m.Done | m.Failed | m.Stock):
+        if isinstance(message, m.RequestDone | m.RequestFailed | m.Stock):
             self._answer(message)
-        elif isinstance(message, m.Begun):
+        elif isinstance(message, m.RequestBegun):
             self._begun = message.sequence
         elif isinstance(message, m.Data):
             data = np.frombuffer(message.data, np.uint8)
-            self._outbox.file.array(message.offset, data.dtype, data.shape)[:] = data
-        elif isinstance(message, m.Share):
+            self._arena.file.array(message.offset, data.dtype, data.shape)[:] = data
+        elif isinstance(message, m.SharedStoreMemory):
             self._keep_memory(message.store, endpoint.take_descriptor())
 
     def _answer(self, message: Answer) -> None:
-        ticket = self._unanswered.pop(message.sequence, None)
-        if ticket is None:
-            return  # it was repeated, and this is the second answer
-        ticket.answer = message
-        if ticket.span is not None and not isinstance(message, m.Stock):
-            ticket.span.answered(message, self._clock)
-        if ticket.region is not None:
-            self._in_flight -= ticket.region.size
-            if not ticket.keeps:
-                self._outbox.free(ticket.region)
+        request = self._unanswered.pop(message.sequence, None)
+        if request is None:
+            return  # the request was repeated, and this is the second answer
+        request.answer = message
+        if request.span is not None and not isinstance(message, m.Stock):
+            request.span.answered(message, self._clock)
+        if request.region is not None:
+            self._in_flight -= request.region.size
+            if not request.keeps:
+                self._arena.free(request.region)
         self._changed.notify_all()
 
     def _keep_memory(self, store: int, descriptor: int) -> None:
         """Keep the memory of a store for a successor of the server."""
         if descriptor == LOST:
-            # Not an error of the request: other workers of the host have the memory, too.
+            # No error of the request: other workers of the host have the memory, too.
             LOG.warning(
                 "this process has as many open files as it may have, and does not keep the values of a store in case %s ends; "
                 "raise `ulimit -n`",
@@ -554,7 +573,7 @@ class ServerLink:
     # -- making it again ----------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Connect, start the server first if it is gone, and repeat what was not answered. One thread does it, others wait for it."""
+        """Connect again and repeat the unanswered requests; start a server of this host first. One thread does it, others wait for it."""
         own = threading.get_ident()
         while self._recovering not in (0, own):
             self._changed.wait(1.0)
@@ -571,12 +590,12 @@ class ServerLink:
                 self._changed.release()
 
     def _recover_alone(self) -> None:
-        deadline = Deadline(self._patience())
-        began = said = time.monotonic()
+        deadline = Deadline(self._recovery_seconds())
+        began = warned = time.monotonic()
         pause = _TRY_AGAIN_SECONDS
         with contextlib.suppress(ConnectionLost):
-            self._take()  # what the server sent before it ended, such as Begun
-        self._give_up()
+            self._receive()  # the server may have sent RequestBegun before it ended
+        self._drop_connection()
         server, begun, self._begun = self.pid, self._begun, 0
         suspect = self._unanswered.get(begun)
         if suspect is not None and suspect.ends:
@@ -590,53 +609,53 @@ class ServerLink:
                     self._count_end(begun)
                 self._poll = select.poll()
                 self._poll.register(self._endpoint, select.POLLIN)
-                self._held.clear()  # they are among those that are unanswered
+                self._batch.clear()  # they are among those that are unanswered
                 for store, file in self._files.items():
                     self._send(m.Bring(store), file)
                 for number in sorted(self._unanswered):
-                    ticket = self._unanswered.get(number)
-                    if ticket is not None:  # answered while others were sent
-                        self._transmit(ticket)
+                    request = self._unanswered.get(number)
+                    if request is not None:  # answered while others were sent
+                        self._transmit(request)
                 self._wake()  # the watching thread has to watch another one
                 return
             except (ConnectionLost, OSError, StartError, ProtocolError) as error:
                 cause = error
-                self._give_up()
+                self._drop_connection()
                 if deadline.expired or not self._may_come_back():
-                    self._lose(error)
+                    self._mark_lost(error)
                     self._changed.notify_all()
                     self._require_usable()
             except BaseException:
-                self._give_up()
+                self._drop_connection()
                 raise
-            if time.monotonic() >= said + STALL_SECONDS:
-                said = time.monotonic()
-                LOG.warning("%s has been gone for %.0f s: %s", self._name(), said - began, cause)
+            if time.monotonic() >= warned + STALL_SECONDS:
+                warned = time.monotonic()
+                LOG.warning("%s has been gone for %.0f s: %s", self._name(), warned - began, cause)
             # There is no event for a server's return. Without the lock, so that an interrupt reaches threads that wait.
             self._changed.wait(pause)
             if self.local:  # each try starts a process
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _count_end(self, begun: int) -> None:
-        """The server has ended while it carried out this request. Fail the request if that has happened too often."""
-        ticket = self._unanswered.get(begun)
-        if ticket is None:
+        """Count an end of the server while it carried out this request. Fail the request if there were too many."""
+        request = self._unanswered.get(begun)
+        if request is None:
             return
-        ticket.ends += 1
-        if ticket.ends < _MOST_ENDS:
+        request.ends += 1
+        if request.ends < _MOST_ENDS:
             return
-        message: Any = ticket.message
+        message: Any = request.message
         kind, key = type(message).__name__, getattr(message, "key", None)
         about = "" if key is None else f" of key {key!r}"
         failure = (
-            f"the parameter server of {self.place.host.partition('#')[0]} ended each time it carried out this request "
-            f"({kind}{about}), {ticket.ends + 1} times by now, and the request is not sent again; the server's output on stderr, "
+            f"the parameter server of {self.address.host.partition('#')[0]} ended each time it carried out this request "
+            f"({kind}{about}), {request.ends + 1} times by now, and the request is not sent again; the server's output on stderr, "
             "or the kernel's log if memory was short, says why"
         )
-        self._answer(m.Failed(begun, failure))
+        self._answer(m.RequestFailed(begun, failure))
 
-    def _patience(self) -> float:
-        """Seconds that the server may be gone.
+    def _recovery_seconds(self) -> float:
+        """Return the seconds that the server may be gone.
 
         One of another host may also be out of reach because this worker is cut off. The coordinator lets it in again
         ``HVDLAB_CUT_OFF`` seconds after the engine has missed it, which is up to ``HVDLAB_DEAD_AFTER`` seconds after the cut: it must
@@ -644,21 +663,21 @@ class ServerLink:
         """
         if self.local or not self.pid:
             return RECOVER_WITHIN
-        settings = self.engine.settings
+        settings = self._engine.settings
         return max(RECOVER_WITHIN, settings.dead_after + settings.cut_off)
 
     def _may_come_back(self) -> bool:
         if self.local:
-            return os.path.isdir(self.place.directory)
-        return not self.neighbours or not self.neighbours.isdisjoint(self.engine.living)
+            return os.path.isdir(self.address.directory)
+        return not self.neighbours or not self.neighbours.isdisjoint(self._engine.living)
 
     def _connect(self, deadline: Deadline) -> Endpoint:
-        sock = self._open(deadline)
+        sock = self._open_socket(deadline)
         endpoint = Endpoint(sock, descriptors=True)
         try:
             repeats = max(self._unanswered, default=0)
-            attach = m.Attach(m.VERSION, self.place.token, self._rank, os.getpid(), self.local, repeats)
-            descriptor = self._outbox.file.descriptor if self.local else -1
+            attach = m.Attach(m.VERSION, self.address.token, self._rank, os.getpid(), self.local, repeats)
+            descriptor = self._arena.file.descriptor if self.local else -1
             endpoint.send_frame(m.encode(attach), descriptor)
             self._await_attached(endpoint, deadline)
         except BaseException:
@@ -672,7 +691,7 @@ class ServerLink:
         while True:
             for payload in endpoint.receive():  # nothing comes behind it before we send more
                 answer = m.decode_to_worker(payload)
-                if isinstance(answer, m.Refused):
+                if isinstance(answer, m.AttachRefused):
                     raise StartError(f"The parameter server refused: {answer.reason}")
                 if isinstance(answer, m.Attached):
                     self.pid = answer.pid
@@ -681,34 +700,34 @@ class ServerLink:
             left = deadline.remaining()
             poll.poll(None if left is None else left * 1000)
 
-    def _open(self, deadline: Deadline) -> socket.socket:
+    def _open_socket(self, deadline: Deadline) -> socket.socket:
         if self.local:
-            return self._open_local(deadline)
-        where = parse_address(self.place.tls_address)
+            return self._open_local_socket(deadline)
+        where = parse_address(self.address.tls_address)
         assert isinstance(where, TlsAddress)
         left = deadline.remaining()
         seconds = _CONNECT_SECONDS if left is None else min(left, _CONNECT_SECONDS)
         plain = socket.create_connection((where.host, where.port), seconds)
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            secure: ssl.SSLSocket = client_context(self.place.certificate).wrap_socket(plain)
+            secure: ssl.SSLSocket = client_context(self.address.certificate).wrap_socket(plain)
         except BaseException:
             plain.close()
             raise
         try:
-            require_same_certificate(secure, self.place.certificate)
+            require_same_certificate(secure, self.address.certificate)
         except BaseException:
             secure.close()
             raise
         return secure
 
-    def _open_local(self, deadline: Deadline) -> socket.socket:
+    def _open_local_socket(self, deadline: Deadline) -> socket.socket:
         left = deadline.remaining()
-        self._starter.ensure(self.place, RECOVER_WITHIN if left is None else left)
+        self._starter.ensure_running(self.address, RECOVER_WITHIN if left is None else left)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(left)
-            sock.connect(os.path.join(self.place.directory, SOCKET))
+            sock.connect(os.path.join(self.address.directory, SOCKET))
             require_own_peer(sock)
         except BaseException:
             sock.close()
@@ -740,9 +759,9 @@ class ServerLink:
             with self._changed:
                 if self._endpoint is endpoint:
                     with contextlib.suppress(ConnectionLost):
-                        self._take()  # what the server sent before it ended, such as Begun
-                    self._give_up()
-        # First forget the number, or else _wake() might write a byte to a file that has the same number later.
+                        self._receive()  # the server may have sent RequestBegun before it ended
+                    self._drop_connection()
+        # Forget the number first: otherwise _wake() might write a byte to a file that has the same number later.
         writer, self._wake_writer = self._wake_writer, -1
         os.close(writer)
         os.close(self._wake_reader)
@@ -759,4 +778,4 @@ class ServerLink:
             if file is not None:
                 file.close()
             if self._endpoint is not None:
-                self._carry_out(lambda number=store: self._send(m.Close(number)))  # type: ignore[misc]
+                self._with_reconnect(lambda number=store: self._send(m.CloseStore(number)))  # type: ignore[misc]

@@ -19,8 +19,8 @@ import pytest
 
 from hvdlab import kvstore
 from hvdlab.collectives import context
-from hvdlab.collectives.kvstore import served
-from hvdlab.collectives.kvstore.servers.finding import servers_of
+from hvdlab.collectives.kvstore import server_store
+from hvdlab.collectives.kvstore.servers.discovery import servers_of
 from hvdlab.collectives.kvstore.servers.messages import VERSION, Attach, encode
 from hvdlab.collectives.kvstore.servers.process import STRANGERS
 from hvdlab.collectives.protocol.address import TlsAddress, parse_address
@@ -51,7 +51,7 @@ def own_ranks() -> Iterator[Ranks]:
 
 def waits_are_recorded() -> list[str]:
     """Every wait here, however short."""
-    served._WAITED_SECONDS = 0.0
+    server_store._WAITED_SECONDS = 0.0
     kv = kvstore.create("dist_async")
     kv.set_optimizer("test")
     kv.init("w", full(0))
@@ -127,8 +127,8 @@ def secrets_go_through_the_coordinator() -> None:
     assert links
     assert moved
     for link in links:
-        assert len(link.place.token) >= 32
-        assert not any(link.place.token.encode() in data for data in moved)
+        assert len(link.address.token) >= 32
+        assert not any(link.address.token.encode() in data for data in moved)
 
 
 def asynchronous() -> None:
@@ -403,7 +403,7 @@ def on_another_host(kill: bool) -> None:
 
 def hostile() -> None:
     """What is no worker is turned away, and workers go on."""
-    (directory,) = {link.place.directory for link in _kv._links}
+    (directory,) = {link.address.directory for link in _kv._links}
     assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
     for data in (
         b"",
@@ -474,7 +474,7 @@ def hostile_over_tls() -> None:
         links = kv._links
         servers = {server.host: server for server in kv.servers()}
         for link in links:
-            server, where = servers[link.place.host], parse_address(link.place.tls_address)
+            server, where = servers[link.address.host], parse_address(link.address.tls_address)
             assert isinstance(where, TlsAddress)
             at = where.host, where.port
             floods_within_tls(server.pid, at)
@@ -493,7 +493,7 @@ def hostile_over_tls() -> None:
                 sock.close()
             for sock in silent:
                 sock.close()
-        assert [server.pid for server in kv.servers()] == [servers[link.place.host].pid for link in links]
+        assert [server.pid for server in kv.servers()] == [servers[link.address.host].pid for link in links]
     kv.push("w", full(1))
     kv.barrier()
     pulled(kv, "w")

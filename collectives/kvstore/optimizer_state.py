@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdlab.collectives.errors import KVStoreError
 from hvdlab.collectives.kvstore.arrays import Array
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
 
 _MAGIC = b"hvdlab kvstore states 1\n"
 _TYPES = frozenset({"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"})
@@ -38,14 +38,14 @@ _State = _Array | _Several | None
 
 
 class ScheduleSpec(msgspec.Struct, array_like=True, frozen=True):
-    """A scheduler of the learning rate by the name of its class and its attributes."""
+    """Scheduler of the learning rate by the name of its class and its attributes."""
 
     name: str
     settings: dict[str, int | float | str | list[int]]
 
 
 class OptimizerSpec(msgspec.Struct, array_like=True, frozen=True):
-    """An optimizer by the name of its class and its attributes; dicts among these are lists of pairs.
+    """Optimizer by the name of its class and its attributes; dicts among these are lists of pairs.
 
     ``schedule`` is what computes its learning rate, if that travels.
     """
@@ -55,7 +55,7 @@ class OptimizerSpec(msgspec.Struct, array_like=True, frozen=True):
     schedule: ScheduleSpec | None = None
 
     def attributes(self) -> dict[str, Any]:
-        """The attributes, dicts as dicts."""
+        """Return the attributes, dicts as dicts."""
         return {
             name: dict(value) if isinstance(value, list) else value for name, value in self.settings.items()
         }
@@ -67,7 +67,7 @@ class _File(msgspec.Struct, array_like=True):
 
 
 def encode(states: Mapping[Key, Any], optimizer: OptimizerSpec | None) -> bytes:
-    """States by key, and an optimizer.
+    """Encode states by key, and an optimizer.
 
     Raises:
         KVStoreError: A state is neither ``None`` nor an array of numbers nor a tuple or list of such.
@@ -77,7 +77,7 @@ def encode(states: Mapping[Key, Any], optimizer: OptimizerSpec | None) -> bytes:
 
 
 def decode(data: bytes) -> tuple[dict[Key, Any], OptimizerSpec | None]:
-    """The reverse of :func:`encode`; lists come back as tuples. Raises ``KVStoreError`` for other bytes."""
+    """Reverse :func:`encode`; lists come back as tuples. Raises ``KVStoreError`` for other bytes."""
     if not data.startswith(_MAGIC):
         raise KVStoreError("these are no states of optimizers as hvdlab writes them")
     try:
@@ -132,7 +132,7 @@ def _mode_of(place: str) -> int:
 
 
 def specify(name: str, attributes: Mapping[str, Any], schedule: ScheduleSpec | None) -> OptimizerSpec:
-    """An optimizer's name, those of its attributes that are numbers, text, or dicts of such, and its learning rate's schedule.
+    """Return an optimizer's name, those of its attributes that are numbers, text, or dicts of such, and its learning rate's schedule.
 
     What else is among the attributes is an object of the program, and is left out.
     """

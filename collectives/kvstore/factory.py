@@ -1,4 +1,4 @@
-"""Stores by the names of their types."""
+"""Factory of stores, by the names of their types."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Any
 
 from hvdlab.collectives import basics
 from hvdlab.collectives.errors import KVStoreError
-from hvdlab.collectives.kvstore.allreduce_stores import RankStore
+from hvdlab.collectives.kvstore.allreduce_stores import DistSyncStore, RankStore
 from hvdlab.collectives.kvstore.base import KVStoreBase
-from hvdlab.collectives.kvstore.distributed import DistSyncStore
-from hvdlab.collectives.kvstore.served import ServerStore
-from hvdlab.collectives.kvstore.store import KVStore
+from hvdlab.collectives.kvstore.local_store import KVStore
+from hvdlab.collectives.kvstore.server_store import ServerStore
 from hvdlab.collectives.process_sets import ProcessSet
 
 _LOCAL = ("local", "local_update_cpu", "local_allreduce_cpu")
@@ -86,7 +85,7 @@ def create_native(
     served: type[ServerStore],
     process_set: ProcessSet | None = None,
 ) -> KVStore:
-    """A store of a type that is no registered class.
+    """Return a new store of a type that is no registered class.
 
     Args:
         wanted: The type, in lower case.

@@ -1,4 +1,4 @@
-"""Collectives of the core on the arrays of stores."""
+"""Workers of a store, and their collectives on its arrays."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from hvdlab.collectives.errors import (
     format_ranks,
 )
 from hvdlab.collectives.kvstore.arrays import Array
-from hvdlab.collectives.kvstore.keys import Key
+from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, newest, position, set_id
 
 _TEXT_BYTES = 2048
 
 
 def joined() -> Engine:
-    """This rank's engine; joins the world if that has not happened yet."""
+    """Return this rank's engine; join the world if that has not happened yet."""
     return context.init()
 
 
 class Workers:
-    """The workers of a store, and their collectives: those of the world, or of a process set.
+    """Workers of a store, and their collectives: the ranks of the world, or of a process set.
 
     Args:
         process_set: The process set whose ranks are the workers; ``None`` for the world.
@@ -47,6 +47,7 @@ class Workers:
 
     def __init__(self, process_set: ProcessSet | None = None) -> None:
         engine = joined()
+        #: Id of the process set of which the store was made.
         self._made_of = GLOBAL_ID if process_set is None else set_id(process_set)
         #: The ranks of that process set.
         self._all = () if process_set is None else members(self._made_of)
@@ -58,26 +59,26 @@ class Workers:
 
     @property
     def id(self) -> int:
-        """Id in the core of the process set that they are: of those of the same ranks the newest, which has again what others have lost."""
+        """Return the id of their process set: of several with the same ranks the newest, which has again a rank that others have lost."""
         return GLOBAL_ID if self._made_of == GLOBAL_ID else newest(self._all, self._made_of)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Their ranks in the world, in ascending order."""
+        """Return their ranks in the world, in ascending order."""
         return members(self.id)
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0. Raises ``KVStoreError`` if the process set has lost it."""
+        """Return the number of this worker, from 0. Raises ``KVStoreError`` if the process set has lost it."""
         return joined().rank if self.id == GLOBAL_ID else position(self._own_id())
 
     @property
     def local_rank(self) -> int:
-        """Number of this worker among those of its host, from 0. Raises ``KVStoreError`` if the process set has lost it."""
+        """Return the number of this worker among those of its host, from 0. Raises ``KVStoreError`` if the process set has lost it."""
         return joined().local_rank if self.id == GLOBAL_ID else joined().local_rank_in(self._own_id())
 
     def _own_id(self) -> int:
-        """The id of the process set, which has this worker."""
+        """Return the id of the process set, which has this worker."""
         id, rank = self.id, joined().rank
         if rank not in members(id):
             raise KVStoreError(
@@ -88,7 +89,7 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Return the number of workers."""
         return joined().size if self.id == GLOBAL_ID else len(self.ranks)
 
     def submit_sum(self, array: Array, name: str, *, at_once: bool = False) -> Handle:
@@ -150,13 +151,13 @@ class Workers:
         )
         return context.engine("broadcast").submit(request)
 
-    def first_says(self, text: str, name: str) -> str:
-        """The text of the first worker, on all of them; a long one is cut. All workers call it together."""
-        said = np.zeros(_TEXT_BYTES, np.uint8)
+    def broadcast_text(self, text: str, name: str) -> str:
+        """Return the first worker's text on all of them; a long one is cut. All workers call it together."""
+        sent = np.zeros(_TEXT_BYTES, np.uint8)
         encoded = text.encode()[:_TEXT_BYTES]
-        said[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        self.submit_broadcast(said, name).wait()
-        return said.tobytes().rstrip(b"\0").decode(errors="ignore")
+        sent[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+        self.submit_broadcast(sent, name).wait()
+        return sent.tobytes().rstrip(b"\0").decode(errors="ignore")
 
     def submit_gather(self, array: Array, name: str) -> Handle:
         """Start to concatenate the rows of all workers; the result has the numbers of rows of each worker in its tables."""
@@ -170,7 +171,7 @@ class Workers:
         context.engine("barrier").run(Request(OpKind.BARRIER, name, process_set=self.id))
 
     def largest(self, own: Sequence[int], name: str) -> list[int]:
-        """For each position in ``own``, the largest number that any worker gave there. All workers call it together."""
+        """Return for each position in ``own`` the largest number of any worker. All workers call it together."""
         request = Request(
             OpKind.ALLREDUCE,
             name,
@@ -185,12 +186,12 @@ class Workers:
         return found
 
 
-def completed(handles: list[tuple[Key, Handle]]) -> None:
+def wait_for_handles(handles: list[tuple[Key, Handle]]) -> None:
     """Wait for all, then raise the first error, so that nothing is written to afterwards.
 
     Raises:
         KVStoreError: The ranks gave arrays of different shapes or types under one key. Where one of them is so large that it has
-            parts, this also ends what else is in flight, with an ``AbortedError``.
+            parts, this also ends the others that are in flight, with an ``AbortedError``.
         AbortedError: A rank died, failed, left or was interrupted.
     """
     first: Exception | None = None
@@ -205,7 +206,7 @@ def completed(handles: list[tuple[Key, Handle]]) -> None:
 
 
 def _of_key(key: Key, handle: Handle, error: HvdlabError) -> HvdlabError:
-    """What to raise for the failed sum of a key."""
+    """Return the error to raise for the failed sum of a key."""
     disagree = isinstance(error, MismatchError)
     if isinstance(error, AbortedError) and error.cause.kind is CauseKind.MISMATCH:
         # The whole epoch ends when ranks disagree about a group. Only the sum that they disagree about gets this error.

@@ -1,4 +1,8 @@
-"""The native stores of one process, ``local`` and ``device``: values by key, with updaters and compression."""
+"""Stores of one process, ``local`` and ``device``: values by key, with updaters and gradient compression.
+
+Compression keeps the error of a push for the next one, by MXNet's formulas: ``r += g``; ``q`` is sent in place of ``r``; ``r -= q``. All
+in float32.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hvdlab.collectives.errors import KVStoreError
 from hvdlab.collectives.kvstore.arrays import (
@@ -17,6 +22,8 @@ from hvdlab.collectives.kvstore.arrays import (
     Array,
     ArrayType,
     RowSparse,
+    add_up,
+    add_up_rows,
     array_type_named,
     array_type_of,
     checked_rows,
@@ -24,22 +31,43 @@ from hvdlab.collectives.kvstore.arrays import (
     view_of,
     write,
 )
-from hvdlab.collectives.kvstore.base import KVStoreBase, unknown_capability
-from hvdlab.collectives.kvstore.compression import GradientCompression
-from hvdlab.collectives.kvstore.keys import Key, grouped, pairs, require, unknown_key
+from hvdlab.collectives.kvstore.base import (
+    Key,
+    KVStoreBase,
+    grouped,
+    pairs,
+    require,
+    unknown_capability,
+    unknown_key,
+)
+from hvdlab.collectives.kvstore.optimizer_state import write_file
 from hvdlab.collectives.kvstore.optimizers import Optimizer, Updater, create
-from hvdlab.collectives.kvstore.state_format import write_file
-from hvdlab.collectives.kvstore.summing import add_up, add_up_rows
 
 _LOG = logging.getLogger("hvdlab")
 
+
 Value = Array | RowSparse
+
+
 UserUpdater = Callable[[Any, Any, Any], None]
+
+
+Floats = npt.NDArray[np.float32]
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+COMPRESSION_TYPES = ("2bit", "1bit")
+
+
+_COMPRESSED_AT_ONCE = 1 << 15
+"""Elements that are worked on at once, so that they stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A process that keeps values of a store.
+    """Process that keeps values of a store.
 
     Attributes:
         index: Number of the server, from 0.
@@ -80,11 +108,13 @@ class KVStore(KVStoreBase):
         self._array_types: dict[Key, ArrayType] = {}
         #: Keys by order of initialisation, in which MXNet works off a call with several strings.
         self._numbers: dict[Key, int] = {}
+        #: Updates a stored value by a sum; None if sums replace values.
         self._updater: Callable[[Key, Value, Array], None] | None = None
         self._compression: GradientCompression | None = None
-        #: What compression has not sent yet, by key and place in the pushed list.
+        #: Error that compression keeps for the next push, by key and place in the pushed list.
         self._residuals: dict[tuple[Key, int], Array] = {}
-        self._said_sparse = False
+        #: The warning about row-sparse outputs was logged, which is done once.
+        self._warned_sparse = False
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +184,7 @@ class KVStore(KVStoreBase):
                     f"key {key!r} has shape {tuple(stored.shape)}, but an array of shape {tuple(array.shape)} was pushed",
                     key,
                 )
-            if isinstance(self._updater, Updater) and not self._takes(stored.dtype, array.dtype):
+            if isinstance(self._updater, Updater) and not self._accepts_gradient(stored.dtype, array.dtype):
                 raise KVStoreError(
                     f"the weight of key {key!r} is {stored.dtype}, but its gradient {array.dtype}; they need one type",
                     key,
@@ -166,8 +196,8 @@ class KVStore(KVStoreBase):
                     key,
                 )
 
-    def _takes(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
-        """Whether the optimizer can apply a gradient of this type to a weight of that type."""
+    def _accepts_gradient(self, weight: np.dtype[Any], gradient: np.dtype[Any]) -> bool:
+        """Return whether the optimizer can apply a gradient of this type to a weight of that type."""
         return weight == gradient
 
     def _sum(self, key: Key, arrays: Sequence[Any]) -> Value:
@@ -252,7 +282,7 @@ class KVStore(KVStoreBase):
         for key, target in found:
             stored = self._values[key]
             if ignore_sparse and isinstance(target, RowSparse):
-                self._say_sparse(key)
+                self._warn_sparse(key)
             elif isinstance(target, RowSparse):
                 sparse = stored if isinstance(stored, RowSparse) else _as_rows(stored)
                 target.replace(sparse.indices, sparse.data)
@@ -264,9 +294,9 @@ class KVStore(KVStoreBase):
     def _pulled(self, key: Key, stored: Array) -> Array:
         return stored
 
-    def _say_sparse(self, key: Key) -> None:
-        if not self._said_sparse:
-            self._said_sparse = True
+    def _warn_sparse(self, key: Key) -> None:
+        if not self._warned_sparse:
+            self._warned_sparse = True
             _LOG.warning(
                 "pull leaves row-sparse outputs alone, such as that of key %r: use row_sparse_pull", key
             )
@@ -372,10 +402,10 @@ class KVStore(KVStoreBase):
             if key not in self._values:
                 raise unknown_key(key)
 
-    # -- what happens to what is pushed -------------------------------------------------------------------------------
+    # -- updates and compression --------------------------------------------------------------------------------------
 
     def set_gradient_compression(self, compression_params: Any) -> None:
-        """Compress what is pushed from now on; there is no way back. Set it before :meth:`init`.
+        """Compress pushes from now on; there is no way back. Set it before :meth:`init`.
 
         Args:
             compression_params: ``{"type": "2bit" or "1bit", "threshold": 0.5}``; the threshold is positive.
@@ -390,7 +420,7 @@ class KVStore(KVStoreBase):
             self._compression = GradientCompression.from_params(compression_params)
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Update the stored values by what is pushed.
+        """Update the stored values by the pushed gradients.
 
         Args:
             optimizer: An optimizer of :mod:`hvdlab.kvstore`'s ``optimizer``, its name, or a function
@@ -405,7 +435,7 @@ class KVStore(KVStoreBase):
             self._updater = self._updater_of(Updater(found) if isinstance(found, Optimizer) else found)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate of the optimizer from the next push on. Its states stay, which :meth:`set_optimizer` begins anew.
+        """Change the learning rate of the optimizer from the next push on. Its states stay; :meth:`set_optimizer` resets them.
 
         In stores with workers every worker calls it with the same rate, between the same pushes.
 
@@ -448,7 +478,7 @@ class KVStore(KVStoreBase):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Whether the store runs optimizers: true for ``optimizer`` in any case.
+        """Return whether the store runs optimizers: true for ``optimizer`` in any case.
 
         Raises:
             ValueError: It is another word.
@@ -506,7 +536,7 @@ class KVStore(KVStoreBase):
     # -- workers and servers ------------------------------------------------------------------------------------------
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that a worker which was started anew gets of a store, without values and what is this process's own."""
+        """Return the settings for a restarted worker, without values and without objects that are this process's own."""
         updater = self._updater
         return {
             "name": self._name,
@@ -517,7 +547,7 @@ class KVStore(KVStoreBase):
             "compression": self._compression,
         }
 
-    def _take_settings(self, settings: Mapping[str, Any]) -> None:
+    def _restore_settings(self, settings: Mapping[str, Any]) -> None:
         KVStore.__init__(self, settings["name"], on_devices=settings["on_devices"])
         self._array_types = {key: array_type_named(name) for key, name in settings["array_types"].items()}
         self._numbers, self._compression = dict(settings["numbers"]), settings["compression"]
@@ -542,22 +572,22 @@ class KVStore(KVStoreBase):
 
     @property
     def type(self) -> str:
-        """The name that the store was made with, in lower case."""
+        """Return the name that the store was made with, in lower case."""
         return self._name
 
     @property
     def rank(self) -> int:
-        """Number of this worker, from 0."""
+        """Return the number of this worker, from 0."""
         return 0
 
     @property
     def local_rank(self) -> int:
-        """Number of this worker among those of its host, from 0."""
+        """Return the number of this worker among those of its host, from 0."""
         return 0
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Return the number of workers."""
         return 1
 
     def barrier(self) -> None:
@@ -567,10 +597,10 @@ class KVStore(KVStoreBase):
         self.barrier()
 
     def _send_command_to_servers(self, head: int, body: str) -> None:
-        """Does nothing: this store has no servers."""
+        """Do nothing: this store has no servers."""
 
     def servers(self) -> list[ServerInfo]:
-        """The processes that keep the values; empty if the workers themselves keep them."""
+        """Return the processes that keep the values; empty if the workers themselves keep them."""
         return []
 
     def __repr__(self) -> str:
@@ -578,7 +608,7 @@ class KVStore(KVStoreBase):
 
 
 class _ForUser:
-    """A user's updater, which gets arrays of the user's framework."""
+    """Updater of the user, which gets arrays of the user's framework."""
 
     def __init__(self, updater: UserUpdater, array_types: dict[Key, ArrayType]) -> None:
         self.updater, self._array_types = updater, array_types
@@ -640,3 +670,94 @@ def row_ids_of(key: Any, row_ids: Any, outs: list[tuple[Key, Any]]) -> list[Arra
         return found * len(outs)
     require(len(found) == len(outs), f"{len(found)} row_ids were given for {len(outs)} outputs")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCompression:
+    """Formulas by which gradients are compressed.
+
+    Attributes:
+        type: ``2bit`` sends ``+threshold`` where the residual reaches it, ``-threshold`` where it reaches ``-threshold``, else 0;
+            ``1bit`` sends +1 where the residual is above the threshold, else -1.
+        threshold: Positive for ``2bit``.
+    """
+
+    type: str
+    threshold: float = 0.5
+
+    @classmethod
+    def from_params(cls, params: Any) -> GradientCompression:
+        """Make one from a dict with ``type`` and ``threshold`` (default 0.5); other entries are ignored, and values may be text.
+
+        Raises:
+            AssertionError: It is no dict.
+            KVStoreError: There is no ``type``, or type or threshold are wrong.
+        """
+        require(isinstance(params, Mapping), f"unexpected type for compression_params: {type(params)}")
+        texts = {str(name): str(value) for name, value in params.items()}
+        if "type" not in texts:
+            raise KVStoreError(f"gradient compression needs a type, one of {', '.join(COMPRESSION_TYPES)}")
+        if texts["type"] not in COMPRESSION_TYPES:
+            raise KVStoreError(
+                f"Unknown type for gradient compression {texts['type']}; known are {', '.join(COMPRESSION_TYPES)}"
+            )
+        try:
+            threshold = float(texts.get("threshold", "0.5"))
+        except ValueError:
+            raise KVStoreError(f"threshold must be a number, not {texts['threshold']!r}") from None
+        if texts["type"] == "2bit" and not threshold > 0:
+            raise KVStoreError(f"threshold must be greater than 0, not {threshold:g}")
+        return cls(texts["type"], threshold)
+
+    def quantize(self, gradient: Floats, residual: Floats, out: Floats) -> None:
+        """Write to ``out`` what is sent of a gradient, and keep the rest.
+
+        Args:
+            gradient: The gradient, flat and contiguous, float32.
+            residual: What earlier calls have not sent, of the same size, zeros at first; changed in place.
+            out: Gets the values that are sent, of the same size; may be ``gradient``.
+        """
+        t = np.float32(self.threshold)
+        high, low = np.empty((2, min(_COMPRESSED_AT_ONCE, gradient.size)), np.bool_)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for start in range(0, gradient.size, _COMPRESSED_AT_ONCE):
+                r, q = residual[start : start + _COMPRESSED_AT_ONCE], out[start : start + _COMPRESSED_AT_ONCE]
+                above, below = high[: r.size], low[: r.size]
+                np.add(r, gradient[start : start + _COMPRESSED_AT_ONCE], out=r)
+                if self.type == "2bit":
+                    # The difference of two comparisons is 1, -1 or 0; its product with the threshold is exact.
+                    np.greater_equal(r, t, out=above)
+                    np.less_equal(r, -t, out=below)
+                    signs = above.view(np.int8)
+                    np.subtract(signs, below.view(np.int8), out=signs)
+                    np.copyto(q, signs)
+                    np.multiply(q, t, out=q)
+                else:
+                    np.greater(r, t, out=above)
+                    np.copyto(q, above)
+                    np.multiply(q, np.float32(2), out=q)
+                    np.subtract(q, np.float32(1), out=q)
+                np.subtract(r, q, out=r)
+
+    def pack(self, quantized: Floats) -> Bytes:
+        """Pack the output of :meth:`quantize` into bits in MXNet's layout: the first value in the top bits of byte 0.
+
+        ``2bit``: 11 plus, 10 minus, 00 zero, in whole float32 words of 16 values. ``1bit``: 1 plus, 0 minus, in words of 32.
+        """
+        if self.type == "1bit":
+            bits = np.zeros(-(-quantized.size // 32) * 32, np.uint8)
+            bits[: quantized.size] = quantized > 0
+            return np.packbits(bits)
+        bits = np.zeros((-(-quantized.size // 16) * 16, 2), np.uint8)
+        bits[: quantized.size, 0] = quantized != 0
+        bits[: quantized.size, 1] = quantized > 0
+        return np.packbits(bits)
+
+    def unpack(self, packed: Bytes, size: int) -> Floats:
+        """Reverse :meth:`pack`, for ``size`` values."""
+        bits = np.unpackbits(packed)
+        if self.type == "1bit":
+            return np.where(bits[:size] == 1, np.float32(1), np.float32(-1))
+        sent, plus = bits.reshape(-1, 2)[:size].T
+        values = np.where(plus == 1, np.float32(self.threshold), np.float32(-self.threshold))
+        return np.where(sent == 1, values, np.float32(0))

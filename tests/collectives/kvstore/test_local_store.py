@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlab import kvstore
-from hvdlab.collectives.kvstore import creating, state_format
-from hvdlab.collectives.kvstore.compression import GradientCompression
+from hvdlab.collectives.kvstore import factory, optimizer_state
+from hvdlab.collectives.kvstore.local_store import GradientCompression
+from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec, ScheduleSpec
 from hvdlab.collectives.kvstore.optimizers import portable, restored
-from hvdlab.collectives.kvstore.state_format import OptimizerSpec, ScheduleSpec
 from hvdlab.kvstore import KVStoreError, RowSparse
 
 LOCAL = ("local", "device")
@@ -186,7 +186,7 @@ def test_names_and_capabilities() -> None:
         kv._barrier()
         kv._send_command_to_servers(0, "")
     with pytest.raises(TypeError, match="name must be a string"):
-        creating.create(3)  # type: ignore[arg-type]
+        factory.create(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'dist_magic'.*byteps.*dist_sync.*local"):
         kvstore.create("dist_magic")
     with pytest.raises(KVStoreError, match="USE_NCCL=1"):
@@ -520,7 +520,7 @@ def test_settings_that_make_no_optimizer_change_nothing(tmp_path: Path, settings
     optimizer, before = kv._updater.optimizer, kv._updater.states[1].tolist()
     spec = OptimizerSpec("sgd", settings, None if schedule is None else ScheduleSpec(*schedule))
     path = tmp_path / "states"
-    path.write_bytes(state_format.encode({1: np.zeros(2, np.float32)}, spec))
+    path.write_bytes(optimizer_state.encode({1: np.zeros(2, np.float32)}, spec))
     with pytest.raises(KVStoreError, match=r"settings|step="):
         kv.load_optimizer_states(str(path))
     assert kv._updater.optimizer is optimizer

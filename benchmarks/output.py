@@ -24,11 +24,12 @@ import zmq
 from ipykernel.iostream import IOPubThread, OutStream
 from jupyter_client.session import Session
 
-from hvdlab.kernel_ext import payloads
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.streams import RankStream
-from hvdlab.kernel_ext.rank.unsent import Unsent, make_area
+from hvdlab.kernel_ext.wire import codec
+from hvdlab.kernel_ext.wire.cells import Output
+from hvdlab.kernel_ext.wire.crash_ring import Unsent, make_area
 
 LINES: dict[str, Callable[[int, io.TextIOBase], None]] = {
     "print(f'line {i}')": lambda i, file: print(f"line {i}", file=file),
@@ -41,8 +42,8 @@ def rank_stream(fds: FdCapture | None, unsent: Unsent | None = None) -> Iterator
     """A rank's stdout, whose pool takes everything at once."""
 
     def post(topic: str, body: bytes) -> None:
-        output = payloads.decode_to_pool(body)
-        assert isinstance(output, payloads.Output)
+        output = codec.decode_to_pool(body)
+        assert isinstance(output, Output)
         capture.credit(output.cell, output.total)
 
     capture = Capture(post, fds=fds, unsent=unsent)

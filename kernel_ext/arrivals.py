@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from hvdlab.kernel_ext.payloads import CellDone, Left, Output
+from hvdlab.kernel_ext.wire.cells import CellDone, Left, Output
 
 
 class Verdict(Enum):

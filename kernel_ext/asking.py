@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.output.places import Whereabouts
-from hvdlab.kernel_ext.payloads import (
+from hvdlab.kernel_ext.wire.status import (
     AskNames,
     AskStack,
     Complete,

@@ -30,12 +30,13 @@ from hvdlab.kernel_ext.launchers.joining import Joining
 from hvdlab.kernel_ext.members import Found
 from hvdlab.kernel_ext.newcomers import Newcomers
 from hvdlab.kernel_ext.output.record import Transcripts, kept_limit
-from hvdlab.kernel_ext.payloads import TO_RANK, Late, Left, Owner, encode
 from hvdlab.kernel_ext.prestart import Base, Prestart
 from hvdlab.kernel_ext.rebuild import Rebuilder
 from hvdlab.kernel_ext.registry import Registry
 from hvdlab.kernel_ext.runs import Runs
-from hvdlab.kernel_ext.topics import JOIN, JOINED
+from hvdlab.kernel_ext.wire.cells import Late, Left, Owner
+from hvdlab.kernel_ext.wire.channel import JOIN, JOINED
+from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry
 from hvdlab.launch.exits import last_lines
 from hvdlab.launch.forkserver.messages import Exited, FromServer

@@ -10,44 +10,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from hvdlab.collectives.client import Client
 from hvdlab.kernel_ext.output.pieces import label
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.topics import COMM
 from hvdlab.kernel_ext.widgetstates import WidgetStates
-
-
-class CommMessage(Payload, frozen=True):
-    """A message of a comm.
-
-    Attributes:
-        kind: ``comm_open``, ``comm_msg`` or ``comm_close``; ``output`` for what a callback has printed (``data``: text by
-            stream).
-        comm: The comm's id.
-        data, metadata, buffers: As in Jupyter's protocol.
-        target, module: The frontend's side, of ``comm_open``.
-    """
-
-    kind: str
-    comm: str
-    data: dict[str, Any]
-    metadata: dict[str, Any]
-    buffers: tuple[bytes, ...]
-    target: str = ""
-    module: str | None = None
-
+from hvdlab.kernel_ext.wire.channel import COMM
+from hvdlab.kernel_ext.wire.comms import CommMessage, as_bytes, decode, encode
 
 Write = Callable[[str, str], None]
-
-encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(CommMessage).decode
-
-
-def as_bytes(buffers: Any) -> tuple[bytes, ...]:
-    """Buffers as they are sent."""
-    return tuple(bytes(buffer) for buffer in buffers or ())
 
 
 class CommRelay:

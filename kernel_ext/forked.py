@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from hvdlab.bindings.framework_preloads import FrameworkPreloads
-from hvdlab.kernel_ext.messages.cells import Left, Stream
-from hvdlab.kernel_ext.rank import unsent
+from hvdlab.kernel_ext.wire import crash_ring
+from hvdlab.kernel_ext.wire.cells import Left, Stream
 from hvdlab.launch.forkserver.pipes import StdPipes
 
 PROGRAM_NAME = f"{__name__}:PROGRAM"
@@ -50,11 +50,11 @@ class PoolProgram(FrameworkPreloads):
 
     def make_area(self) -> int:
         """Memory for what a rank has written and not sent; as the protocol says."""
-        return unsent.make_area()
+        return crash_ring.make_area()
 
     def read_area(self, area: int, stdout: bytes, stderr: bytes) -> bytes | None:
         """What an ended rank wrote in its last cell and may not have sent, for :func:`decode_left`."""
-        found = unsent.read(area)
+        found = crash_ring.read(area)
         if found is None:
             return None
         texts = (

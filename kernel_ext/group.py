@@ -33,7 +33,7 @@ from hvdlab.kernel_ext.members import (
     Wanted,
 )
 from hvdlab.kernel_ext.output.crash import last_lines
-from hvdlab.kernel_ext.topics import ENVIRONMENT, READY, WHO
+from hvdlab.kernel_ext.wire.channel import ENVIRONMENT, READY, WHO
 from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.starter import Ended, Starter
 

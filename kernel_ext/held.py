@@ -15,8 +15,9 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.environment import World
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.payloads import TO_RANK, Owner, encode
 from hvdlab.kernel_ext.prestart import Base, Prestart
+from hvdlab.kernel_ext.wire.cells import Owner
+from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.kept import HeldJob, KeepRequest

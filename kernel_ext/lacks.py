@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
-from hvdlab.kernel_ext.payloads import Names
+from hvdlab.kernel_ext.wire.status import Names
 
 MOST_VARIABLES = 12
 MOST_MODULES = 6

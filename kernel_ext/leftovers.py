@@ -12,9 +12,9 @@ from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import PoolNews, TimePassed
 from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.output.record import Transcripts
-from hvdlab.kernel_ext.payloads import AskCells, Cells, HeldCell, RunCell
 from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.runs import Runs
+from hvdlab.kernel_ext.wire.cells import AskCells, Cells, HeldCell, RunCell
 
 ANSWER_WITHIN = 2.0
 """Seconds that ranks have to answer; one that is stopped does not."""

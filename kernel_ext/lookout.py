@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from hvdlab.kernel_ext.cells.events import Event, ProcessSeen, StackArrived
-from hvdlab.kernel_ext.payloads import TO_RANK, AskStack, Stack, encode
 from hvdlab.kernel_ext.processes import Processes, halted
 from hvdlab.kernel_ext.questions import Answer, Questions
+from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
+from hvdlab.kernel_ext.wire.status import AskStack, Stack
 
 ELSEWHERE = "it does not answer"
 

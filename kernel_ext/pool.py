@@ -24,11 +24,10 @@ from hvdlab.kernel_ext.kept_pools import launcher_of
 from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.measuring import Measuring
 from hvdlab.kernel_ext.output.record import Transcripts
-from hvdlab.kernel_ext.payloads import AskStatus, Status
 from hvdlab.kernel_ext.recording import Recording
 from hvdlab.kernel_ext.running import Running
 from hvdlab.kernel_ext.sizing import Sizing
-from hvdlab.kernel_ext.status import RankStatus
+from hvdlab.kernel_ext.wire.status import AskStatus, RankStatus, Status
 from hvdlab.launch.starter import Capability
 
 if TYPE_CHECKING:

@@ -9,24 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.kernel_ext.inspect.messages import InspectAnswer
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import (
-    TO_RANK,
-    Cells,
-    Completions,
-    Done,
-    Expressed,
-    Inspection,
-    Known,
-    Learnt,
-    Names,
-    Piece,
-    Stack,
-    Status,
-    Value,
-    encode,
-)
+from hvdlab.kernel_ext.wire.cells import Cells
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
+from hvdlab.kernel_ext.wire.compare import InspectAnswer
+from hvdlab.kernel_ext.wire.status import Completions, Expressed, Inspection, Names, Stack, Status
+from hvdlab.kernel_ext.wire.values import Done, Known, Learnt, Piece, Value
 
 Answer = (
     Cells

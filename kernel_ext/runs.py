@@ -33,9 +33,10 @@ from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.lookout import Lookout, Watch
 from hvdlab.kernel_ext.newcomers import Newcomers
-from hvdlab.kernel_ext.payloads import (
-    TO_POOL,
-    TO_RANK,
+from hvdlab.kernel_ext.prompts.desk import PromptDesk
+from hvdlab.kernel_ext.prompts.prompter import NOBODY, Prompter
+from hvdlab.kernel_ext.questions import Questions
+from hvdlab.kernel_ext.wire.cells import (
     CellDone,
     Credit,
     Entered,
@@ -43,16 +44,14 @@ from hvdlab.kernel_ext.payloads import (
     LateCredit,
     Left,
     Output,
+    PromptRequest,
+    PromptWithdrawn,
+    Reply,
     Resync,
     RunCell,
     Settled,
-    decode_to_pool,
-    encode,
 )
-from hvdlab.kernel_ext.prompts.desk import PromptDesk
-from hvdlab.kernel_ext.prompts.messages import PromptRequest, PromptWithdrawn, Reply
-from hvdlab.kernel_ext.prompts.prompter import NOBODY, Prompter
-from hvdlab.kernel_ext.questions import Questions
+from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, decode_to_pool, encode
 
 REPEAT_WITHIN = 1.0
 """Seconds before the loss of a coordinator in which an interrupt may have been lost with it."""

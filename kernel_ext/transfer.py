@@ -16,7 +16,11 @@ import cloudpickle  # type: ignore[import-untyped]  # no stubs
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, format_ranks
-from hvdlab.kernel_ext.payloads import (
+from hvdlab.kernel_ext.questions import Questions
+from hvdlab.kernel_ext.rank.lending import NOT_SHARED
+from hvdlab.kernel_ext.rank.values import INLINE, dump_parts, rough_size
+from hvdlab.kernel_ext.wire.shared_buffer import Window, Windows
+from hvdlab.kernel_ext.wire.values import (
     AskKnown,
     Done,
     Fetch,
@@ -30,9 +34,6 @@ from hvdlab.kernel_ext.payloads import (
     Release,
     Value,
 )
-from hvdlab.kernel_ext.questions import Questions
-from hvdlab.kernel_ext.rank.lending import NOT_SHARED, Window, Windows
-from hvdlab.kernel_ext.rank.values import INLINE, dump_parts, rough_size
 from hvdlab.launch.local import available_memory
 
 IN_FLIGHT = 32 << 20

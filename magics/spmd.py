@@ -10,8 +10,8 @@ from hvdlab.kernel_ext.spmd.wishes import Wishes
 from hvdlab.magics.session import Session
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.payloads import Completions, Inspection
     from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.wire.status import Completions, Inspection
 
 A = TypeVar("A")
 

@@ -52,15 +52,15 @@ from hvdlab.kernel_ext.cells.failure import CellFailed, failure_of
 from hvdlab.kernel_ext.cells.results import CellResults, Death
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.inspect.messages import View
 from hvdlab.kernel_ext.inspect.native import NativeStacks
 from hvdlab.kernel_ext.inspect.overview import TensorTable
 from hvdlab.kernel_ext.inspect.table import Cell, Table
 from hvdlab.kernel_ext.inspect.views import lines_of
 from hvdlab.kernel_ext.output.places import Whereabouts, grouped
 from hvdlab.kernel_ext.output.values import html_of
-from hvdlab.kernel_ext.payloads import CellDone, CellError, PendingNow, ServerNow, Stack, StackFrame
-from hvdlab.kernel_ext.status import RankStatus
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError
+from hvdlab.kernel_ext.wire.compare import View
+from hvdlab.kernel_ext.wire.status import PendingNow, RankStatus, ServerNow, Stack, StackFrame
 from hvdlab.launch.exits import Outcome
 from hvdlab.magics.status_table import StatusTable
 from hvdlab.runner.calling import RankFailedError

@@ -45,10 +45,10 @@ from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.prompts.desk import PromptDesk
-from hvdlab.kernel_ext.prompts.messages import Reply
 from hvdlab.kernel_ext.prompts.prompter import IN_BACKGROUND
 from hvdlab.kernel_ext.prompts.queue import Question
 from hvdlab.kernel_ext.prompts.standin import standing_in
+from hvdlab.kernel_ext.wire.cells import Reply
 
 BACKLOG = 4 << 20
 """Characters a sink may hold back before ranks get no more credit."""

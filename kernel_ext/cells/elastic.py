@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hvdlab.collectives.errors import InvalidRequestError, format_ranks
-from hvdlab.kernel_ext.payloads import CellDone
+from hvdlab.kernel_ext.wire.cells import CellDone
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stack
-from hvdlab.kernel_ext.prompts.messages import PromptRequest
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, PromptRequest
+from hvdlab.kernel_ext.wire.status import Stack
 
 if TYPE_CHECKING:
     from hvdlab.collectives.membership import Stall

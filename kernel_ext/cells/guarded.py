@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from hvdlab.kernel_ext.cells.sink import EndingSink, NullSink, OutputSink, TimedSink, began, settle, status_of
-from hvdlab.kernel_ext.payloads import CellDone, Chunk
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.cells.results import CellResults

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hvdlab.kernel_ext.cells.events import AskStacks, Effect, LookAt
 from hvdlab.kernel_ext.output.places import short_place
-from hvdlab.kernel_ext.payloads import Stack
+from hvdlab.kernel_ext.wire.status import Stack
 
 ANSWER_WITHIN = 0.6
 """Seconds that a rank has to answer; its control thread does, unless something holds the whole process."""

@@ -16,7 +16,7 @@ from hvdlab.collectives.visible import visible, visible_lines
 from hvdlab.kernel_ext.newcomers import Newcomer
 from hvdlab.kernel_ext.output.crash import crash_lines
 from hvdlab.kernel_ext.output.values import ValueNotSent, html_of, text_of
-from hvdlab.kernel_ext.payloads import CellDone, CellError, Display
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Display
 
 _WAITED = re.compile(r"ranks? [\d,-]+ waited; ")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A rank that ended during the cell; ``when`` as in :class:`~hvdlab.kernel_ext.payloads.CellError`.
+    """A rank that ended during the cell; ``when`` as in :class:`~hvdlab.kernel_ext.wire.cells.CellError`.
 
     ``tail`` has the last lines of its standard error that were left unread, such as a crash report, ``detail`` what else is
     known, such as its peak memory.

@@ -49,7 +49,7 @@ from hvdlab.kernel_ext.cells.places import Places
 from hvdlab.kernel_ext.cells.results import CellResults, Death, one_line
 from hvdlab.kernel_ext.cells.stalls import Stalls
 from hvdlab.kernel_ext.newcomers import Newcomer
-from hvdlab.kernel_ext.payloads import CellDone, Chunk, Display
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Display
 
 GRACE = 0.5
 """Seconds between a failure and the interrupt of the ranks that still run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from hvdlab.kernel_ext.payloads import CellDone, Chunk
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.cells.results import CellResults

@@ -40,8 +40,8 @@ from hvdlab.kernel_ext.debugger.events import (
     Wanted,
 )
 from hvdlab.kernel_ext.debugger.mail import Session, desk_of
-from hvdlab.kernel_ext.debugger.messages import FromServer, Said
 from hvdlab.kernel_ext.debugger.multiplex import Multiplexer, not_debugged
+from hvdlab.kernel_ext.wire.debug import FromServer, Said
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.pool import Pool

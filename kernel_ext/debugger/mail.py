@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
-from hvdlab.kernel_ext.debugger.messages import DEBUG, Close, FromServer, Open, Said, decode_from_server
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import encode
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.codec import encode
+from hvdlab.kernel_ext.wire.debug import DEBUG, Close, FromServer, Open, Said, decode_from_server
 
 Heard = Callable[[int, FromServer], None]
 """``heard(rank, mail)``, called on the client's thread; it must not block."""

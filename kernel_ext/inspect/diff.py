@@ -10,7 +10,11 @@ from hvdlab.collectives.errors import HvdlabError
 from hvdlab.collectives.fingerprint import SIZE, differing
 from hvdlab.kernel_ext.inspect.arrays import family
 from hvdlab.kernel_ext.inspect.examination import same_key, with_host_digest
-from hvdlab.kernel_ext.inspect.messages import (
+from hvdlab.kernel_ext.inspect.result import Diff, DiffRow, Group, larger
+from hvdlab.kernel_ext.questions import Answer, Questions
+from hvdlab.kernel_ext.rank.lending import NOT_SHARED
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.compare import (
     AskBlocks,
     AskLeaves,
     Blocks,
@@ -24,11 +28,7 @@ from hvdlab.kernel_ext.inspect.messages import (
     Leaves,
     Range,
 )
-from hvdlab.kernel_ext.inspect.result import Diff, DiffRow, Group, larger
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import Done, Piece, Release
-from hvdlab.kernel_ext.questions import Answer, Questions
-from hvdlab.kernel_ext.rank.lending import NOT_SHARED
+from hvdlab.kernel_ext.wire.values import Done, Piece, Release
 
 SHARED_BYTES = 32 << 20
 """Bytes that one rank shows others of its host at a time."""

@@ -39,7 +39,7 @@ class Found:
     """A leaf, on the rank that has it.
 
     Attributes:
-        path, kind, type: As in :class:`~hvdlab.kernel_ext.inspect.messages.Leaf`.
+        path, kind, type: As in :class:`~hvdlab.kernel_ext.wire.compare.Leaf`.
         content: What a value's fingerprint is made of.
         text: The value, shortened.
         array: The elements, if it is an array.

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.inspect.diff import diff
-from hvdlab.kernel_ext.inspect.messages import AskTensors, AskVariables, AskView, Tensors, Variables, View
 from hvdlab.kernel_ext.inspect.native import NativeStacks, native_stacks
 from hvdlab.kernel_ext.inspect.overview import BUDGET, Overview, TensorTable
 from hvdlab.kernel_ext.inspect.result import Diff
 from hvdlab.kernel_ext.inspect.special import SPECIAL
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import Names
 from hvdlab.kernel_ext.questions import Answer
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.compare import AskTensors, AskVariables, AskView, Tensors, Variables, View
+from hvdlab.kernel_ext.wire.status import Names
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.base import PoolBase

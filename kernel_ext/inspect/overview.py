@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
 from hvdlab.collectives.visible import visible_lines
-from hvdlab.kernel_ext.inspect.messages import Tensor, Tensors, Variable, Variables
 from hvdlab.kernel_ext.inspect.table import Cell, Table
 from hvdlab.kernel_ext.rank.values import rough_size
+from hvdlab.kernel_ext.wire.compare import Tensor, Tensors, Variable, Variables
 
 BUDGET = 256 << 20
 """Bytes of arrays on a rank that an overview makes fingerprints of."""

@@ -9,9 +9,9 @@ import numpy as np
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
 from hvdlab.collectives.visible import visible_lines
-from hvdlab.kernel_ext.inspect.messages import Difference, Examined, Leaf
 from hvdlab.kernel_ext.inspect.table import Cell, Table
 from hvdlab.kernel_ext.rank.values import rough_size
+from hvdlab.kernel_ext.wire.compare import Difference, Examined, Leaf
 
 MOST_ROWS = 20
 """Rows that are shown."""

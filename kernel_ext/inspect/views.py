@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
 from hvdlab.collectives.visible import visible, visible_lines
-from hvdlab.kernel_ext.inspect.messages import View
+from hvdlab.kernel_ext.wire.compare import View
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.inspect.looking import Looking

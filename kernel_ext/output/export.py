@@ -10,7 +10,7 @@ from hvdlab.kernel_ext.output.lines import LineSplitter
 from hvdlab.kernel_ext.output.merge import HOLD, LineMerger
 from hvdlab.kernel_ext.output.pieces import Piece, Shown, Text, label
 from hvdlab.kernel_ext.output.transcript import Transcript
-from hvdlab.kernel_ext.payloads import Stream
+from hvdlab.kernel_ext.wire.cells import Stream
 
 _HELD = 4 << 20
 """Characters that may wait for the same lines of other ranks; they take the place of time here."""

@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import EndingSink, OutputSink, TimedSink, began, settle, status_of
 from hvdlab.kernel_ext.output.lines import lasting, shown_lines
 from hvdlab.kernel_ext.output.transcript import Transcript
-from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
 
 SHOWN = 4 << 20
 """Characters of a cell that are shown, unless ``HVDLAB_OUTPUT_SHOWN`` says otherwise."""

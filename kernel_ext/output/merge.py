@@ -20,7 +20,7 @@ from hvdlab.kernel_ext.output.lines import LineSplitter, current
 from hvdlab.kernel_ext.output.live import LiveView
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text, label
 from hvdlab.kernel_ext.output.queue import Key, RankQueue
-from hvdlab.kernel_ext.payloads import Chunk, Clear, Display, Stream
+from hvdlab.kernel_ext.wire.cells import Chunk, Clear, Display, Stream
 
 HOLD = 0.25
 """Seconds that a line waits for the same line of other ranks, unless ``HVDLAB_OUTPUT_HOLD`` says otherwise."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hvdlab.collectives.errors import compact_ranks
-from hvdlab.kernel_ext.payloads import Display
+from hvdlab.kernel_ext.wire.cells import Display
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from hvdlab.collectives.errors import call_name, format_ranks
 from hvdlab.collectives.visible import visible
-from hvdlab.kernel_ext.payloads import PendingNow, Stack, StackFrame
+from hvdlab.kernel_ext.wire.status import PendingNow, Stack, StackFrame
 
 LONGEST_TEXT = 80
 """Characters shown of a line of code."""

@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.output.limit import KeptSink
 from hvdlab.kernel_ext.output.report import report
 from hvdlab.kernel_ext.output.transcript import Ending, Transcript
-from hvdlab.kernel_ext.payloads import CellDone, Chunk
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
 
 class ShowLate(Protocol):

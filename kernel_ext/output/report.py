@@ -9,7 +9,7 @@ from hvdlab.collectives.visible import visible, visible_coloured
 from hvdlab.kernel_ext.cells.results import CellResults, RootCause, one_line
 from hvdlab.kernel_ext.newcomers import why_unknown
 from hvdlab.kernel_ext.output.places import grouped
-from hvdlab.kernel_ext.payloads import CellError
+from hvdlab.kernel_ext.wire.cells import CellError
 
 # Bold, and not red: notebooks show errors on red, and on dark red in their dark themes.
 _BOLD, _RESET = "\x1b[1m", "\x1b[0m"

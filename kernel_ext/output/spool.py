@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from hvdlab.kernel_ext.payloads import Chunk, Clear, Display, Stream
+from hvdlab.kernel_ext.wire.cells import Chunk, Clear, Display, Stream
 
 _RECORD = struct.Struct("<iBI")  # rank, kind, bytes
 _OUT, _ERR, _RICH, _NOTE = range(4)

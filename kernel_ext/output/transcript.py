@@ -17,7 +17,7 @@ from typing import Any
 
 from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.output.spool import NOTE, WARNING, Entry, Spool
-from hvdlab.kernel_ext.payloads import Chunk, Clear, Display, Stream
+from hvdlab.kernel_ext.wire.cells import Chunk, Clear, Display, Stream
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -15,9 +15,9 @@ from types import FrameType
 
 from IPython.core.error import StdinNotImplementedError
 
-from hvdlab.kernel_ext.prompts.messages import AT_AN_END, PASSWORD, PromptRequest, Reply
 from hvdlab.kernel_ext.prompts.prompter import IN_BACKGROUND, NO_STDIN, Prompter
 from hvdlab.kernel_ext.prompts.queue import Answer, PromptQueue, Question
+from hvdlab.kernel_ext.wire.cells import AT_AN_END, PASSWORD, PromptRequest, Reply
 
 SIGNAL = signal.SIGURG
 """Breaks a wait for the user. Ignored by default: one that comes too late does no harm."""

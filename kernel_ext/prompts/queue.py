@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.prompts.commands import Send, Switch, Tell, understand
-from hvdlab.kernel_ext.prompts.messages import DEBUGGER, PromptRequest, Reply
+from hvdlab.kernel_ext.wire.cells import DEBUGGER, PromptRequest, Reply
 
 GATHER = 0.3
 """Seconds after a question in which those of other ranks may come before the user is asked."""

@@ -13,46 +13,6 @@ from typing import Any
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.kernel_ext.comms import CommMessage
-from hvdlab.kernel_ext.comms import decode as decode_comm
-from hvdlab.kernel_ext.debugger.messages import DEBUG
-from hvdlab.kernel_ext.inspect.messages import Examine
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import (
-    TO_POOL,
-    TO_RANK,
-    AskCells,
-    AskKnown,
-    AskNames,
-    AskStack,
-    AskStatus,
-    CellDone,
-    Cells,
-    Complete,
-    Credit,
-    Done,
-    Entered,
-    Express,
-    Fetch,
-    Inspect,
-    LateCredit,
-    Learn,
-    Learnt,
-    Owner,
-    PullValue,
-    PushPart,
-    PushValue,
-    Release,
-    Resync,
-    RunCell,
-    Settled,
-    Stack,
-    ToPool,
-    ToRank,
-    decode_to_rank,
-    encode,
-)
-from hvdlab.kernel_ext.prompts.messages import Reply
 from hvdlab.kernel_ext.rank import completion, names, origin, stacks, status, syncing, values
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.comms import RankComms
@@ -68,8 +28,38 @@ from hvdlab.kernel_ext.rank.looking import LOOKS, Looker
 from hvdlab.kernel_ext.rank.prompting import Prompting
 from hvdlab.kernel_ext.rank.runner import CellRunner
 from hvdlab.kernel_ext.rank.shell import ShellSetup
-from hvdlab.kernel_ext.rank.unsent import Unsent
-from hvdlab.kernel_ext.topics import COMM
+from hvdlab.kernel_ext.wire.cells import (
+    AskCells,
+    CellDone,
+    Cells,
+    Credit,
+    Entered,
+    LateCredit,
+    Owner,
+    Reply,
+    Resync,
+    RunCell,
+    Settled,
+)
+from hvdlab.kernel_ext.wire.channel import COMM, Payload
+from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, ToPool, ToRank, decode_to_rank, encode
+from hvdlab.kernel_ext.wire.comms import CommMessage
+from hvdlab.kernel_ext.wire.comms import decode as decode_comm
+from hvdlab.kernel_ext.wire.compare import Examine
+from hvdlab.kernel_ext.wire.crash_ring import Unsent
+from hvdlab.kernel_ext.wire.debug import DEBUG
+from hvdlab.kernel_ext.wire.status import AskNames, AskStack, AskStatus, Complete, Express, Inspect, Stack
+from hvdlab.kernel_ext.wire.values import (
+    AskKnown,
+    Done,
+    Fetch,
+    Learn,
+    Learnt,
+    PullValue,
+    PushPart,
+    PushValue,
+    Release,
+)
 
 
 class RankAgent:

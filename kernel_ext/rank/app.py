@@ -31,8 +31,8 @@ from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.dump import offer_dumps
 from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.join import join_controller
-from hvdlab.kernel_ext.rank.unsent import Unsent
-from hvdlab.kernel_ext.topics import ENVIRONMENT, JOIN, JOINED, READY, WHO
+from hvdlab.kernel_ext.wire.channel import ENVIRONMENT, JOIN, JOINED, READY, WHO
+from hvdlab.kernel_ext.wire.crash_ring import Unsent
 from hvdlab.launch.forkserver.pipes import StdPipes
 
 LEAVE_WITHIN = 2.0

@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
 from hvdlab.kernel_ext.rank.attendance import Attendance
 from hvdlab.kernel_ext.rank.fds import FdCapture, Piece, receive
 from hvdlab.kernel_ext.rank.origin import CELL, current, of_thread
 from hvdlab.kernel_ext.rank.sent import Post, Sent
-from hvdlab.kernel_ext.rank.unsent import Unsent
 from hvdlab.kernel_ext.rank.widget_output import WidgetOutputs
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
+from hvdlab.kernel_ext.wire.crash_ring import Unsent
 
 WINDOW = 8 << 20
 """Bytes of a cell's output that may be on their way without the pool having taken them."""

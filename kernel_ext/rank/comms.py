@@ -12,10 +12,10 @@ import ipykernel.ipkernel  # noqa: F401  # puts its own in the place of what is 
 from comm.base_comm import BaseComm
 from ipykernel.comm import CommManager
 
-from hvdlab.kernel_ext.comms import CommMessage, as_bytes, encode
 from hvdlab.kernel_ext.rank.display import wire_value
 from hvdlab.kernel_ext.rank.widget_output import WidgetOutputs
-from hvdlab.kernel_ext.topics import COMM
+from hvdlab.kernel_ext.wire.channel import COMM
+from hvdlab.kernel_ext.wire.comms import CommMessage, as_bytes, encode
 
 Post = Callable[[str, bytes], None]
 

@@ -8,8 +8,8 @@ from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.utils.tokenutil import token_at_cursor
 
 from hvdlab.kernel_ext.inspect.bounded import TookTooLong, bounded
-from hvdlab.kernel_ext.payloads import Complete, Completions, Express, Expressed, Inspect, Inspection
 from hvdlab.kernel_ext.rank.display import wire_bundle
+from hvdlab.kernel_ext.wire.status import Complete, Completions, Express, Expressed, Inspect, Inspection
 
 WITHIN = 5.0
 """Seconds after which an answer is given up while a cell runs."""

@@ -27,9 +27,18 @@ import ipykernel
 import IPython
 import traitlets
 
-from hvdlab.kernel_ext.debugger.framing import FramingError, Unframer, frame
-from hvdlab.kernel_ext.debugger.messages import DEBUG, Close, Open, Opened, Said, decode_to_server
-from hvdlab.kernel_ext.payloads import encode
+from hvdlab.kernel_ext.wire.codec import encode
+from hvdlab.kernel_ext.wire.debug import (
+    DEBUG,
+    Close,
+    FramingError,
+    Open,
+    Opened,
+    Said,
+    Unframer,
+    decode_to_server,
+    frame,
+)
 
 INSIST = 0.3
 """Seconds after which a rank that has stopped is interrupted again."""

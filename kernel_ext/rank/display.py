@@ -9,10 +9,10 @@ from typing import Any
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 
-from hvdlab.kernel_ext.payloads import Clear, Display
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.failures import one_line
-from hvdlab.kernel_ext.rank.wire_text import wire_text
+from hvdlab.kernel_ext.wire.cells import Clear, Display
+from hvdlab.kernel_ext.wire.text import wire_text
 
 LONGEST_TEXT = 1 << 20
 """Characters of a ``text/plain`` that are shown."""

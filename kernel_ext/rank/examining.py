@@ -11,7 +11,11 @@ from typing import Any
 from hvdlab.collectives.fingerprint import threads_for
 from hvdlab.kernel_ext.inspect.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.inspect.examination import Examination
-from hvdlab.kernel_ext.inspect.messages import (
+from hvdlab.kernel_ext.inspect.special import SPECIAL, special_value
+from hvdlab.kernel_ext.rank.failures import one_line
+from hvdlab.kernel_ext.rank.lending import NOT_SHARED, PATIENCE
+from hvdlab.kernel_ext.wire.codec import ToPool
+from hvdlab.kernel_ext.wire.compare import (
     AskBlocks,
     AskLeaves,
     Compare,
@@ -20,10 +24,8 @@ from hvdlab.kernel_ext.inspect.messages import (
     Examined,
     Gather,
 )
-from hvdlab.kernel_ext.inspect.special import SPECIAL, special_value
-from hvdlab.kernel_ext.payloads import Done, Piece, ToPool
-from hvdlab.kernel_ext.rank.failures import one_line
-from hvdlab.kernel_ext.rank.lending import NOT_SHARED, PATIENCE, Window, Windows
+from hvdlab.kernel_ext.wire.shared_buffer import Window, Windows
+from hvdlab.kernel_ext.wire.values import Done, Piece
 
 Question = AskLeaves | AskBlocks | Gather | Compare
 QUESTIONS = (AskLeaves, AskBlocks, Gather, Compare)

@@ -25,9 +25,9 @@ from hvdlab.collectives.errors import (
     call_name,
 )
 from hvdlab.collectives.uncaught import with_own_errors
-from hvdlab.kernel_ext.payloads import CellError
 from hvdlab.kernel_ext.rank.compiler import label_of
-from hvdlab.kernel_ext.rank.wire_text import wire_text
+from hvdlab.kernel_ext.wire.cells import CellError
+from hvdlab.kernel_ext.wire.text import wire_text
 
 logger = logging.getLogger(__name__)
 

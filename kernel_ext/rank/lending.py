@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
-import os
-import secrets
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
-from hvdlab.kernel_ext.inspect.messages import Shared
-from hvdlab.kernel_ext.payloads import Done, Fetch, Known, Piece, PushPart, Value
+from hvdlab.kernel_ext.wire.shared_buffer import Window, Windows
+from hvdlab.kernel_ext.wire.values import Done, Fetch, Known, Piece, PushPart, Value
 
 NOT_SHARED = "the memory of the pool's process can't be looked into"
 
@@ -37,72 +32,6 @@ class _Lot:
     parts: tuple[memoryview, ...]
     returned: asyncio.Future[None] | None
     asked: int = 0
-
-
-class Window:
-    """Memory that other processes of this host can look into, by ``/proc/<pid>/fd``; freed with this object."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        label = f"hvdlab-{secrets.token_hex(8)}"
-        self._name = f"/memfd:{label} (deleted)"
-        self._descriptor = os.memfd_create(label)
-        weakref.finalize(self, os.close, self._descriptor)
-        os.ftruncate(self._descriptor, size)
-        self._memory = mmap.mmap(self._descriptor, size)
-
-    def write(self, data: memoryview) -> Shared:
-        """Put data at its beginning; returns where to find it."""
-        self._memory[: len(data)] = data
-        return Shared(os.getpid(), self._descriptor, self._name, len(data))
-
-    def fill(self, write: Callable[[memoryview], int]) -> Shared:
-        """Have ``write`` put data at its beginning and return how many bytes; returns where to find them."""
-        with memoryview(self._memory) as target:
-            length = write(target)
-        return Shared(os.getpid(), self._descriptor, self._name, length)
-
-
-class Windows:
-    """Other processes' windows, as this one looks into them."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, mmap.mmap] = {}
-
-    def read(self, shared: Shared, target: memoryview) -> None:
-        """Copy what is shared to ``target``. Raises ``OSError`` if there is no such window."""
-        with memoryview(self._look(shared)) as view:
-            target[:] = view[: shared.length]
-
-    @contextlib.contextmanager
-    def look(self, shared: Shared) -> Iterator[memoryview]:
-        """The shared memory itself, uncopied. Raises ``OSError`` if there is no such window."""
-        with memoryview(self._look(shared)) as view, view[: shared.length] as part:
-            yield part
-
-    def _look(self, shared: Shared) -> mmap.mmap:
-        memory = self._open.get(shared.name)
-        if memory is None:
-            path = f"/proc/{shared.pid}/fd/{shared.memory}"
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if os.readlink(f"/proc/self/fd/{descriptor}") != shared.name:
-                    raise OSError(f"{path} is not {shared.name}")
-                memory = self._open[shared.name] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-            finally:
-                os.close(descriptor)
-        return memory
-
-    def close(self) -> None:
-        """Look no longer."""
-        while self._open:
-            self._open.popitem()[1].close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Lending:

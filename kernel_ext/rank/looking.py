@@ -12,7 +12,11 @@ from hvdlab.kernel_ext.inspect.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.inspect.describing import describe, in_short, size_of
 from hvdlab.kernel_ext.inspect.examination import Examination
 from hvdlab.kernel_ext.inspect.leaves import leaves_of
-from hvdlab.kernel_ext.inspect.messages import (
+from hvdlab.kernel_ext.inspect.scalars import type_name
+from hvdlab.kernel_ext.rank.failures import one_line
+from hvdlab.kernel_ext.rank.names import user_variables
+from hvdlab.kernel_ext.wire.codec import ToPool
+from hvdlab.kernel_ext.wire.compare import (
     AskTensors,
     AskVariables,
     AskView,
@@ -22,10 +26,6 @@ from hvdlab.kernel_ext.inspect.messages import (
     Variables,
     View,
 )
-from hvdlab.kernel_ext.inspect.scalars import type_name
-from hvdlab.kernel_ext.payloads import ToPool
-from hvdlab.kernel_ext.rank.failures import one_line
-from hvdlab.kernel_ext.rank.names import user_variables
 
 Question = AskView | AskVariables | AskTensors
 LOOKS = (AskView, AskVariables, AskTensors)

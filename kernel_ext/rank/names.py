@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from hvdlab.kernel_ext.payloads import Names
+from hvdlab.kernel_ext.wire.status import Names
 
 MOST = 500
 """Names of each kind that an answer has at most."""

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from IPython.core.error import StdinNotImplementedError
 
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.prompts.messages import (
+from hvdlab.kernel_ext.prompts.prompter import NOBODY
+from hvdlab.kernel_ext.wire.cells import (
     AT_AN_END,
     DEBUGGER,
     INPUT,
@@ -29,7 +29,7 @@ from hvdlab.kernel_ext.prompts.messages import (
     PromptWithdrawn,
     Reply,
 )
-from hvdlab.kernel_ext.prompts.prompter import NOBODY
+from hvdlab.kernel_ext.wire.channel import Payload
 
 AT_A_PROMPT = "at a prompt"
 

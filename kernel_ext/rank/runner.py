@@ -14,7 +14,6 @@ from hvdlab.bindings import framework_hooks
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.environment import restore_world_size
 from hvdlab.collectives.uncaught import with_own_errors
-from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, RunCell
 from hvdlab.kernel_ext.rank import origin
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, without_blank_head
@@ -32,6 +31,7 @@ from hvdlab.kernel_ext.rank.fds import CStdout
 from hvdlab.kernel_ext.rank.gate import InterruptGate
 from hvdlab.kernel_ext.rank.prompting import Prompting
 from hvdlab.kernel_ext.rank.values import DumpedValue, dump_result, short_repr
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Display, RunCell
 
 FOR_EVER = 1e9
 """Seconds, as good as no limit, that ranks of an elastic cell wait for each other: the cell's output says that they wait,

@@ -16,17 +16,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hvdlab.kernel_ext.payloads import (
-    TO_POOL,
-    CellDone,
-    Chunk,
-    HeldCell,
-    Late,
-    Output,
-    RunCell,
-    Stream,
-    encode,
-)
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, HeldCell, Late, Output, RunCell, Stream
+from hvdlab.kernel_ext.wire.codec import TO_POOL, encode
 
 UNATTENDED = 4 << 20
 """Bytes of a cell's output that are kept while no process takes it."""

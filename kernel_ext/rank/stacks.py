@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from hvdlab.kernel_ext.payloads import StackFrame
 from hvdlab.kernel_ext.rank.compiler import label_of
 from hvdlab.kernel_ext.rank.failures import is_internal, is_ours
+from hvdlab.kernel_ext.wire.status import StackFrame
 
 DEEPEST = 200
 """How many of the innermost frames are reported at most."""

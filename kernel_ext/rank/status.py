@@ -11,7 +11,7 @@ from hvdlab.bindings.framework_hooks import device_memory, loaded
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.request import PendingCollective
 from hvdlab.collectives.planes.links import THROUGH_HOST, Links
-from hvdlab.kernel_ext.payloads import PendingNow, ServerNow, Status
+from hvdlab.kernel_ext.wire.status import PendingNow, ServerNow, Status
 
 
 def make_status(

@@ -26,11 +26,11 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import HvdlabError
-from hvdlab.kernel_ext.payloads import Known, Learnt
 from hvdlab.kernel_ext.rank.compiler import parse
 from hvdlab.kernel_ext.rank.failures import one_line
 from hvdlab.kernel_ext.rank.names import user_items
 from hvdlab.kernel_ext.rank.values import ValuePickler
+from hvdlab.kernel_ext.wire.values import Known, Learnt
 
 _NAMESPACE, _SHELL = "namespace", "shell"
 """What stands in a pickle for the user's namespace and for the shell, since each rank has its own."""

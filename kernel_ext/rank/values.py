@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import cloudpickle  # type: ignore[import-untyped]  # no stubs
 
 from hvdlab.bindings.framework_hooks import loaded
-from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Value
 from hvdlab.kernel_ext.rank.failures import one_line, safe_str
-from hvdlab.kernel_ext.rank.wire_text import wire_text
+from hvdlab.kernel_ext.wire.text import wire_text
+from hvdlab.kernel_ext.wire.values import Done, PullValue, PushValue, Value
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hvdlab.kernel_ext.payloads import Clear, Display
+from hvdlab.kernel_ext.wire.cells import Clear, Display
 
 INTERVAL = 0.05
 """Seconds between two states of a widget that are sent while code writes to it; leaving the ``with`` sends the last one."""

@@ -10,12 +10,12 @@ from ipykernel.ipkernel import IPythonKernel
 
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.payloads import Completions
 from hvdlab.kernel_ext.spmd.aside import AsideAnswers
 from hvdlab.kernel_ext.spmd.router import CellRouter
 from hvdlab.kernel_ext.spmd.routing import asks_ranks
 from hvdlab.kernel_ext.spmd.side import RankSide
 from hvdlab.kernel_ext.spmd.wishes import np_of_request, wishes_for
+from hvdlab.kernel_ext.wire.status import Completions
 
 _Base: Any = (
     IPythonKernel  # it has hardly any annotations, and those of ways to be overridden that it does not use

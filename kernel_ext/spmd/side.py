@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from hvdlab.kernel_ext.payloads import Completions, Inspection
 from hvdlab.kernel_ext.spmd.wishes import Wishes
+from hvdlab.kernel_ext.wire.status import Completions, Inspection
 
 
 class RankSide(Protocol):

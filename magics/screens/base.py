@@ -8,7 +8,7 @@ from typing import Protocol
 
 from hvdlab.kernel_ext.output.merge import LineMerger
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text
-from hvdlab.kernel_ext.payloads import CellDone, Chunk
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
 
 class Screen(Protocol):

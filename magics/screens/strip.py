@@ -13,7 +13,7 @@ from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import EndingSink, TimedSink, began, settle, status_of
 from hvdlab.kernel_ext.output.limit import KeptSink
 from hvdlab.kernel_ext.output.transcript import Transcript
-from hvdlab.kernel_ext.payloads import CellDone
+from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.magics.screens.publisher import Watched
 
 DELAY = 0.5

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from effort import examples
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import decode_to_pool, decode_to_rank, encode
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.codec import decode_to_pool, decode_to_rank, encode
 from payload_fuzz import DECODERS, KINDS, make, one_input
 from protocol_fuzz import run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from IPython.core.completer import provisionalcompleter
 
-from hvdlab.kernel_ext.payloads import Names
+from hvdlab.kernel_ext.wire.status import Names
 from hvdlab.magics.arguments import Values
 from hvdlab.magics.cells import run_parser
 from hvdlab.magics.pools import pool_parser

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hvdlab.kernel_ext.inspect.messages import Examined, Leaf
 from hvdlab.kernel_ext.inspect.result import Diff, DiffRow, Group
+from hvdlab.kernel_ext.wire.compare import Examined, Leaf
 from magics_fakes import Notebook
 
 

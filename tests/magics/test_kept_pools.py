@@ -9,7 +9,7 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.leftovers import LeftCell, Show
-from hvdlab.kernel_ext.payloads import HeldCell, RunCell
+from hvdlab.kernel_ext.wire.cells import HeldCell, RunCell
 from magics_fakes import FakePool, Notebook
 
 

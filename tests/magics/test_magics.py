@@ -9,8 +9,7 @@ import pytest
 
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.payloads import Names, ServerNow
-from hvdlab.kernel_ext.status import RankStatus
+from hvdlab.kernel_ext.wire.status import Names, RankStatus, ServerNow
 from hvdlab.magics.status_table import StatusTable
 from magics_fakes import Notebook
 

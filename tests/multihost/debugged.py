@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlab.kernel_ext.debugger.mail import desk_of
-from hvdlab.kernel_ext.debugger.messages import FromServer, Opened
 from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.wire.debug import FromServer, Opened
 
 CELL = "import socket\nhere = socket.gethostname()\nshown = here.upper()\nprint(shown)\n"
 FILE = "/tmp/ipykernel_1/1.py"

@@ -14,10 +14,9 @@ from hvdlab.kernel_ext.cells.drive import BACKLOG, CellHandle
 from hvdlab.kernel_ext.cells.events import Asked, DoneArrived, Event, OutputArrived, PoolNews
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
-from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Stream
 from hvdlab.kernel_ext.prompts.desk import PromptDesk
-from hvdlab.kernel_ext.prompts.messages import DEBUGGER, PromptRequest
 from hvdlab.kernel_ext.prompts.queue import Question
+from hvdlab.kernel_ext.wire.cells import DEBUGGER, CellDone, CellError, Chunk, PromptRequest, Stream
 from patience import PATIENCE
 
 

@@ -22,7 +22,7 @@ from hvdlab.kernel_ext.cells.events import (
 )
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import ANNOUNCE, CellRun
-from hvdlab.kernel_ext.payloads import CellDone, CellError, Stream
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Stream
 
 
 def elastic(ranks: int, at_least: int = 1, at_most: int | None = None) -> CellRun:

@@ -20,7 +20,8 @@ from hvdlab.kernel_ext.cells.interrupts import AFTER_TIMEOUT, LAST_CHANCE, PATIE
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import GRACE, CellRun
 from hvdlab.kernel_ext.output.report import report
-from hvdlab.kernel_ext.payloads import CellDone, CellError, Stack, StackFrame
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError
+from hvdlab.kernel_ext.wire.status import Stack, StackFrame
 
 HERE = Stack(0, "c1", (StackFrame("<module>", "cell [4]", 5, "svd(x)"),))
 

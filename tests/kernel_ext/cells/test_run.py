@@ -30,7 +30,8 @@ from hvdlab.kernel_ext.cells.events import (
 )
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import ANNOUNCE, GRACE, CellRun
-from hvdlab.kernel_ext.payloads import CellDone, CellError, Display, PendingNow, Stack, Stream
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Display, Stream
+from hvdlab.kernel_ext.wire.status import PendingNow, Stack
 
 
 def run(ranks: int = 4, **kwargs: object) -> CellRun:

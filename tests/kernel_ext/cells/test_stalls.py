@@ -19,7 +19,8 @@ from hvdlab.kernel_ext.cells.events import (
     TimePassed,
 )
 from hvdlab.kernel_ext.cells.run import CellRun
-from hvdlab.kernel_ext.payloads import CellDone, CellError, PendingNow, Stack, StackFrame
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError
+from hvdlab.kernel_ext.wire.status import PendingNow, Stack, StackFrame
 
 STEP = StackFrame("train_step", "cell [7]", 12, "loader.next()")
 DEEP = StackFrame("__next__", "/site-packages/data/loader.py", 630, "return q.get()")

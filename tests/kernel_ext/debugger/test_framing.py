@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.kernel_ext.debugger.framing import HEAD_MOST, MOST, FramingError, Unframer, frame
+from hvdlab.kernel_ext.wire.debug import HEAD_MOST, MOST, FramingError, Unframer, frame
 
 
 @given(st.lists(st.binary(max_size=200), max_size=6), st.lists(st.integers(1, 50), min_size=1))

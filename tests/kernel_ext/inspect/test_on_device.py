@@ -22,10 +22,10 @@ from hvdlab.collectives import fingerprint
 from hvdlab.collectives.fingerprint import SIZE, differing
 from hvdlab.kernel_ext.inspect.diff import diff
 from hvdlab.kernel_ext.inspect.examination import Examination
-from hvdlab.kernel_ext.inspect.messages import AskBlocks, AskLeaves, Compare, Compared, Examine, Gather
 from hvdlab.kernel_ext.inspect.result import Diff
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import Piece
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.compare import AskBlocks, AskLeaves, Compare, Compared, Examine, Gather
+from hvdlab.kernel_ext.wire.values import Piece
 
 BLOCK = 64
 """Bytes of a block here, in four rows of four words."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.kernel_ext.inspect.messages import Examined
 from hvdlab.kernel_ext.inspect.result import Diff, Group
+from hvdlab.kernel_ext.wire.compare import Examined
 
 
 def diff(*ranks: tuple[int, ...], unknown: int = 0, left_out: int = 0, named: tuple[str, ...] = ()) -> Diff:

@@ -16,7 +16,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.output.lines import LONGEST_LINE, MOST_ROWS, LineSplitter
 from hvdlab.kernel_ext.output.merge import HOLD, REFRESH, LineMerger, hold_time
 from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text
-from hvdlab.kernel_ext.payloads import Clear, Display, Stream
+from hvdlab.kernel_ext.wire.cells import Clear, Display, Stream
 
 LABEL = re.compile(r"^\[([0-9,\-]+)\] (.*)$", re.DOTALL)
 

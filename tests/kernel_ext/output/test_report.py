@@ -8,7 +8,7 @@ from hvdlab.kernel_ext.cells.failure import CellFailed, CellInterrupted, failure
 from hvdlab.kernel_ext.cells.results import CellResults, Death
 from hvdlab.kernel_ext.newcomers import Newcomer
 from hvdlab.kernel_ext.output.report import report
-from hvdlab.kernel_ext.payloads import CellDone, CellError
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError
 
 
 def results(errors: dict[int, CellError | None], **kwargs: object) -> CellResults:

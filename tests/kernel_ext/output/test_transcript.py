@@ -15,7 +15,7 @@ from hvdlab.kernel_ext.output.export import last_lines, write_text
 from hvdlab.kernel_ext.output.record import Recorder, Transcripts
 from hvdlab.kernel_ext.output.spool import NOTE, Entry, Spool
 from hvdlab.kernel_ext.output.transcript import AT_ONCE, IN_MEMORY, Ending, Transcript
-from hvdlab.kernel_ext.payloads import CellDone, Chunk, Clear, Display, Stream
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
 
 MEGABYTE = "z" * 99 + "\n"
 MEGABYTE *= 10_000

@@ -10,8 +10,8 @@ import pytest
 
 from dap_port import DapPort
 from hvdlab.kernel_ext.debugger.mail import desk_of
-from hvdlab.kernel_ext.debugger.messages import FromServer, Opened
 from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.wire.debug import FromServer, Opened
 from patience import PATIENCE
 
 pytest.importorskip("debugpy")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.payloads import Chunk, Stream
 from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.wire.cells import Chunk, Stream
 
 StartPool = Callable[..., Pool]
 

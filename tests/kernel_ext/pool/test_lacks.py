@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdlab.kernel_ext.lacks import back, lacking
-from hvdlab.kernel_ext.payloads import Names
+from hvdlab.kernel_ext.wire.status import Names
 
 
 def names(variables: str, modules: str = "") -> Names:

@@ -16,9 +16,9 @@ import pytest
 
 from hvdlab.kernel_ext.output.limit import LimitedSink
 from hvdlab.kernel_ext.output.merge import LineMerger
-from hvdlab.kernel_ext.payloads import Shared
 from hvdlab.kernel_ext.pool import Pool
-from hvdlab.kernel_ext.rank.lending import Window, Windows
+from hvdlab.kernel_ext.wire.compare import Shared
+from hvdlab.kernel_ext.wire.shared_buffer import Window, Windows
 from hvdlab.magics.screens.base import MergingSink
 from hvdlab.magics.screens.notebook import NotebookScreen
 

@@ -20,9 +20,10 @@ from hvdlab.kernel_ext.environment import foreign_sizes
 from hvdlab.kernel_ext.forked import PROGRAM
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.foreign import EngineSetLauncher, EngineSetStarter, PoolRequest
-from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Status, decode_to_rank
 from hvdlab.kernel_ext.questions import Questions
-from hvdlab.kernel_ext.status import RankStatus
+from hvdlab.kernel_ext.wire.codec import decode_to_rank
+from hvdlab.kernel_ext.wire.status import RankStatus, Status
+from hvdlab.kernel_ext.wire.values import Done, PullValue, PushValue
 from hvdlab.launch import local
 from hvdlab.launch.exec_agent.link import remote_command
 from hvdlab.launch.exits import OutOfMemoryCounter, describe

@@ -9,18 +9,11 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
-from hvdlab.kernel_ext.payloads import (
-    TO_POOL,
-    CellDone,
-    Done,
-    Output,
-    PushValue,
-    Stream,
-    decode_to_pool,
-    decode_to_rank,
-)
 from hvdlab.kernel_ext.questions import Questions
 from hvdlab.kernel_ext.rank.sent import Sent
+from hvdlab.kernel_ext.wire.cells import CellDone, Output, Stream
+from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_pool, decode_to_rank
+from hvdlab.kernel_ext.wire.values import Done, PushValue
 from patience import PATIENCE
 
 CELL = "c"

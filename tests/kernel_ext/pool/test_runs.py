@@ -11,8 +11,9 @@ from hvdlab.kernel_ext.cells.elastic import Bounds
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.newcomers import Newcomers
-from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Entered, decode_to_rank, encode
 from hvdlab.kernel_ext.runs import Runs
+from hvdlab.kernel_ext.wire.cells import CellDone, Entered
+from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_rank, encode
 from patience import PATIENCE
 
 

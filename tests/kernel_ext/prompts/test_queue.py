@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlab.kernel_ext.prompts.commands import Send, Switch, Tell, understand
-from hvdlab.kernel_ext.prompts.messages import DEBUGGER, INPUT, PromptRequest, Reply
 from hvdlab.kernel_ext.prompts.queue import GATHER, RETURN, Answer, PromptQueue
+from hvdlab.kernel_ext.wire.cells import DEBUGGER, INPUT, PromptRequest, Reply
 
 
 def ask(number: int, kind: str = DEBUGGER, prompt: str = "ipdb> ") -> PromptRequest:

@@ -11,10 +11,11 @@ from typing import Any
 
 from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
 from hvdlab.kernel_ext.forked import PROGRAM, decode_left
-from hvdlab.kernel_ext.payloads import Chunk, Output, Stream, decode_to_pool
 from hvdlab.kernel_ext.rank.capture import Capture
 from hvdlab.kernel_ext.rank.fds import FdCapture
-from hvdlab.kernel_ext.rank.unsent import Unsent, make_area
+from hvdlab.kernel_ext.wire.cells import Chunk, Output, Stream
+from hvdlab.kernel_ext.wire.codec import decode_to_pool
+from hvdlab.kernel_ext.wire.crash_ring import Unsent, make_area
 from hvdlab.launch.forkserver.pipes import ChildPipes, StdPipes
 
 # Between two instructions of these, elsewhere between two lines.

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hvdlab.kernel_ext import payloads
-from hvdlab.kernel_ext.payloads import CellDone, Credit, Display, Late, LateCredit, Output, Resync, Stream
 from hvdlab.kernel_ext.rank.capture import INTERVAL, PIECE, WINDOW, Capture, window_of
 from hvdlab.kernel_ext.rank.streams import RankStream
+from hvdlab.kernel_ext.wire import codec
+from hvdlab.kernel_ext.wire.cells import CellDone, Credit, Display, Late, LateCredit, Output, Resync, Stream
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
@@ -35,7 +35,7 @@ class Sent:
         self.some = threading.Event()
 
     def __call__(self, topic: str, body: bytes) -> None:
-        mail = payloads.decode_to_pool(body)
+        mail = codec.decode_to_pool(body)
         assert isinstance(mail, Output)
         self.outputs.append(mail)
         self.some.set()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from hvdlab.kernel_ext.inspect.messages import AskLeaves, Examine, Examined, Leaves
-from hvdlab.kernel_ext.payloads import Done, ToPool
 from hvdlab.kernel_ext.rank.examining import OVER, Examining
+from hvdlab.kernel_ext.wire.codec import ToPool
+from hvdlab.kernel_ext.wire.compare import AskLeaves, Examine, Examined, Leaves
+from hvdlab.kernel_ext.wire.values import Done
 
 
 def test_a_question_that_comes_with_the_end_is_answered() -> None:

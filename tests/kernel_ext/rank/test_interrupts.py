@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hvdlab.kernel_ext.payloads import CellDone
+from hvdlab.kernel_ext.wire.cells import CellDone
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank

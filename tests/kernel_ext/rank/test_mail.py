@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
-from hvdlab.kernel_ext import payloads
-from hvdlab.kernel_ext.payloads import AskStatus, Done, Fetch, PushValue, Release, RunCell, Status
 from hvdlab.kernel_ext.rank import values
+from hvdlab.kernel_ext.wire import codec
+from hvdlab.kernel_ext.wire.cells import RunCell
+from hvdlab.kernel_ext.wire.status import AskStatus, Status
+from hvdlab.kernel_ext.wire.values import Done, Fetch, PushValue, Release
 from payload_fuzz import make
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
 
-KINDS = tuple(kind for kind in get_args(payloads.ToRank) if kind is not RunCell)
+KINDS = tuple(kind for kind in get_args(codec.ToRank) if kind is not RunCell)
 
 
 def test_a_question_that_raises_is_answered_with_an_error(

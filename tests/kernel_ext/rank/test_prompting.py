@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hvdlab.kernel_ext.payloads import CellDone, Owner, Resync
-from hvdlab.kernel_ext.prompts.messages import (
+from hvdlab.kernel_ext.rank.debugging import POST_MORTEM
+from hvdlab.kernel_ext.rank.gate import InterruptGate
+from hvdlab.kernel_ext.rank.prompting import LeftDebugger, Prompting
+from hvdlab.kernel_ext.wire.cells import (
     AT_AN_END,
     DEBUGGER,
     INPUT,
     PASSWORD,
+    CellDone,
+    Owner,
     PromptRequest,
     PromptWithdrawn,
     Reply,
+    Resync,
 )
-from hvdlab.kernel_ext.rank.debugging import POST_MORTEM
-from hvdlab.kernel_ext.rank.gate import InterruptGate
-from hvdlab.kernel_ext.rank.prompting import LeftDebugger, Prompting
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Ran, Rank

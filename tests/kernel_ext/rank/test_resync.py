@@ -9,25 +9,24 @@ import threading
 from typing import TYPE_CHECKING
 
 from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import (
+from hvdlab.kernel_ext.rank.attendance import Attendance
+from hvdlab.kernel_ext.rank.capture import WINDOW, Capture
+from hvdlab.kernel_ext.rank.sent import UNATTENDED, Sent
+from hvdlab.kernel_ext.wire.cells import (
     AskCells,
     CellDone,
     Cells,
-    Done,
     HeldCell,
     Output,
     Owner,
-    PushValue,
     Resync,
     RunCell,
     Settled,
     Stream,
-    decode_to_pool,
 )
-from hvdlab.kernel_ext.rank.attendance import Attendance
-from hvdlab.kernel_ext.rank.capture import WINDOW, Capture
-from hvdlab.kernel_ext.rank.sent import UNATTENDED, Sent
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.codec import decode_to_pool
+from hvdlab.kernel_ext.wire.values import Done, PushValue
 from hvdlab.launch.processes import start_time
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, Disagreement, MismatchError, Pending
-from hvdlab.kernel_ext.payloads import CellDone, Output, RunCell
+from hvdlab.kernel_ext.wire.cells import CellDone, Output, RunCell
 from patience import PATIENCE
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlab.kernel_ext.payloads import Clear, Display, Left, Stream
-from hvdlab.kernel_ext.rank import unsent as unsent_module
-from hvdlab.kernel_ext.rank.unsent import HEADER, LARGEST, LARGEST_DISPLAY, SLACK, Unsent, make_area
+from hvdlab.kernel_ext.wire import crash_ring as unsent_module
+from hvdlab.kernel_ext.wire.cells import Clear, Display, Left, Stream
+from hvdlab.kernel_ext.wire.crash_ring import HEADER, LARGEST, LARGEST_DISPLAY, SLACK, Unsent, make_area
 
 
 @pytest.fixture

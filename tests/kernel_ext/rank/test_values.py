@@ -9,9 +9,9 @@ import cloudpickle
 import pytest
 
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PullValue, PushPart, PushValue, Release, Value
 from hvdlab.kernel_ext.rank import lending
 from hvdlab.kernel_ext.rank.values import TooLarge, dump, dump_parts, short_repr
+from hvdlab.kernel_ext.wire.values import Done, Fetch, Piece, PullValue, PushPart, PushValue, Release, Value
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank

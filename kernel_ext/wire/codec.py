@@ -1,10 +1,9 @@
-"""What the pool and its ranks say to each other, as msgspec structs in the body of mail: all of it, and its codec.
+"""The messages of the pool's channel in both directions, and their codec.
 
-The structs themselves are in ``messages``, ``inspect.messages`` and ``prompts.messages``, by what they are about.
-
-Every struct travels under the topic of its direction: :data:`TO_RANK` from the pool, :data:`TO_POOL` from a rank.
-The coordinator relays the bytes without looking at them. No pickle here: :class:`Value` carries a pickle that the
-user asked for by pulling, and only the pool that started the ranks unpickles it.
+The structs themselves are in the other modules of this folder, by subject. Each travels under the topic of its direction:
+:data:`TO_RANK` from the pool, :data:`TO_POOL` from a rank. The coordinator relays the bytes without decoding them. No pickle is
+decoded here: :class:`~hvdlab.kernel_ext.wire.values.Value` carries a pickle that the user asked for by pulling, and only the pool
+that started the ranks unpickles it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,24 @@ import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import MALFORMED
-from hvdlab.kernel_ext.inspect.messages import (
+from hvdlab.kernel_ext.wire.cells import (
+    AskCells,
+    CellDone,
+    Cells,
+    Credit,
+    Entered,
+    Late,
+    LateCredit,
+    Output,
+    Owner,
+    PromptRequest,
+    PromptWithdrawn,
+    Reply,
+    Resync,
+    RunCell,
+    Settled,
+)
+from hvdlab.kernel_ext.wire.compare import (
     AskBlocks,
     AskLeaves,
     AskTensors,
@@ -28,33 +44,11 @@ from hvdlab.kernel_ext.inspect.messages import (
     Examined,
     Gather,
     Leaves,
-    Shared,
     Tensors,
     Variables,
     View,
 )
-from hvdlab.kernel_ext.messages.cells import (
-    AskCells,
-    CellDone,
-    CellError,
-    Cells,
-    Chunk,
-    Clear,
-    Credit,
-    Display,
-    Entered,
-    HeldCell,
-    Late,
-    LateCredit,
-    Left,
-    Output,
-    Owner,
-    Resync,
-    RunCell,
-    Settled,
-    Stream,
-)
-from hvdlab.kernel_ext.messages.state import (
+from hvdlab.kernel_ext.wire.status import (
     AskNames,
     AskStack,
     AskStatus,
@@ -65,13 +59,10 @@ from hvdlab.kernel_ext.messages.state import (
     Inspect,
     Inspection,
     Names,
-    PendingNow,
-    ServerNow,
     Stack,
-    StackFrame,
     Status,
 )
-from hvdlab.kernel_ext.messages.values import (
+from hvdlab.kernel_ext.wire.values import (
     AskKnown,
     Done,
     Fetch,
@@ -85,84 +76,6 @@ from hvdlab.kernel_ext.messages.values import (
     Release,
     Value,
 )
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.prompts.messages import PromptRequest, PromptWithdrawn, Reply
-
-__all__ = [
-    "TO_POOL",
-    "TO_RANK",
-    "AskBlocks",
-    "AskCells",
-    "AskKnown",
-    "AskLeaves",
-    "AskNames",
-    "AskStack",
-    "AskStatus",
-    "AskTensors",
-    "AskVariables",
-    "AskView",
-    "Blocks",
-    "CellDone",
-    "CellError",
-    "Cells",
-    "Chunk",
-    "Clear",
-    "Compare",
-    "Compared",
-    "Complete",
-    "Completions",
-    "Credit",
-    "Display",
-    "Done",
-    "Entered",
-    "Examine",
-    "Examined",
-    "Express",
-    "Expressed",
-    "Fetch",
-    "Gather",
-    "HeldCell",
-    "Inspect",
-    "Inspection",
-    "Known",
-    "Late",
-    "LateCredit",
-    "Learn",
-    "Learnt",
-    "Leaves",
-    "Left",
-    "Names",
-    "Output",
-    "Owner",
-    "Payload",
-    "PendingNow",
-    "Piece",
-    "PromptRequest",
-    "PromptWithdrawn",
-    "PullValue",
-    "PushPart",
-    "PushValue",
-    "Release",
-    "Reply",
-    "Resync",
-    "RunCell",
-    "ServerNow",
-    "Settled",
-    "Shared",
-    "Stack",
-    "StackFrame",
-    "Status",
-    "Stream",
-    "Tensors",
-    "ToPool",
-    "ToRank",
-    "Value",
-    "Variables",
-    "View",
-    "decode_to_pool",
-    "decode_to_rank",
-    "encode",
-]
 
 TO_RANK = "hvdlab.pool.to_rank"
 TO_POOL = "hvdlab.pool.to_pool"

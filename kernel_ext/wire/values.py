@@ -1,11 +1,11 @@
-"""Messages about values: to bind them on ranks, or to bring them from there."""
+"""Messages that bind values on ranks, or bring values from there."""
 
 from __future__ import annotations
 
 import msgspec
 
-from hvdlab.kernel_ext.inspect.messages import Shared
-from hvdlab.kernel_ext.payload import Payload
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.compare import Shared
 
 
 class PushValue(Payload, frozen=True):

@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from hvdlab.kernel_ext.messages.cells import Chunk, Clear, Display, Left, Stream
+from hvdlab.kernel_ext.wire.cells import Chunk, Clear, Display, Left, Stream
 
 HEADER = 4096
 SLACK = 1 << 20

@@ -1,15 +1,15 @@
-"""Messages about the variables of ranks: a part of :mod:`hvdlab.kernel_ext.payloads`.
+"""Messages that compare and show the variables of ranks.
 
-A value is looked at in its *leaves*: numbers, texts and arrays, each with a path such as ``.fc.weight`` or
+A value is compared by its *leaves*: numbers, texts and arrays, each with a path such as ``.fc.weight`` or
 ``['lr']``. :class:`Examine` opens an *examination*: while it lasts the rank's main thread does nothing else, so that
-nothing changes, until the pool releases it (by :class:`~hvdlab.kernel_ext.payloads.Release`).
+nothing changes, until the pool releases it (by :class:`~hvdlab.kernel_ext.wire.values.Release`).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from hvdlab.kernel_ext.payload import Payload
+from hvdlab.kernel_ext.wire.channel import Payload
 
 
 class Shared(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -125,7 +125,7 @@ Range = tuple[int, int, int]
 
 
 class Gather(Payload, frozen=True):
-    """Ask for bytes of leaves, one behind the other, as :class:`~hvdlab.kernel_ext.payloads.Piece`."""
+    """Ask for bytes of leaves, one behind the other, as :class:`~hvdlab.kernel_ext.wire.values.Piece`."""
 
     ticket: int
     lot: int

@@ -1,4 +1,4 @@
-"""Messages about what runs on ranks and what it writes: cells, their output and their ends."""
+"""Messages about cells: their start, output and end, and the prompts for input that they make."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from hvdlab.kernel_ext.payload import Payload
+from hvdlab.kernel_ext.wire.channel import Payload
 
 
 class RunCell(Payload, frozen=True):
@@ -267,3 +267,48 @@ class Cells(Payload, frozen=True):
     ticket: int
     cells: tuple[HeldCell, ...]
     interrupted: str = ""
+
+
+INPUT, PASSWORD, DEBUGGER = "input", "password", "debugger"
+"""Kinds of questions: for a line, a line that is not shown while it is typed, a debugger's command."""
+
+LONGEST_PROMPT = 2000
+"""Characters of a prompt that are shown."""
+
+AT_AN_END = "eof"
+"""In place of an error's sentence: the user has ended the input."""
+
+
+class PromptRequest(Payload, frozen=True):
+    """A rank waits for a line from the user; sent again if it, or the answer, may have got lost.
+
+    Attributes:
+        cell: The id of the cell that asks.
+        number: Distinguishes this rank's questions.
+        kind: One of :data:`INPUT`, :data:`PASSWORD`, :data:`DEBUGGER`.
+        prompt: The text in front of the input.
+    """
+
+    cell: str
+    number: int
+    kind: str
+    prompt: str
+
+
+class PromptWithdrawn(Payload, frozen=True):
+    """A rank does not wait for this answer any more."""
+
+    cell: str
+    number: int
+
+
+class Reply(Payload, frozen=True):
+    """The answer to :class:`PromptRequest` with this number.
+
+    Attributes:
+        error: Empty, :data:`AT_AN_END`, or a sentence that says why there is no answer.
+    """
+
+    number: int
+    text: str
+    error: str = ""

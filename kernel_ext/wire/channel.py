@@ -1,6 +1,13 @@
-"""Mail between the pool and the main programs of its ranks, beside the cells of ``payloads``."""
+"""The base of all messages between a pool and its ranks, and the topics of those that have no struct."""
 
 from __future__ import annotations
+
+import msgspec
+
+
+class Payload(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """Base of every payload."""
+
 
 READY = "hvdlab.pool.ready"
 """Rank to pool, no body: the rank's agent listens, cells may be sent."""
@@ -19,4 +26,4 @@ ENVIRONMENT = "hvdlab.pool.environment"
 """Pool to rank: variables to set, a MessagePack map of strings, because the size of the pool changed."""
 
 COMM = "hvdlab.pool.comm"
-"""Both ways: messages between a widget of a rank and its view in the frontend (``kernel_ext.comms``)."""
+"""Both ways: messages between a widget of a rank and its view in the frontend (:mod:`hvdlab.kernel_ext.wire.comms`)."""

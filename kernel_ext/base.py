@@ -17,7 +17,7 @@ from hvdlab.collectives.errors import HvdlabError, StartError, compact_ranks, fo
 from hvdlab.kernel_ext import checks, leftovers, transfer
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.forked import PROGRAM_NAME, decode_left
+from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME, decode_left
 from hvdlab.kernel_ext.foundation import address_for, base_for
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group
 from hvdlab.kernel_ext.held import HeldPool

@@ -20,7 +20,7 @@ from hvdlab.collectives.coordinator.listeners import Listeners
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.forked import PROGRAM_NAME
+from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.held import HeldCoordinator
 from hvdlab.kernel_ext.prestart import Base
 from hvdlab.kernel_ext.registry import Kept, Process, Registry

@@ -12,7 +12,7 @@ from pathlib import Path
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.linux import process_state
 from hvdlab.kernel_ext.output.crash import called
-from hvdlab.kernel_ext.rank.dump import NAME, SIGNAL
+from hvdlab.kernel_ext.wire.stack_dump import NAME, SIGNAL
 
 DUMP_WITHIN = 0.2
 """Seconds that a process has to dump its stack."""

@@ -171,7 +171,7 @@ class Sizing:
             )
         begin = time.monotonic()
         call = f"bring({source}, {targets!r}, {tuple(without)!r})"
-        cell = f"__import__('hvdlab.kernel_ext.rank.syncing', fromlist=['bring']).{call}"
+        cell = f"__import__('hvdlab.kernel_ext.rank.sync', fromlist=['bring']).{call}"
         results = self.run(cell, label="sync", timeout=timeout, store_history=False)
         if (ran := self._base.transcripts.find("sync")) is not None:  # `%hvd_output` is of the user's cells
             self._base.transcripts.forget(ran.transcript.cell)

@@ -17,9 +17,8 @@ import cloudpickle  # type: ignore[import-untyped]  # no stubs
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, format_ranks
 from hvdlab.kernel_ext.questions import Questions
-from hvdlab.kernel_ext.rank.lending import NOT_SHARED
-from hvdlab.kernel_ext.rank.values import INLINE, dump_parts, rough_size
-from hvdlab.kernel_ext.wire.shared_buffer import Window, Windows
+from hvdlab.kernel_ext.rank.values import INLINE, NOT_SHARED, dump_parts, rough_size
+from hvdlab.kernel_ext.wire.shared_buffer import SharedBuffer, SharedBufferReader
 from hvdlab.kernel_ext.wire.values import (
     AskKnown,
     Done,
@@ -105,7 +104,7 @@ def _fetch_all(
     far = {rank: found for rank, found in parts.items() if rank not in near}
     if shared := {rank: found for rank, found in parts.items() if rank in near}:
         try:
-            with Windows() as windows:
+            with SharedBufferReader() as windows:
                 _fetch(questions, name, lot, shared, windows, patience)
         except OSError:  # their memory can't be looked into after all
             far = parts
@@ -119,7 +118,7 @@ def _fetch(
     name: str,
     lot: int,
     parts: Mapping[int, list[bytearray]],
-    windows: Windows | None,
+    windows: SharedBufferReader | None,
     patience: float | None,
 ) -> None:
     sizes = {rank: tuple(map(len, found)) for rank, found in parts.items()}
@@ -142,7 +141,7 @@ def _fetch(
 
 
 def _fetching(
-    lot: int, part: int, offset: int, length: int, windows: Windows | None
+    lot: int, part: int, offset: int, length: int, windows: SharedBufferReader | None
 ) -> Callable[[int], Fetch]:
     return lambda ticket: Fetch(ticket, lot, part, offset, length, windows is not None)
 
@@ -197,7 +196,7 @@ def _bring(
     """
     if set(ranks) <= set(near):
         with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as messages
-            refused = _bring_pieces(questions, lot, parts, ranks, Window(IN_FLIGHT), patience)
+            refused = _bring_pieces(questions, lot, parts, ranks, SharedBuffer(IN_FLIGHT), patience)
             if NOT_SHARED not in refused.values():
                 return refused
     return _bring_pieces(questions, lot, parts, ranks, None, patience)
@@ -208,7 +207,7 @@ def _bring_pieces(
     lot: int,
     parts: Sequence[memoryview],
     ranks: Sequence[int],
-    window: Window | None,
+    window: SharedBuffer | None,
     patience: float | None,
 ) -> dict[int, str]:
     sizes = tuple(part.nbytes for part in parts)
@@ -231,7 +230,7 @@ def _bringing(
     part: int,
     offset: int,
     data: memoryview,
-    window: Window | None,
+    window: SharedBuffer | None,
 ) -> Callable[[int], PushPart]:
     if window is None:
         return lambda ticket: PushPart(ticket, lot, sizes, part, offset, bytes(data))

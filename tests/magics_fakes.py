@@ -23,7 +23,7 @@ from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied,
 from hvdlab.kernel_ext.cells.results import CellResults
 from hvdlab.kernel_ext.cells.run import CellRun
 from hvdlab.kernel_ext.output.record import Transcripts
-from hvdlab.kernel_ext.rank.compiler import parse
+from hvdlab.kernel_ext.rank.cell_source import parse
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Chunk, Display, Stream
 from hvdlab.kernel_ext.wire.status import Names
 from hvdlab.magics.extension import Extension

@@ -13,7 +13,7 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.environment import World
-from hvdlab.kernel_ext.forked import PROGRAM_NAME
+from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.foreign import PoolRequest

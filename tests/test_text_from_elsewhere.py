@@ -59,7 +59,7 @@ from hvdlab.kernel_ext.inspect.views import lines_of
 from hvdlab.kernel_ext.output.places import Whereabouts, grouped
 from hvdlab.kernel_ext.output.values import html_of
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError
-from hvdlab.kernel_ext.wire.compare import View
+from hvdlab.kernel_ext.wire.compare import VariableView
 from hvdlab.kernel_ext.wire.status import PendingNow, RankStatus, ServerNow, Stack, StackFrame
 from hvdlab.launch.exits import Outcome
 from hvdlab.magics.status_table import StatusTable
@@ -152,7 +152,9 @@ def whereabouts(name: str) -> str:
 
 
 def looked_at(name: str) -> str:
-    return "\n".join([*lines_of(View(1, (name,), names=(name,))), *lines_of(View(1, error=name))])
+    return "\n".join(
+        [*lines_of(VariableView(1, (name,), names=(name,))), *lines_of(VariableView(1, error=name))]
+    )
 
 
 def errors(name: str) -> str:

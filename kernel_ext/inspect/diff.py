@@ -12,7 +12,7 @@ from hvdlab.kernel_ext.inspect.arrays import family
 from hvdlab.kernel_ext.inspect.examination import same_key, with_host_digest
 from hvdlab.kernel_ext.inspect.result import Diff, DiffRow, Group, larger
 from hvdlab.kernel_ext.questions import Answer, Questions
-from hvdlab.kernel_ext.rank.lending import NOT_SHARED
+from hvdlab.kernel_ext.rank.values import NOT_SHARED
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.compare import (
     AskBlocks,

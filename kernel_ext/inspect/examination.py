@@ -17,7 +17,7 @@ from hvdlab.kernel_ext.inspect.elements import compare, not_finite
 from hvdlab.kernel_ext.inspect.leaves import FINGERPRINTS, Found, leaves_of
 from hvdlab.kernel_ext.inspect.leaves import Leaves as Walked
 from hvdlab.kernel_ext.inspect.scalars import type_name
-from hvdlab.kernel_ext.rank.failures import one_line
+from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.wire.compare import Blocks, Difference, Examined, Leaf, Leaves, Range
 
 NAMED = 3

@@ -26,7 +26,7 @@ from hvdlab.kernel_ext.inspect.parts import (
     parts_of,
 )
 from hvdlab.kernel_ext.inspect.scalars import content, is_scalar, long_text, type_name
-from hvdlab.kernel_ext.rank.failures import one_line
+from hvdlab.kernel_ext.rank.errors import one_line
 
 MOST_LEAVES = 20_000
 DEEPEST = 60

@@ -14,7 +14,7 @@ from hvdlab.kernel_ext.inspect.result import Diff
 from hvdlab.kernel_ext.inspect.special import SPECIAL
 from hvdlab.kernel_ext.questions import Answer
 from hvdlab.kernel_ext.wire.channel import Payload
-from hvdlab.kernel_ext.wire.compare import AskTensors, AskVariables, AskView, Tensors, Variables, View
+from hvdlab.kernel_ext.wire.compare import AskTensors, AskVariables, AskView, Tensors, Variables, VariableView
 from hvdlab.kernel_ext.wire.status import Names
 
 if TYPE_CHECKING:
@@ -50,13 +50,13 @@ class Looking:
         questions = self._base.runs.questions
         return diff(questions, name, self._chosen(ranks), special=special, near=self._near())
 
-    def view(self, expression: str, ranks: Sequence[int] | None = None) -> dict[int, View]:
+    def view(self, expression: str, ranks: Sequence[int] | None = None) -> dict[int, VariableView]:
         """Rank to a description of an expression's value there, of these ranks (by default all), also while they run a cell.
 
         Ranks that do not answer are missing.
         """
         answers = self._look(lambda ticket: AskView(ticket, expression), ranks)
-        return {rank: answer for rank, answer in answers.items() if isinstance(answer, View)}
+        return {rank: answer for rank, answer in answers.items() if isinstance(answer, VariableView)}
 
     def variables(self, ranks: Sequence[int] | None = None) -> Overview:
         """The user's variables on these ranks (by default all), and where they differ; also while cells run."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
 from hvdlab.collectives.visible import visible, visible_lines
-from hvdlab.kernel_ext.wire.compare import View
+from hvdlab.kernel_ext.wire.compare import VariableView
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.inspect.looking import Looking
@@ -122,7 +122,7 @@ class ValueView:
         )
 
 
-def lines_of(view: View | None) -> Sequence[str]:
+def lines_of(view: VariableView | None) -> Sequence[str]:
     """What a rank said about a value, as lines."""
     if view is None:
         return ["the rank does not answer"]

@@ -13,21 +13,20 @@ from typing import Any
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.kernel_ext.rank import completion, names, origin, stacks, status, syncing, values
-from hvdlab.kernel_ext.rank.capture import Capture
-from hvdlab.kernel_ext.rank.comms import RankComms
-from hvdlab.kernel_ext.rank.compiler import CellCompiler
-from hvdlab.kernel_ext.rank.debugserver import DebugServer
+from hvdlab.kernel_ext.rank import completion, output, status, sync, values
+from hvdlab.kernel_ext.rank.cell_executor import CellExecutor
+from hvdlab.kernel_ext.rank.cell_source import CellCompiler
+from hvdlab.kernel_ext.rank.debug_server import DebugServer
+from hvdlab.kernel_ext.rank.errors import describe
 from hvdlab.kernel_ext.rank.examining import QUESTIONS, Examining
-from hvdlab.kernel_ext.rank.failures import describe
-from hvdlab.kernel_ext.rank.fds import FdCapture
-from hvdlab.kernel_ext.rank.gate import InterruptGate
-from hvdlab.kernel_ext.rank.last_words import LastWords
-from hvdlab.kernel_ext.rank.lending import Lending, Parcels
-from hvdlab.kernel_ext.rank.looking import LOOKS, Looker
-from hvdlab.kernel_ext.rank.prompting import Prompting
-from hvdlab.kernel_ext.rank.runner import CellRunner
-from hvdlab.kernel_ext.rank.shell import ShellSetup
+from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
+from hvdlab.kernel_ext.rank.output import ExitFlush, OutputQueue
+from hvdlab.kernel_ext.rank.pipes import FdCapture
+from hvdlab.kernel_ext.rank.shell_setup import ShellSetup
+from hvdlab.kernel_ext.rank.stdin import RankStdin
+from hvdlab.kernel_ext.rank.values import IncomingTransfers, OutgoingTransfers
+from hvdlab.kernel_ext.rank.variable_view import LOOKS, VariableViewer
+from hvdlab.kernel_ext.rank.widgets import RankComms
 from hvdlab.kernel_ext.wire.cells import (
     AskCells,
     CellDone,
@@ -46,7 +45,7 @@ from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, ToPool, ToRank, decod
 from hvdlab.kernel_ext.wire.comms import CommMessage
 from hvdlab.kernel_ext.wire.comms import decode as decode_comm
 from hvdlab.kernel_ext.wire.compare import Examine
-from hvdlab.kernel_ext.wire.crash_ring import Unsent
+from hvdlab.kernel_ext.wire.crash_ring import CrashRing
 from hvdlab.kernel_ext.wire.debug import DEBUG
 from hvdlab.kernel_ext.wire.status import AskNames, AskStack, AskStatus, Complete, Express, Inspect, Stack
 from hvdlab.kernel_ext.wire.values import (
@@ -82,24 +81,24 @@ class RankAgent:
         *,
         leave: Callable[[], None] | None = None,
         fds: FdCapture | None = None,
-        unsent: Unsent | None = None,
+        unsent: CrashRing | None = None,
     ) -> None:
         self._shell = shell
         self._loop = loop
         self._engine = engine
         self._leave = leave or loop.stop
         self._fds = fds
-        self._gate = InterruptGate(loop, engine)
-        self._capture = Capture(engine.post, fds=fds, ranks=lambda: engine.size, unsent=unsent)
-        self._last_words = LastWords(self._capture, engine)
+        self._gate = InterruptDelivery(loop, engine)
+        self._capture = OutputQueue(engine.post, fds=fds, ranks=lambda: engine.size, unsent=unsent)
+        self._last_words = ExitFlush(self._capture, engine)
         self._compiler = CellCompiler()
-        self._prompting = Prompting(
+        self._prompting = RankStdin(
             engine, lambda mail: self._reply(mail), self._capture.flush, lambda: self._gate.interrupted
         )
         self._capture.on_absence = lambda: self._prompting.attended(False)
         self._setup = ShellSetup(shell, self._capture, self._compiler, fds, self._prompting)
         self._debug = DebugServer(engine.post, self._call_soon, lambda: self._compiler.files, self._paused)
-        self._runner = CellRunner(
+        self._runner = CellExecutor(
             shell,
             engine,
             self._capture,
@@ -114,13 +113,13 @@ class RankAgent:
         self._delivering: set[asyncio.Task[None]] = set()
         self._jobs: deque[ToRank] = deque()
         self._job: ToRank | None = None
-        self._lending, self._parcels = Lending(loop), Parcels()
+        self._lending, self._parcels = OutgoingTransfers(loop), IncomingTransfers()
         self._examining = Examining(
             shell, loop, lambda: engine.rank, lambda: engine.local_size, lambda answer: self._reply(answer)
         )
-        self._looker = Looker(shell, lambda: self._cell, lambda answer: self._reply(answer))
+        self._looker = VariableViewer(shell, lambda: self._cell, lambda answer: self._reply(answer))
         #: What another rank knew, until this one has begun the cell that it is needed for.
-        self._lesson: syncing.Lesson | None = None
+        self._lesson: sync.Lesson | None = None
         #: The cell that this rank has entered last while others ran it.
         self._entered = ""
         self._arrived = asyncio.Event()
@@ -137,7 +136,7 @@ class RankAgent:
     def start(self) -> None:
         """Take over the shell's output and the pool's mail. Main thread, before or while the loop runs."""
         context.adopt(self._engine)
-        self._unfollow = origin.follow_threads()
+        self._unfollow = output.follow_threads()
         self._setup.install()
         self._comms.install()
         self._capture.start()
@@ -224,7 +223,7 @@ class RankAgent:
         elif isinstance(mail, AskStack):
             self._reply(self._stack(mail.ticket))
         elif isinstance(mail, AskNames):
-            self._reply(names.user_names(self._shell, mail.ticket))
+            self._reply(completion.user_names(self._shell, mail.ticket))
         elif isinstance(mail, AskKnown):
             threading.Thread(
                 target=self._tell_known, args=(mail.ticket,), name="hvdlab-known", daemon=True
@@ -276,7 +275,7 @@ class RankAgent:
         if (given := self._lending.again(ticket)) is not None:
             self._reply(given)
             return
-        answer, parts = syncing.known(self._shell, ticket)
+        answer, parts = sync.known(self._shell, ticket)
         if parts:
             self._lending.lend_aside(answer, parts)
         self._reply(answer)
@@ -323,7 +322,7 @@ class RankAgent:
         )
 
     def _stack(self, ticket: int) -> ToPool:
-        frames = stacks.cell_stack(self.main_thread, self._gate.suspended_in) if self._cell else ()
+        frames = status.cell_stack(self.main_thread, self._gate.suspended_in) if self._cell else ()
         return Stack(
             ticket,
             self._cell,
@@ -414,7 +413,7 @@ class RankAgent:
         except KeyError:
             self._reply(Learnt(request.ticket, error="it did not arrive", missing=True))
             return
-        self._lesson = syncing.Lesson(parts)
+        self._lesson = sync.Lesson(parts)
         self._reply(self._lesson.prepare(self._shell, request.ticket))
 
     def _enter(self) -> None:

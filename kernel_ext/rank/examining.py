@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlab.collectives.fingerprint import threads_for
-from hvdlab.kernel_ext.inspect.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.inspect.examination import Examination
 from hvdlab.kernel_ext.inspect.special import SPECIAL, special_value
-from hvdlab.kernel_ext.rank.failures import one_line
-from hvdlab.kernel_ext.rank.lending import NOT_SHARED, PATIENCE
+from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
+from hvdlab.kernel_ext.rank.errors import one_line
+from hvdlab.kernel_ext.rank.values import NOT_SHARED, PATIENCE
 from hvdlab.kernel_ext.wire.codec import ToPool
 from hvdlab.kernel_ext.wire.compare import (
     AskBlocks,
@@ -24,7 +24,7 @@ from hvdlab.kernel_ext.wire.compare import (
     Examined,
     Gather,
 )
-from hvdlab.kernel_ext.wire.shared_buffer import Window, Windows
+from hvdlab.kernel_ext.wire.shared_buffer import SharedBuffer, SharedBufferReader
 from hvdlab.kernel_ext.wire.values import Done, Piece
 
 Question = AskLeaves | AskBlocks | Gather | Compare
@@ -63,7 +63,7 @@ class Examining:
             asyncio.Queue()
         )  # a number: that examination was released
         self._released: deque[int] = deque(maxlen=REMEMBERED)
-        self._window: Window | None = None
+        self._window: SharedBuffer | None = None
 
     # -- control thread -----------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Examining:
         self._open = answer
         self._reply(answer)
         try:
-            with Windows() as windows:
+            with SharedBufferReader() as windows:
                 await self._serve(examination, windows)
         finally:
             self._open = self._window = None
@@ -135,7 +135,7 @@ class Examining:
         except TookTooLong:
             raise TookTooLong(f"{request.expression} takes longer than {EVALUATED_WITHIN:.0f} s") from None
 
-    async def _serve(self, examination: Examination, windows: Windows) -> None:
+    async def _serve(self, examination: Examination, windows: SharedBufferReader) -> None:
         assert self._open is not None
         lot = self._open.ticket
         while lot not in self._released:
@@ -157,7 +157,7 @@ class Examining:
                 answer = Done(question.ticket, one_line(error))
             self._reply(answer)
 
-    def _answer(self, question: Question, examination: Examination, windows: Windows) -> ToPool:
+    def _answer(self, question: Question, examination: Examination, windows: SharedBufferReader) -> ToPool:
         rank = self._rank()
         if isinstance(question, AskLeaves):
             return examination.some_leaves(question.ticket, question.first)
@@ -186,5 +186,5 @@ class Examining:
     def _share(self, question: Gather, examination: Examination, size: int) -> Any:
         if self._window is None or self._window.size < size:
             self._window = None
-            self._window = Window(size)
+            self._window = SharedBuffer(size)
         return self._window.fill(lambda target: examination.gather(question.ranges, target))

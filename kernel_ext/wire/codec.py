@@ -46,7 +46,7 @@ from hvdlab.kernel_ext.wire.compare import (
     Leaves,
     Tensors,
     Variables,
-    View,
+    VariableView,
 )
 from hvdlab.kernel_ext.wire.status import (
     AskNames,
@@ -135,7 +135,7 @@ ToPool = (
     | Leaves
     | Blocks
     | Compared
-    | View
+    | VariableView
     | Variables
     | Tensors
 )

@@ -12,7 +12,7 @@ import msgspec
 from hvdlab.kernel_ext.wire.channel import Payload
 
 
-class Shared(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class SharedRange(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The first ``length`` bytes of descriptor ``memory`` of process ``pid``, which must be called ``name``."""
 
     pid: int
@@ -143,7 +143,7 @@ class Compare(Payload, frozen=True):
     lot: int
     ranges: dict[int, tuple[tuple[Range, int], ...]]
     data: bytes = b""
-    shared: Shared | None = None
+    shared: SharedRange | None = None
 
 
 class Difference(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -183,7 +183,7 @@ class AskView(Payload, frozen=True):
     expression: str
 
 
-class View(Payload, frozen=True):
+class VariableView(Payload, frozen=True):
     """Answer to AskView: some lines about the value, or in ``error`` why there are none.
 
     Attributes:
@@ -219,7 +219,7 @@ class Variable(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Variables(Payload, frozen=True):
-    """Answer to AskVariables, in the order in which they were made; ``cell`` as in View."""
+    """Answer to AskVariables, in the order in which they were made; ``cell`` as in VariableView."""
 
     ticket: int
     variables: tuple[Variable, ...]
@@ -256,4 +256,4 @@ class Tensors(Payload, frozen=True):
     error: str = ""
 
 
-InspectAnswer = Examined | Leaves | Blocks | Compared | View | Variables | Tensors
+InspectAnswer = Examined | Leaves | Blocks | Compared | VariableView | Variables | Tensors

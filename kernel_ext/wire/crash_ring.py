@@ -82,7 +82,7 @@ def make_area() -> int:
     return area
 
 
-class Unsent:
+class CrashRing:
     """The rank's side. The caller holds a lock around each call.
 
     Args:

@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Self
 
-from hvdlab.kernel_ext.wire.compare import Shared
+from hvdlab.kernel_ext.wire.compare import SharedRange
 
 
-class Window:
+class SharedBuffer:
     """Memory that other processes of this host can look into, by ``/proc/<pid>/fd``; freed with this object."""
 
     def __init__(self, size: int) -> None:
@@ -25,36 +25,36 @@ class Window:
         os.ftruncate(self._descriptor, size)
         self._memory = mmap.mmap(self._descriptor, size)
 
-    def write(self, data: memoryview) -> Shared:
+    def write(self, data: memoryview) -> SharedRange:
         """Put data at its beginning; returns where to find it."""
         self._memory[: len(data)] = data
-        return Shared(os.getpid(), self._descriptor, self._name, len(data))
+        return SharedRange(os.getpid(), self._descriptor, self._name, len(data))
 
-    def fill(self, write: Callable[[memoryview], int]) -> Shared:
+    def fill(self, write: Callable[[memoryview], int]) -> SharedRange:
         """Have ``write`` put data at its beginning and return how many bytes; returns where to find them."""
         with memoryview(self._memory) as target:
             length = write(target)
-        return Shared(os.getpid(), self._descriptor, self._name, length)
+        return SharedRange(os.getpid(), self._descriptor, self._name, length)
 
 
-class Windows:
+class SharedBufferReader:
     """Other processes' windows, as this one looks into them."""
 
     def __init__(self) -> None:
         self._open: dict[str, mmap.mmap] = {}
 
-    def read(self, shared: Shared, target: memoryview) -> None:
+    def read(self, shared: SharedRange, target: memoryview) -> None:
         """Copy what is shared to ``target``. Raises ``OSError`` if there is no such window."""
         with memoryview(self._look(shared)) as view:
             target[:] = view[: shared.length]
 
     @contextlib.contextmanager
-    def look(self, shared: Shared) -> Iterator[memoryview]:
+    def look(self, shared: SharedRange) -> Iterator[memoryview]:
         """The shared memory itself, uncopied. Raises ``OSError`` if there is no such window."""
         with memoryview(self._look(shared)) as view, view[: shared.length] as part:
             yield part
 
-    def _look(self, shared: Shared) -> mmap.mmap:
+    def _look(self, shared: SharedRange) -> mmap.mmap:
         memory = self._open.get(shared.name)
         if memory is None:
             path = f"/proc/{shared.pid}/fd/{shared.memory}"

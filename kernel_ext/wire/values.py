@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hvdlab.kernel_ext.wire.channel import Payload
-from hvdlab.kernel_ext.wire.compare import Shared
+from hvdlab.kernel_ext.wire.compare import SharedRange
 
 
 class PushValue(Payload, frozen=True):
@@ -32,7 +32,7 @@ class PushPart(Payload, frozen=True):
     part: int
     offset: int
     data: bytes
-    shared: Shared | None = None
+    shared: SharedRange | None = None
 
 
 class PullValue(Payload, frozen=True):
@@ -132,4 +132,4 @@ class Piece(Payload, frozen=True):
 
     ticket: int
     data: bytes | None
-    shared: Shared | None = None
+    shared: SharedRange | None = None

@@ -171,7 +171,7 @@ Current thread 0x00007efeb9c5e740 (most recent call first):
   File "/lib/python3.11/ctypes/__init__.py", line 519 in string_at
   File "<cell [4] #0a1b2c>", line 5 in f
   File "<cell [4] #0a1b2c>", line 6 in <module>
-  File "/site-packages/hvdlab/kernel_ext/rank/runner.py", line 130 in _run_code
+  File "/site-packages/hvdlab/kernel_ext/rank/cell_executor.py", line 130 in _run_code
   File "<frozen runpy>", line 88 in _run_code
 
 Extension modules: msgspec._core, zmq.backend.cython._zmq (total: 2)

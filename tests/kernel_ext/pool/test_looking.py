@@ -89,7 +89,7 @@ def test_a_rank_of_a_pool_that_has_ended_can_still_be_shown() -> None:
 
 
 def test_values_that_misbehave_take_nothing_down(pool: Pool) -> None:
-    patient = "import hvdlab.kernel_ext.rank.looking as looking; looking.WITHIN = 3600"
+    patient = "import hvdlab.kernel_ext.rank.variable_view as looking; looking.WITHIN = 3600"
     assert pool.run(patient).ok  # so that it is the limit of a __repr__ that is found
     assert "its __repr__ raised SystemExit: no" in repr(pool.ranks[0].raises)
     assert "its __repr__ took longer than" in repr(pool.ranks[0].endless)

@@ -16,11 +16,11 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.kernel_ext import checks
-from hvdlab.kernel_ext.environment import foreign_sizes
-from hvdlab.kernel_ext.forked import PROGRAM
+from hvdlab.kernel_ext.forkserver.program import PROGRAM
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.foreign import EngineSetLauncher, EngineSetStarter, PoolRequest
 from hvdlab.kernel_ext.questions import Questions
+from hvdlab.kernel_ext.rank.__main__ import foreign_sizes
 from hvdlab.kernel_ext.wire.codec import decode_to_rank
 from hvdlab.kernel_ext.wire.status import RankStatus, Status
 from hvdlab.kernel_ext.wire.values import Done, PullValue, PushValue

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
 from hvdlab.kernel_ext.questions import Questions
-from hvdlab.kernel_ext.rank.sent import Sent
+from hvdlab.kernel_ext.rank.output_log import OutputLog
 from hvdlab.kernel_ext.wire.cells import CellDone, Output, Stream
 from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_pool, decode_to_rank
 from hvdlab.kernel_ext.wire.values import Done, PushValue
@@ -25,7 +25,7 @@ class Link:
     def __init__(self) -> None:
         self.to_pool: deque[bytes] = deque()
         self.to_rank: deque[tuple[str, int, int]] = deque()
-        self.sent = Sent(self._post)
+        self.sent = OutputLog(self._post)
         self.arrivals = Arrivals([0])
         self.text = ""
         self.done: CellDone | None = None

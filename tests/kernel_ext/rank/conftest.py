@@ -22,7 +22,7 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.settings import Settings
 from hvdlab.kernel_ext.prompts.prompter import NO_STDIN
 from hvdlab.kernel_ext.rank.agent import RankAgent
-from hvdlab.kernel_ext.rank.fds import FdCapture
+from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire import codec
 from hvdlab.kernel_ext.wire.cells import (
     CellDone,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hvdlab.kernel_ext.rank.capture import INTERVAL, PIECE, WINDOW, Capture, window_of
-from hvdlab.kernel_ext.rank.streams import RankStream
+from hvdlab.kernel_ext.rank.output import INTERVAL, PIECE, WINDOW, OutputQueue, window_of
+from hvdlab.kernel_ext.rank.shell_setup import RankStream
 from hvdlab.kernel_ext.wire import codec
 from hvdlab.kernel_ext.wire.cells import CellDone, Credit, Display, Late, LateCredit, Output, Resync, Stream
 
@@ -28,7 +28,7 @@ PATIENCE = 20.0
 
 
 class Sent:
-    """What a Capture posted."""
+    """What a OutputQueue posted."""
 
     def __init__(self) -> None:
         self.outputs: list[Output] = []
@@ -51,8 +51,8 @@ def sent() -> Sent:
 
 
 @pytest.fixture
-def capture(sent: Sent) -> Iterator[Capture]:
-    capture = Capture(sent)
+def capture(sent: Sent) -> Iterator[OutputQueue]:
+    capture = OutputQueue(sent)
     capture.start()
     yield capture
     capture.close()
@@ -78,7 +78,7 @@ def test_chunks_keep_their_order(rank: Rank) -> None:
     assert ran.clears[0].wait
 
 
-def test_neighbouring_texts_are_one_chunk(capture: Capture, sent: Sent) -> None:
+def test_neighbouring_texts_are_one_chunk(capture: OutputQueue, sent: Sent) -> None:
     with capture._sending:  # the thread that sends has to wait
         for i in range(100):
             capture.write("stdout", f"{i}\n")
@@ -125,7 +125,7 @@ def test_totals_begin_anew_with_each_cell(rank: Rank) -> None:
     assert outputs[-1].cell == "cell-1"  # the second play of a pool that counts anew
 
 
-def test_a_monstrous_write_is_taken_apart(capture: Capture, sent: Sent) -> None:
+def test_a_monstrous_write_is_taken_apart(capture: OutputQueue, sent: Sent) -> None:
     text = "x" * (3 * PIECE + 17)
     capture.write("stdout", text)
     capture.flush()
@@ -186,7 +186,7 @@ def late_of(pool: Pool, cell: str, length: int) -> str:
     return text
 
 
-def test_a_finalizer_may_print_anywhere(capture: Capture, sent: Sent) -> None:
+def test_a_finalizer_may_print_anywhere(capture: OutputQueue, sent: Sent) -> None:
     with capture._lock:  # as if the collector ran inside of write
         capture.write("stdout", "from __del__")
     capture.flush()
@@ -312,19 +312,19 @@ def test_a_task_that_waits_for_room_gets_it_while_its_rank_leaves(rank: Rank) ->
     rank.play(script)
 
 
-def test_late_credit_that_was_for_a_former_process_is_ignored(capture: Capture) -> None:
+def test_late_credit_that_was_for_a_former_process_is_ignored(capture: OutputQueue) -> None:
     capture.credit_late(1 << 40)
     assert capture._late_taken == 0
 
 
-def test_credit_of_an_older_cell_is_ignored(capture: Capture) -> None:
+def test_credit_of_an_older_cell_is_ignored(capture: OutputQueue) -> None:
     capture.begin_cell("new")
     capture.credit("old", 1 << 40)
     assert capture._taken == 0
 
 
 def test_the_end_of_the_rank_frees_writers(sent: Sent) -> None:
-    capture = Capture(sent)
+    capture = OutputQueue(sent)
     capture.start()
     capture.sent.expect("cell")
     capture.begin_cell("cell")
@@ -350,13 +350,15 @@ STATEMENTS = [
 
 
 @pytest.mark.parametrize("statement", STATEMENTS)
-def test_an_interrupt_anywhere_in_writing_leaves_no_gap(capture: Capture, sent: Sent, statement: str) -> None:
-    lines, first = inspect.getsourcelines(Capture._put)
+def test_an_interrupt_anywhere_in_writing_leaves_no_gap(
+    capture: OutputQueue, sent: Sent, statement: str
+) -> None:
+    lines, first = inspect.getsourcelines(OutputQueue._put)
     target = first + next(i for i, line in enumerate(lines) if line.strip().startswith(statement))
     raised = threading.Event()
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code is not Capture._put.__code__:
+        if frame.f_code is not OutputQueue._put.__code__:
             return None
         if event == "line" and frame.f_lineno == target and not raised.is_set():
             raised.set()
@@ -385,7 +387,7 @@ def test_an_interrupt_anywhere_in_writing_leaves_no_gap(capture: Capture, sent: 
     assert sent.text.endswith("defgdefg")
 
 
-def test_what_is_larger_than_the_window_passes(capture: Capture, sent: Sent) -> None:
+def test_what_is_larger_than_the_window_passes(capture: OutputQueue, sent: Sent) -> None:
     capture.begin_cell("cell")
     capture.put(Display({"text/html": "x" * (WINDOW + 1)}, {}))
     capture.flush()
@@ -395,7 +397,7 @@ def test_what_is_larger_than_the_window_passes(capture: Capture, sent: Sent) -> 
 # -- the streams' face ------------------------------------------------------------------------------------------------
 
 
-def test_streams_look_like_text_files(capture: Capture, sent: Sent) -> None:
+def test_streams_look_like_text_files(capture: OutputQueue, sent: Sent) -> None:
     stream = RankStream(capture, "stdout", None)
     assert isinstance(stream, io.TextIOBase)
     assert not stream.isatty()
@@ -414,7 +416,7 @@ def test_streams_look_like_text_files(capture: Capture, sent: Sent) -> None:
     assert sent.text == "fourabafter close\n"
 
 
-def test_bytes_may_be_torn_apart(capture: Capture, sent: Sent) -> None:
+def test_bytes_may_be_torn_apart(capture: OutputQueue, sent: Sent) -> None:
     stream = RankStream(capture, "stdout", None)
     raw = "ä".encode()
     stream.buffer.write(raw[:1])
@@ -543,7 +545,7 @@ def test_children_by_multiprocessing_print_too(fd_rank: Rank) -> None:
 
 def test_descriptors_are_given_back() -> None:
     script = (
-        "import os\nfrom hvdlab.kernel_ext.rank.fds import FdCapture\n"
+        "import os\nfrom hvdlab.kernel_ext.rank.pipes import FdCapture\n"
         "c = FdCapture()\nos.write(1, b'captured')\n"
         "with c.lock: text = ''.join(p.text for p in c.read(100))\n"
         "c.close()\nos.write(1, b'back: ' + text.encode())"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlab.kernel_ext.rank.compiler import CellCompiler
+from hvdlab.kernel_ext.rank.cell_source import CellCompiler
 
 MANY = 20
 

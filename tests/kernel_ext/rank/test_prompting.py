@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hvdlab.kernel_ext.rank.debugging import POST_MORTEM
-from hvdlab.kernel_ext.rank.gate import InterruptGate
-from hvdlab.kernel_ext.rank.prompting import LeftDebugger, Prompting
+from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
+from hvdlab.kernel_ext.rank.pdb import POST_MORTEM
+from hvdlab.kernel_ext.rank.stdin import LeftDebugger, RankStdin
 from hvdlab.kernel_ext.wire.cells import (
     AT_AN_END,
     DEBUGGER,
@@ -194,7 +194,7 @@ def test_a_pause_that_an_interrupt_left_behind_ends_with_the_cell() -> None:
             self.paused -= 1
 
     engine = Engine()
-    prompting = Prompting(
+    prompting = RankStdin(
         engine, lambda mail: isinstance(mail, PromptRequest) and answer(mail), lambda: None, lambda: False
     )
 
@@ -222,7 +222,7 @@ def test_a_debugger_on_a_thread_does_not_ask_while_the_main_thread_begins_to_han
 
     handled = iter([False])  # when it is looked for first; then it is
     asked: list[object] = []
-    prompting = Prompting(Engine(), asked.append, lambda: None, lambda: next(handled, True))
+    prompting = RankStdin(Engine(), asked.append, lambda: None, lambda: next(handled, True))
     monkeypatch.setattr("builtins.input", prompting.input)
     prompting.cell_begins("c")
     prompting.interrupted()
@@ -261,7 +261,7 @@ def test_the_debugger_does_not_keep_the_interrupt(rank: Rank) -> None:
     ran, _ = talk(rank, STEPS.format(stop="breakpoint()"), ["c"])
     assert ran.done.value_repr == "4"
     handler = signal.getsignal(signal.SIGINT)
-    assert isinstance(getattr(handler, "__self__", None), InterruptGate), handler
+    assert isinstance(getattr(handler, "__self__", None), InterruptDelivery), handler
 
 
 def test_ipythons_debugger_stops_as_well(rank: Rank) -> None:
@@ -276,7 +276,7 @@ def test_stepping_off_the_end_of_the_cell_ends_it(rank: Rank) -> None:
         ran = pool.run("breakpoint()\nx = 1\ny = 2", label="[7]")
         assert ran.done.error is None
         assert 3 <= len(pool.asked) < 10
-        assert "runner" not in ran.text()
+        assert "cell_executor" not in ran.text()
 
     rank.play(script)
     assert rank.run("x + y").done.value_repr == "3"

@@ -9,9 +9,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
-from hvdlab.kernel_ext.rank.attendance import Attendance
-from hvdlab.kernel_ext.rank.capture import WINDOW, Capture
-from hvdlab.kernel_ext.rank.sent import UNATTENDED, Sent
+from hvdlab.kernel_ext.rank.output import WINDOW, OutputQueue, OwnerWatch
+from hvdlab.kernel_ext.rank.output_log import UNATTENDED, OutputLog
 from hvdlab.kernel_ext.wire.cells import (
     AskCells,
     CellDone,
@@ -162,7 +161,7 @@ def test_the_order_of_an_elastic_cell_is_kept_for_the_next_process(rank: Rank) -
 
 
 def test_what_somebody_was_told_of_is_not_dropped_until_he_is_gone() -> None:
-    sent = Sent(lambda topic, body: None)
+    sent = OutputLog(lambda topic, body: None)
     sent.expect("a", "[1]")
     for _ in range(3):
         sent.output("a", [], UNATTENDED, unattended=True)
@@ -179,7 +178,7 @@ def test_what_somebody_was_told_of_is_not_dropped_until_he_is_gone() -> None:
 
 def test_who_is_named_again_keeps_what_he_was_told_of() -> None:
     """Owner, question and a second Owner come before the thread that sends has looked who is there."""
-    capture = Capture(lambda topic, body: None)
+    capture = OutputQueue(lambda topic, body: None)
     capture.sent.expect("a", "[1]")
     capture.owned(*me())
     for _ in range(2):
@@ -197,7 +196,7 @@ def test_who_is_named_again_keeps_what_he_was_told_of() -> None:
 
 def test_a_gap_is_told_instead_of_what_is_missing() -> None:
     posted: list[Payload] = []
-    sent = Sent(lambda topic, body: posted.append(decode_to_pool(body)))
+    sent = OutputLog(lambda topic, body: posted.append(decode_to_pool(body)))
     sent.expect("a", "[1]")
     for _ in range(3):
         sent.output("a", [], UNATTENDED, unattended=True)
@@ -212,7 +211,7 @@ def test_a_gap_is_told_instead_of_what_is_missing() -> None:
 
 
 def test_the_end_of_one_does_nothing_once_another_is_named() -> None:
-    attendance = Attendance()
+    attendance = OwnerWatch()
     ends: list[str] = []
     with selectors.DefaultSelector() as selector:
         attendance.name(*me())
@@ -227,7 +226,7 @@ def test_the_end_of_one_does_nothing_once_another_is_named() -> None:
 
 
 def test_a_process_of_another_host_counts_as_there_until_the_rank_learns_otherwise() -> None:
-    attendance = Attendance()
+    attendance = OwnerWatch()
     with selectors.DefaultSelector() as selector:
         attendance.name(1, 1, near=False)  # here this is another process, or none
         attendance.update(selector)

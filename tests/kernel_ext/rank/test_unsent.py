@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvdlab.kernel_ext.wire import crash_ring as unsent_module
 from hvdlab.kernel_ext.wire.cells import Clear, Display, Left, Stream
-from hvdlab.kernel_ext.wire.crash_ring import HEADER, LARGEST, LARGEST_DISPLAY, SLACK, Unsent, make_area
+from hvdlab.kernel_ext.wire.crash_ring import HEADER, LARGEST, LARGEST_DISPLAY, SLACK, CrashRing, make_area
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def text_of(left: Left | None) -> str:
 
 
 def test_nothing_is_found_of_who_began_no_cell(area: int) -> None:
-    unsent = Unsent(area)
+    unsent = CrashRing(area)
     assert read(area) is None
     unsent.begin("c", 1 << 20)
     unsent.write("stdout", "text")
@@ -47,7 +47,7 @@ def test_nothing_is_found_of_who_began_no_cell(area: int) -> None:
 
 
 def test_streams_and_displays_stay_in_order(area: int) -> None:
-    unsent = Unsent(area)
+    unsent = CrashRing(area)
     unsent.begin("c7", 1 << 20)
     shown = Display({"text/plain": "ü"}, {})
     unsent.write("stdout", "a")
@@ -72,7 +72,7 @@ def test_streams_and_displays_stay_in_order(area: int) -> None:
 
 
 def test_only_what_was_not_taken_is_found(area: int) -> None:
-    unsent = Unsent(area)
+    unsent = CrashRing(area)
     unsent.begin("c", 1 << 20)
     unsent.write("stdout", "taken")
     unsent.write("stdout", "not")
@@ -84,7 +84,7 @@ def test_only_what_was_not_taken_is_found(area: int) -> None:
 
 def test_the_count_follows_the_one_that_messages_have(area: int) -> None:
     """An interrupt between two steps of a write may have led it astray."""
-    unsent = Unsent(area)
+    unsent = CrashRing(area)
     unsent.begin("c", 1 << 20)
     unsent.write("stdout", "written but never queued")
     unsent.reach(10)
@@ -103,7 +103,7 @@ def test_the_count_follows_the_one_that_messages_have(area: int) -> None:
 def test_the_newest_is_found_whole_when_the_ring_was_full(writes: list[tuple[str, str]], fill: int) -> None:
     area = make_area()
     try:
-        unsent = Unsent(area)
+        unsent = CrashRing(area)
         window = 1 << 16
         unsent.begin("c", window)
         total = 0
@@ -133,7 +133,7 @@ def test_the_newest_is_found_whole_when_the_ring_was_full(writes: list[tuple[str
 def test_whatever_a_crash_has_left_there_is_no_second_one(body: bytes, header: bytes, number: int) -> None:
     area = make_area()
     try:
-        unsent = Unsent(area)
+        unsent = CrashRing(area)
         unsent.begin("c", 1 << 20)
         unsent.show(Clear(), 16)
         unsent.write("stdout", "x" * 300)
@@ -148,7 +148,7 @@ def test_whatever_a_crash_has_left_there_is_no_second_one(body: bytes, header: b
 
 
 def test_what_a_long_cell_used_is_given_back(area: int) -> None:
-    unsent = Unsent(area)
+    unsent = CrashRing(area)
     unsent.begin("c", LARGEST)
     for _ in range(2 * LARGEST >> 20):
         unsent.write("stdout", "x" * (1 << 20))
@@ -158,7 +158,7 @@ def test_what_a_long_cell_used_is_given_back(area: int) -> None:
 
 
 def test_what_was_taken_out_of_a_pipe_is_found_until_it_is_written(area: int) -> None:
-    unsent = Unsent(area)
+    unsent = CrashRing(area)
     unsent.begin("c", 1 << 20)
     reader, writer = os.pipe2(os.O_NONBLOCK)
     with pytest.raises(BlockingIOError):
@@ -182,7 +182,7 @@ def test_what_was_taken_out_of_a_pipe_is_found_until_it_is_written(area: int) ->
 
 
 def test_what_an_interrupt_left_landed_is_taken_next(area: int) -> None:
-    unsent = Unsent(area)
+    unsent = CrashRing(area)
     unsent.begin("c", 1 << 20)
     reader, writer = os.pipe2(os.O_NONBLOCK)
     os.write(writer, b"first")

@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 
 from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.rank import lending
+from hvdlab.kernel_ext.rank import values
 from hvdlab.kernel_ext.rank.values import TooLarge, dump, dump_parts, short_repr
 from hvdlab.kernel_ext.wire.values import Done, Fetch, Piece, PullValue, PushPart, PushValue, Release, Value
 
@@ -187,7 +187,7 @@ def test_large_arrays_stay_where_they_are_until_they_are_fetched(rank: Rank) -> 
 def test_a_value_that_nobody_fetches_is_kept_for_a_while_only(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lending, "PATIENCE", 0.05)
+    monkeypatch.setattr(values, "PATIENCE", 0.05)
     rank.run("x = b'x' * 5_000_000")
 
     def script(pool: Pool) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import ipywidgets  # type: ignore[import-untyped]
 import pytest
 
-from hvdlab.kernel_ext.rank.capture import Capture
-from hvdlab.kernel_ext.rank.widget_output import WidgetOutputs
+from hvdlab.kernel_ext.rank.output import OutputQueue
+from hvdlab.kernel_ext.rank.widgets import WidgetOutputs
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_while_a_thread_is_in_a_widget_others_write_into_the_cell(outputs: Widge
 
 
 def test_a_write_asks_no_thread_for_its_widget_while_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture = Capture(lambda topic, body: None)
+    capture = OutputQueue(lambda topic, body: None)
     capture.start()
 
     def asked(self: WidgetOutputs, name: str, text: str) -> bool:

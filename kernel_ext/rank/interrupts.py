@@ -3,7 +3,7 @@
 A signal can arrive at any instruction of the main thread. It must become a KeyboardInterrupt in the user's code of the
 very cell that was meant, never in the code around it (which would end the rank's loop), never in the next cell.
 
-For an interrupt of the pool the control thread notes which run is meant and then sends :data:`SIGNAL`, so that the handler
+For an interrupt of the pool the control thread notes which run is meant and then sends :data:`INTERRUPT_SIGNAL`, so that the handler
 recognises a late one. The handler runs on the main thread and looks at the stack that it interrupted: if a frame of
 guarded code is on it, raising is safe, since the exception passes through that frame to the runner, which waits for it.
 Otherwise the interrupt is remembered until the next guarded code begins, and forgotten when the cell ends.
@@ -40,7 +40,7 @@ from hvdlab.bindings.framework_hooks import must_return
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-SIGNAL = signal.SIGURG
+INTERRUPT_SIGNAL = signal.SIGURG
 """By default it is ignored, so it can do no harm to code that does not expect it; SIGINT stays free for senders from outside."""
 FIRST_RETRY = 0.005
 LAST_RETRY = 1.0
@@ -57,7 +57,7 @@ class HoldsInterrupts(Protocol):
     def end_native_waits(self) -> None: ...
 
 
-class InterruptGate:
+class InterruptDelivery:
     """Turns interrupts of the pool into KeyboardInterrupt of the running cell.
 
     :meth:`request` is for any thread; everything else belongs to the main thread.
@@ -111,7 +111,7 @@ class InterruptGate:
                 self._early = self._awaited
                 return self._early > 0
             self._requested = self._run
-            signal.pthread_kill(self._main, SIGNAL)
+            signal.pthread_kill(self._main, INTERRUPT_SIGNAL)
             self._changed.notify_all()
             return True
 
@@ -131,7 +131,7 @@ class InterruptGate:
                 self._changed.wait(delay)
                 sent = self._under_way()
                 if sent:
-                    signal.pthread_kill(self._main, SIGNAL)
+                    signal.pthread_kill(self._main, INTERRUPT_SIGNAL)
             if sent:
                 delay = min(2 * delay, LAST_RETRY)
                 # Without the lock, which the handler takes on the main thread, perhaps while that holds one of the engine's.
@@ -159,7 +159,7 @@ class InterruptGate:
             sys.unraisablehook = self._hook.args[0]
 
     def _take_signals(self) -> None:
-        for number in (signal.SIGINT, SIGNAL):
+        for number in (signal.SIGINT, INTERRUPT_SIGNAL):
             current = signal.getsignal(number)
             if current != self._on_signal:
                 self._previous.setdefault(number, current if current is not None else signal.SIG_DFL)
@@ -255,7 +255,7 @@ class InterruptGate:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if frame is not None and (frame.f_code is _HOOK or _is_on_stack(frame, [_REPEAT])):
             return  # raised in our hook it would be lost as well; _send_again() repeats what was requested
-        if number == SIGNAL:
+        if number == INTERRUPT_SIGNAL:
             requested, self._requested = self._requested, None
             if requested != self._run:
                 return  # meant for a cell that has ended since, or sent once too often
@@ -299,7 +299,7 @@ class InterruptGate:
             self._changed.notify_all()
 
 
-_HOOK, _REPEAT = InterruptGate._on_unraisable.__code__, InterruptGate._repeat.__code__
+_HOOK, _REPEAT = InterruptDelivery._on_unraisable.__code__, InterruptDelivery._repeat.__code__
 
 
 def _is_on_stack(frame: FrameType | None, codes: list[CodeType]) -> bool:

@@ -26,7 +26,7 @@ class PoolProgram(FrameworkPreloads):
 
     # The last two are what each rank would import for itself.
     required: Sequence[str] = (
-        "hvdlab.kernel_ext.rank.app",
+        "hvdlab.kernel_ext.rank.program",
         "hvdlab.collectives.planes.shm.plane",
         "IPython.core.oinspect",
     )
@@ -43,7 +43,7 @@ class PoolProgram(FrameworkPreloads):
 
         tqdm chooses between text and widget when it is imported, and frameworks read their environment then.
         """
-        from hvdlab.kernel_ext.rank.shell import prepare_progress_bars
+        from hvdlab.kernel_ext.rank.shell_setup import prepare_progress_bars
 
         super().after_required()
         prepare_progress_bars()
@@ -67,7 +67,7 @@ class PoolProgram(FrameworkPreloads):
 
     def run_rank(self, argv: Sequence[str], pipes: StdPipes, area: int) -> int:
         """Be a rank until the pool wants it to leave. Returns the exit code."""
-        from hvdlab.kernel_ext.rank.app import run
+        from hvdlab.kernel_ext.rank.program import run
 
         return run(argv, pipes, area)
 

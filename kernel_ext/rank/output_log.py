@@ -52,7 +52,7 @@ class _Cell:
     done: CellDone | None = None
 
 
-class Sent:
+class OutputLog:
     """The cells that came and were not settled. Any thread.
 
     Args:

@@ -8,13 +8,13 @@ from typing import Any
 
 from hvdlab.bindings.framework_hooks import loaded
 from hvdlab.kernel_ext.inspect.arrays import array_source
-from hvdlab.kernel_ext.inspect.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.inspect.describing import describe, in_short, size_of
 from hvdlab.kernel_ext.inspect.examination import Examination
 from hvdlab.kernel_ext.inspect.leaves import leaves_of
 from hvdlab.kernel_ext.inspect.scalars import type_name
-from hvdlab.kernel_ext.rank.failures import one_line
-from hvdlab.kernel_ext.rank.names import user_variables
+from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
+from hvdlab.kernel_ext.rank.completion import user_variables
+from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.wire.codec import ToPool
 from hvdlab.kernel_ext.wire.compare import (
     AskTensors,
@@ -24,7 +24,7 @@ from hvdlab.kernel_ext.wire.compare import (
     Tensors,
     Variable,
     Variables,
-    View,
+    VariableView,
 )
 
 Question = AskView | AskVariables | AskTensors
@@ -39,7 +39,7 @@ MOST_PARTS = 2000
 MOST_NAMES = 500
 
 
-class Looker:
+class VariableViewer:
     """Answers questions about variables.
 
     Args:
@@ -70,7 +70,9 @@ class Looker:
             value = eval(question.expression, self._shell.user_global_ns, self._shell.user_ns)
             lines = tuple(describe(value))
             names = tuple(name for name in dir(value) if not name.startswith("_"))[:MOST_NAMES]
-            return View(question.ticket, lines, size_of(value, _nbytes(value)), cell=cell, names=names)
+            return VariableView(
+                question.ticket, lines, size_of(value, _nbytes(value)), cell=cell, names=names
+            )
         if isinstance(question, AskVariables):
             return Variables(question.ticket, self._variables(question.budget), cell)
         return self._tensors(question, cell)
@@ -133,7 +135,7 @@ class Looker:
 
 def _failed(question: Question, why: str) -> ToPool:
     if isinstance(question, AskView):
-        return View(question.ticket, error=why)
+        return VariableView(question.ticket, error=why)
     if isinstance(question, AskVariables):
         return Variables(question.ticket, (), error=why)
     return Tensors(question.ticket, (), error=why)

@@ -64,7 +64,7 @@ class _Waiting:
             self.ended.set()
 
 
-class Prompting:
+class RankStdin:
     """The questions of this rank.
 
     Args:

@@ -28,11 +28,11 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.metrics.gpus import ask_frameworks
 from hvdlab.horovod.installing import offer
 from hvdlab.kernel_ext.rank.agent import RankAgent
-from hvdlab.kernel_ext.rank.dump import offer_dumps
-from hvdlab.kernel_ext.rank.fds import FdCapture
 from hvdlab.kernel_ext.rank.join import join_controller
+from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire.channel import ENVIRONMENT, JOIN, JOINED, READY, WHO
-from hvdlab.kernel_ext.wire.crash_ring import Unsent
+from hvdlab.kernel_ext.wire.crash_ring import CrashRing
+from hvdlab.kernel_ext.wire.stack_dump import offer_dumps
 from hvdlab.launch.forkserver.pipes import StdPipes
 
 LEAVE_WITHIN = 2.0
@@ -154,11 +154,11 @@ def _is_writable(directory: Path) -> bool:
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
-def _area(descriptor: int) -> Unsent | None:
+def _area(descriptor: int) -> CrashRing | None:
     if descriptor < 0:
         return None
     try:
-        return Unsent(descriptor)
+        return CrashRing(descriptor)
     except OSError:  # no room for it in this process
         return None
 

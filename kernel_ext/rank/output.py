@@ -1,11 +1,15 @@
-"""What a rank writes, on its way to the pool.
+"""The output of a rank, on its way to the pool.
 
 Text and displays of all threads go into one queue, in order; one thread sends it on in batches. The first output
-after a quiet time leaves at once, what follows within :data:`INTERVAL` seconds or :data:`BATCH` bytes. The pool
-acknowledges what it has taken; a rank that is a :data:`WINDOW` ahead blocks in ``write``, as on a full pipe. What is written
-after the end of a cell (by its threads, tasks and subprocesses) has a window of the same size for itself.
+after a quiet time leaves at once, later output within :data:`INTERVAL` seconds or :data:`BATCH` bytes. The pool
+acknowledges the bytes that it has; a rank that is a :data:`WINDOW` ahead blocks in ``write``, as on a full pipe. Output
+after the end of a cell (by its threads, tasks and subprocesses) has a window of the same size for itself. Output belongs to the
+cell that started the thread or task that writes it, also when that outlives the cell.
 
 Writing costs a lock and an append. No message is made on the writer's thread but at the end of a cell.
+
+The thread that sends also watches the owner of a kept pool: without one, output is retained and writers never block.
+:class:`ExitFlush` sends the rest before ``os._exit`` ends the rank, which calls no exit handler.
 """
 
 from __future__ import annotations
@@ -16,15 +20,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from time import monotonic
+from typing import Any, NoReturn, Protocol
 
-from hvdlab.kernel_ext.rank.attendance import Attendance
-from hvdlab.kernel_ext.rank.fds import FdCapture, Piece, receive
-from hvdlab.kernel_ext.rank.origin import CELL, current, of_thread
-from hvdlab.kernel_ext.rank.sent import Post, Sent
-from hvdlab.kernel_ext.rank.widget_output import WidgetOutputs
+from hvdlab.kernel_ext.rank.output_log import OutputLog, Post
+from hvdlab.kernel_ext.rank.pipes import FdCapture, Piece, receive
+from hvdlab.kernel_ext.rank.widgets import WidgetOutputs
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
-from hvdlab.kernel_ext.wire.crash_ring import Unsent
+from hvdlab.kernel_ext.wire.crash_ring import CrashRing
+from hvdlab.launch.processes import open_process
 
 WINDOW = 8 << 20
 """Bytes of a cell's output that may be on their way without the pool having taken them."""
@@ -54,7 +59,7 @@ def window_of(ranks: int) -> int:
     return max(LEAST_WINDOW, min(WINDOW, ON_THE_WAY // max(1, ranks)))
 
 
-class Capture:
+class OutputQueue:
     """The queue, its window and the thread that sends.
 
     Any thread may write. :meth:`credit` is meant for the control thread and never blocks for long: the lock that it takes is
@@ -77,13 +82,13 @@ class Capture:
         *,
         fds: FdCapture | None = None,
         ranks: Callable[[], int] = lambda: 1,
-        unsent: Unsent | None = None,
+        unsent: CrashRing | None = None,
     ) -> None:
         self.widgets = WidgetOutputs()
         self._unsent = unsent
         self._ranks = ranks
         self._window = WINDOW
-        self.sent = Sent(post)
+        self.sent = OutputLog(post)
         self._fds = fds
         self._forked = False
         # Reentrant, because a finalizer that prints may run anywhere, also while this thread holds the lock.
@@ -103,7 +108,7 @@ class Capture:
         self._woken = False
         self._urgent = False
         self._closed = False
-        self._attendance = Attendance()
+        self._attendance = OwnerWatch()
         self.on_absence: Callable[[], None] = lambda: None
         self._last_write = 0.0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -232,7 +237,7 @@ class Capture:
             if now - self._last_write > GAP:
                 self._drain_fds()
             self._last_write = now
-        cell = CELL.get() or of_thread()  # not by a function: it would be a tenth of a short write
+        cell = CELL.get() or cell_of_thread()  # not by a function: it would be a tenth of a short write
         if len(text) > PIECE:
             for start in range(0, len(text), PIECE):
                 self._put(_entry(name, text[start : start + PIECE]), cell)
@@ -252,7 +257,7 @@ class Capture:
             if isinstance(chunk, Display)
             else 16
         )
-        self._put((chunk, None, size), current())
+        self._put((chunk, None, size), current_cell())
 
     def _put(self, entry: _Entry, cell: str = "", wait: bool = True, landed: Piece | None = None) -> None:
         size = entry[2]
@@ -487,7 +492,7 @@ def _merged(entries: list[_Entry]) -> list[Chunk]:
     return chunks
 
 
-_captures: weakref.WeakSet[Capture] = weakref.WeakSet()
+_captures: weakref.WeakSet[OutputQueue] = weakref.WeakSet()
 
 
 def _forked() -> None:
@@ -498,3 +503,154 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+class OwnerWatch:
+    """The pool's process, watched by the thread that sends.
+
+    Attributes:
+        absent: Whether no process takes output now. Never true where none was named: such a rank ends with its pool.
+    """
+
+    def __init__(self) -> None:
+        self.absent = False
+        self._lock = threading.Lock()
+        self._named: tuple[int, int, bool] | None = None
+        self._descriptor = -1
+
+    def name(self, pid: int, started: int, near: bool = True) -> None:
+        """This process takes the output from now on; none does if ``pid`` is 0. Any thread; call :meth:`update` afterwards.
+
+        One that is not ``near`` is not watched: it counts as there until another one is named, or none.
+        """
+        with self._lock:
+            self._named = (pid, started, near)
+
+    def update(self, selector: selectors.BaseSelector) -> None:
+        """Watch the process that was named last. Only for the thread that sends, like the methods below."""
+        with self._lock:
+            named, self._named = self._named, None
+        if named is None:
+            return
+        self.close(selector)
+        pid, started, near = named
+        self._descriptor = open_process(pid, started) if pid and near else -1
+        self.absent = self._descriptor < 0 and (near or not pid)
+        if self._descriptor >= 0:
+            selector.register(self._descriptor, selectors.EVENT_READ)
+
+    def is_it(self, descriptor: int) -> bool:
+        """Whether this descriptor, which the selector has found readable, is the process's."""
+        return descriptor == self._descriptor
+
+    def has_ended(self, selector: selectors.BaseSelector, then: Callable[[], None]) -> None:
+        """The process has ended: call ``then``. If another one has been named, do nothing; :meth:`update` watches that one.
+
+        ``then`` runs with the lock held, so it is over before the next process can be named, and can't take back what is
+        done for that one.
+        """
+        with self._lock:
+            if self._named is None:
+                self.close(selector)
+                self.absent = True
+                then()
+
+    def close(self, selector: selectors.BaseSelector) -> None:
+        """Watch no process any more."""
+        if self._descriptor >= 0:
+            selector.unregister(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+ECHO = "hvdlab.rank.echo"
+"""Mail of a rank to itself: once it is back, everything before it has left."""
+
+ECHO_WITHIN = 0.5
+"""Seconds that this may take; code that calls ``os._exit`` wants the process gone, perhaps because it hangs."""
+
+
+class Mail(Protocol):
+    """An engine's mail."""
+
+    @property
+    def rank(self) -> int: ...
+    def post(self, topic: str, body: bytes, to: tuple[int, ...] | None = None) -> None: ...
+    def on_mail(self, topic: str, callback: Callable[[int, bytes], None]) -> None: ...
+
+
+class ExitFlush:
+    """Takes the place of ``os._exit``; a process that the rank forked gets the real one.
+
+    Args:
+        capture: What has not been sent yet.
+        engine: Sends it.
+    """
+
+    def __init__(self, capture: OutputQueue, engine: Mail) -> None:
+        self._capture, self._engine = capture, engine
+        self._pid = os.getpid()
+        self._exit = os._exit
+        self._back = threading.Event()
+
+    def install(self) -> None:
+        """Replace ``os._exit``."""
+        self._engine.on_mail(ECHO, lambda sender, body: self._back.set())
+        os._exit = self._leave
+
+    def uninstall(self) -> None:
+        """Put the real ``os._exit`` back, unless other code has put another in its place."""
+        if os._exit == self._leave:
+            os._exit = self._exit
+
+    def _leave(self, status: int) -> NoReturn:
+        if os.getpid() == self._pid:
+            # On a thread of its own: this one may hold a lock that is needed, or be one that the sending waits for.
+            sender = threading.Thread(target=self._send, name="hvdlab-last-words", daemon=True)
+            sender.start()
+            sender.join(ECHO_WITHIN)
+        self._exit(status)
+
+    def _send(self) -> None:
+        self._capture.flush()
+        self._engine.post(ECHO, b"", (self._engine.rank,))
+        self._back.wait(ECHO_WITHIN)
+
+
+CELL: ContextVar[str] = ContextVar("hvdlab_cell", default="")
+"""The cell of the calling context; empty on threads that a cell has started, which do not inherit its context."""
+_ATTRIBUTE = "_hvdlab_cell"
+
+
+def set_current_cell(cell: str) -> None:
+    """Count what the calling context does and starts from now on as this cell's. Tasks inherit the context."""
+    CELL.set(cell)
+
+
+def current_cell() -> str:
+    """The cell of the calling thread or task; empty if it is of none."""
+    return CELL.get() or cell_of_thread()
+
+
+def cell_of_thread() -> str:
+    """The cell that has started the calling thread; empty if none has."""
+    return getattr(threading.current_thread(), _ATTRIBUTE, "")
+
+
+def follow_threads() -> Callable[[], None]:
+    """Let a thread belong to the cell of the thread that starts it, since it does not inherit the context.
+
+    Returns a function that undoes it.
+    """
+    start = threading.Thread.start
+
+    def start_of_cell(self: threading.Thread, *args: Any, **kwargs: Any) -> None:
+        setattr(self, _ATTRIBUTE, current_cell())
+        start(self, *args, **kwargs)
+
+    threading.Thread.start = start_of_cell  # type: ignore[method-assign]  # that is what is wanted
+
+    def undo() -> None:
+        threading.Thread.start = start  # type: ignore[method-assign]  # as above
+
+    return undo

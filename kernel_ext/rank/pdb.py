@@ -14,11 +14,11 @@ from typing import Any
 
 from IPython.core.error import StdinNotImplementedError, UsageError
 
-from hvdlab.kernel_ext.rank.compiler import label_of
-from hvdlab.kernel_ext.rank.failures import is_ours
-from hvdlab.kernel_ext.rank.prompting import LeftDebugger
+from hvdlab.kernel_ext.rank.cell_source import label_of
+from hvdlab.kernel_ext.rank.errors import is_ours
+from hvdlab.kernel_ext.rank.stdin import LeftDebugger
 
-POST_MORTEM = "__import__('hvdlab.kernel_ext.rank.debugging', fromlist=['post_mortem']).post_mortem()"
+POST_MORTEM = "__import__('hvdlab.kernel_ext.rank.pdb', fromlist=['post_mortem']).post_mortem()"
 HAS_FAILED = "getattr(__import__('sys'), 'last_traceback', None) is not None"
 """Whether :func:`post_mortem` finds frames. An expression: to run a cell would drop them."""
 """The cell that ``%hvd_debug`` runs."""

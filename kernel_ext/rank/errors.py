@@ -25,7 +25,7 @@ from hvdlab.collectives.errors import (
     call_name,
 )
 from hvdlab.collectives.uncaught import with_own_errors
-from hvdlab.kernel_ext.rank.compiler import label_of
+from hvdlab.kernel_ext.rank.cell_source import label_of
 from hvdlab.kernel_ext.wire.cells import CellError
 from hvdlab.kernel_ext.wire.text import wire_text
 

@@ -26,9 +26,9 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.errors import HvdlabError
-from hvdlab.kernel_ext.rank.compiler import parse
-from hvdlab.kernel_ext.rank.failures import one_line
-from hvdlab.kernel_ext.rank.names import user_items
+from hvdlab.kernel_ext.rank.cell_source import parse
+from hvdlab.kernel_ext.rank.completion import user_items
+from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.rank.values import ValuePickler
 from hvdlab.kernel_ext.wire.values import Known, Learnt
 

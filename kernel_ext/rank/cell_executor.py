@@ -14,22 +14,22 @@ from hvdlab.bindings import framework_hooks
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.environment import restore_world_size
 from hvdlab.collectives.uncaught import with_own_errors
-from hvdlab.kernel_ext.rank import origin
-from hvdlab.kernel_ext.rank.capture import Capture
-from hvdlab.kernel_ext.rank.compiler import CellCompiler, cell_number, without_blank_head
-from hvdlab.kernel_ext.rank.debugging import cut_debugger, forget_failure, looks_back, stop_tracing
-from hvdlab.kernel_ext.rank.debugserver import DebugServer
+from hvdlab.kernel_ext.rank import output
+from hvdlab.kernel_ext.rank.cell_source import CellCompiler, cell_number, without_blank_head
+from hvdlab.kernel_ext.rank.debug_server import DebugServer
 from hvdlab.kernel_ext.rank.display import RankDisplayHook, wire_bundle
-from hvdlab.kernel_ext.rank.failures import (
+from hvdlab.kernel_ext.rank.errors import (
     describe,
     held_interrupt,
     interrupt_behind_exit,
     one_line,
     remember,
 )
-from hvdlab.kernel_ext.rank.fds import CStdout
-from hvdlab.kernel_ext.rank.gate import InterruptGate
-from hvdlab.kernel_ext.rank.prompting import Prompting
+from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
+from hvdlab.kernel_ext.rank.output import OutputQueue
+from hvdlab.kernel_ext.rank.pdb import cut_debugger, forget_failure, looks_back, stop_tracing
+from hvdlab.kernel_ext.rank.pipes import CStdout
+from hvdlab.kernel_ext.rank.stdin import RankStdin
 from hvdlab.kernel_ext.rank.values import DumpedValue, dump_result, short_repr
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Display, RunCell
 
@@ -39,7 +39,7 @@ and the user can end it."""
 
 
 @dataclass(slots=True)
-class _Run:
+class CellExecution:
     """One run of a cell."""
 
     request: RunCell
@@ -51,7 +51,7 @@ class _Run:
     ended: bool = False
 
 
-class CellRunner:
+class CellExecutor:
     """Runs cells one at a time, on the main thread, from a task of its loop.
 
     The engine learns that a cell has failed before its traceback is made, since other ranks may be waiting in a collective;
@@ -62,12 +62,12 @@ class CellRunner:
         self,
         shell: Any,
         engine: Engine,
-        capture: Capture,
-        gate: InterruptGate,
+        capture: OutputQueue,
+        gate: InterruptDelivery,
         compiler: CellCompiler,
         hook: RankDisplayHook,
         debug: DebugServer,
-        prompting: Prompting,
+        prompting: RankStdin,
     ) -> None:
         self._shell = shell
         self._engine = engine
@@ -76,7 +76,7 @@ class CellRunner:
         self._compiler = compiler
         self._hook, self._debug, self._prompting = hook, debug, prompting
         self._c_stdout = CStdout()
-        self._run: _Run | None = None
+        self._run: CellExecution | None = None
         self._inside = False  # whether the user's own code is running
         #: Frameworks' modes before the cell, such as whether gradients are recorded; an interrupt may leave one half switched.
         self._modes: dict[str, Any] = {}
@@ -92,9 +92,9 @@ class CellRunner:
         Args:
             enter: Called before the cell's code, as a part of the cell.
         """
-        run = self._run = _Run(request)
+        run = self._run = CellExecution(request)
         self._capture.begin_cell(request.cell)
-        origin.begin(request.cell)
+        output.set_current_cell(request.cell)
         self._engine.begin_cell(request.cell)
         self._modes = framework_hooks.modes()
         restore_world_size()
@@ -209,7 +209,7 @@ class CellRunner:
             run.error, run.when, run.ran = error, time.monotonic_ns(), self._inside
             self._end_for_others(run)
 
-    def _end_for_others(self, run: _Run) -> None:
+    def _end_for_others(self, run: CellExecution) -> None:
         if not run.ended:
             run.ended = True
             error = None if run.error is None or _is_good_exit(run.error) else one_line(run.error)
@@ -251,7 +251,7 @@ class CellRunner:
             raise KeyboardInterrupt
         work()
 
-    def _finish(self, run: _Run, value: Any) -> None:
+    def _finish(self, run: CellExecution, value: Any) -> None:
         """Report the end: to the other ranks, then the last output, then to the pool."""
         self._end_for_others(run)
         self._c_stdout.flush()
@@ -280,7 +280,7 @@ class CellRunner:
         )
         self._capture.finish(done)
 
-    def _describe(self, run: _Run) -> CellError:
+    def _describe(self, run: CellExecution) -> CellError:
         assert run.error is not None
         return describe(self._shell, run.error, run.when, before_exec=not run.ran)
 

@@ -18,11 +18,11 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
-from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied, TimePassed
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.run import CellRun
-from hvdlab.kernel_ext.output.record import Transcripts
+from hvdlab.kernel_ext.notebook.cells.cell_events import DoneArrived, OutputArrived, RankDied, TimePassed
+from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
 from hvdlab.kernel_ext.rank.cell_source import parse
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Chunk, Display, Stream
 from hvdlab.kernel_ext.wire.status import Names
@@ -100,7 +100,7 @@ class FakePool:
         self.replaceable = launcher == "local"
         self.launcher_options = kwargs.get("launcher_options", {})
         self.lost: dict[int, str] = {}
-        self.transcripts = Transcripts(Path("/proc/nowhere"))
+        self.transcripts = TranscriptStore(Path("/proc/nowhere"))
         self.states: dict[int, str] = {}
         self.hanging: dict[int, str] = {}
         self.first_to_fail: int | None = None
@@ -213,7 +213,7 @@ class FakePool:
             rank.stop.clear()
         recorder = self.transcripts.record(uuid.uuid4().hex, label, ranks, out)
         handle = CellHandle(
-            CellRun("c", ranks, label=label, now=time.monotonic(), timeout=timeout),
+            CellState("c", ranks, label=label, now=time.monotonic(), timeout=timeout),
             recorder,
             credit=lambda rank, taken: None,
             interrupt=lambda ranks: [chosen[r].stop.set() for r in ranks] and None,

@@ -45,19 +45,17 @@ from hvdlab.collectives.recording.saving import save
 from hvdlab.collectives.timeline import check
 from hvdlab.collectives.timeline.events import Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
-from hvdlab.kernel_ext import registry
-from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.events import DoneArrived, Note, ShowStatus, StackArrived, Stalled
-from hvdlab.kernel_ext.cells.failure import CellFailed, failure_of
-from hvdlab.kernel_ext.cells.results import CellResults, Death
-from hvdlab.kernel_ext.cells.run import CellRun
-from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.inspect.native import NativeStacks
-from hvdlab.kernel_ext.inspect.overview import TensorTable
-from hvdlab.kernel_ext.inspect.table import Cell, Table
-from hvdlab.kernel_ext.inspect.views import lines_of
-from hvdlab.kernel_ext.output.places import Whereabouts, grouped
-from hvdlab.kernel_ext.output.values import html_of
+from hvdlab.kernel_ext.notebook import registry
+from hvdlab.kernel_ext.notebook.cells.cell_events import DoneArrived, Note, ShowStatus, StackArrived, Stalled
+from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.cells.failure import CellFailed, failure_of
+from hvdlab.kernel_ext.notebook.cells.results import CellResults, Death
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink
+from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations, grouped
+from hvdlab.kernel_ext.notebook.output.values import html_of
+from hvdlab.kernel_ext.notebook.stack_probe import NativeStacks
+from hvdlab.kernel_ext.notebook.variables.overview import Cell, Table, TensorTable, lines_of
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError
 from hvdlab.kernel_ext.wire.compare import VariableView
 from hvdlab.kernel_ext.wire.status import PendingNow, RankStatus, ServerNow, Stack, StackFrame
@@ -140,14 +138,14 @@ def logged(name: str, directory: Path) -> str:
 
 def kept(name: str) -> str:
     nobody, self = registry.Process(2**30, 1), registry.Process.of(os.getpid())
-    pool = registry.Kept(name, 2, name, 0.0, "", "", "", nobody, nobody, "", ("", 0), self, name)
+    pool = registry.KeptPoolEntry(name, 2, name, 0.0, "", "", "", nobody, nobody, "", ("", 0), self, name)
     return registry.table([pool]) + str(registry.user_of(pool))
 
 
 def whereabouts(name: str) -> str:
     pending = (PendingNow("allreduce", name, name, 1.0),)
     stack = Stack(1, name, (StackFrame(name, name, 1, name),), pending)
-    shown = Whereabouts({0: stack, 1: msgspec.structs.replace(stack, paused=name)}, {2: name})
+    shown = RankLocations({0: stack, 1: msgspec.structs.replace(stack, paused=name)}, {2: name})
     return "\n".join([repr(shown), *shown.lines([0, 1, 2]), *grouped({0: name})])
 
 
@@ -225,7 +223,7 @@ class _Said(NullSink):
 def waiting_cell(name: str) -> str:
     """What a cell shows below itself: that ranks wait, news of the pool, and a question."""
     sink = _Said()
-    run = CellRun("c", range(2), now=time.monotonic(), stall_time=1.0)
+    run = CellState("c", range(2), now=time.monotonic(), stall_time=1.0)
     handle = CellHandle(run, sink, credit=lambda rank, taken: None, interrupt=lambda ranks: None)
     stall = Stall(0, 10.0, int(OpKind.ALLREDUCE), name, (0,), (1,), (name,))
     handle.feed(Stalled(stall))

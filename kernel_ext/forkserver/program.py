@@ -1,6 +1,6 @@
-"""What the children of a pool's fork server are: ranks, and ipyparallel's controller.
+"""The program of a pool's fork server, whose children are ranks and ipyparallel's controller.
 
-The fork server imports this module first, by its name; what is heavy is imported where it is used.
+The fork server imports this module first, by its name; heavy modules are imported where it is used.
 """
 
 from __future__ import annotations

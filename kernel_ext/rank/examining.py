@@ -13,7 +13,7 @@ from hvdlab.kernel_ext.inspect.examination import Examination
 from hvdlab.kernel_ext.inspect.special import SPECIAL, special_value
 from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.rank.errors import one_line
-from hvdlab.kernel_ext.rank.values import NOT_SHARED, PATIENCE
+from hvdlab.kernel_ext.rank.values import PATIENCE
 from hvdlab.kernel_ext.wire.codec import ToPool
 from hvdlab.kernel_ext.wire.compare import (
     AskBlocks,
@@ -24,7 +24,7 @@ from hvdlab.kernel_ext.wire.compare import (
     Examined,
     Gather,
 )
-from hvdlab.kernel_ext.wire.shared_buffer import SharedBuffer, SharedBufferReader
+from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, SharedBuffer, SharedBufferReader
 from hvdlab.kernel_ext.wire.values import Done, Piece
 
 Question = AskLeaves | AskBlocks | Gather | Compare

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 from IPython.core.error import StdinNotImplementedError
 
-from hvdlab.kernel_ext.prompts.prompter import NOBODY
 from hvdlab.kernel_ext.wire.cells import (
     AT_AN_END,
     DEBUGGER,
     INPUT,
     LONGEST_PROMPT,
+    NO_NOTEBOOK,
     PASSWORD,
     PromptRequest,
     PromptWithdrawn,
@@ -122,7 +122,7 @@ class RankStdin:
         if os.getpid() != self._pid:
             raise StdinNotImplementedError(f"{what} can't ask from a process that the cell has forked")
         if self._cell in ("", self._settled) or self._nobody:
-            raise StdinNotImplementedError(NOBODY.format(what=what))
+            raise StdinNotImplementedError(NO_NOTEBOOK.format(what=what))
         sys.stdout.flush()
         sys.stderr.flush()
         self._flush()
@@ -164,7 +164,7 @@ class RankStdin:
     def cell_ended(self) -> None:
         """From now on no question of this cell gets an answer, also if another thread of the cell asks."""
         self._cell = self._interrupted_cell = ""
-        self._end_all(NOBODY)
+        self._end_all(NO_NOTEBOOK)
         while self._pauses > 0:
             self._pauses -= 1
             self._engine.resume(AT_A_PROMPT)
@@ -197,13 +197,13 @@ class RankStdin:
         """The pool wants nothing more of this cell. If it still runs, it was given up."""
         if cell == self._cell:
             self._settled = cell
-            self._end_all(NOBODY)
+            self._end_all(NO_NOTEBOOK)
 
     def attended(self, somebody: bool) -> None:
         """Whether there is a notebook that could answer. Any thread."""
         self._nobody = not somebody
         if not somebody:
-            self._end_all(NOBODY)
+            self._end_all(NO_NOTEBOOK)
 
     def _end_all(self, sentence: str) -> None:
         for number, waiting in tuple(self._waiting.items()):

@@ -29,7 +29,7 @@ from hvdlab.collectives.errors import HvdlabError
 from hvdlab.kernel_ext.rank.cell_source import parse
 from hvdlab.kernel_ext.rank.completion import user_items
 from hvdlab.kernel_ext.rank.errors import one_line
-from hvdlab.kernel_ext.rank.values import ValuePickler
+from hvdlab.kernel_ext.wire.pickling import ValuePickler
 from hvdlab.kernel_ext.wire.values import Known, Learnt
 
 _NAMESPACE, _SHELL = "namespace", "shell"

@@ -312,3 +312,6 @@ class Reply(Payload, frozen=True):
     number: int
     text: str
     error: str = ""
+
+
+NO_NOTEBOOK = "{what} can't ask: no notebook waits for this cell any more"

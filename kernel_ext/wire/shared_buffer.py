@@ -77,3 +77,6 @@ class SharedBufferReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+NOT_SHARED = "the memory of the pool's process can't be looked into"

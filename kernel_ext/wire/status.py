@@ -199,3 +199,24 @@ class RankStatus:
         )
         shown = ", ".join(f"{name}={value!r}" for name, value, default in values if value != default)
         return f"{type(self).__name__}({shown})"
+
+
+def rank_status(rank: int, host: str, pid: int, reply: Status) -> RankStatus:
+    """Return the status of a rank on this host, in this process, as its reply has it."""
+    return RankStatus(
+        rank,
+        host,
+        pid,
+        reply.device,
+        reply.state,
+        reply.cell,
+        reply.rss,
+        reply.pss,
+        reply.cpu,
+        reply.threads,
+        reply.plane,
+        reply.pending,
+        reply.servers,
+        reply.device_memory,
+        reply.links,
+    )

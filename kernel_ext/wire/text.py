@@ -43,3 +43,11 @@ def wire_value(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [wire_value(item, depth + 1) for item in value]
     return wire_text(str(value))
+
+
+def rough_size(size: int) -> str:
+    """``2.0 GiB``."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.1f} {unit}"
+    return f"{size} bytes"

@@ -6,7 +6,7 @@ import pytest
 
 from hvdlab.collectives import addresses
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.foundation import address_for
+from hvdlab.kernel_ext.notebook.assembly import address_for
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import pytest
 
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Member
-from hvdlab.kernel_ext import history as module
-from hvdlab.kernel_ext.history import ALL, Change, History
+from hvdlab.kernel_ext.notebook import membership_history as module
+from hvdlab.kernel_ext.notebook.membership_history import ALL, MembershipChange, MembershipHistory
 
 
 def world(epoch: int, *ranks: int, waiting: tuple[int, ...] = (), formed: tuple[int, ...] = ()) -> Membership:
@@ -17,12 +17,12 @@ def world(epoch: int, *ranks: int, waiting: tuple[int, ...] = (), formed: tuple[
     return Membership(ranks, members, (), epoch, waiting, formed)
 
 
-def told(history: History) -> list[tuple[int, str, str]]:
+def told(history: MembershipHistory) -> list[tuple[int, str, str]]:
     return [(one.rank, one.what, one.why) for one in history.all()]
 
 
 def test_a_generation_is_told_once_it_has_begun() -> None:
-    history = History()
+    history = MembershipHistory()
     history.world(world(0, 0))
     history.world(world(1, 0, 1))
     assert told(history) == []
@@ -39,7 +39,7 @@ def test_a_generation_is_told_once_it_has_begun() -> None:
 def test_waiting_ranks_are_told_until_they_are_let_in_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(module.time, "time", lambda: now)
-    history = History()
+    history = MembershipHistory()
     history.world(world(1, 0, 1, 2, waiting=(1, 2), formed=(0,)))
     now = 103.25
     history.world(world(1, 0, 1, waiting=(1,), formed=(0,)))  # rank 2 has died
@@ -55,11 +55,11 @@ def test_waiting_ranks_are_told_until_they_are_let_in_or_gone(monkeypatch: pytes
 
 
 def test_listeners_hear_of_each_change_and_stand_in_nobodys_way() -> None:
-    history = History()
+    history = MembershipHistory()
     heard: list[int] = []
     unlisten = history.listen(lambda: heard.append(len(history.all())))
     history.listen(lambda: 1 // 0)
-    history.add(Change(0, "joined", "start"))
+    history.add(MembershipChange(0, "joined", "start"))
     history.world(world(1, 0, formed=(0,)))
     history.world(world(1, 0, formed=(0,)))
     history.announce()
@@ -72,18 +72,18 @@ def test_listeners_hear_of_each_change_and_stand_in_nobodys_way() -> None:
         history.world(now)
     unlisten()
     unlisten()
-    history.add(Change(0, "died", "killed"))
+    history.add(MembershipChange(0, "died", "killed"))
     assert heard == [1, 2, 2, 2, 2]
 
 
 def test_the_last_arrival_of_a_number() -> None:
-    history = History()
+    history = MembershipHistory()
     history.add(
-        Change(3, "joined", "start", "a", 1),
-        Change(3, "died", "killed"),
-        Change(3, "joined", "repair", "b", 2),
+        MembershipChange(3, "joined", "start", "a", 1),
+        MembershipChange(3, "died", "killed"),
+        MembershipChange(3, "joined", "repair", "b", 2),
     )
-    history.add(Change(3, "waits", ""))
+    history.add(MembershipChange(3, "waits", ""))
     found = history.arrival(3)
     assert found is not None
     assert (found.why, found.host, found.pid) == ("repair", "b", 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdlab.kernel_ext.widgetstates import WIDGET, WidgetStates
+from hvdlab.kernel_ext.notebook.comm_relay import WIDGET, WidgetStates
 
 MODEL = {
     "_model_name": "ImageModel",

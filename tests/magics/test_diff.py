@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdlab.kernel_ext.inspect.result import Diff, DiffRow, Group
+from hvdlab.kernel_ext.notebook.variables.diff import Diff, DiffRow, Group
 from hvdlab.kernel_ext.wire.compare import Examined, Leaf
 from magics_fakes import Notebook
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdlab.kernel_ext.inspect.overview import Overview, TensorTable
+from hvdlab.kernel_ext.notebook.variables.overview import Overview, TensorTable
 from hvdlab.kernel_ext.wire.compare import Tensor, Tensors, Variable, Variables
 from magics_fakes import Notebook
 

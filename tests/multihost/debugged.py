@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from hvdlab.kernel_ext.debugger.mail import desk_of
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.debugger.hub import connections_of
+from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.debug import FromServer, Opened
 
 CELL = "import socket\nhere = socket.gethostname()\nshown = here.upper()\nprint(shown)\n"
@@ -39,7 +39,7 @@ class FarDebugger:
     def __init__(self, pool: Pool, rank: int) -> None:
         self._rank, self._seq = rank, 0
         self._mail: queue.SimpleQueue[FromServer | str] = queue.SimpleQueue()
-        self._session = desk_of(pool.client).session(
+        self._session = connections_of(pool.client).session(
             lambda _, mail: self._mail.put(mail), lambda _, reason: self._mail.put(reason)
         )
         self._session.open(rank)

@@ -10,12 +10,12 @@ from unittest.mock import patch
 
 import pytest
 
-from hvdlab.kernel_ext.cells.drive import BACKLOG, CellHandle
-from hvdlab.kernel_ext.cells.events import Asked, DoneArrived, Event, OutputArrived, PoolNews
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.run import CellRun
-from hvdlab.kernel_ext.prompts.desk import PromptDesk
-from hvdlab.kernel_ext.prompts.queue import Question
+from hvdlab.kernel_ext.notebook.cells.cell_events import Asked, DoneArrived, Event, OutputArrived, PoolNews
+from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
+from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG, CellHandle
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk
+from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Question
 from hvdlab.kernel_ext.wire.cells import DEBUGGER, CellDone, CellError, Chunk, PromptRequest, Stream
 from patience import PATIENCE
 
@@ -63,7 +63,7 @@ class Run:
         self.credits: list[tuple[int, int]] = []
         self.interrupted = threading.Event()
         self.handle = CellHandle(
-            CellRun("c", range(ranks), now=time.monotonic(), timeout=timeout),
+            CellState("c", range(ranks), now=time.monotonic(), timeout=timeout),
             self.sink,
             credit=lambda rank, taken: self.credits.append((rank, taken)),
             interrupt=lambda ranks: self.interrupted.set(),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.cells.elastic import Bounds
-from hvdlab.kernel_ext.cells.events import (
+from hvdlab.kernel_ext.notebook.cells.cell_events import (
     DoneArrived,
     Effect,
     Finished,
@@ -20,13 +19,14 @@ from hvdlab.kernel_ext.cells.events import (
     TakenOver,
     TimePassed,
 )
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.run import ANNOUNCE, CellRun
+from hvdlab.kernel_ext.notebook.cells.cell_state import ANNOUNCE, CellState
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Stream
 
 
-def elastic(ranks: int, at_least: int = 1, at_most: int | None = None) -> CellRun:
-    return CellRun("c1", range(ranks), now=0.0, elastic=Bounds(at_least, at_most))
+def elastic(ranks: int, at_least: int = 1, at_most: int | None = None) -> CellState:
+    return CellState("c1", range(ranks), now=0.0, elastic=Bounds(at_least, at_most))
 
 
 def ends(rank: int, ename: str = "", **kwargs: bool) -> DoneArrived:
@@ -123,7 +123,7 @@ def test_an_error_of_the_users_is_a_failure_also_where_a_rank_was_let_go() -> No
 
 
 def test_ranks_join_only_elastic_cells() -> None:
-    cell = CellRun("c1", range(2), now=0.0)
+    cell = CellState("c1", range(2), now=0.0)
     assert cell.handle(RanksJoined((2,)), 1.0) == []
     assert cell.handle(RanksReleased((1,)), 1.0) == []
     assert cell.running == {0, 1}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlab.kernel_ext.cells.events import (
+from hvdlab.kernel_ext.notebook.cells.cell_events import (
     AskStacks,
     DoneArrived,
     Effect,
@@ -16,10 +16,9 @@ from hvdlab.kernel_ext.cells.events import (
     StackArrived,
     TimePassed,
 )
-from hvdlab.kernel_ext.cells.interrupts import AFTER_TIMEOUT, LAST_CHANCE, PATIENCE
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.run import GRACE, CellRun
-from hvdlab.kernel_ext.output.report import report
+from hvdlab.kernel_ext.notebook.cells.cell_state import AFTER_TIMEOUT, GRACE, LAST_CHANCE, PATIENCE, CellState
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.output.error_report import report
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError
 from hvdlab.kernel_ext.wire.status import Stack, StackFrame
 
@@ -30,7 +29,7 @@ class Played:
     """A run of three ranks; time goes from one of its deadlines to the next."""
 
     def __init__(self, **kwargs: float) -> None:
-        self.run = CellRun("c1", range(3), now=0.0, **kwargs)  # type: ignore[arg-type]
+        self.run = CellState("c1", range(3), now=0.0, **kwargs)  # type: ignore[arg-type]
         self.now = 0.0
         self.effects: list[Effect] = []
 

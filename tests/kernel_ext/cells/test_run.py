@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlab.collectives.membership import Stall
-from hvdlab.kernel_ext.cells.events import (
+from hvdlab.kernel_ext.notebook.cells.cell_events import (
     AtPrompts,
     Deliver,
     DoneArrived,
@@ -28,14 +28,14 @@ from hvdlab.kernel_ext.cells.events import (
     Stalled,
     TimePassed,
 )
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.run import ANNOUNCE, GRACE, CellRun
+from hvdlab.kernel_ext.notebook.cells.cell_state import ANNOUNCE, GRACE, CellState
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Display, Stream
 from hvdlab.kernel_ext.wire.status import PendingNow, Stack
 
 
-def run(ranks: int = 4, **kwargs: object) -> CellRun:
-    return CellRun("c1", range(ranks), now=0.0, **kwargs)  # type: ignore[arg-type]
+def run(ranks: int = 4, **kwargs: object) -> CellState:
+    return CellState("c1", range(ranks), now=0.0, **kwargs)  # type: ignore[arg-type]
 
 
 def error(ename: str = "ValueError", when: int = 1, **kwargs: object) -> CellError:
@@ -52,7 +52,7 @@ def results_of(effects: list[Effect]) -> CellResults:
     return finished.results
 
 
-def finish(machine: CellRun, *events: object, now: float = 0.1) -> CellResults:
+def finish(machine: CellState, *events: object, now: float = 0.1) -> CellResults:
     effects: list[Effect] = []
     for event in events:
         effects += machine.handle(event, now)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def finish(machine: CellRun, *events: object, now: float = 0.1) -> CellResults:
 
 
 def test_values_are_kept_by_rank() -> None:
-    results = finish(CellRun("c1", [2, 5], now=0), done(5, value=50), done(2, value=20))
+    results = finish(CellState("c1", [2, 5], now=0), done(5, value=50), done(2, value=20))
     assert results[5] == 50
     assert list(results) == [20, 50]
     assert results.ok
@@ -68,7 +68,7 @@ def test_values_are_kept_by_rank() -> None:
 
 
 def test_a_rank_that_did_not_take_part_is_named() -> None:
-    results = finish(CellRun("c1", [2, 5], now=0), done(5, value=50), done(2, value=20))
+    results = finish(CellState("c1", [2, 5], now=0), done(5, value=50), done(2, value=20))
     with pytest.raises(IndexError, match="did not run on rank 0, only on ranks 2,5"):
         results[0]
 
@@ -247,7 +247,7 @@ events = st.one_of(
 
 @given(st.lists(st.tuples(events, st.floats(0, 1)), max_size=40), st.one_of(st.none(), st.floats(0.1, 5)))
 def test_any_schedule_ends_with_each_rank_reported_once(schedule: list, timeout: float | None) -> None:
-    machine = CellRun("c1", range(RANKS), now=0.0, timeout=timeout, stall_time=2.0)
+    machine = CellState("c1", range(RANKS), now=0.0, timeout=timeout, stall_time=2.0)
     now, effects = 0.0, []
     for event, step in schedule:
         now += step
@@ -270,7 +270,7 @@ def test_any_schedule_ends_with_each_rank_reported_once(schedule: list, timeout:
 
 @given(st.lists(st.tuples(events, st.floats(0, 1)), max_size=20))
 def test_only_running_ranks_are_interrupted(schedule: list) -> None:
-    machine, now = CellRun("c1", range(RANKS), now=0.0), 0.0
+    machine, now = CellState("c1", range(RANKS), now=0.0), 0.0
     for event, step in schedule:
         now += step
         for effect in machine.handle(event, now):
@@ -281,7 +281,7 @@ def test_only_running_ranks_are_interrupted(schedule: list) -> None:
 
 @given(st.lists(st.tuples(events, st.floats(0, 1)), max_size=20))
 def test_time_that_has_passed_is_not_waited_for_again(schedule: list) -> None:
-    machine, now = CellRun("c1", range(RANKS), now=0.0, timeout=3.0, stall_time=2.0), 0.0
+    machine, now = CellState("c1", range(RANKS), now=0.0, timeout=3.0, stall_time=2.0), 0.0
     for event, step in schedule:
         now += step
         machine.handle(event, now)

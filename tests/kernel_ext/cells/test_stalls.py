@@ -6,7 +6,7 @@ import pytest
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.membership import Stall
-from hvdlab.kernel_ext.cells.events import (
+from hvdlab.kernel_ext.notebook.cells.cell_events import (
     AskStacks,
     DoneArrived,
     Effect,
@@ -18,7 +18,7 @@ from hvdlab.kernel_ext.cells.events import (
     Stalled,
     TimePassed,
 )
-from hvdlab.kernel_ext.cells.run import CellRun
+from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError
 from hvdlab.kernel_ext.wire.status import PendingNow, Stack, StackFrame
 
@@ -43,7 +43,7 @@ def elsewhere(rank: int, *frames: StackFrame) -> StackArrived:
 
 class Played:
     def __init__(self, stall_time: float | None = 10.0) -> None:
-        self.run = CellRun("c1", range(4), now=0.0, stall_time=stall_time)
+        self.run = CellState("c1", range(4), now=0.0, stall_time=stall_time)
         self.status: list[ShowStatus] = []
 
     def happen(self, now: float, *events: object) -> list[Effect]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hvdlab.kernel_ext.debugger import hub as hub_module
-from hvdlab.kernel_ext.debugger.hub import CONNECT_ATTEMPTS, DebugHub
+from hvdlab.kernel_ext.notebook.debugger import hub as hub_module
+from hvdlab.kernel_ext.notebook.debugger.hub import CONNECT_ATTEMPTS, DebugHub
 
 Json = dict[str, Any]
 

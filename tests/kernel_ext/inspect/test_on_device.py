@@ -20,9 +20,8 @@ from hvdlab.bindings.array_source import ArraySource
 from hvdlab.bindings.framework_hooks import torch as hooks
 from hvdlab.collectives import fingerprint
 from hvdlab.collectives.fingerprint import SIZE, differing
-from hvdlab.kernel_ext.inspect.diff import diff
 from hvdlab.kernel_ext.inspect.examination import Examination
-from hvdlab.kernel_ext.inspect.result import Diff
+from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.compare import AskBlocks, AskLeaves, Compare, Compared, Examine, Gather
 from hvdlab.kernel_ext.wire.values import Piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.kernel_ext.inspect.result import Diff, Group
+from hvdlab.kernel_ext.notebook.variables.diff import Diff, Group
 from hvdlab.kernel_ext.wire.compare import Examined
 
 

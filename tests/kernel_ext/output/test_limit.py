@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.output.limit import LEAST_SHARE, LimitedSink, shown_limit
-from hvdlab.kernel_ext.output.lines import lasting
-from hvdlab.kernel_ext.output.transcript import Transcript
+from hvdlab.kernel_ext.notebook.output.limit import LEAST_SHARE, LimitedSink, shown_limit
+from hvdlab.kernel_ext.notebook.output.merge import lasting
+from hvdlab.kernel_ext.notebook.output.transcript import Transcript
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
 
 LINE = "x" * 99 + "\n"

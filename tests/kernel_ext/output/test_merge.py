@@ -13,9 +13,20 @@ from hypothesis import strategies as st
 from tqdm import tqdm
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.output.lines import LONGEST_LINE, MOST_ROWS, LineSplitter
-from hvdlab.kernel_ext.output.merge import HOLD, REFRESH, LineMerger, hold_time
-from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text
+from hvdlab.kernel_ext.notebook.output.merge import (
+    HOLD,
+    LONGEST_LINE,
+    MOST_ROWS,
+    REFRESH,
+    Cleared,
+    LineMerger,
+    LineSplitter,
+    LiveLines,
+    Piece,
+    Shown,
+    Text,
+    hold_time,
+)
 from hvdlab.kernel_ext.wire.cells import Clear, Display, Stream
 
 LABEL = re.compile(r"^\[([0-9,\-]+)\] (.*)$", re.DOTALL)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from hvdlab.kernel_ext.cells.failure import CellFailed, CellInterrupted, failure_of
-from hvdlab.kernel_ext.cells.results import CellResults, Death
-from hvdlab.kernel_ext.newcomers import Newcomer
-from hvdlab.kernel_ext.output.report import report
+from hvdlab.kernel_ext.notebook.cells.failure import CellFailed, CellInterrupted, failure_of
+from hvdlab.kernel_ext.notebook.cells.results import CellResults, Death
+from hvdlab.kernel_ext.notebook.output.error_report import report
+from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRank
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError
 
 
@@ -71,7 +71,7 @@ def unknown(name: str) -> CellError:
 
 
 def test_only_names_that_ranks_lack_by_coming_late_are_explained_by_that() -> None:
-    newcomers = {1: Newcomer("repair", 0.0)}
+    newcomers = {1: UnsyncedRank("repair", 0.0)}
     nowhere = results({0: unknown("modle"), 1: unknown("modle")}, newcomers=newcomers)
     assert "came later" not in "\n".join(shown(nowhere))
     lacking = results({0: None, 1: unknown("model")}, newcomers=newcomers)

@@ -9,12 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.output import transcript as transcript_module
-from hvdlab.kernel_ext.output.export import last_lines, write_text
-from hvdlab.kernel_ext.output.record import Recorder, Transcripts
-from hvdlab.kernel_ext.output.spool import NOTE, Entry, Spool
-from hvdlab.kernel_ext.output.transcript import AT_ONCE, IN_MEMORY, Ending, Transcript
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.output import transcript as transcript_module
+from hvdlab.kernel_ext.notebook.output.export import last_lines, write_text
+from hvdlab.kernel_ext.notebook.output.recorder import CellRecorder, TranscriptStore
+from hvdlab.kernel_ext.notebook.output.transcript import (
+    AT_ONCE,
+    IN_MEMORY,
+    NOTE,
+    Ending,
+    Entry,
+    Spool,
+    Transcript,
+)
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
 
 MEGABYTE = "z" * 99 + "\n"
@@ -163,7 +170,7 @@ def test_no_descriptor_is_needed_between_writes(tmp_path: Path) -> None:
 
 
 def test_older_cells_make_room_and_the_rest_is_counted(tmp_path: Path) -> None:
-    kept = Transcripts(tmp_path / "output", limit=5_000_000)
+    kept = TranscriptStore(tmp_path / "output", limit=5_000_000)
     for number in range(3):
         recorder = kept.record(f"c{number}", f"[{number}]", (0,), Seen())
         for _ in range(2):
@@ -185,7 +192,7 @@ def test_older_cells_make_room_and_the_rest_is_counted(tmp_path: Path) -> None:
 
 
 def test_many_small_cells_are_not_kept_for_ever(tmp_path: Path) -> None:
-    kept = Transcripts(tmp_path / "output")
+    kept = TranscriptStore(tmp_path / "output")
     for number in range(1000):
         recorder = kept.record(f"c{number}", f"[{number}]", (0,), Seen())
         recorder.output(0, (Stream("stdout", "m" * (IN_MEMORY - 1)),))
@@ -196,7 +203,7 @@ def test_many_small_cells_are_not_kept_for_ever(tmp_path: Path) -> None:
 
 
 def test_nothing_is_made_where_the_pool_is_gone(tmp_path: Path) -> None:
-    kept = Transcripts(tmp_path / "removed" / "output")
+    kept = TranscriptStore(tmp_path / "removed" / "output")
     recorder = kept.record("c", "[1]", (0,), Seen())
     for _ in range(3):
         recorder.output(0, (Stream("stdout", MEGABYTE),))
@@ -210,7 +217,7 @@ def test_nothing_is_made_where_the_pool_is_gone(tmp_path: Path) -> None:
 def test_another_screen_gets_all_that_was_and_all_that_comes(tmp_path: Path) -> None:
     woken: list[bool] = []
     first, second = Seen(), Seen()
-    recorder = Recorder(transcript(tmp_path), first)
+    recorder = CellRecorder(transcript(tmp_path), first)
     recorder.driven(lambda: woken.append(True))
     recorder.output(0, (Stream("stdout", "early\n"),))
     recorder.attach(second, [0])
@@ -230,7 +237,7 @@ def test_another_screen_gets_all_that_was_and_all_that_comes(tmp_path: Path) -> 
 
 def test_what_a_cell_waited_for_is_kept_once_it_is_over(tmp_path: Path) -> None:
     seen, again = Seen(), Seen()
-    recorder = Recorder(transcript(tmp_path), seen)
+    recorder = CellRecorder(transcript(tmp_path), seen)
     recorder.status("waiting for rank 1", final=False)
     recorder.status("rank 1 came after 14 s", final=True)
     recorder.attach(again, [0, 1])
@@ -262,7 +269,7 @@ def test_a_sink_that_fails_neither_stops_another_nor_what_is_kept(
             raise BrokenPipeError(f"nobody reads {chunks}")
 
     first, second = Seen(), Broken()
-    recorder = Recorder(transcript(tmp_path), first)
+    recorder = CellRecorder(transcript(tmp_path), first)
     recorder.attach(second, [0])
     recorder.output(0, (Stream("stdout", "a\n"),))
     recorder.done(0, None)
@@ -272,7 +279,7 @@ def test_a_sink_that_fails_neither_stops_another_nor_what_is_kept(
     assert "nobody reads" in caplog.text
     assert recorder.transcript.total == 2
 
-    recorder = Recorder(transcript(tmp_path), Broken())
+    recorder = CellRecorder(transcript(tmp_path), Broken())
     recorder.output(0, (Stream("stdout", "a\n"),))
     with pytest.raises(BrokenPipeError):
         recorder.finished(CellResults((0,), {}))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dap_port import DapPort
-from hvdlab.kernel_ext.debugger.mail import desk_of
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.debugger.hub import connections_of
+from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.debug import FromServer, Opened
 from patience import PATIENCE
 
@@ -62,7 +62,7 @@ def test_jupyterlabs_debugger_leaves_such_a_rank_out_and_says_why(start_pool: St
     pool = start_pool(1)
     pool.run(LISTEN)
     mail: queue.SimpleQueue[FromServer] = queue.SimpleQueue()
-    session = desk_of(pool.client).session(lambda rank, one: mail.put(one), lambda rank, reason: None)
+    session = connections_of(pool.client).session(lambda rank, one: mail.put(one), lambda rank, reason: None)
     session.open(0)
     opened = mail.get(timeout=PATIENCE)
     assert isinstance(opened, Opened)

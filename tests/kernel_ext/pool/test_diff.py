@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
-from hvdlab.kernel_ext.inspect import diff as diffing
-from hvdlab.kernel_ext.inspect.result import Diff
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.variables import diff as diffing
+from hvdlab.kernel_ext.notebook.variables.diff import Diff
 from patience import HOUR, PATIENCE
 
 StartPool = Callable[..., Pool]

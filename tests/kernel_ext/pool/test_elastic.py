@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink
+from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import Chunk, Stream
 
 StartPool = Callable[..., Pool]

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from hvdlab.kernel_ext.output.limit import LimitedSink
-from hvdlab.kernel_ext.output.merge import LineMerger
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
+from hvdlab.kernel_ext.notebook.output.merge import LineMerger
+from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.compare import SharedRange
 from hvdlab.kernel_ext.wire.shared_buffer import SharedBuffer, SharedBufferReader
 from hvdlab.magics.screens.base import MergingSink
@@ -224,7 +224,7 @@ def test_what_does_not_fit_into_memory_is_refused(
     pytest.importorskip("numpy")
     pool = start_pool(2)
     pool.run("import numpy as np\nx = np.ones(1_000_000)")
-    monkeypatch.setattr("hvdlab.kernel_ext.transfer.available_memory", lambda: 40 << 20)
+    monkeypatch.setattr("hvdlab.kernel_ext.notebook.variables.transfer.available_memory", lambda: 40 << 20)
     with pytest.raises(
         LookupError, match=r"x takes 7\.6 MiB, and 15\.3 MiB for ranks 0,1 together, but only 40\.0 MiB"
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hvdlab.kernel_ext.members import (
+from hvdlab.kernel_ext.notebook.rank_states import (
     Answered,
     AskReady,
     Died,
@@ -16,8 +16,8 @@ from hvdlab.kernel_ext.members import (
     Gone,
     Leave,
     LetGo,
-    Members,
-    MemberState,
+    RankPhase,
+    RankStates,
     Reconnected,
     Resized,
     Start,
@@ -26,8 +26,8 @@ from hvdlab.kernel_ext.members import (
 )
 
 
-def ready_members(count: int) -> Members:
-    members = Members()
+def ready_members(count: int) -> RankStates:
+    members = RankStates()
     members.handle(Wanted(tuple(range(count))))
     for rank in range(count):
         members.handle(Started(rank, 100 + rank))
@@ -36,7 +36,7 @@ def ready_members(count: int) -> Members:
 
 
 def test_first_ranks_are_expected_before_they_are_started() -> None:
-    members = Members()
+    members = RankStates()
     assert members.handle(Wanted((0, 1))) == [Expect((0, 1)), Start((0, 1), 2)]
     assert members.ready == ()
 
@@ -116,7 +116,7 @@ def test_a_rank_that_is_wanted_again_before_its_commit_is_expected_when_it_start
 
 
 def test_a_rank_that_another_process_has_let_go_leaves_at_its_commit() -> None:
-    members = Members()
+    members = RankStates()
     members.handle(Found((0, 1), {0: 100, 1: 101, 2: 102}, (2, 3)))
     assert (members.wanted, members.let_go) == ((0, 1), (2,))
     assert members.living() == {0: 100, 1: 101, 2: 102}
@@ -159,7 +159,7 @@ class MembersMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.members = Members()
+        self.members = RankStates()
         self.processes: dict[int, int] = {}  # rank to pid, what really runs
         self.ordered: set[int] = set()
         self.next_pid = 1
@@ -249,7 +249,7 @@ class MembersMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_wanted_rank_is_forgotten(self) -> None:
-        for rank in self.members.in_state(MemberState.STARTING):
+        for rank in self.members.in_state(RankPhase.STARTING):
             assert rank in self.processes or rank in self.ordered
 
 

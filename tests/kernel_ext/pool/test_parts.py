@@ -15,11 +15,11 @@ import pytest
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.kernel_ext import checks
 from hvdlab.kernel_ext.forkserver.program import PROGRAM
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.foreign import EngineSetLauncher, EngineSetStarter, PoolRequest
-from hvdlab.kernel_ext.questions import Questions
+from hvdlab.kernel_ext.notebook import checks
+from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.rank.__main__ import foreign_sizes
 from hvdlab.kernel_ext.wire.codec import decode_to_rank
 from hvdlab.kernel_ext.wire.status import RankStatus, Status
@@ -211,7 +211,7 @@ class Ranks:
 
     def __init__(self, silent: Sequence[int] = (), dying: Sequence[int] = ()) -> None:
         self.silent, self.dying = silent, dying
-        self.questions = Questions(self.post)
+        self.questions = RankRequests(self.post)
         self.threads: list[threading.Thread] = []
 
     def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
@@ -245,7 +245,7 @@ def test_a_silent_rank_is_waited_for_until_the_deadline() -> None:
 
 
 def test_late_answers_concern_nobody() -> None:
-    Questions(lambda topic, body, ranks: None).answered(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
+    RankRequests(lambda topic, body, ranks: None).answered(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
 
 
 # -- launchers --------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.kernel_ext.output.crash import called
-from hvdlab.kernel_ext.processes import look_at_state
+from hvdlab.kernel_ext.notebook.output.crash import called
+from hvdlab.kernel_ext.notebook.stack_probe import look_at_state
 
 
 @pytest.mark.parametrize(

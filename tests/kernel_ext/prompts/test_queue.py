@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.kernel_ext.prompts.commands import Send, Switch, Tell, understand
-from hvdlab.kernel_ext.prompts.queue import GATHER, RETURN, Answer, PromptQueue
+from hvdlab.kernel_ext.notebook.stdin.prompt_queue import (
+    GATHER,
+    RETURN,
+    Answer,
+    PromptQueue,
+    Send,
+    Switch,
+    Tell,
+    understand,
+)
 from hvdlab.kernel_ext.wire.cells import DEBUGGER, INPUT, PromptRequest, Reply
 
 

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from hvdlab.kernel_ext.prompts.standin import standing_in
+from hvdlab.kernel_ext.notebook.stdin.prompt_desk import drive_meanwhile
 
 LONG = 30.0
 
@@ -23,7 +23,7 @@ def test_it_goes_on_on_another_thread_and_ends_with_the_block() -> None:
         if len(taken) == 2:
             both.set()
 
-    with standing_in(step, lambda: events.put(None), lambda: None):
+    with drive_meanwhile(step, lambda: events.put(None), lambda: None):
         events.put("a")
         events.put("b")
         assert both.wait(LONG)
@@ -42,7 +42,7 @@ def test_it_has_what_the_context_says() -> None:
         go.acquire()
         seen.put(cell.get())
 
-    with standing_in(step, go.release, lambda: None):
+    with drive_meanwhile(step, go.release, lambda: None):
         assert seen.get(timeout=LONG) == "mine"
 
 
@@ -52,5 +52,5 @@ def test_an_error_ends_the_wait_and_is_raised_where_the_work_is() -> None:
     def step() -> None:
         raise OSError("no room")
 
-    with pytest.raises(OSError, match="no room"), standing_in(step, lambda: None, failed.set):
+    with pytest.raises(OSError, match="no room"), drive_meanwhile(step, lambda: None, failed.set):
         assert failed.wait(LONG)

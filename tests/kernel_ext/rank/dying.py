@@ -9,8 +9,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
 from hvdlab.kernel_ext.forkserver.program import PROGRAM, decode_left
+from hvdlab.kernel_ext.notebook.cells.dispatch import MessageFate, ReceiveWindow
 from hvdlab.kernel_ext.rank.output import OutputQueue
 from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire.cells import Chunk, Output, Stream
@@ -89,11 +89,11 @@ def live_and_die(die_at: int) -> tuple[int, str, str]:
 
 def show(mail: int, pipes: ChildPipes) -> str:
     """What the pool shows: the rank's mail, then what it left."""
-    arrivals, chunks = Arrivals([0]), list[Chunk | None]()
+    arrivals, chunks = ReceiveWindow([0]), list[Chunk | None]()
     while header := os.read(mail, 4):
         message = decode_to_pool(os.read(mail, int.from_bytes(header, "little")))
         assert isinstance(message, Output)
-        assert arrivals.output(0, message) is Verdict.TAKE
+        assert arrivals.output(0, message) is MessageFate.TAKE
         chunks += message.chunks
     left = pipes.left(PROGRAM)
     assert left is not None

@@ -8,7 +8,7 @@ import subprocess
 import threading
 from typing import TYPE_CHECKING
 
-from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
+from hvdlab.kernel_ext.notebook.cells.dispatch import MessageFate, ReceiveWindow
 from hvdlab.kernel_ext.rank.output import WINDOW, OutputQueue, OwnerWatch
 from hvdlab.kernel_ext.rank.output_log import UNATTENDED, OutputLog
 from hvdlab.kernel_ext.wire.cells import (
@@ -201,13 +201,13 @@ def test_a_gap_is_told_instead_of_what_is_missing() -> None:
     for _ in range(3):
         sent.output("a", [], UNATTENDED, unattended=True)
     sent.done(CellDone("a", None, 0.0))
-    arrivals = Arrivals([0], {0: 5})
+    arrivals = ReceiveWindow([0], {0: 5})
     posted.clear()
     sent.resync([("a", 5, 5)])
     *outputs, done = posted
-    assert [arrivals.output(0, output) for output in outputs] == [Verdict.TAKE] * 2
+    assert [arrivals.output(0, output) for output in outputs] == [MessageFate.TAKE] * 2
     assert f"{2 * UNATTENDED - 5} bytes" in text_of(outputs[0])
-    assert arrivals.done(0, done) is Verdict.TAKE
+    assert arrivals.done(0, done) is MessageFate.TAKE
 
 
 def test_the_end_of_one_does_nothing_once_another_is_named() -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import pytest
 
-from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.rank import values
-from hvdlab.kernel_ext.rank.values import TooLarge, dump, dump_parts, short_repr
+from hvdlab.kernel_ext.rank.values import short_repr
+from hvdlab.kernel_ext.wire.pickling import TooLarge, dump, dump_parts
 from hvdlab.kernel_ext.wire.values import Done, Fetch, Piece, PullValue, PushPart, PushValue, Release, Value
 
 if TYPE_CHECKING:

@@ -18,14 +18,14 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
-from hvdlab.kernel_ext.notebook.cells.cell_events import DoneArrived, OutputArrived, RankDied, TimePassed
+from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, DoneArrived, OutputArrived, RankDied
 from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
 from hvdlab.kernel_ext.rank.cell_source import parse
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Chunk, Display, Stream
-from hvdlab.kernel_ext.wire.status import Names
+from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.magics.extension import Extension
 from patience import PATIENCE
 
@@ -158,7 +158,7 @@ class FakePool:
     def restart(self, ranks: Sequence[int]) -> None:
         self.restarted = list(ranks)
 
-    def names(self, ranks: Sequence[int] | None = None) -> dict[int, Names]:
+    def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]:
         return {}
 
     def repair(self) -> list[int]:
@@ -218,7 +218,7 @@ class FakePool:
             credit=lambda rank, taken: None,
             interrupt=lambda ranks: [chosen[r].stop.set() for r in ranks] and None,
         )
-        recorder.driven(lambda: handle.feed(TimePassed()))
+        recorder.driven(lambda: handle.feed(DeadlineReached()))
         for rank in chosen.values():
             thread = threading.Thread(target=self._run_rank, args=(rank, handle, source, line_offset))
             self._threads.append(thread)

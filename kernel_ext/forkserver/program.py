@@ -11,14 +11,14 @@ import msgspec
 
 from hvdlab.bindings.framework_preloads import FrameworkPreloads
 from hvdlab.kernel_ext.wire import crash_ring
-from hvdlab.kernel_ext.wire.cells import Left, Stream
+from hvdlab.kernel_ext.wire.cells import CrashOutput, Stream
 from hvdlab.launch.forkserver.pipes import StdPipes
 
 PROGRAM_NAME = f"{__name__}:PROGRAM"
 """The name that a pool's fork server is started with."""
 
 _encode = msgspec.msgpack.Encoder().encode
-_left = msgspec.msgpack.Decoder(Left)
+_left = msgspec.msgpack.Decoder(CrashOutput)
 
 
 class PoolProgram(FrameworkPreloads):
@@ -81,6 +81,6 @@ class PoolProgram(FrameworkPreloads):
 PROGRAM = PoolProgram()
 
 
-def decode_left(left: bytes) -> Left:
+def decode_left(left: bytes) -> CrashOutput:
     """What :meth:`PoolProgram.read_area` has read."""
     return _left.decode(left)

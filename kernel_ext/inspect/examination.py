@@ -18,7 +18,7 @@ from hvdlab.kernel_ext.inspect.leaves import FINGERPRINTS, Found, leaves_of
 from hvdlab.kernel_ext.inspect.leaves import Leaves as Walked
 from hvdlab.kernel_ext.inspect.scalars import type_name
 from hvdlab.kernel_ext.rank.errors import one_line
-from hvdlab.kernel_ext.wire.compare import Blocks, Difference, Examined, Leaf, Leaves, Range
+from hvdlab.kernel_ext.wire.compare import Blocks, ComparisonOpened, Difference, Leaf, LeafList, Range
 
 NAMED = 3
 """How many of the parts that can't be compared are named."""
@@ -70,11 +70,11 @@ class Examination:
             else _plain_leaf(found, array)
         )
 
-    def examined(self, ticket: int) -> Examined:
+    def examined(self, ticket: int) -> ComparisonOpened:
         """The answer about the whole value: its fingerprint, type and counts."""
         arrays = [leaf for leaf in self.leaves if leaf.kind == "array"]
         unknown = [leaf for leaf in self.leaves if leaf.kind in ("opaque", "error")]
-        return Examined(
+        return ComparisonOpened(
             ticket,
             digest=fingerprint(*sorted(fingerprint(*map(_encoded, same_key(leaf))) for leaf in self.leaves)),
             type_name=self._type,
@@ -88,9 +88,9 @@ class Examination:
             ),
         )
 
-    def some_leaves(self, ticket: int, first: int) -> Leaves:
+    def some_leaves(self, ticket: int, first: int) -> LeafList:
         """The leaves from number ``first`` on, :data:`MOST_IN_ONE` at most."""
-        return Leaves(ticket, tuple(self.leaves[first : first + MOST_IN_ONE]))
+        return LeafList(ticket, tuple(self.leaves[first : first + MOST_IN_ONE]))
 
     def blocks(self, ticket: int, leaves: Sequence[int], on_host: bool = False) -> Blocks:
         """Fingerprints of the blocks of these arrays, and what of them is not finite.

@@ -41,11 +41,11 @@ from hvdlab.kernel_ext.notebook.membership_history import ElasticState, Membersh
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore, kept_limit
 from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import LEAVE_WITHIN, RankLifecycle
-from hvdlab.kernel_ext.notebook.rank_states import Found
+from hvdlab.kernel_ext.notebook.rank_states import RanksAdopted
 from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
 from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.notebook.variables import transfer
-from hvdlab.kernel_ext.wire.cells import Late, Left, Owner
+from hvdlab.kernel_ext.wire.cells import CrashOutput, Late, SetOwner
 from hvdlab.kernel_ext.wire.channel import JOIN, JOINED
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry
@@ -363,7 +363,7 @@ class PoolParts:
     def _own(self, ranks: Iterable[int]) -> None:
         """Tell ranks that this process takes what they write; they need its id, since they outlive it."""
         pid, near = os.getpid(), not isinstance(self.keeping, LauncherKeptPool)
-        self.runs.post(TO_RANK, encode(Owner(pid, start_time(pid), near)), tuple(ranks))
+        self.runs.post(TO_RANK, encode(SetOwner(pid, start_time(pid), near)), tuple(ranks))
 
     @property
     def _coordinator_was_replaced(self) -> bool:
@@ -392,7 +392,7 @@ class PoolParts:
             uncounted = pids.keys() & set(world.expected)
             known = {*range(self.keeping.size), *uncounted} - set(world.leaving)
             wanted = tuple(sorted(known))
-        self.group.handle(Found(wanted, pids, world.leaving))
+        self.group.handle(RanksAdopted(wanted, pids, world.leaving))
         for rank in set(wanted) - set(pids):
             absent = "it ended while no notebook was attached"
             known_end = ended.get(rank)
@@ -450,7 +450,7 @@ class PoolParts:
             self.joining.gone(event.number)
         self.companion.hear(event)
 
-    def _take_left(self, event: Ended, left: Left) -> Ended:
+    def _take_left(self, event: Ended, left: CrashOutput) -> Ended:
         """Show what a rank could not send before it ended, under its cell.
 
         If no cell waits for it, what it wrote to its standard error is put among its last words instead.
@@ -691,7 +691,7 @@ class PoolParts:
             self.companion.close(keep=not held)
             with contextlib.suppress(CoordinatorLostError):  # what keeps the pool tells its ranks
                 self.runs.leave()
-                self.runs.post(TO_RANK, encode(Owner(0, 0)), tuple(self.group.pids()))
+                self.runs.post(TO_RANK, encode(SetOwner(0, 0)), tuple(self.group.pids()))
             self._end_runs("the notebook has let go of the pool; what runs there goes on")
             if held:
                 self._base.release()

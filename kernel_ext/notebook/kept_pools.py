@@ -30,7 +30,7 @@ from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.launchers.names import LOCAL
 from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
-from hvdlab.kernel_ext.wire.cells import Owner
+from hvdlab.kernel_ext.wire.cells import SetOwner
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry
 from hvdlab.launch.exits import describe_signal
@@ -226,7 +226,7 @@ class LocalKeptPool:
 
     def update(
         self,
-        coordinator: CoordinatorProcess | AttachedCoordinator | HeldCoordinator,
+        coordinator: CoordinatorProcess | AttachedCoordinator | LauncherKeptCoordinator,
         fork_server: ForkServer,
         size: int,
     ) -> None:
@@ -282,7 +282,7 @@ def stop_local(name: str) -> None:
     keeping.forget()
 
 
-class HeldCoordinator:
+class LauncherKeptCoordinator:
     """The coordinator of such a pool, which runs elsewhere. Attributes are those of ``CoordinatorProcess``.
 
     Args:
@@ -352,7 +352,7 @@ class LauncherKeptPool:
         """Begin a pool without ranks. Raises ``InvalidRequestError`` for the name, ``StartError`` if it can't be begun."""
         keeper = registry.keeper(launcher)
         assert keeper is not None
-        vacant = (TO_RANK, encode(Owner(0, 0)))
+        vacant = (TO_RANK, encode(SetOwner(0, 0)))
         request = KeepRequest(name, size, plane, module, options, vacant, this_process())
         return cls(keeper.begin(request, deadline.remaining() or 60))
 
@@ -408,7 +408,7 @@ class LauncherKeptPool:
             near, world = base.coordinator, self.world
             assert isinstance(near, CoordinatorProcess)
             base.client.close()
-            base.coordinator = HeldCoordinator(self._job, near)
+            base.coordinator = LauncherKeptCoordinator(self._job, near)
             base.client = Client.connect(
                 world.coordinator,
                 self._job.access.client_token,

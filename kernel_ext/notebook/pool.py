@@ -19,7 +19,7 @@ from hvdlab.collectives.membership import LEAVES
 from hvdlab.kernel_ext.inspect.special import SPECIAL
 from hvdlab.kernel_ext.notebook import checks
 from hvdlab.kernel_ext.notebook.assembly import PoolParts, Progress
-from hvdlab.kernel_ext.notebook.cells.cell_events import TimePassed
+from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
@@ -45,14 +45,14 @@ from hvdlab.kernel_ext.wire.status import (
     AskStatus,
     Complete,
     Completions,
-    Express,
-    Expressed,
+    EvaluateExpressions,
+    ExpressionValues,
     Inspect,
     Inspection,
-    Names,
     RankStatus,
     Stack,
     Status,
+    UserNames,
     rank_status,
 )
 from hvdlab.launch.starter import Capability
@@ -414,10 +414,10 @@ class Pool:
         silent = [rank for rank in chosen if rank not in stacks]
         return RankLocations(stacks, self._base.runs.lookout.look(silent) if silent else None)
 
-    def names(self, ranks: Sequence[int] | None = None) -> dict[int, Names]:
+    def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]:
         """Rank to the names that the user has made there, in that order, modules apart; by default of all ranks."""
         answers = self._base.runs.questions.ask(AskNames, self._chosen(ranks), Deadline(ANSWER_WITHIN))
-        return {rank: answer for rank, answer in answers.items() if isinstance(answer, Names)}
+        return {rank: answer for rank, answer in answers.items() if isinstance(answer, UserNames)}
 
     def complete(
         self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
@@ -446,9 +446,9 @@ class Pool:
         """
         asked = dict(expressions)
         answers = self._base.runs.questions.ask(
-            lambda ticket: Express(ticket, asked), self._one(rank), Deadline(timeout)
+            lambda ticket: EvaluateExpressions(ticket, asked), self._one(rank), Deadline(timeout)
         )
-        return next((a.results for a in answers.values() if isinstance(a, Expressed)), None)
+        return next((a.results for a in answers.values() if isinstance(a, ExpressionValues)), None)
 
     def _one(self, rank: int | None) -> tuple[int, ...]:
         return self._chosen(self.ranks[:1] if rank is None else [rank])
@@ -597,7 +597,7 @@ class Pool:
         except BaseException:
             self._base.transcripts.forget(cell)
             raise
-        recorder.driven(lambda: handle.feed(TimePassed()))
+        recorder.driven(lambda: handle.feed(DeadlineReached()))
         return handle
 
     # -- number of ranks -------------------------------------------------------------------------------------------------
@@ -706,7 +706,7 @@ class Pool:
         Args:
             ranks: The ranks that get it; by default :attr:`newcomers`.
             source: The rank that it comes from; by default the first one that is not in ``ranks``.
-            without: Names of variables to leave out.
+            without: UserNames of variables to leave out.
             timeout: Seconds after which the copying is interrupted; None for no limit.
 
         Returns:

@@ -19,7 +19,7 @@ from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.launch.forkserver.client import ForkServer
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.notebook.kept_pools import AttachedCoordinator, HeldCoordinator
+    from hvdlab.kernel_ext.notebook.kept_pools import AttachedCoordinator, LauncherKeptCoordinator
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class PoolProcesses:
     """The processes and the connection that a pool stands on. The pool that takes them closes them."""
 
     fork_server: ForkServer
-    coordinator: CoordinatorProcess | AttachedCoordinator | HeldCoordinator
+    coordinator: CoordinatorProcess | AttachedCoordinator | LauncherKeptCoordinator
     client: Client
 
     def leave(self) -> None:

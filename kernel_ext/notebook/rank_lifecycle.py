@@ -17,21 +17,21 @@ from hvdlab.collectives.environment import sizes
 from hvdlab.collectives.errors import StartError, format_ranks
 from hvdlab.kernel_ext.notebook.output.crash import last_lines
 from hvdlab.kernel_ext.notebook.rank_states import (
-    Answered,
+    AgentReady,
     AskReady,
-    Died,
+    AwaitLeaving,
     Effect,
     Event,
-    Expect,
-    Gone,
-    Leave,
-    LetGo,
+    ExpectRanks,
+    LeaveAtCommit,
+    PoolSizeSet,
     RankPhase,
     RankStates,
     Reconnected,
+    ReportRankLeft,
+    ReportRankLost,
     Resized,
-    Start,
-    Wanted,
+    SpawnRanks,
 )
 from hvdlab.kernel_ext.wire.channel import ENVIRONMENT, READY, WHO
 from hvdlab.launch.hosts import Host, assign
@@ -80,10 +80,10 @@ class RankLifecycle:
         self._waits_for = ""
         self._reasons: dict[tuple[int, int], str] = {}
         self._ending: set[int] = set()  # ranks that the user has restarted, until their processes have ended
-        client.on_mail(READY, lambda rank, body: self.handle(Answered(rank)))
+        client.on_mail(READY, lambda rank, body: self.handle(AgentReady(rank)))
 
     def use(self, starter: Starter) -> None:
-        """Let ``starter`` start the ranks. Call it once, before the first :class:`Wanted`."""
+        """Let ``starter`` start the ranks. Call it once, before the first :class:`PoolSizeSet`."""
         self._starter = starter
 
     # -- queries --------------------------------------------------------------------------------------------------
@@ -158,11 +158,11 @@ class RankLifecycle:
         # What is sent while there is no coordinator is lost; reconnected() sends it to the next one.
         with contextlib.suppress(CoordinatorLostError):
             match effect:
-                case Expect(ranks):
+                case ExpectRanks(ranks):
                     self._client.expect(ranks)
-                case LetGo(ranks):
+                case LeaveAtCommit(ranks):
                     self._client.release(ranks)
-                case Start(ranks, size):
+                case SpawnRanks(ranks, size):
                     self._starter.start(ranks, size)
                 case Resized(ranks, size):
                     for rank in ranks:
@@ -170,14 +170,14 @@ class RankLifecycle:
                         self._client.post(ENVIRONMENT, msgspec.msgpack.encode(variables), [rank])
                 case AskReady(ranks):
                     self._client.post(WHO, b"", ranks)
-                case Died(rank, pid, reason):
+                case ReportRankLost(rank, pid, reason):
                     self._died(rank, reason)
                     self._client.rank_lost(rank, pid, reason)
-                case Gone(rank, pid, died):
+                case ReportRankLeft(rank, pid, died):
                     self._left(rank, died)
                     if died:
                         self._client.rank_lost(rank, pid, died)
-                case Leave():
+                case AwaitLeaving():
                     pass  # the coordinator tells the rank; _wait_left() kills it if it does not leave
 
     # -- changes --------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class RankLifecycle:
             return self._members.let_go
 
         with self._changed:
-            self.handle(Wanted(tuple(ranks), at_commit=True))
+            self.handle(PoolSizeSet(tuple(ranks), at_commit=True))
             if not self._changed.wait_for(lambda: not leaving() or self._broken, deadline.remaining()):
                 expected = self._client.membership().expected
                 hung = {rank for rank in leaving() if rank not in expected}  # past their commit
@@ -230,7 +230,7 @@ class RankLifecycle:
         """
         with self._changed:
             before = self._members.wanted
-            self.handle(Wanted(tuple(ranks), replace_lost))
+            self.handle(PoolSizeSet(tuple(ranks), replace_lost))
             new = self._members.in_state(RankPhase.STARTING)
         try:
             deadline = self._wait_for_room(deadline, progress)
@@ -238,7 +238,7 @@ class RankLifecycle:
         except BaseException:
             ready = self.ready()
             self.kill([rank for rank in new if rank not in before or rank not in ready])
-            self.handle(Wanted(before))
+            self.handle(PoolSizeSet(before))
             raise
         self._wait_left(deadline)
 

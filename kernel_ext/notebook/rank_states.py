@@ -53,7 +53,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PoolSizeSet:
     """The caller wants the pool to consist of these ranks; with ``replace_lost`` lost ones among them are started again.
 
     With ``at_commit`` the pool only shrinks: ranks that are not wanted any more leave at the next commit of the elastic training.
@@ -65,7 +65,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RanksAdopted:
     """The pool is made of these ranks, which another process has started; ``pids`` has those that live.
 
     That process has let the ranks ``let_go`` go, which are not among the others; they have not come to a commit yet.
@@ -77,7 +77,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AgentReady:
     """The rank's agent has said that it takes mail."""
 
     rank: int
@@ -88,21 +88,21 @@ class Reconnected:
     """There is another connection to the coordinator or to its successor: what was sent over the last one may be lost."""
 
 
-Event = Wanted | Found | Started | Answered | Ended | Reconnected
+Event = PoolSizeSet | RanksAdopted | Started | AgentReady | Ended | Reconnected
 
 
 # -- what to do -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Expect:
+class ExpectRanks:
     """Tell the coordinator which ranks the world is made of."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class SpawnRanks:
     """Start these ranks, in a pool of ``size``."""
 
     ranks: tuple[int, ...]
@@ -110,17 +110,17 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    """:class:`Expect` has the coordinator tell this rank to leave; see that it does."""
+class AwaitLeaving:
+    """:class:`ExpectRanks` has the coordinator tell this rank to leave; see that it does."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
+class LeaveAtCommit:
     """Tell the coordinator that these ranks leave at the next commit of the elastic training.
 
-    An :class:`Expect` has them until they have left: one without them would send them away at once, in the middle of a step.
+    An :class:`ExpectRanks` has them until they have left: one without them would send them away at once, in the middle of a step.
     """
 
     ranks: tuple[int, ...]
@@ -142,7 +142,7 @@ class AskReady:
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class ReportRankLost:
     """A rank that was ready is lost."""
 
     rank: int
@@ -151,7 +151,7 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class ReportRankLeft:
     """A rank that was to leave has left.
 
     ``died`` says how, if it was to leave at a commit and did not come to that in order: what it did since its last commit is lost.
@@ -162,7 +162,16 @@ class Gone:
     died: str = ""
 
 
-Effect = Expect | LetGo | Start | Leave | Resized | AskReady | Died | Gone
+Effect = (
+    ExpectRanks
+    | LeaveAtCommit
+    | SpawnRanks
+    | AwaitLeaving
+    | Resized
+    | AskReady
+    | ReportRankLost
+    | ReportRankLeft
+)
 
 
 class RankStates:
@@ -213,16 +222,16 @@ class RankStates:
     def handle(self, event: Event) -> list[Effect]:
         """Take one event; returns the effects that the pool must carry out, in order."""
         match event:
-            case Wanted():
+            case PoolSizeSet():
                 return self._want(event)
-            case Found():
+            case RanksAdopted():
                 return self._found(event)
             case Started(rank, pid):
                 member = self._members.get(rank)
                 if member is not None and member.state is not RankPhase.LOST:
                     member.pid = pid
                 return []
-            case Answered(rank):
+            case AgentReady(rank):
                 member = self._members.get(rank)
                 if member is not None and member.state is RankPhase.STARTING:
                     member.state = RankPhase.READY
@@ -234,7 +243,7 @@ class RankStates:
                 again: list[Effect] = [Resized(self.ready, len(self._wanted))]
                 return self._world() + again + ([AskReady(starting)] if starting else [])
 
-    def _found(self, event: Found) -> list[Effect]:
+    def _found(self, event: RanksAdopted) -> list[Effect]:
         self._wanted = tuple(sorted(event.ranks))
         self._members = {rank: RankRecord(rank, event.pids.get(rank, 0)) for rank in self._wanted}
         for rank in event.let_go:
@@ -246,10 +255,10 @@ class RankStates:
         """Tell the coordinator which ranks the world is made of, and which of them leave."""
         going = self.let_go
         expected = tuple(sorted({*self._wanted, *going}))
-        # A rank that has come to its commit already is no part of the world any more: LetGo takes it out of it again.
-        return [Expect(expected), LetGo(going)] if going else [Expect(expected)]
+        # A rank that has come to its commit already is no part of the world any more: LeaveAtCommit takes it out of it again.
+        return [ExpectRanks(expected), LeaveAtCommit(going)] if going else [ExpectRanks(expected)]
 
-    def _want(self, event: Wanted) -> list[Effect]:
+    def _want(self, event: PoolSizeSet) -> list[Effect]:
         before, self._wanted = self._wanted, tuple(sorted(set(event.ranks)))
         starting: list[int] = []
         left = tuple(rank for rank in before if rank not in self._wanted)
@@ -266,13 +275,13 @@ class RankStates:
         if not event.at_commit:
             effects = self._world() + effects
         elif left:
-            effects.insert(0, LetGo(left))
+            effects.insert(0, LeaveAtCommit(left))
         size = len(self._wanted)
         staying = self.ready
         if staying and size != len(before):
             effects.append(Resized(staying, size))
         if starting:
-            effects.append(Start(tuple(starting), size))
+            effects.append(SpawnRanks(tuple(starting), size))
         return effects
 
     def _drop(self, member: RankRecord, *, at_commit: bool) -> list[Effect]:
@@ -283,7 +292,7 @@ class RankStates:
         if member.state is RankPhase.LEAVING:
             return []
         member.state, member.at_commit = RankPhase.LEAVING, at_commit
-        return [Leave(member.rank)]
+        return [AwaitLeaving(member.rank)]
 
     def _ended(self, event: Ended) -> list[Effect]:
         member = self._members.get(event.rank)
@@ -291,7 +300,7 @@ class RankStates:
             return []
         if member.state is RankPhase.LEAVING:
             orderly = event.reason == IN_ORDER or not member.at_commit
-            return self._gone(member, Gone(member.rank, event.pid, "" if orderly else event.reason))
+            return self._gone(member, ReportRankLeft(member.rank, event.pid, "" if orderly else event.reason))
         if member.state is RankPhase.LOST:
             if not member.pid and event.pid:  # it was found missing, and only now its end is reported
                 member.reason, member.tail = event.reason, event.tail
@@ -299,9 +308,9 @@ class RankStates:
         was_ready = member.state is RankPhase.READY
         member.state, member.reason = RankPhase.LOST, event.reason
         member.tail, member.detail = event.tail, event.detail
-        return [Died(event.rank, event.pid, event.reason)] if was_ready else []
+        return [ReportRankLost(event.rank, event.pid, event.reason)] if was_ready else []
 
-    def _gone(self, member: RankRecord, gone: Gone) -> list[Effect]:
+    def _gone(self, member: RankRecord, gone: ReportRankLeft) -> list[Effect]:
         """A rank that was to leave has left."""
         del self._members[member.rank]
         again = member.rank in self._again
@@ -310,5 +319,5 @@ class RankStates:
             self._members[member.rank] = RankRecord(member.rank)
         # The coordinator has taken it out of the world. Its client has not: a successor would wait for it.
         world = self._world() if member.at_commit else []
-        started: list[Effect] = [Start((member.rank,), len(self._wanted))] if again else []
+        started: list[Effect] = [SpawnRanks((member.rank,), len(self._wanted))] if again else []
         return [gone, *world, *started]

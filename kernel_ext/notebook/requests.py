@@ -9,26 +9,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.kernel_ext.wire.cells import Cells
+from hvdlab.kernel_ext.wire.cells import RetainedCells
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.kernel_ext.wire.compare import InspectAnswer
-from hvdlab.kernel_ext.wire.status import Completions, Expressed, Inspection, Names, Stack, Status
-from hvdlab.kernel_ext.wire.values import Done, Known, Learnt, Piece, Value
+from hvdlab.kernel_ext.wire.status import Completions, ExpressionValues, Inspection, Stack, Status, UserNames
+from hvdlab.kernel_ext.wire.values import Acked, Snapshot, SnapshotLoaded, TransferChunk, Value
 
 Answer = (
-    Cells
-    | Done
-    | Known
-    | Learnt
+    RetainedCells
+    | Acked
+    | Snapshot
+    | SnapshotLoaded
     | Value
-    | Piece
+    | TransferChunk
     | Status
     | Completions
     | Inspection
-    | Expressed
+    | ExpressionValues
     | Stack
-    | Names
+    | UserNames
     | InspectAnswer
 )
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.linux import process_state
-from hvdlab.kernel_ext.notebook.cells.cell_events import PoolNews, TimePassed
+from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, PoolNews
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
 from hvdlab.kernel_ext.notebook.requests import RankRequests
-from hvdlab.kernel_ext.wire.cells import AskCells, Cells, HeldCell, RunCell
+from hvdlab.kernel_ext.wire.cells import ListRetainedCells, RetainedCell, RetainedCells, RunCell
 
 ANSWER_WITHIN = 2.0
 """Seconds that ranks have to answer; one that is stopped does not."""
@@ -37,7 +37,7 @@ class OrphanedCell:
 
     cell: str
     label: str
-    parts: dict[int, HeldCell]
+    parts: dict[int, RetainedCell]
     without: tuple[int, ...] = ()
 
     @property
@@ -84,12 +84,12 @@ def find(questions: RankRequests, pids: Mapping[int, int]) -> tuple[list[Orphane
     Returns:
         The cells, and the labels of cells that were interrupted when their notebook ended although it has seen their end.
     """
-    answers = questions.ask(AskCells, tuple(pids), Deadline(ANSWER_WITHIN))
+    answers = questions.ask(ListRetainedCells, tuple(pids), Deadline(ANSWER_WITHIN))
     slow = [rank for rank, pid in pids.items() if rank not in answers and process_state(pid) not in STOPPED]
     if slow:
-        answers |= questions.ask(AskCells, slow, Deadline(SLOW_WITHIN))
+        answers |= questions.ask(ListRetainedCells, slow, Deadline(SLOW_WITHIN))
     found: dict[str, OrphanedCell] = {}
-    heard = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Cells)}
+    heard = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, RetainedCells)}
     held = {rank: answer.cells for rank, answer in heard.items()}
     for rank, parts in held.items():
         for part in parts:
@@ -118,7 +118,7 @@ def go_on(
     handle = runs.take_over(
         left.cell, left.label, before, recorder, order=left.order, joined=left.joined, leaving=leaving
     )
-    recorder.driven(lambda: handle.feed(TimePassed()))
+    recorder.driven(lambda: handle.feed(DeadlineReached()))
     if left.missing:
         handle.feed(PoolNews(left.missing))
     return handle

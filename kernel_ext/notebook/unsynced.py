@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.collectives.visible import visible
-from hvdlab.kernel_ext.wire.status import Names
+from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.kernel_ext.wire.text import rough_size
 
 BEFORE = "resize or repair"
@@ -115,7 +115,7 @@ class SyncResult:
         source: The rank that the variables came from.
         ranks: The ranks that have them now.
         names: Variables that were brought, in the order in which they were made.
-        modules: Names that modules were imported under.
+        modules: UserNames that modules were imported under.
         failed: Name of each variable or module that was not brought, and why.
         nbytes: Bytes that each rank got.
         seconds: How long it took.
@@ -177,7 +177,7 @@ MOST_VARIABLES = 12
 MOST_MODULES = 6
 
 
-def missing_names_notice(names: Mapping[int, Names], replaced: Sequence[int]) -> str:
+def missing_names_notice(names: Mapping[int, UserNames], replaced: Sequence[int]) -> str:
     """``it lacks model, opt and the modules np, torch: `%hvd_pool sync 3` …``; empty if no other rank has variables.
 
     Args:
@@ -200,7 +200,7 @@ def missing_names_notice(names: Mapping[int, Names], replaced: Sequence[int]) ->
     )
 
 
-def restarted_notice(names: Mapping[int, Names], replaced: Sequence[int], seconds: float) -> str:
+def restarted_notice(names: Mapping[int, UserNames], replaced: Sequence[int], seconds: float) -> str:
     """``rank 3 is back (1.2 s); it lacks …``."""
     are = "is" if len(replaced) == 1 else "are"
     said = f"{format_ranks(replaced)} {are} back ({seconds:.1f} s)"

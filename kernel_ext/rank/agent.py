@@ -18,7 +18,7 @@ from hvdlab.kernel_ext.rank.cell_executor import CellExecutor
 from hvdlab.kernel_ext.rank.cell_source import CellCompiler
 from hvdlab.kernel_ext.rank.debug_server import DebugServer
 from hvdlab.kernel_ext.rank.errors import describe
-from hvdlab.kernel_ext.rank.examining import QUESTIONS, Examining
+from hvdlab.kernel_ext.rank.examining import QUESTIONS, CompareServer
 from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
 from hvdlab.kernel_ext.rank.output import ExitFlush, OutputQueue
 from hvdlab.kernel_ext.rank.pipes import FdCapture
@@ -28,36 +28,44 @@ from hvdlab.kernel_ext.rank.values import IncomingTransfers, OutgoingTransfers
 from hvdlab.kernel_ext.rank.variable_view import LOOKS, VariableViewer
 from hvdlab.kernel_ext.rank.widgets import RankComms
 from hvdlab.kernel_ext.wire.cells import (
-    AskCells,
+    Acknowledge,
+    AcknowledgeLate,
     CellDone,
-    Cells,
-    Credit,
-    Entered,
-    LateCredit,
-    Owner,
-    Reply,
-    Resync,
+    DiscardCell,
+    JoinedCell,
+    ListRetainedCells,
+    PromptReply,
+    ResendFrom,
+    RetainedCells,
     RunCell,
-    Settled,
+    SetOwner,
 )
 from hvdlab.kernel_ext.wire.channel import COMM, Payload
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, ToPool, ToRank, decode_to_rank, encode
 from hvdlab.kernel_ext.wire.comms import CommMessage
 from hvdlab.kernel_ext.wire.comms import decode as decode_comm
-from hvdlab.kernel_ext.wire.compare import Examine
+from hvdlab.kernel_ext.wire.compare import OpenComparison
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing
 from hvdlab.kernel_ext.wire.debug import DEBUG
-from hvdlab.kernel_ext.wire.status import AskNames, AskStack, AskStatus, Complete, Express, Inspect, Stack
+from hvdlab.kernel_ext.wire.status import (
+    AskNames,
+    AskStack,
+    AskStatus,
+    Complete,
+    EvaluateExpressions,
+    Inspect,
+    Stack,
+)
 from hvdlab.kernel_ext.wire.values import (
-    AskKnown,
-    Done,
-    Fetch,
-    Learn,
-    Learnt,
+    Acked,
+    LoadSnapshot,
     PullValue,
-    PushPart,
     PushValue,
-    Release,
+    ReadChunk,
+    ReleaseTransfer,
+    SnapshotLoaded,
+    TakeSnapshot,
+    WriteChunk,
 )
 
 
@@ -114,12 +122,12 @@ class RankAgent:
         self._jobs: deque[ToRank] = deque()
         self._job: ToRank | None = None
         self._lending, self._parcels = OutgoingTransfers(loop), IncomingTransfers()
-        self._examining = Examining(
+        self._examining = CompareServer(
             shell, loop, lambda: engine.rank, lambda: engine.local_size, lambda answer: self._reply(answer)
         )
         self._looker = VariableViewer(shell, lambda: self._cell, lambda answer: self._reply(answer))
         #: What another rank knew, until this one has begun the cell that it is needed for.
-        self._lesson: sync.Lesson | None = None
+        self._lesson: sync.PendingSnapshot | None = None
         #: The cell that this rank has entered last while others ran it.
         self._entered = ""
         self._arrived = asyncio.Event()
@@ -192,47 +200,49 @@ class RankAgent:
         """Tell the pool that its question failed here. It waits for an answer, for ever where a value may take any time."""
         ticket = getattr(question, "ticket", None)
         if ticket is not None:
-            self._reply(Done(ticket, f"hvdlab failed in this rank: {type(error).__name__}: {error}"))
+            self._reply(Acked(ticket, f"hvdlab failed in this rank: {type(error).__name__}: {error}"))
 
     def _carry_out(self, mail: ToRank) -> None:
-        if isinstance(mail, Credit):
+        if isinstance(mail, Acknowledge):
             self._capture.credit(mail.cell, mail.taken)
-        elif isinstance(mail, LateCredit):
+        elif isinstance(mail, AcknowledgeLate):
             # Also while the rank leaves: the main thread may wait for it, in a task between cells, and no interrupt ends that.
             self._capture.credit_late(mail.taken)
         elif self._leaving:
             return
-        elif isinstance(mail, Settled):
+        elif isinstance(mail, DiscardCell):
             self._capture.settled(mail.cell)
             self._prompting.settled(mail.cell)
-        elif isinstance(mail, Resync):
+        elif isinstance(mail, ResendFrom):
             if any(cell == self._entered for cell, *_ in mail.cells):
-                self._reply(Entered(self._entered))  # before the cell's end, which may be sent again now
+                self._reply(JoinedCell(self._entered))  # before the cell's end, which may be sent again now
             self._capture.resync(mail.cells)
             self._prompting.ask_again()
-        elif isinstance(mail, Owner):
+        elif isinstance(mail, SetOwner):
             self._capture.owned(mail.pid, mail.started, mail.near)
             self._prompting.attended(bool(mail.pid))
             self._debug.abandon()
-        elif isinstance(mail, Reply):
+        elif isinstance(mail, PromptReply):
             self._prompting.answered(mail)
-        elif isinstance(mail, AskCells):
-            self._reply(Cells(mail.ticket, self._capture.sent.held(), self._capture.sent.ended_with_notebook))
+        elif isinstance(mail, ListRetainedCells):
+            self._reply(
+                RetainedCells(mail.ticket, self._capture.sent.held(), self._capture.sent.ended_with_notebook)
+            )
         elif isinstance(mail, AskStatus):
             self._reply(self._status(mail.ticket))
         elif isinstance(mail, AskStack):
             self._reply(self._stack(mail.ticket))
         elif isinstance(mail, AskNames):
             self._reply(completion.user_names(self._shell, mail.ticket))
-        elif isinstance(mail, AskKnown):
+        elif isinstance(mail, TakeSnapshot):
             threading.Thread(
                 target=self._tell_known, args=(mail.ticket,), name="hvdlab-known", daemon=True
             ).start()
-        elif isinstance(mail, Fetch):
+        elif isinstance(mail, ReadChunk):
             self._reply(self._lending.piece(mail))
-        elif isinstance(mail, PushPart):
+        elif isinstance(mail, WriteChunk):
             self._reply(self._parcels.put(mail))
-        elif isinstance(mail, Release):
+        elif isinstance(mail, ReleaseTransfer):
             self._lending.give_back(mail.lot)
             self._parcels.drop(mail.lot)
             self._examining.release(mail.lot)
@@ -396,24 +406,24 @@ class RankAgent:
             self._reply(answer)
             if parts:
                 await self._lending.returned(answer.ticket)
-        elif isinstance(job, Learn):
+        elif isinstance(job, LoadSnapshot):
             self._learn(job)
-        elif isinstance(job, Examine):
+        elif isinstance(job, OpenComparison):
             await self._examining.run(job)
         elif isinstance(job, Complete):
             self._reply(completion.complete(self._shell, job))
         elif isinstance(job, Inspect):
             self._reply(completion.inspect(self._shell, job))
-        elif isinstance(job, Express):
+        elif isinstance(job, EvaluateExpressions):
             self._reply(completion.express(self._shell, job))
 
-    def _learn(self, request: Learn) -> None:
+    def _learn(self, request: LoadSnapshot) -> None:
         try:
             parts = [memoryview(part) for part in self._parcels.take(request.lot)]
         except KeyError:
-            self._reply(Learnt(request.ticket, error="it did not arrive", missing=True))
+            self._reply(SnapshotLoaded(request.ticket, error="it did not arrive", missing=True))
             return
-        self._lesson = sync.Lesson(parts)
+        self._lesson = sync.PendingSnapshot(parts)
         self._reply(self._lesson.prepare(self._shell, request.ticket))
 
     def _enter(self) -> None:
@@ -423,7 +433,7 @@ class RankAgent:
         if lesson is not None:
             lesson.take(self._shell)
         self._entered = self._cell
-        self._reply(Entered(self._cell))
+        self._reply(JoinedCell(self._cell))
 
     @property
     def main_thread(self) -> int:

@@ -13,11 +13,11 @@ from hvdlab.kernel_ext.rank.display import wire_bundle
 from hvdlab.kernel_ext.wire.status import (
     Complete,
     Completions,
-    Express,
-    Expressed,
+    EvaluateExpressions,
+    ExpressionValues,
     Inspect,
     Inspection,
-    Names,
+    UserNames,
 )
 
 WITHIN = 5.0
@@ -67,23 +67,23 @@ def inspect(shell: Any, request: Inspect) -> Inspection:
     return Inspection(request.ticket, True, wire_bundle(data))
 
 
-def express(shell: Any, request: Express) -> Expressed:
+def express(shell: Any, request: EvaluateExpressions) -> ExpressionValues:
     """Evaluate a client's expressions, as IPython does: an error is a result, too."""
     results = shell.user_expressions(request.expressions)
-    return Expressed(request.ticket, {name: wire_bundle(result) for name, result in results.items()})
+    return ExpressionValues(request.ticket, {name: wire_bundle(result) for name, result in results.items()})
 
 
 MOST_NAMES = 500
 """Names of each kind that an answer has at most."""
 
 
-def user_names(shell: Any, ticket: int) -> Names:
+def user_names(shell: Any, ticket: int) -> UserNames:
     """Names of the user's variables and modules, in the order in which they were made. Any thread, also while a cell runs."""
     variables: list[str] = []
     modules: list[str] = []
     for name, value in user_items(shell):
         (modules if issubclass(type(value), ModuleType) else variables).append(name)
-    return Names(ticket, tuple(variables[:MOST_NAMES]), tuple(modules[:MOST_NAMES]))
+    return UserNames(ticket, tuple(variables[:MOST_NAMES]), tuple(modules[:MOST_NAMES]))
 
 
 def user_variables(shell: Any) -> list[tuple[str, Any]]:

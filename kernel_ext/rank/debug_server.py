@@ -30,11 +30,11 @@ import traitlets
 from hvdlab.kernel_ext.wire.codec import encode
 from hvdlab.kernel_ext.wire.debug import (
     DEBUG,
-    Close,
+    CloseDebug,
+    DebugMessage,
+    DebugOpened,
     FramingError,
-    Open,
-    Opened,
-    Said,
+    OpenDebug,
     Unframer,
     decode_to_server,
     frame,
@@ -54,7 +54,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 class DebugServer:
-    """Made with the agent; costs nothing until the first :class:`Open` comes.
+    """Made with the agent; costs nothing until the first :class:`OpenDebug` comes.
 
     Args:
         post: ``post(topic, body)`` sends mail to the notebook; any thread.
@@ -75,7 +75,7 @@ class DebugServer:
         self._session = 0
         self._unfit = ""  # what the installed debugpy lacks
         self._server: _Server | None = None
-        self._todo: queue.SimpleQueue[Open | Said | Close | None] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[OpenDebug | DebugMessage | CloseDebug | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopped: set[int] = set()
         self._main = 1  # the server's number of the main thread
@@ -100,11 +100,11 @@ class DebugServer:
     def abandon(self) -> None:
         """The process that debugged this rank is gone: end the session. Any thread."""
         if self._session:
-            self._do(Close(self._session))
+            self._do(CloseDebug(self._session))
 
-    def _do(self, order: Open | Said | Close) -> None:
+    def _do(self, order: OpenDebug | DebugMessage | CloseDebug) -> None:
         if self._thread is None:
-            if not isinstance(order, Open):
+            if not isinstance(order, OpenDebug):
                 return
             self._thread = threading.Thread(target=self._work, name="hvdlab-debugger", daemon=True)
             self._thread.start()
@@ -143,11 +143,11 @@ class DebugServer:
 
     def _work(self) -> None:
         while (order := self._todo.get()) is not None:
-            if isinstance(order, Open):
+            if isinstance(order, OpenDebug):
                 self._open(order)
             elif order.session != self._session or self._server is None:
                 continue
-            elif isinstance(order, Said):
+            elif isinstance(order, DebugMessage):
                 # What is no request is dropped.
                 with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
                     self._server.send(_adapted(order.message))
@@ -156,12 +156,12 @@ class DebugServer:
         if self._server is not None:
             self._server.close()
 
-    def _open(self, order: Open) -> None:
+    def _open(self, order: OpenDebug) -> None:
         # What a failed attempt leaves behind spoils the next one.
         error = self._unfit or self._begin(order)
-        self._post(DEBUG, encode(Opened(order.session, error)))
+        self._post(DEBUG, encode(DebugOpened(order.session, error)))
 
-    def _begin(self, order: Open) -> str:
+    def _begin(self, order: OpenDebug) -> str:
         """Begin a session; returns what is wrong."""
         try:
             if self._session and self._session != order.session:
@@ -220,7 +220,7 @@ class DebugServer:
             self._main = next((one["id"] for one in threads if one["name"] == "MainThread"), self._main)
         session = self._session
         if session:
-            self._post(DEBUG, encode(Said(session, message)))
+            self._post(DEBUG, encode(DebugMessage(session, message)))
 
     def _set_stopped(self, threads: set[int]) -> None:
         with self._lock:

@@ -20,12 +20,12 @@ from hvdlab.kernel_ext.wire.compare import (
     AskLeaves,
     Compare,
     Compared,
-    Examine,
-    Examined,
+    ComparisonOpened,
     Gather,
+    OpenComparison,
 )
 from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, SharedBuffer, SharedBufferReader
-from hvdlab.kernel_ext.wire.values import Done, Piece
+from hvdlab.kernel_ext.wire.values import Acked, TransferChunk
 
 Question = AskLeaves | AskBlocks | Gather | Compare
 QUESTIONS = (AskLeaves, AskBlocks, Gather, Compare)
@@ -37,7 +37,7 @@ REMEMBERED = 64
 """How many examinations that the pool gave up before they began are remembered."""
 
 
-class Examining:
+class CompareServer:
     """Opens examinations, one at a time, and answers what is asked about them. Made on the main thread.
 
     Args:
@@ -58,7 +58,7 @@ class Examining:
     ) -> None:
         self._shell, self._loop, self._reply = shell, loop, reply
         self._rank, self._neighbours = rank, neighbours
-        self._open: Examined | None = None
+        self._open: ComparisonOpened | None = None
         self._questions: asyncio.Queue[Question | int] = (
             asyncio.Queue()
         )  # a number: that examination was released
@@ -67,7 +67,7 @@ class Examining:
 
     # -- control thread -----------------------------------------------------------------------------------------------
 
-    def again(self, ticket: int) -> Examined | None:
+    def again(self, ticket: int) -> ComparisonOpened | None:
         """The answer that was given already, if this examination is open."""
         answer = self._open
         return answer if answer is not None and answer.ticket == ticket else None
@@ -75,7 +75,7 @@ class Examining:
     def ask(self, question: Question) -> None:
         """Take a question about an examination."""
         if self.again(question.lot) is None:
-            self._reply(Done(question.ticket, OVER))
+            self._reply(Acked(question.ticket, OVER))
         else:
             self._put(question)
 
@@ -97,17 +97,17 @@ class Examining:
         if isinstance(question, int) or self.again(question.lot) is not None:
             self._questions.put_nowait(question)
         else:
-            self._reply(Done(question.ticket, OVER))
+            self._reply(Acked(question.ticket, OVER))
 
-    async def run(self, request: Examine) -> None:
-        """Examine a value, answer, and stay with it until it is released or the pool seems to be gone."""
+    async def run(self, request: OpenComparison) -> None:
+        """Open a value for comparison, answer, and stay with it until it is released or the pool seems to be gone."""
         if request.ticket in self._released:
             return
         try:
             examination = Examination(self._value(request), threads_for(self._neighbours()))
             answer = examination.examined(request.ticket)
         except BaseException as error:  # noqa: BLE001  # evaluating runs the user's code, which may also exit
-            self._reply(Examined(request.ticket, error=one_line(error)))
+            self._reply(ComparisonOpened(request.ticket, error=one_line(error)))
             return
         self._open = answer
         self._reply(answer)
@@ -119,9 +119,9 @@ class Examining:
             while not self._questions.empty():
                 late = self._questions.get_nowait()
                 if not isinstance(late, int):
-                    self._reply(Done(late.ticket, OVER))
+                    self._reply(Acked(late.ticket, OVER))
 
-    def _value(self, request: Examine) -> Any:
+    def _value(self, request: OpenComparison) -> Any:
         if request.special in SPECIAL:
             return special_value(request.special)
         variables = self._shell.user_ns
@@ -149,12 +149,12 @@ class Examining:
                     return
                 continue
             if question.lot != lot:
-                self._reply(Done(question.ticket, OVER))
+                self._reply(Acked(question.ticket, OVER))
                 continue
             try:
                 answer = self._answer(question, examination, windows)
             except Exception as error:  # noqa: BLE001  # a device may fail, or have no memory left
-                answer = Done(question.ticket, one_line(error))
+                answer = Acked(question.ticket, one_line(error))
             self._reply(answer)
 
     def _answer(self, question: Question, examination: Examination, windows: SharedBufferReader) -> ToPool:
@@ -174,14 +174,14 @@ class Examining:
         except OSError:
             return Compared(question.ticket, (), NOT_SHARED)
 
-    def _gathered(self, question: Gather, examination: Examination) -> Piece:
+    def _gathered(self, question: Gather, examination: Examination) -> TransferChunk:
         size = sum(length for _, _, length in question.ranges)
         if question.share:
             with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as a message
-                return Piece(question.ticket, None, self._share(question, examination, size))
+                return TransferChunk(question.ticket, None, self._share(question, examination, size))
         data = bytearray(size)
         examination.gather(question.ranges, memoryview(data))
-        return Piece(question.ticket, bytes(data))
+        return TransferChunk(question.ticket, bytes(data))
 
     def _share(self, question: Gather, examination: Examination, size: int) -> Any:
         if self._window is None or self._window.size < size:

@@ -25,7 +25,7 @@ from time import monotonic
 from typing import Any, NoReturn, Protocol
 
 from hvdlab.kernel_ext.rank.output_log import OutputLog, Post
-from hvdlab.kernel_ext.rank.pipes import FdCapture, Piece, receive
+from hvdlab.kernel_ext.rank.pipes import FdCapture, PipeText, receive
 from hvdlab.kernel_ext.rank.widgets import WidgetOutputs
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing
@@ -202,7 +202,7 @@ class OutputQueue:
         self._wake()
 
     def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
-        """Send again what the pool has missed of these cells, as :class:`Resync` says. Control thread.
+        """Send again what the pool has missed of these cells, as :class:`ResendFrom` says. Control thread.
 
         A cell that the pool does not wait for any more can't fill a window: what it writes goes nowhere.
         """
@@ -259,7 +259,7 @@ class OutputQueue:
         )
         self._put((chunk, None, size), current_cell())
 
-    def _put(self, entry: _Entry, cell: str = "", wait: bool = True, landed: Piece | None = None) -> None:
+    def _put(self, entry: _Entry, cell: str = "", wait: bool = True, landed: PipeText | None = None) -> None:
         size = entry[2]
         with self._lock:
             if self._over or (cell and cell != self._cell):
@@ -289,7 +289,7 @@ class OutputQueue:
             self._urgent = self._queued >= BATCH
         self._wake()
 
-    def _put_late(self, entry: _Entry, cell: str, wait: bool, landed: Piece | None) -> None:
+    def _put_late(self, entry: _Entry, cell: str, wait: bool, landed: PipeText | None) -> None:
         """Queue what a cell that has ended writes. The caller holds the lock."""
         if landed is not None and self._unsent is not None:
             self._unsent.write_landed(landed.stream, "", landed.size, landed.cut)
@@ -570,7 +570,7 @@ ECHO_WITHIN = 0.5
 """Seconds that this may take; code that calls ``os._exit`` wants the process gone, perhaps because it hangs."""
 
 
-class Mail(Protocol):
+class EngineMail(Protocol):
     """An engine's mail."""
 
     @property
@@ -587,7 +587,7 @@ class ExitFlush:
         engine: Sends it.
     """
 
-    def __init__(self, capture: OutputQueue, engine: Mail) -> None:
+    def __init__(self, capture: OutputQueue, engine: EngineMail) -> None:
         self._capture, self._engine = capture, engine
         self._pid = os.getpid()
         self._exit = os._exit

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, HeldCell, Late, Output, RunCell, Stream
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Late, Output, RetainedCell, RunCell, Stream
 from hvdlab.kernel_ext.wire.codec import TO_POOL, encode
 
 UNATTENDED = 4 << 20
@@ -69,12 +69,12 @@ class OutputLog:
         self._interrupted: tuple[str, float] | None = None
         self._ended_with_notebook = ""
 
-    def held(self) -> tuple[HeldCell, ...]:
+    def held(self) -> tuple[RetainedCell, ...]:
         """What there is for the process that uses this rank next. Nothing of it is dropped before :meth:`release`."""
         with self._lock:
             self._holding = True
             return tuple(
-                HeldCell(
+                RetainedCell(
                     cell,
                     known.label,
                     known.before,

@@ -23,7 +23,7 @@ from hvdlab.launch.forkserver.pipes import StdPipes
 _CHUNK = 64 << 10
 
 
-class Piece(NamedTuple):
+class PipeText(NamedTuple):
     """What was read from a pipe.
 
     Attributes:
@@ -75,7 +75,7 @@ class FdCapture:
         os.dup2(null, 0, inheritable=True)
         os.close(null)
 
-    def read(self, limit: int, receive: Receive = receive) -> Iterator[Piece]:
+    def read(self, limit: int, receive: Receive = receive) -> Iterator[PipeText]:
         """What is in the pipes now, up to ``limit`` bytes; never blocks. The caller holds :attr:`lock`."""
         for fd in self.readers:
             name, decoder = self._names[fd], self._decoders[fd]
@@ -88,7 +88,7 @@ class FdCapture:
                     break
                 limit -= len(raw)
                 self._read[fd] += len(raw)
-                yield Piece(name, decoder.decode(raw), len(raw), decoder.getstate()[0])
+                yield PipeText(name, decoder.decode(raw), len(raw), decoder.getstate()[0])
                 if len(raw) < _CHUNK:
                     break
 

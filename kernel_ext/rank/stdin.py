@@ -25,9 +25,9 @@ from hvdlab.kernel_ext.wire.cells import (
     LONGEST_PROMPT,
     NO_NOTEBOOK,
     PASSWORD,
+    PromptReply,
     PromptRequest,
     PromptWithdrawn,
-    Reply,
 )
 from hvdlab.kernel_ext.wire.channel import Payload
 
@@ -55,10 +55,10 @@ class _Waiting:
     def __init__(self, request: PromptRequest) -> None:
         self.request = request
         self.on_main = threading.current_thread() is threading.main_thread()
-        self.reply: Reply | None = None
+        self.reply: PromptReply | None = None
         self.ended = threading.Event()
 
-    def end(self, reply: Reply) -> None:
+    def end(self, reply: PromptReply) -> None:
         if self.reply is None:
             self.reply = reply
             self.ended.set()
@@ -180,9 +180,9 @@ class RankStdin:
         self._interrupted_cell = self._cell
         for number, waiting in tuple(self._waiting.items()):
             if not waiting.on_main:
-                waiting.end(Reply(number, "", INTERRUPTED))
+                waiting.end(PromptReply(number, "", INTERRUPTED))
 
-    def answered(self, reply: Reply) -> None:
+    def answered(self, reply: PromptReply) -> None:
         """The pool has answered."""
         waiting = self._waiting.get(reply.number)
         if waiting is not None:
@@ -207,7 +207,7 @@ class RankStdin:
 
     def _end_all(self, sentence: str) -> None:
         for number, waiting in tuple(self._waiting.items()):
-            waiting.end(Reply(number, "", sentence))
+            waiting.end(PromptReply(number, "", sentence))
 
 
 def _shown(prompt: str) -> str:

@@ -30,7 +30,7 @@ from hvdlab.kernel_ext.rank.cell_source import parse
 from hvdlab.kernel_ext.rank.completion import user_items
 from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.wire.pickling import ValuePickler
-from hvdlab.kernel_ext.wire.values import Known, Learnt
+from hvdlab.kernel_ext.wire.values import Snapshot, SnapshotLoaded
 
 _NAMESPACE, _SHELL = "namespace", "shell"
 """What stands in a pickle for the user's namespace and for the shell, since each rank has its own."""
@@ -127,7 +127,7 @@ class _Knowledge:
     failed: dict[str, str]
 
 
-def known(shell: Any, ticket: int) -> tuple[Known, list[memoryview]]:
+def known(shell: Any, ticket: int) -> tuple[Snapshot, list[memoryview]]:
     """What this rank knows, while its main thread may be running a cell. Called on another thread.
 
     A cell that runs changes its variables meanwhile. What is part of an elastic state is made alike again when the rank
@@ -138,12 +138,12 @@ def known(shell: Any, ticket: int) -> tuple[Known, list[memoryview]]:
             found = _collect(shell, ())
         except RuntimeError as error:  # a dictionary changed its size during iteration, say
             if attempt == ATTEMPTS - 1:
-                return Known(ticket, error=one_line(error)), []
+                return Snapshot(ticket, error=one_line(error)), []
         except Exception as error:  # noqa: BLE001  # pickling runs the user's code
-            return Known(ticket, error=one_line(error)), []
+            return Snapshot(ticket, error=one_line(error)), []
         else:
             sizes = tuple(part.nbytes for part in found.parts)
-            answer = Known(ticket, sizes, tuple(found.names), tuple(found.modules), found.failed)
+            answer = Snapshot(ticket, sizes, tuple(found.names), tuple(found.modules), found.failed)
             return answer, found.parts
     raise AssertionError("unreachable")
 
@@ -246,7 +246,7 @@ def _receive(shell: Any, channel: _Channel) -> dict[str, Any]:
     return _absorb(shell, [part.data for part in parts])
 
 
-class Lesson:
+class PendingSnapshot:
     """What another rank knew (:func:`known`), to be bound here once this rank is in the world. Main thread.
 
     What training needs is complete only in the world: a ``DistributedOptimizer`` reduces gradients with the ranks there are.
@@ -255,10 +255,10 @@ class Lesson:
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self._parts = parts
 
-    def prepare(self, shell: Any, ticket: int) -> Learnt:
+    def prepare(self, shell: Any, ticket: int) -> SnapshotLoaded:
         """Import the modules and see that the values can be taken, while no other rank waits for this one."""
         taken = _absorb(shell, self._parts, bind=False)
-        return Learnt(ticket, taken["failed"], taken["error"])
+        return SnapshotLoaded(ticket, taken["failed"], taken["error"])
 
     def take(self, shell: Any) -> None:
         """Bind the variables. Raises ``HvdlabError`` if that fails here."""

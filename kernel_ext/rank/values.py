@@ -19,7 +19,16 @@ from hvdlab.kernel_ext.rank.errors import one_line, safe_str
 from hvdlab.kernel_ext.wire.pickling import INLINE, TooLarge, dump, dump_parts
 from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, SharedBuffer, SharedBufferReader
 from hvdlab.kernel_ext.wire.text import rough_size, wire_text
-from hvdlab.kernel_ext.wire.values import Done, Fetch, Known, Piece, PullValue, PushPart, PushValue, Value
+from hvdlab.kernel_ext.wire.values import (
+    Acked,
+    PullValue,
+    PushValue,
+    ReadChunk,
+    Snapshot,
+    TransferChunk,
+    Value,
+    WriteChunk,
+)
 
 T = TypeVar("T")
 
@@ -66,7 +75,7 @@ def short_repr(value: Any, plain: str = "") -> str:
     return text if len(text) <= LONGEST_REPR else f"{text[:LONGEST_REPR]}… ({len(text)} characters in all)"
 
 
-def push(shell: Any, request: PushValue, brought: Callable[[int], Sequence[Any]]) -> Done:
+def push(shell: Any, request: PushValue, brought: Callable[[int], Sequence[Any]]) -> Acked:
     """Bind the values to their names; either all of them or none.
 
     Args:
@@ -81,8 +90,8 @@ def push(shell: Any, request: PushValue, brought: Callable[[int], Sequence[Any]]
             values = [pickle.loads(raw) for raw in request.pickles]  # noqa: S301
         shell.push(dict(zip(request.names, values, strict=True)))
     except BaseException as error:  # noqa: BLE001  # unpickling runs the user's code, which may also exit
-        return Done(request.ticket, one_line(error))
-    return Done(request.ticket)
+        return Acked(request.ticket, one_line(error))
+    return Acked(request.ticket)
 
 
 def pull(shell: Any, request: PullValue) -> tuple[Value, list[memoryview]]:
@@ -132,7 +141,7 @@ REMEMBERED = 64
 class OutgoingTransfer:
     """What is lent; ``returned`` is None if the main thread does not wait for it."""
 
-    answer: Value | Known
+    answer: Value | Snapshot
     parts: tuple[memoryview, ...]
     returned: asyncio.Future[None] | None
     asked: int = 0
@@ -160,7 +169,7 @@ class OutgoingTransfers:
         if self.given_up(answer.ticket):
             _resolve(lot.returned)
 
-    def lend_aside(self, answer: Known, parts: Sequence[memoryview]) -> None:
+    def lend_aside(self, answer: Snapshot, parts: Sequence[memoryview]) -> None:
         """Keep the parts that an answer speaks of while the main thread goes on. Any thread, before the answer is sent.
 
         Lots that were lent in this way before are dropped, so that a pool that is gone leaves one lot at most.
@@ -191,30 +200,30 @@ class OutgoingTransfers:
 
     # -- control thread -----------------------------------------------------------------------------------------------
 
-    def again(self, ticket: int) -> Value | Known | None:
+    def again(self, ticket: int) -> Value | Snapshot | None:
         """The answer that was given already, if its value is still lent."""
         lot = self._lots.get(ticket)
         return None if lot is None else lot.answer
 
-    def piece(self, fetch: Fetch) -> Piece:
+    def piece(self, fetch: ReadChunk) -> TransferChunk:
         """A piece of a part; without data if there is none."""
         lot = self._lots.get(fetch.lot)
         if lot is None or fetch.part >= len(lot.parts):
-            return Piece(fetch.ticket, None)
+            return TransferChunk(fetch.ticket, None)
         lot.asked += 1
         data = lot.parts[fetch.part][fetch.offset : fetch.offset + fetch.length]
         if fetch.share:
             with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as a message
                 return self._shared(fetch, data)
-        return Piece(fetch.ticket, bytes(data))
+        return TransferChunk(fetch.ticket, bytes(data))
 
-    def _shared(self, fetch: Fetch, data: memoryview) -> Piece:
+    def _shared(self, fetch: ReadChunk, data: memoryview) -> TransferChunk:
         with self._guard:
             window = self._window
             if window is None or window.size < fetch.length:
                 self._window = None
                 window = self._window = SharedBuffer(fetch.length)
-            return Piece(fetch.ticket, None, window.write(data))
+            return TransferChunk(fetch.ticket, None, window.write(data))
 
     def give_back(self, ticket: int | None = None) -> None:
         """The pool no longer needs the answer to this ticket, be it lent yet or not; without a ticket the rank leaves."""
@@ -245,7 +254,7 @@ class IncomingTransfers:
         self._parts: dict[int, list[bytearray]] = {}
         self._windows = SharedBufferReader()
 
-    def put(self, part: PushPart) -> Done:
+    def put(self, part: WriteChunk) -> Acked:
         """Take a piece. Control thread."""
         try:
             parts = self._parts.get(part.lot)
@@ -254,18 +263,18 @@ class IncomingTransfers:
                 self._parts.clear()
                 parts = self._parts[part.lot] = [bytearray(size) for size in part.sizes]
         except MemoryError:
-            return Done(part.ticket, f"MemoryError: there is no room for {sum(part.sizes):,} bytes")
+            return Acked(part.ticket, f"MemoryError: there is no room for {sum(part.sizes):,} bytes")
         target = parts[part.part]
         if part.shared is None:
             target[part.offset : part.offset + len(part.data)] = part.data
-            return Done(part.ticket)
+            return Acked(part.ticket)
         try:
             self._windows.read(
                 part.shared, memoryview(target)[part.offset : part.offset + part.shared.length]
             )
         except OSError:
-            return Done(part.ticket, NOT_SHARED)
-        return Done(part.ticket)
+            return Acked(part.ticket, NOT_SHARED)
+        return Acked(part.ticket)
 
     def take(self, lot: int) -> list[bytearray]:
         """All parts of a lot, which is then forgotten. Main thread. Raises ``KeyError`` if it did not come."""

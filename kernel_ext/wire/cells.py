@@ -40,43 +40,43 @@ class RunCell(Payload, frozen=True):
     joins: bool = False
 
 
-class Credit(Payload, frozen=True):
+class Acknowledge(Payload, frozen=True):
     """The pool has taken ``taken`` bytes of output of this cell so far; the rank may have a window more in flight."""
 
     cell: str
     taken: int
 
 
-class LateCredit(Payload, frozen=True):
+class AcknowledgeLate(Payload, frozen=True):
     """The pool has taken ``taken`` bytes of what this rank wrote after the ends of cells; it may have a window more in flight."""
 
     taken: int
 
 
-class Resync(Payload, frozen=True):
+class ResendFrom(Payload, frozen=True):
     """The pool may have missed mail: a coordinator died, or this pool has only now come to these ranks.
 
     Every cell of this rank that the pool waits for is listed, as ``(cell, received, taken)``: bytes of output that
-    have arrived, and those of them that the pool has taken, as in :class:`Credit`. The rank retransmits what follows
+    have arrived, and those of them that the pool has taken, as in :class:`Acknowledge`. The rank retransmits what follows
     ``received``, the cell's :class:`CellDone` too if there is one, and forgets what it keeps of other cells.
     """
 
     cells: tuple[tuple[str, int, int], ...]
 
 
-class Entered(Payload, frozen=True):
+class JoinedCell(Payload, frozen=True):
     """This rank has entered a cell that the pool sent it to join, and knows what the others know."""
 
     cell: str
 
 
-class Settled(Payload, frozen=True):
+class DiscardCell(Payload, frozen=True):
     """The pool has everything of this cell."""
 
     cell: str
 
 
-class Owner(Payload, frozen=True):
+class SetOwner(Payload, frozen=True):
     """This process uses the kept pool from now on; no process does if ``pid`` is 0.
 
     ``started`` is when it started, in clock ticks since the boot. If it is ``near``, it runs on the rank's host, and the rank sees its end;
@@ -88,8 +88,8 @@ class Owner(Payload, frozen=True):
     near: bool = True
 
 
-class AskCells(Payload, frozen=True):
-    """Ask which cells the rank has of the process that had the pool before: :class:`Cells`."""
+class ListRetainedCells(Payload, frozen=True):
+    """Ask which cells the rank has of the process that had the pool before: :class:`RetainedCells`."""
 
     ticket: int
 
@@ -137,7 +137,7 @@ class Late(Payload, frozen=True):
     """What a thread, task or subprocess of a cell wrote after the cell's end.
 
     ``total`` counts all bytes that this rank has sent so, of whichever cells, this message's included. They have a window of
-    their own, see :class:`LateCredit`.
+    their own, see :class:`AcknowledgeLate`.
     """
 
     cell: str
@@ -145,7 +145,7 @@ class Late(Payload, frozen=True):
     total: int = 0
 
 
-class Left(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class CrashOutput(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What a rank that has died wrote and may not have sent; the process that forked it reports this, not by mail.
 
     Attributes:
@@ -167,7 +167,7 @@ class Left(msgspec.Struct, array_like=True, frozen=True, gc=False):
         """All bytes of the cell's output up to the end of ``chunks``."""
         return self.before + sum(self.sizes)
 
-    def after(self, received: int) -> Left:
+    def after(self, received: int) -> CrashOutput:
         """The same without the first ``received`` bytes of the cell's output."""
         before, chunks, sizes = self.before, list(self.chunks), list(self.sizes)
         while chunks and before < received:
@@ -179,7 +179,7 @@ class Left(msgspec.Struct, array_like=True, frozen=True, gc=False):
             raw = chunk.text.encode()[received - before :]
             chunks[0], sizes[0] = Stream(chunk.name, raw.decode("utf-8", "replace")), len(raw)
             before = received
-        return Left(self.cell, before, tuple(chunks), tuple(sizes), self.rest)
+        return CrashOutput(self.cell, before, tuple(chunks), tuple(sizes), self.rest)
 
 
 class CellError(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -236,7 +236,7 @@ class CellDone(Payload, frozen=True):
     too_large: bool = False
 
 
-class HeldCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class RetainedCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A cell of which a rank has something that no process has taken.
 
     Attributes:
@@ -257,15 +257,15 @@ class HeldCell(msgspec.Struct, array_like=True, frozen=True, gc=False):
     interrupted: bool = False
 
 
-class Cells(Payload, frozen=True):
-    """Answer to :class:`AskCells`: the cells, in the order in which they came.
+class RetainedCells(Payload, frozen=True):
+    """Answer to :class:`ListRetainedCells`: the cells, in the order in which they came.
 
     Attributes:
         interrupted: The label of the last cell, if its notebook has seen it interrupted and ended right after; else empty.
     """
 
     ticket: int
-    cells: tuple[HeldCell, ...]
+    cells: tuple[RetainedCell, ...]
     interrupted: str = ""
 
 
@@ -302,7 +302,7 @@ class PromptWithdrawn(Payload, frozen=True):
     number: int
 
 
-class Reply(Payload, frozen=True):
+class PromptReply(Payload, frozen=True):
     """The answer to :class:`PromptRequest` with this number.
 
     Attributes:

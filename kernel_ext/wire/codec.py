@@ -15,21 +15,21 @@ import msgspec
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.kernel_ext.wire.cells import (
-    AskCells,
+    Acknowledge,
+    AcknowledgeLate,
     CellDone,
-    Cells,
-    Credit,
-    Entered,
+    DiscardCell,
+    JoinedCell,
     Late,
-    LateCredit,
+    ListRetainedCells,
     Output,
-    Owner,
+    PromptReply,
     PromptRequest,
     PromptWithdrawn,
-    Reply,
-    Resync,
+    ResendFrom,
+    RetainedCells,
     RunCell,
-    Settled,
+    SetOwner,
 )
 from hvdlab.kernel_ext.wire.compare import (
     AskBlocks,
@@ -40,10 +40,10 @@ from hvdlab.kernel_ext.wire.compare import (
     Blocks,
     Compare,
     Compared,
-    Examine,
-    Examined,
+    ComparisonOpened,
     Gather,
-    Leaves,
+    LeafList,
+    OpenComparison,
     Tensors,
     Variables,
     VariableView,
@@ -54,27 +54,27 @@ from hvdlab.kernel_ext.wire.status import (
     AskStatus,
     Complete,
     Completions,
-    Express,
-    Expressed,
+    EvaluateExpressions,
+    ExpressionValues,
     Inspect,
     Inspection,
-    Names,
     Stack,
     Status,
+    UserNames,
 )
 from hvdlab.kernel_ext.wire.values import (
-    AskKnown,
-    Done,
-    Fetch,
-    Known,
-    Learn,
-    Learnt,
-    Piece,
+    Acked,
+    LoadSnapshot,
     PullValue,
-    PushPart,
     PushValue,
-    Release,
+    ReadChunk,
+    ReleaseTransfer,
+    Snapshot,
+    SnapshotLoaded,
+    TakeSnapshot,
+    TransferChunk,
     Value,
+    WriteChunk,
 )
 
 TO_RANK = "hvdlab.pool.to_rank"
@@ -83,27 +83,27 @@ TO_POOL = "hvdlab.pool.to_pool"
 
 ToRank = (
     RunCell
-    | Owner
-    | AskCells
-    | Credit
-    | LateCredit
-    | Resync
-    | Settled
+    | SetOwner
+    | ListRetainedCells
+    | Acknowledge
+    | AcknowledgeLate
+    | ResendFrom
+    | DiscardCell
     | PushValue
-    | PushPart
+    | WriteChunk
     | PullValue
-    | AskKnown
-    | Learn
-    | Fetch
-    | Release
+    | TakeSnapshot
+    | LoadSnapshot
+    | ReadChunk
+    | ReleaseTransfer
     | AskStatus
     | Complete
     | Inspect
-    | Express
+    | EvaluateExpressions
     | AskStack
     | AskNames
-    | Reply
-    | Examine
+    | PromptReply
+    | OpenComparison
     | AskLeaves
     | AskBlocks
     | Gather
@@ -115,24 +115,24 @@ ToRank = (
 ToPool = (
     Output
     | Late
-    | Entered
-    | Cells
+    | JoinedCell
+    | RetainedCells
     | CellDone
-    | Done
-    | Known
-    | Learnt
+    | Acked
+    | Snapshot
+    | SnapshotLoaded
     | Value
-    | Piece
+    | TransferChunk
     | Status
     | Completions
     | Inspection
-    | Expressed
+    | ExpressionValues
     | Stack
-    | Names
+    | UserNames
     | PromptRequest
     | PromptWithdrawn
-    | Examined
-    | Leaves
+    | ComparisonOpened
+    | LeafList
     | Blocks
     | Compared
     | VariableView

@@ -1,8 +1,8 @@
 """Messages that compare and show the variables of ranks.
 
 A value is compared by its *leaves*: numbers, texts and arrays, each with a path such as ``.fc.weight`` or
-``['lr']``. :class:`Examine` opens an *examination*: while it lasts the rank's main thread does nothing else, so that
-nothing changes, until the pool releases it (by :class:`~hvdlab.kernel_ext.wire.values.Release`).
+``['lr']``. :class:`OpenComparison` opens an *examination*: while it lasts the rank's main thread does nothing else, so that
+nothing changes, until the pool releases it (by :class:`~hvdlab.kernel_ext.wire.values.ReleaseTransfer`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
     on_device: bool = False
 
 
-class Examine(Payload, frozen=True):
+class OpenComparison(Payload, frozen=True):
     """Open an examination of the value of an expression, or of something ``special`` (``rng``, ``environment``)."""
 
     ticket: int
@@ -61,8 +61,8 @@ class Examine(Payload, frozen=True):
     special: str = ""
 
 
-class Examined(Payload, frozen=True):
-    """Answer to Examine.
+class ComparisonOpened(Payload, frozen=True):
+    """Answer to OpenComparison.
 
     Attributes:
         digest: Fingerprint of the whole value; equal if and only if nothing differs.
@@ -95,7 +95,7 @@ class AskLeaves(Payload, frozen=True):
     first: int
 
 
-class Leaves(Payload, frozen=True):
+class LeafList(Payload, frozen=True):
     """Answer to AskLeaves: a limited number of leaves; empty behind the last one."""
 
     ticket: int
@@ -125,7 +125,7 @@ Range = tuple[int, int, int]
 
 
 class Gather(Payload, frozen=True):
-    """Ask for bytes of leaves, one behind the other, as :class:`~hvdlab.kernel_ext.wire.values.Piece`."""
+    """Ask for bytes of leaves, one behind the other, as :class:`~hvdlab.kernel_ext.wire.values.TransferChunk`."""
 
     ticket: int
     lot: int
@@ -256,4 +256,4 @@ class Tensors(Payload, frozen=True):
     error: str = ""
 
 
-InspectAnswer = Examined | Leaves | Blocks | Compared | VariableView | Variables | Tensors
+InspectAnswer = ComparisonOpened | LeafList | Blocks | Compared | VariableView | Variables | Tensors

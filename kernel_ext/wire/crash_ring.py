@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from hvdlab.kernel_ext.wire.cells import Chunk, Clear, Display, Left, Stream
+from hvdlab.kernel_ext.wire.cells import Chunk, Clear, CrashOutput, Display, Stream
 
 HEADER = 4096
 SLACK = 1 << 20
@@ -228,7 +228,7 @@ class CrashRing:
         numbers[_NEXT_AT] = _NEVER
 
 
-class Found(NamedTuple):
+class CrashRemains(NamedTuple):
     """What a process that has ended left in its area.
 
     Attributes:
@@ -237,11 +237,11 @@ class Found(NamedTuple):
             more.
     """
 
-    left: Left
+    left: CrashOutput
     unread: Mapping[str, bytes]
 
 
-def read(area: int) -> Found | None:
+def read(area: int) -> CrashRemains | None:
     """What a process that has ended left in its area, after what it knew to be taken; ``None`` if it had begun no cell."""
     with mmap.mmap(area, _LANDING, prot=mmap.PROT_READ) as found:
         with memoryview(found)[:HEADER] as header, header.cast("q") as view:
@@ -264,7 +264,7 @@ def read(area: int) -> Found | None:
     for name, number in _CUTS.items():
         if number == landed_stream:
             unread[name] += _landed(area, beside[_LANDED])
-    return Found(Left(cell, head - ahead - sum(sizes), chunks, sizes).after(taken), unread)
+    return CrashRemains(CrashOutput(cell, head - ahead - sum(sizes), chunks, sizes).after(taken), unread)
 
 
 def _cut(packed: int) -> bytes:

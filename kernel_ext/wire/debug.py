@@ -1,6 +1,6 @@
 """Messages between the notebook and the debug servers of ranks, and the framing of the Debug Adapter Protocol.
 
-A frontend and a rank's debug server exchange messages of this protocol, one of JSON in each :class:`Said`. They travel over the
+A frontend and a rank's debug server exchange messages of this protocol, one of JSON in each :class:`DebugMessage`. They travel over the
 connection that the rank has anyway: no port listens for them. Only between a rank and its own debugpy are they framed in a
 stream of bytes.
 """
@@ -17,34 +17,34 @@ DEBUG = "hvdlab.pool.debug"
 """Topic of this mail, in both directions."""
 
 
-class Open(Payload, frozen=True):
+class OpenDebug(Payload, frozen=True):
     """Notebook to rank: start the debug server, if it is not there, for a session of this number."""
 
     session: int
 
 
-class Opened(Payload, frozen=True):
+class DebugOpened(Payload, frozen=True):
     """Rank to notebook: the debug server takes messages; or, with an ``error``, it does not."""
 
     session: int
     error: str = ""
 
 
-class Said(Payload, frozen=True):
+class DebugMessage(Payload, frozen=True):
     """One message of the Debug Adapter Protocol, as JSON."""
 
     session: int
     message: bytes
 
 
-class Close(Payload, frozen=True):
+class CloseDebug(Payload, frozen=True):
     """Notebook to rank: the session has ended; whatever is stopped goes on."""
 
     session: int
 
 
-ToServer = Open | Said | Close
-FromServer = Opened | Said
+ToServer = OpenDebug | DebugMessage | CloseDebug
+FromServer = DebugOpened | DebugMessage
 
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
 decode_from_server = msgspec.msgpack.Decoder(FromServer).decode

@@ -24,7 +24,7 @@ class AskStack(Payload, frozen=True):
 
 
 class AskNames(Payload, frozen=True):
-    """Ask for :class:`Names`."""
+    """Ask for :class:`UserNames`."""
 
     ticket: int
 
@@ -46,8 +46,8 @@ class Inspect(Payload, frozen=True):
     detail: int = 0
 
 
-class Express(Payload, frozen=True):
-    """Ask for :class:`Expressed`: the client's expressions, by the names that it gives them."""
+class EvaluateExpressions(Payload, frozen=True):
+    """Ask for :class:`ExpressionValues`: the client's expressions, by the names that it gives them."""
 
     ticket: int
     expressions: dict[str, str]
@@ -121,7 +121,7 @@ class Stack(Payload, frozen=True):
     paused: str = ""
 
 
-class Names(Payload, frozen=True):
+class UserNames(Payload, frozen=True):
     """Answer to AskNames, also from a busy rank: the names that the user has made there, in that order, modules apart."""
 
     ticket: int
@@ -147,8 +147,8 @@ class Inspection(Payload, frozen=True):
     data: dict[str, Any]
 
 
-class Expressed(Payload, frozen=True):
-    """Answer to Express: for each name what Jupyter's protocol wants in ``user_expressions``."""
+class ExpressionValues(Payload, frozen=True):
+    """Answer to EvaluateExpressions: for each name what Jupyter's protocol wants in ``user_expressions``."""
 
     ticket: int
     results: dict[str, Any]

@@ -11,7 +11,7 @@ from hvdlab.kernel_ext.wire.compare import SharedRange
 class PushValue(Payload, frozen=True):
     """Bind ``names[i]`` to the value pickled in ``pickles[i]``.
 
-    With a ``lot`` the pool has brought one pickle of all values and its buffers before, as :class:`PushPart`.
+    With a ``lot`` the pool has brought one pickle of all values and its buffers before, as :class:`WriteChunk`.
     """
 
     ticket: int
@@ -20,10 +20,10 @@ class PushValue(Payload, frozen=True):
     lot: int = 0
 
 
-class PushPart(Payload, frozen=True):
-    """A piece of what a :class:`PushValue` or a :class:`Learn` with this ``lot`` will take: ``data`` of one part at an offset.
+class WriteChunk(Payload, frozen=True):
+    """A piece of what a :class:`PushValue` or a :class:`LoadSnapshot` with this ``lot`` will take: ``data`` of one part at an offset.
 
-    ``sizes`` are the bytes of all parts. The rank answers with a :class:`Done`; from then on ``shared`` memory may change.
+    ``sizes`` are the bytes of all parts. The rank answers with a :class:`Acked`; from then on ``shared`` memory may change.
     """
 
     ticket: int
@@ -42,8 +42,8 @@ class PullValue(Payload, frozen=True):
     names: tuple[str, ...]
 
 
-class Fetch(Payload, frozen=True):
-    """Ask for a :class:`Piece` of what the :class:`Value` with ticket ``lot`` did not carry.
+class ReadChunk(Payload, frozen=True):
+    """Ask for a :class:`TransferChunk` of what the :class:`Value` with ticket ``lot`` did not carry.
 
     ``share`` says that the pool is on the rank's host and can look into its memory.
     """
@@ -56,20 +56,20 @@ class Fetch(Payload, frozen=True):
     share: bool = False
 
 
-class Release(Payload, frozen=True):
+class ReleaseTransfer(Payload, frozen=True):
     """The pool no longer needs anything of this lot."""
 
     lot: int
 
 
-class AskKnown(Payload, frozen=True):
-    """Ask for all variables and modules of a rank, also while it runs a cell: :class:`Known`."""
+class TakeSnapshot(Payload, frozen=True):
+    """Ask for all variables and modules of a rank, also while it runs a cell: :class:`Snapshot`."""
 
     ticket: int
 
 
-class Known(Payload, frozen=True):
-    """Answer to AskKnown: ``sizes`` are the bytes of its parts, which the pool fetches (:class:`Fetch`) and then releases.
+class Snapshot(Payload, frozen=True):
+    """Answer to TakeSnapshot: ``sizes`` are the bytes of its parts, which the pool fetches (:class:`ReadChunk`) and then releases.
 
     ``names`` and ``modules`` are in it; ``failed`` has name to reason for what is not. With an ``error`` there is nothing.
     """
@@ -82,8 +82,8 @@ class Known(Payload, frozen=True):
     error: str = ""
 
 
-class Learn(Payload, frozen=True):
-    """Take what another rank knows, which the pool has brought as :class:`PushPart` of this lot: :class:`Learnt`.
+class LoadSnapshot(Payload, frozen=True):
+    """Take what another rank knows, which the pool has brought as :class:`WriteChunk` of this lot: :class:`SnapshotLoaded`.
 
     The rank binds it when it enters a cell that it joins.
     """
@@ -92,8 +92,8 @@ class Learn(Payload, frozen=True):
     lot: int
 
 
-class Learnt(Payload, frozen=True):
-    """Answer to Learn: modules that could not be imported, with the reasons; ``error`` says why nothing was taken, if so.
+class SnapshotLoaded(Payload, frozen=True):
+    """Answer to LoadSnapshot: modules that could not be imported, with the reasons; ``error`` says why nothing was taken, if so.
 
     ``missing``: parts of the lot did not arrive, as where the coordinator died that was to pass them on.
     """
@@ -104,8 +104,8 @@ class Learnt(Payload, frozen=True):
     missing: bool = False
 
 
-class Done(Payload, frozen=True):
-    """Answer to PushValue and PushPart, and to a question about an examination that can't be answered.
+class Acked(Payload, frozen=True):
+    """Answer to PushValue and WriteChunk, and to a question about an examination that can't be answered.
 
     ``error`` is empty if all is well.
     """
@@ -118,7 +118,7 @@ class Value(Payload, frozen=True):
     """Answer to PullValue: pickles by name, or an error line for the names that could not be sent.
 
     A value that is too large for a message has neither, but ``sizes``: the bytes of a pickle and of its buffers, which the
-    pool fetches (:class:`Fetch`) and then releases (:class:`Release`). Only in the answer about a single name.
+    pool fetches (:class:`ReadChunk`) and then releases (:class:`ReleaseTransfer`). Only in the answer about a single name.
     """
 
     ticket: int
@@ -127,8 +127,8 @@ class Value(Payload, frozen=True):
     sizes: tuple[int, ...] = ()
 
 
-class Piece(Payload, frozen=True):
-    """Answer to Fetch; with neither if the rank no longer keeps the value. ``shared`` memory is valid until the next one."""
+class TransferChunk(Payload, frozen=True):
+    """Answer to ReadChunk; with neither if the rank no longer keeps the value. ``shared`` memory is valid until the next one."""
 
     ticket: int
     data: bytes | None

@@ -9,7 +9,7 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell, Show
-from hvdlab.kernel_ext.wire.cells import HeldCell, RunCell
+from hvdlab.kernel_ext.wire.cells import RetainedCell, RunCell
 from magics_fakes import FakePool, Notebook
 
 
@@ -66,8 +66,8 @@ def test_a_pool_is_attached_to_by_its_name(notebook: Notebook) -> None:
 def test_cells_that_the_notebook_before_has_left_go_on_under_the_attach(
     notebook: Notebook, left: list[OrphanedCell], sinks: list[OutputSink]
 ) -> None:
-    running, ended = HeldCell("c", "[7]", 0, 0, True), HeldCell("c", "[7]", 0, 0, False)
-    trains = HeldCell("e", "[9]", 0, 0, True, RunCell("e", "[9]", "train(state)", at_least=1))
+    running, ended = RetainedCell("c", "[7]", 0, 0, True), RetainedCell("c", "[7]", 0, 0, False)
+    trains = RetainedCell("e", "[9]", 0, 0, True, RunCell("e", "[9]", "train(state)", at_least=1))
     left += [OrphanedCell("c", "[7]", {0: ended, 1: running}), OrphanedCell("d", "[8]", {2: ended})]
     left += [OrphanedCell("e", "[9]", {0: trains, 1: trains})]
     lines = notebook.run("%hvd_pool attach mine").stdout.splitlines()
@@ -83,7 +83,7 @@ def test_cells_that_the_notebook_before_has_left_go_on_under_the_attach(
 def test_a_cell_that_its_notebooks_end_interrupted_is_named(
     notebook: Notebook, left: list[OrphanedCell], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped = HeldCell("c", "[7]", 0, 0, False, interrupted=True)
+    stopped = RetainedCell("c", "[7]", 0, 0, False, interrupted=True)
     left += [OrphanedCell("c", "[7]", {0: stopped})]
     monkeypatch.setattr(FakePool, "news", lambda pool: ["cell [6] was interrupted when its notebook ended"])
     assert notebook.run("%hvd_pool attach mine").stdout.splitlines() == [

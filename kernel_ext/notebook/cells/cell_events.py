@@ -93,7 +93,7 @@ class PoolReleased:
 
 
 @dataclass(frozen=True, slots=True)
-class TimePassed:
+class DeadlineReached:
     """:attr:`CellRun.deadline` was reached."""
 
 
@@ -105,7 +105,7 @@ class PoolNews:
 
 
 @dataclass(frozen=True, slots=True)
-class Stalled:
+class CollectiveStalled:
     """The coordinator says that a collective has been waiting for long; it may be another cell's."""
 
     stall: Stall
@@ -128,7 +128,7 @@ class ProcessSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptAsked:
     """A rank asks the user."""
 
     rank: int
@@ -136,7 +136,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Unasked:
+class PromptCancelled:
     """A rank does not wait for the answer to this question any more."""
 
     rank: int
@@ -159,13 +159,13 @@ Event = (
     | TakenOver
     | InterruptRequested
     | PoolReleased
-    | TimePassed
+    | DeadlineReached
     | PoolNews
-    | Stalled
+    | CollectiveStalled
     | StackArrived
     | ProcessSeen
-    | Asked
-    | Unasked
+    | PromptAsked
+    | PromptCancelled
     | AtPrompts
 )
 
@@ -181,7 +181,7 @@ class Deliver:
 
 
 @dataclass(frozen=True, slots=True)
-class SendCredit:
+class SendAcknowledge:
     """Tell the rank that ``taken`` bytes of its output were taken, so that it may write on."""
 
     rank: int
@@ -189,7 +189,7 @@ class SendCredit:
 
 
 @dataclass(frozen=True, slots=True)
-class InterruptRanks:
+class InterruptCell:
     """Raise KeyboardInterrupt on these ranks."""
 
     ranks: tuple[int, ...]
@@ -252,8 +252,8 @@ class Finished:
 
 Effect = (
     Deliver
-    | SendCredit
-    | InterruptRanks
+    | SendAcknowledge
+    | InterruptCell
     | RankBegan
     | RankEnded
     | Note

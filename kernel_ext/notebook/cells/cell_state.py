@@ -21,34 +21,34 @@ from functools import singledispatchmethod
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
-    Asked,
     AtPrompts,
+    CollectiveStalled,
+    DeadlineReached,
     Deliver,
     DoneArrived,
     Effect,
     Event,
     Finished,
-    InterruptRanks,
+    InterruptCell,
     InterruptRequested,
     Note,
     OutputArrived,
     PoolNews,
     PoolReleased,
     ProcessSeen,
+    PromptAsked,
+    PromptCancelled,
     RankBegan,
     RankDied,
     RankEnded,
     RanksJoined,
     RanksReleased,
-    SendCredit,
+    SendAcknowledge,
     StackArrived,
-    Stalled,
     TakenOver,
-    TimePassed,
-    Unasked,
 )
 from hvdlab.kernel_ext.notebook.cells.probe_round import ANSWER_WITHIN, SEEN_WITHIN, ProbeRound
-from hvdlab.kernel_ext.notebook.cells.results import CellResults, Death, one_line
+from hvdlab.kernel_ext.notebook.cells.results import CellResults, RankDeath, one_line
 from hvdlab.kernel_ext.notebook.cells.stall_report import StallReport
 from hvdlab.kernel_ext.notebook.elastic import Bounds, Participants
 from hvdlab.kernel_ext.notebook.output.stack_text import grouped
@@ -100,7 +100,7 @@ class CellInterrupts:
         self.stopped |= set(running)
         if self._name_at is None and self._give_up_at is None:
             self._ask_at, self._name_at = now + PATIENCE - ASK_BEFORE, now + PATIENCE
-        return [InterruptRanks(tuple(sorted(running)))]
+        return [InterruptCell(tuple(sorted(running)))]
 
     def time_is_up(self, running: Collection[int], now: float) -> list[Effect]:
         """The cell's time limit was reached: interrupt, and in the end give up without another interrupt by the user."""
@@ -165,7 +165,7 @@ class CellState:
     Attributes:
         cell: Id of the run.
         running: Ranks whose part has not ended.
-        deadline: When to send the next TimePassed, in the clock of ``now``; None if no time limit is running.
+        deadline: When to send the next DeadlineReached, in the clock of ``now``; None if no time limit is running.
         finished: True once :class:`Finished` was returned; later events have no effect.
     """
 
@@ -204,9 +204,9 @@ class CellState:
         self._released = False
         self._asking_since: float | None = None
         self._announce_at: float | None = None
-        self._unannounced: list[Death] = []
+        self._unannounced: list[RankDeath] = []
         self._done: dict[int, CellDone] = {}
-        self._deaths: dict[int, Death] = {}
+        self._deaths: dict[int, RankDeath] = {}
         self._shown: dict[int, Display] = {}
         self._timed_out: tuple[int, ...] = ()
         self._unanswered: dict[int, str] = {}
@@ -263,7 +263,7 @@ class CellState:
             effects.append(Deliver(event.rank, chunks))
         if event.total - self._acked[event.rank] >= self._ack_bytes:
             self._acked[event.rank] = event.total
-            effects.append(SendCredit(event.rank, event.total))
+            effects.append(SendAcknowledge(event.rank, event.total))
         return effects
 
     @_on.register
@@ -288,7 +288,7 @@ class CellState:
         self.running.discard(event.rank)
         if self._participants is not None and event.left and self._participants.left(event.rank, None):
             return self._left(event.rank)
-        death = self._deaths[event.rank] = Death(
+        death = self._deaths[event.rank] = RankDeath(
             event.rank, event.reason, event.when, event.tail, event.detail
         )
         self._places.gone(event.rank)
@@ -366,7 +366,7 @@ class CellState:
         return self._interrupts.requested(self.running, now)
 
     @_on.register
-    def _time(self, event: TimePassed, now: float) -> list[Effect]:
+    def _time(self, event: DeadlineReached, now: float) -> list[Effect]:
         effects: list[Effect] = []
         if self._interrupt_at is not None and now >= self._interrupt_at:
             effects += self._interrupt_ranks(now)
@@ -411,7 +411,7 @@ class CellState:
         return effects
 
     @_on.register
-    def _stalled(self, event: Stalled, now: float) -> list[Effect]:
+    def _stalled(self, event: CollectiveStalled, now: float) -> list[Effect]:
         return self._stalls.reported(event.stall, now)
 
     @_on.register
@@ -425,11 +425,11 @@ class CellState:
         return self._stalls.placed(self.running, now) if over else []
 
     @_on.register
-    def _asked(self, event: Asked, now: float) -> list[Effect]:
+    def _asked(self, event: PromptAsked, now: float) -> list[Effect]:
         return []  # CellHandle gives it to its desk
 
     @_on.register
-    def _unasked(self, event: Unasked, now: float) -> list[Effect]:
+    def _unasked(self, event: PromptCancelled, now: float) -> list[Effect]:
         return []  # CellHandle gives it to its desk
 
     @_on.register

@@ -18,16 +18,16 @@ import msgspec
 from hvdlab.collectives.client import Client, CoordinatorLostError, Stall
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
-    Asked,
+    CollectiveStalled,
     DoneArrived,
     OutputArrived,
     PoolNews,
     PoolReleased,
+    PromptAsked,
+    PromptCancelled,
     RankDied,
     RanksReleased,
-    Stalled,
     TakenOver,
-    Unasked,
 )
 from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
@@ -40,19 +40,19 @@ from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk, Prompter
 from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
 from hvdlab.kernel_ext.wire.cells import (
     NO_NOTEBOOK,
+    Acknowledge,
+    AcknowledgeLate,
     CellDone,
-    Credit,
-    Entered,
+    CrashOutput,
+    DiscardCell,
+    JoinedCell,
     Late,
-    LateCredit,
-    Left,
     Output,
+    PromptReply,
     PromptRequest,
     PromptWithdrawn,
-    Reply,
-    Resync,
+    ResendFrom,
     RunCell,
-    Settled,
 )
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, decode_to_pool, encode
 
@@ -113,7 +113,7 @@ class ReceiveWindow:
         part.ended = True
         return MessageFate.TAKE
 
-    def left(self, rank: int, left: Left) -> tuple[int, Left] | None:
+    def left(self, rank: int, left: CrashOutput) -> tuple[int, CrashOutput] | None:
         """A rank has died and left this output. Returns how many bytes before it are missing, and the part that has not come.
 
         None if the end of its cell has come. From then on what is still on its way from the rank counts as a repetition.
@@ -443,7 +443,7 @@ class CellDispatcher:
                 run.handle.feed(PoolNews(text))
             return bool(self._runs)
 
-    def _reply(self, rank: int, reply: Reply) -> None:
+    def _reply(self, rank: int, reply: PromptReply) -> None:
         self.post(TO_RANK, encode(reply), [rank])
 
     def rank_died(
@@ -464,7 +464,7 @@ class CellDispatcher:
                     run.handle.feed(RankDied(rank, reason, when, tail, detail, left))
         self.questions.rank_died(rank)
 
-    def left_behind(self, rank: int, left: Left) -> bool:
+    def left_behind(self, rank: int, left: CrashOutput) -> bool:
         """A rank has ended and left output that it may not have sent; :meth:`rank_died` follows. Any thread.
 
         Returns whether a running cell waits for this output, and thus shows it.
@@ -491,7 +491,7 @@ class CellDispatcher:
         with self._lock:
             handles = [run.handle for run in self._runs.values()]
         for handle in handles:
-            handle.feed(Stalled(stall))
+            handle.feed(CollectiveStalled(stall))
 
     # -- another coordinator --------------------------------------------------------------------------------------
 
@@ -574,7 +574,7 @@ class CellDispatcher:
                 for cell, run in self._runs.items()
                 if (found := run.arrivals.asking(rank)) is not None
             ]
-        self._client.post(TO_RANK, encode(Resync(tuple(cells))), [rank])
+        self._client.post(TO_RANK, encode(ResendFrom(tuple(cells))), [rank])
 
     # -- to the ranks ---------------------------------------------------------------------------------------------
 
@@ -593,11 +593,11 @@ class CellDispatcher:
 
     def _credit(self, cell: str, arrivals: ReceiveWindow, rank: int, taken: int) -> None:
         arrivals.taken(rank, taken)
-        self.post(TO_RANK, encode(Credit(cell, taken)), [rank])
+        self.post(TO_RANK, encode(Acknowledge(cell, taken)), [rank])
 
     def credit_late(self, rank: int, late: Late) -> None:
         """What a rank wrote after the end of a cell was shown: it may write more. Any thread."""
-        self.post(TO_RANK, encode(LateCredit(late.total)), [rank])
+        self.post(TO_RANK, encode(AcknowledgeLate(late.total)), [rank])
 
     def _finished(self, cell: str, results: CellResults | None) -> None:
         with self._lock:
@@ -616,7 +616,7 @@ class CellDispatcher:
                 # These joined just when the others ended, so no handle waits for them.
                 self.interrupt(late)
             if not self._leaving:
-                self.post(TO_RANK, encode(Settled(cell)), run.handle.ranks)
+                self.post(TO_RANK, encode(DiscardCell(cell)), run.handle.ranks)
 
     # -- from the ranks -------------------------------------------------------------------------------------------
 
@@ -631,7 +631,7 @@ class CellDispatcher:
                 self._feed(run, rank, payload)
         elif isinstance(payload, Late):
             self._late(rank, payload)
-        elif isinstance(payload, Entered):
+        elif isinstance(payload, JoinedCell):
             self._newcomers.entered(payload.cell, rank)
         elif isinstance(payload, PromptRequest | PromptWithdrawn):
             self._take_question(rank, payload)
@@ -642,11 +642,11 @@ class CellDispatcher:
         run = self._runs.get(question.cell)
         if isinstance(question, PromptWithdrawn):
             if run is not None:
-                run.handle.feed(Unasked(rank, question.number))
+                run.handle.feed(PromptCancelled(rank, question.number))
         elif run is not None:
-            run.handle.feed(Asked(rank, question))
+            run.handle.feed(PromptAsked(rank, question))
         else:
-            self._reply(rank, Reply(question.number, "", NO_NOTEBOOK))
+            self._reply(rank, PromptReply(question.number, "", NO_NOTEBOOK))
 
     def _feed(self, run: _DispatchedCell, rank: int, payload: Output | CellDone) -> None:
         with run.lock:

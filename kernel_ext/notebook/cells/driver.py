@@ -18,34 +18,34 @@ from types import FrameType
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.visible import visible_lines
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
-    Asked,
     AskStacks,
     AtPrompts,
+    DeadlineReached,
     Deliver,
     DoneArrived,
     Effect,
     Event,
     Finished,
-    InterruptRanks,
+    InterruptCell,
     InterruptRequested,
     LookAt,
     Note,
     PoolNews,
+    PromptAsked,
+    PromptCancelled,
     RankBegan,
     RankDied,
     RankEnded,
     RanksJoined,
-    SendCredit,
+    SendAcknowledge,
     ShowStatus,
-    TimePassed,
-    Unasked,
 )
 from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, OutputSink
 from hvdlab.kernel_ext.notebook.stdin.prompt_desk import IN_BACKGROUND, PromptDesk, drive_meanwhile
 from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Question
-from hvdlab.kernel_ext.wire.cells import Reply
+from hvdlab.kernel_ext.wire.cells import PromptReply
 
 BACKLOG = 4 << 20
 """Characters a sink may hold back before ranks get no more credit."""
@@ -91,7 +91,7 @@ class CellHandle:
         self._ask, self._look = ask or _nobody, look or _nobody
         self._credit, self._interrupt, self._on_finished = credit, interrupt, finished
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes the driver
-        self._held: list[SendCredit] = []
+        self._held: list[SendAcknowledge] = []
         #: Lines that came behind the event that ended the run, when it had nothing more to show.
         self._untold: list[str] = []
         self._sink_at: float | None = None
@@ -110,7 +110,7 @@ class CellHandle:
         match event:
             case RankDied(rank) | DoneArrived(rank):
                 self._desk.withdraw(rank)
-            case Unasked(rank, number):
+            case PromptCancelled(rank, number):
                 self._desk.withdraw(rank, number)
 
     def join(self, ranks: tuple[int, ...]) -> None:
@@ -190,7 +190,7 @@ class CellHandle:
         taken = self._drain(now)
         late = self._run.deadline is not None and now >= self._run.deadline
         if late:
-            self._take(TimePassed(), now)
+            self._take(DeadlineReached(), now)
         self._tick(time.monotonic())
         return late or taken or event is not None
 
@@ -220,9 +220,9 @@ class CellHandle:
         for effect in self._run.handle(event, now):
             self._perform(effect)
         match event:
-            case Asked(rank, request):
+            case PromptAsked(rank, request):
                 self._desk.asked(rank, request, now)
-            case Unasked(rank, number):
+            case PromptCancelled(rank, number):
                 self._desk.unasked(rank, number)
             case RankDied(rank) | DoneArrived(rank):
                 self._desk.gone(rank)
@@ -261,9 +261,9 @@ class CellHandle:
         match effect:
             case Deliver(rank, chunks):
                 self._sink.output(rank, chunks)
-            case SendCredit():
+            case SendAcknowledge():
                 self._held.append(effect)
-            case InterruptRanks(ranks):
+            case InterruptCell(ranks):
                 self._interrupt(ranks)
             case RankBegan(rank):
                 self._sink.began(rank)
@@ -317,7 +317,7 @@ def _passed(until: float | None) -> bool:
     return until is not None and time.monotonic() >= until
 
 
-def _no_reply(rank: int, reply: Reply) -> None:
+def _no_reply(rank: int, reply: PromptReply) -> None:
     """Drop the reply: the rank that asked gets no answer."""
 
 

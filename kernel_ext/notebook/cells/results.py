@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class RankDeath:
     """A rank that ended during the cell; ``when`` as in :class:`~hvdlab.kernel_ext.wire.cells.CellError`.
 
     ``tail`` has the last lines of its standard error that were left unread, such as a crash report, ``detail`` what else is
@@ -146,7 +146,7 @@ class CellResults(Sequence[Any]):
         done: Mapping[int, CellDone],
         *,
         shown: Mapping[int, Display] | None = None,
-        deaths: Mapping[int, Death] | None = None,
+        deaths: Mapping[int, RankDeath] | None = None,
         stopped: set[int] | None = None,
         unanswered: Mapping[int, str] | None = None,
         timed_out: tuple[int, ...] = (),
@@ -163,7 +163,7 @@ class CellResults(Sequence[Any]):
         self.errors: dict[int, CellError] = {
             r: d.error for r, d in sorted(done.items()) if d.error is not None
         }
-        self.deaths: dict[int, Death] = dict(sorted((deaths or {}).items()))
+        self.deaths: dict[int, RankDeath] = dict(sorted((deaths or {}).items()))
         self.seconds: dict[int, float] = {r: d.seconds for r, d in sorted(done.items())}
         self.interrupted, self.timed_out = interrupted, timed_out
         self.unanswered: dict[int, str] = dict(unanswered or {})

@@ -31,7 +31,7 @@ class LocalReplied:
 
 
 @dataclass(frozen=True, slots=True)
-class DebugWanted:
+class SetDebuggedRanks:
     """These ranks are there and should be debugged, if the debugger is on."""
 
     ranks: tuple[int, ...]
@@ -73,7 +73,7 @@ class Reminded:
     """The time that :class:`Remind` asked for has passed."""
 
 
-Event = Requested | LocalReplied | DebugWanted | RankOpened | RankSaid | RankGone | Expired | Reminded
+Event = Requested | LocalReplied | SetDebuggedRanks | RankOpened | RankSaid | RankGone | Expired | Reminded
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class ToRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ReplyToFrontend:
     """The answer for the frontend."""
 
     key: int
@@ -126,7 +126,7 @@ class Remind:
     """A rank steps: send :class:`Reminded` after a moment."""
 
 
-Effect = AskLocal | OpenRank | CloseRank | ToRank | Reply | Publish | Remind
+Effect = AskLocal | OpenRank | CloseRank | ToRank | ReplyToFrontend | Publish | Remind
 
 FIRST = 1 << 30
 """The kernel's own numbers, which are passed on as they are, are far below this."""

@@ -24,7 +24,6 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.kernel_ext.notebook.debugger.dap_state import (
     AskLocal,
     CloseRank,
-    DebugWanted,
     Effect,
     Event,
     Expired,
@@ -37,14 +36,22 @@ from hvdlab.kernel_ext.notebook.debugger.dap_state import (
     RankSaid,
     Remind,
     Reminded,
-    Reply,
+    ReplyToFrontend,
     Requested,
+    SetDebuggedRanks,
     ToRank,
 )
 from hvdlab.kernel_ext.notebook.debugger.multiplexer import NOBODY, SCOPE, Multiplexer, not_debugged
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import encode
-from hvdlab.kernel_ext.wire.debug import DEBUG, Close, FromServer, Open, Said, decode_from_server
+from hvdlab.kernel_ext.wire.debug import (
+    DEBUG,
+    CloseDebug,
+    DebugMessage,
+    FromServer,
+    OpenDebug,
+    decode_from_server,
+)
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool
@@ -123,16 +130,16 @@ class DebugSession:
         self.heard, self.gone = heard, gone
 
     def open(self, rank: int) -> None:
-        """Have the rank's debug server listen; it answers with :class:`~.messages.Opened`."""
-        self._send(Open(self.number), rank)
+        """Have the rank's debug server listen; it answers with :class:`~hvdlab.kernel_ext.wire.debug.DebugOpened`."""
+        self._send(OpenDebug(self.number), rank)
 
     def say(self, rank: int, message: bytes) -> None:
         """Send a message of the Debug Adapter Protocol to the rank's debug server."""
-        self._send(Said(self.number, message), rank)
+        self._send(DebugMessage(self.number, message), rank)
 
     def leave(self, rank: int) -> None:
         """End the session of this rank: what is stopped goes on."""
-        self._send(Close(self.number), rank)
+        self._send(CloseDebug(self.number), rank)
 
     def close(self) -> None:
         """Take no more mail."""
@@ -228,7 +235,7 @@ class DebugHub:
         if not self.on or loop is None:
             self._reported = {}
             return []
-        loop.call_soon_threadsafe(self._handle, DebugWanted(tuple(ranks)))
+        loop.call_soon_threadsafe(self._handle, SetDebuggedRanks(tuple(ranks)))
         asked = threading.Event()
         loop.call_soon_threadsafe(asked.set)
         deadline = Deadline(START_WITHIN)
@@ -337,7 +344,7 @@ class DebugHub:
                 task = asyncio.get_running_loop().create_task(self._answer_locally(effect))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            elif isinstance(effect, Reply):
+            elif isinstance(effect, ReplyToFrontend):
                 answer = self._answers.get(effect.key)
                 if answer is not None and not answer.done():
                     answer.set_result(effect.response)
@@ -394,7 +401,7 @@ class DebugHub:
     # -- the client's thread --------------------------------------------------------------------------------------
 
     def _heard(self, rank: int, mail: FromServer) -> None:
-        if isinstance(mail, Said):
+        if isinstance(mail, DebugMessage):
             self._later(RankSaid(rank, json.loads(mail.message)))
         else:
             self._later(RankGone(rank, mail.error, refused=True) if mail.error else RankOpened(rank))

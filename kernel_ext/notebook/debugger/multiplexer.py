@@ -17,7 +17,6 @@ from typing import Any
 from hvdlab.kernel_ext.notebook.debugger.dap_state import (
     AskLocal,
     CloseRank,
-    DebugWanted,
     Effect,
     Event,
     Expired,
@@ -31,8 +30,9 @@ from hvdlab.kernel_ext.notebook.debugger.dap_state import (
     RankSaid,
     Remind,
     Reminded,
-    Reply,
+    ReplyToFrontend,
     Requested,
+    SetDebuggedRanks,
     ToRank,
 )
 
@@ -66,7 +66,7 @@ Finish = Callable[[dict[int, Json]], list[Effect]]
 
 
 @dataclass(slots=True)
-class RankState:
+class DebuggedRank:
     """A rank's debug server."""
 
     ready: bool = False
@@ -82,7 +82,7 @@ class RankState:
 
 
 @dataclass(slots=True)
-class Gathering:
+class PendingReplies:
     """A request of the frontend that several debug servers answer."""
 
     request: Json
@@ -136,8 +136,8 @@ class Multiplexer:
         self._held: list[tuple[int, Json]] = []  # the ``stopped`` events of others meanwhile
         self._sent_scope: Json | None = None  # what a frontend that has asked knows
         self._cells = cells
-        self._ranks: dict[int, RankState] = {}
-        self._open: dict[int, Gathering] = {}
+        self._ranks: dict[int, DebuggedRank] = {}
+        self._open: dict[int, PendingReplies] = {}
         self._threads, self._frames, self._variables = Numbers(), Numbers(), Numbers()
         self._knows_threads = False
         self._seq = 0
@@ -202,7 +202,7 @@ class Multiplexer:
         if isinstance(event, RankGone):
             refusal = self._refuse(event.rank, event.reason) if event.refused else []
             return refusal + self._gone(event.rank, event.reason)
-        if isinstance(event, DebugWanted):
+        if isinstance(event, SetDebuggedRanks):
             return self._wanted(event.ranks)
         if isinstance(event, Reminded):
             return self._step_over()
@@ -210,7 +210,7 @@ class Multiplexer:
 
     def _wanted(self, ranks: Iterable[int]) -> list[Effect]:
         new = [rank for rank in ranks if rank not in self._ranks] if self._on else []
-        self._ranks.update((rank, RankState()) for rank in new)
+        self._ranks.update((rank, DebuggedRank()) for rank in new)
         return [OpenRank(rank) for rank in new]
 
     def _opened(self, rank: int) -> list[Effect]:
@@ -312,7 +312,7 @@ class Multiplexer:
             return self._go(key, request, thread)
         return []
 
-    def _answer_unasked(self, key: int, request: Json) -> Reply:
+    def _answer_unasked(self, key: int, request: Json) -> ReplyToFrontend:
         """The answer when neither the kernel nor a rank has stopped: a button was pressed too late, or twice."""
         body: dict[str, Json] = {"stackTrace": {"stackFrames": []}, "continue": {"allThreadsContinued": True}}
         return self._response(key, request, body.get(request["command"], {}))
@@ -369,7 +369,7 @@ class Multiplexer:
         ]
         body["breakpoints"] = known
         body["stoppedThreads"] = [*body.get("stoppedThreads", ()), *self._stopped_threads()]
-        return [Reply(key, {**reply, "body": body})]
+        return [ReplyToFrontend(key, {**reply, "body": body})]
 
     def _stopped_threads(self) -> list[int]:
         return [
@@ -498,7 +498,7 @@ class Multiplexer:
             return [self._event("output", {**body, "output": f"[{rank}] {body.get('output', '')}"})]
         return []
 
-    def _stop(self, rank: int, one: RankState, body: Json) -> list[Effect]:
+    def _stop(self, rank: int, one: DebuggedRank, body: Json) -> list[Effect]:
         if not self.stopped and self._stepping is None:
             self._selected = rank
         one.stopped[body.get("threadId", one.main)] = None
@@ -515,7 +515,7 @@ class Multiplexer:
         self._stepping = None
         return [*before, self._event("stopped", stopped)]
 
-    def _goes_on(self, rank: int, one: RankState, threads: Iterable[int]) -> list[Effect]:
+    def _goes_on(self, rank: int, one: DebuggedRank, threads: Iterable[int]) -> list[Effect]:
         effects: list[Effect] = []
         one.going = False
         for thread in threads:
@@ -526,7 +526,7 @@ class Multiplexer:
             effects += self._give_up(one)
         return effects + (self._show_again() if effects else [])
 
-    def _give_up(self, one: RankState) -> list[Effect]:
+    def _give_up(self, one: DebuggedRank) -> list[Effect]:
         """Fail questions about frames of a rank that goes on: their answers may never come, as of an endless ``__repr__``."""
         effects: list[Effect] = []
         for seq, (command, take) in list(one.waiting.items()):
@@ -723,7 +723,7 @@ class Multiplexer:
 
     def _gather(self, key: int, request: Json, asked: Mapping[int, Json], finish: Finish) -> list[Effect]:
         """Ask each of these debug servers its own version of the request, and call ``finish`` when all have answered."""
-        self._open[key] = Gathering(request, set(asked), finish)
+        self._open[key] = PendingReplies(request, set(asked), finish)
         effects: list[Effect] = []
         for rank, version in asked.items():
             if rank == LOCAL:
@@ -766,21 +766,23 @@ class Multiplexer:
 
     def _only(self, key: int, request: Json) -> list[Effect]:
         """Wait for the kernel's own debugger alone."""
-        self._open[key] = Gathering(request, {LOCAL}, lambda got: self._first(key, request, got))
+        self._open[key] = PendingReplies(request, {LOCAL}, lambda got: self._first(key, request, got))
         return []
 
     def _first(self, key: int, request: Json, got: dict[int, Json]) -> list[Effect]:
         """Reply with the answer of the kernel's own debugger."""
         if LOCAL in got:
-            return [Reply(key, got[LOCAL])]
+            return [ReplyToFrontend(key, got[LOCAL])]
         return [self._failed(key, request, "the kernel does not answer")]
 
-    def _response(self, key: int, request: Json, body: Json) -> Reply:
-        return Reply(key, {**_answer(request), "success": True, "body": body})
+    def _response(self, key: int, request: Json, body: Json) -> ReplyToFrontend:
+        return ReplyToFrontend(key, {**_answer(request), "success": True, "body": body})
 
-    def _failed(self, key: int, request: Json, why: str) -> Reply:
+    def _failed(self, key: int, request: Json, why: str) -> ReplyToFrontend:
         body = _EMPTY.get(request.get("command", ""), {})
-        return Reply(key, {**_answer(request), "success": False, "message": why, "body": dict(body)})
+        return ReplyToFrontend(
+            key, {**_answer(request), "success": False, "message": why, "body": dict(body)}
+        )
 
     def _event(self, name: str, body: Json) -> Publish:
         self._seq += 1

@@ -20,7 +20,7 @@ from typing import Protocol
 from IPython.core.error import StdinNotImplementedError
 
 from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Answer, PromptQueue, Question
-from hvdlab.kernel_ext.wire.cells import AT_AN_END, PASSWORD, PromptRequest, Reply
+from hvdlab.kernel_ext.wire.cells import AT_AN_END, PASSWORD, PromptReply, PromptRequest
 
 NO_STDIN = (
     "{what} can't ask: what runs this notebook takes no input (as nbclient, nbconvert and papermill, and "
@@ -86,7 +86,7 @@ class PromptDesk:
         reply: ``reply(rank, reply)`` sends a rank its answer. Must not block.
     """
 
-    def __init__(self, prompter: Prompter | None, reply: Callable[[int, Reply], None]) -> None:
+    def __init__(self, prompter: Prompter | None, reply: Callable[[int, PromptReply], None]) -> None:
         self._prompter, self._reply = prompter, reply
         self._queue = PromptQueue()
         self._lock = threading.Lock()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.kernel_ext.wire.cells import DEBUGGER, PromptRequest, Reply
+from hvdlab.kernel_ext.wire.cells import DEBUGGER, PromptReply, PromptRequest
 
 _TO_SOME = re.compile(r"\s*(all|\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*)\s*:\s?(.*)\Z", re.DOTALL)
 _TO_ONE = re.compile(r"\s*@\s*(\d+)\s*\Z")
@@ -15,7 +15,7 @@ _WHO = re.compile(r"\s*@\s*\?\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendLine:
     """Give ``text`` to these ranks."""
 
     ranks: tuple[int, ...]
@@ -30,13 +30,13 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Tell the user something, and ask again. With an empty text: which ranks wait."""
+class ShowNotice:
+    """Show the user a notice, and ask again. With an empty text: which ranks wait."""
 
     text: str = ""
 
 
-Command = Send | Switch | Tell
+Command = SendLine | Switch | ShowNotice
 
 
 def understand(line: str, rank: int, waiting: Collection[int], alike: Collection[int]) -> Command:
@@ -49,15 +49,15 @@ def understand(line: str, rank: int, waiting: Collection[int], alike: Collection
         alike: Those of them whose prompt is of the same kind; ``all:`` means these.
     """
     if _WHO.match(line):
-        return Tell()
+        return ShowNotice()
     if found := _TO_ONE.match(line):
         chosen = int(found[1])
-        return Switch(chosen) if chosen in waiting else Tell(_not_there([chosen]))
+        return Switch(chosen) if chosen in waiting else ShowNotice(_not_there([chosen]))
     if found := _TO_SOME.match(line):
         ranks = sorted(alike) if found[1] == "all" else _numbers(found[1])
         missing = [one for one in ranks if one not in waiting]
-        return Tell(_not_there(missing)) if missing else Send(tuple(ranks), found[2])
-    return Send((rank,), line)
+        return ShowNotice(_not_there(missing)) if missing else SendLine(tuple(ranks), found[2])
+    return SendLine((rank,), line)
 
 
 def _numbers(text: str) -> list[int]:
@@ -98,7 +98,7 @@ class Answer:
     """The answer that a rank gets."""
 
     rank: int
-    reply: Reply
+    reply: PromptReply
 
 
 class PromptQueue:
@@ -110,7 +110,7 @@ class PromptQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, int], PromptRequest] = {}
-        self._answered: dict[tuple[int, int], Reply] = {}  # the newest
+        self._answered: dict[tuple[int, int], PromptReply] = {}  # the newest
         self._expected: set[int] = set()
         self._expected_until = 0.0
         self._gather_until = 0.0
@@ -203,14 +203,14 @@ class PromptQueue:
         if request.kind == DEBUGGER or len(self.ranks) > 1:
             command = understand(line, rank, self.ranks, alike)
         else:
-            command = Send((rank,), line)  # no other rank could be meant
+            command = SendLine((rank,), line)  # no other rank could be meant
         match command:
-            case Tell(text):
+            case ShowNotice(text):
                 return [], text or self.overview()
             case Switch(other):
                 self._current = other
                 return [], ""
-            case Send(ranks, text):
+            case SendLine(ranks, text):
                 if rank in ranks or self._current not in self.ranks:
                     self._current = rank
                 return self._answer(ranks, text, "", now), ""
@@ -232,7 +232,7 @@ class PromptQueue:
         for rank in ranks:
             number = self._request_of(rank).number
             del self._waiting[rank, number]
-            reply = self._answered[rank, number] = Reply(number, text, error)
+            reply = self._answered[rank, number] = PromptReply(number, text, error)
             answers.append(Answer(rank, reply))
         while len(self._answered) > REMEMBERED:
             del self._answered[next(iter(self._answered))]

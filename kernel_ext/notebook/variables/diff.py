@@ -17,7 +17,7 @@ from hvdlab.collectives.visible import visible_lines
 from hvdlab.kernel_ext.inspect.arrays import family
 from hvdlab.kernel_ext.inspect.examination import same_key, with_host_digest
 from hvdlab.kernel_ext.notebook.requests import Answer, RankRequests
-from hvdlab.kernel_ext.notebook.variables.overview import Cell, Table
+from hvdlab.kernel_ext.notebook.variables.overview import Cell, TextTable
 from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.compare import (
     AskBlocks,
@@ -25,28 +25,28 @@ from hvdlab.kernel_ext.wire.compare import (
     Blocks,
     Compare,
     Compared,
+    ComparisonOpened,
     Difference,
-    Examine,
-    Examined,
     Gather,
     Leaf,
-    Leaves,
+    LeafList,
+    OpenComparison,
     Range,
 )
 from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED
 from hvdlab.kernel_ext.wire.text import rough_size
-from hvdlab.kernel_ext.wire.values import Done, Piece, Release
+from hvdlab.kernel_ext.wire.values import Acked, ReleaseTransfer, TransferChunk
 
 MOST_ROWS = 20
 """Rows that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ValueGroup:
     """Ranks that have the same value."""
 
     ranks: tuple[int, ...]
-    found: Examined
+    found: ComparisonOpened
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Diff:
     """
 
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[ValueGroup, ...]
     rows: tuple[DiffRow, ...] = ()
 
     @property
@@ -207,7 +207,7 @@ class Diff:
             found.append(f"{rest} more differ; `.rows` has all")
         return found
 
-    def table(self) -> Table:
+    def table(self) -> TextTable:
         """What differs, as a table; the differing ranks and their values are marked."""
         head = (
             "part",
@@ -220,7 +220,7 @@ class Diff:
             "largest",
             "relative",
         )
-        table = Table((*head, "NaN", "Inf"), numbers=("largest", "relative", "NaN", "Inf"))
+        table = TextTable((*head, "NaN", "Inf"), numbers=("largest", "relative", "NaN", "Inf"))
         for row in self.rows[:MOST_ROWS]:
             table.add(_cells(self.name, row, sum(len(group.ranks) for group in self.groups)))
         return table
@@ -247,13 +247,13 @@ class Diffs(tuple[Diff, ...]):
         return "\n".join(one._repr_html_() for one in self)
 
 
-def _missed(found: Iterable[Examined]) -> str:
+def _missed(found: Iterable[ComparisonOpened]) -> str:
     """``1 part not compared``: how much was not looked at; empty if all was."""
     count = max(one.unknown + one.left_out for one in found)
     return f"{count:,} {'part' if count == 1 else 'parts'} not compared" if count else ""
 
 
-def _size(found: Examined) -> str:
+def _size(found: ComparisonOpened) -> str:
     if not found.arrays:
         return found.type_name
     tensors = "1 array" if found.arrays == 1 else f"{found.arrays} arrays"
@@ -352,12 +352,14 @@ def diff(
 
     def make(ticket: int) -> Payload:
         lots.append(ticket)
-        return Examine(ticket, expression, special)
+        return OpenComparison(ticket, expression, special)
 
     try:
         answers = questions.ask(make, ranks, Deadline(None))
         found = {
-            rank: answer if isinstance(answer := answers.get(rank), Examined) else Examined(0, error=LOST)
+            rank: answer
+            if isinstance(answer := answers.get(rank), ComparisonOpened)
+            else ComparisonOpened(0, error=LOST)
             for rank in ranks
         }
         groups = _groups(found)
@@ -365,10 +367,10 @@ def diff(
         return Diff(special or expression, groups, tuple(comparison.rows()))
     finally:
         for lot in lots:
-            questions.tell(Release(lot), ranks)
+            questions.tell(ReleaseTransfer(lot), ranks)
 
 
-def _groups(found: Mapping[int, Examined]) -> tuple[Group, ...]:
+def _groups(found: Mapping[int, ComparisonOpened]) -> tuple[ValueGroup, ...]:
     """Groups of ranks that agree, the largest first; ranks with an error come last."""
     ranks: dict[tuple[bytes, str], list[int]] = {}
     for rank, answer in sorted(found.items()):
@@ -376,7 +378,7 @@ def _groups(found: Mapping[int, Examined]) -> tuple[Group, ...]:
     largest_first = sorted(
         ranks.values(), key=lambda alike: (bool(found[alike[0]].error), -len(alike), alike[0])
     )
-    return tuple(Group(tuple(alike), found[alike[0]]) for alike in largest_first)
+    return tuple(ValueGroup(tuple(alike), found[alike[0]]) for alike in largest_first)
 
 
 @dataclass(slots=True)
@@ -393,7 +395,7 @@ class _Comparison:
     """What differs between groups, one rank standing for each."""
 
     def __init__(
-        self, questions: RankRequests, lot: int, groups: Sequence[Group], near: Collection[int]
+        self, questions: RankRequests, lot: int, groups: Sequence[ValueGroup], near: Collection[int]
     ) -> None:
         self._questions, self._lot = questions, lot
         self._groups = [group for group in groups if not group.found.error]
@@ -416,12 +418,12 @@ class _Comparison:
             self._compare_elements()
         return self._rows
 
-    def _ask_leaves(self, group: Group) -> dict[str, tuple[int, Leaf]]:
+    def _ask_leaves(self, group: ValueGroup) -> dict[str, tuple[int, Leaf]]:
         rank, all_leaves = group.ranks[0], list[Leaf]()
         while len(all_leaves) < group.found.leaves:
             first = len(all_leaves)
             answer = self._ask(lambda ticket: AskLeaves(ticket, self._lot, first), [rank])[rank]  # noqa: B023
-            if not isinstance(answer, Leaves) or not answer.leaves:
+            if not isinstance(answer, LeafList) or not answer.leaves:
                 raise _broken(rank, answer)
             all_leaves += answer.leaves
         by_path: dict[str, tuple[int, Leaf]] = {}
@@ -460,7 +462,7 @@ class _Comparison:
 
     def _look_at(self, path: str) -> None:
         """Add a row for each group of ranks that has something else here than most."""
-        alike: dict[object, list[Group]] = {}
+        alike: dict[object, list[ValueGroup]] = {}
         for group in self._groups:
             place = self._leaves[group.ranks[0]].get(path)
             alike.setdefault(None if place is None else same_key(place[1]), []).append(group)
@@ -547,7 +549,7 @@ class _Comparison:
         """Have ranks compare a batch of the reference's blocks; False if they can't look into the reference's memory."""
         share, wanted = self._share, tuple(batch)
         piece = self._ask(lambda ticket: Gather(ticket, self._lot, wanted, share), [reference])[reference]
-        if not isinstance(piece, Piece):
+        if not isinstance(piece, TransferChunk):
             raise _broken(reference, piece)
         ranges: dict[int, list[tuple[Range, int]]] = {}
         who: dict[int, list[tuple[_Pair, int]]] = {}
@@ -615,10 +617,10 @@ def _what(here: Leaf | None, there: Leaf | None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _ranks(groups: Sequence[Group]) -> tuple[int, ...]:
+def _ranks(groups: Sequence[ValueGroup]) -> tuple[int, ...]:
     return tuple(sorted(rank for group in groups for rank in group.ranks))
 
 
 def _broken(rank: int, answer: Answer | None) -> HvdlabError:
-    why = getattr(answer, "error", "") if isinstance(answer, (Done, Compared)) else ""
+    why = getattr(answer, "error", "") if isinstance(answer, (Acked, Compared)) else ""
     return HvdlabError(f"rank {rank} could not go on with the comparison: {why or 'it gave no answer'}")

@@ -15,7 +15,7 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, compact_
 from hvdlab.collectives.visible import visible, visible_lines
 from hvdlab.kernel_ext.notebook.output.values import in_output
 from hvdlab.kernel_ext.wire.compare import Tensor, Tensors, Variable, Variables, VariableView
-from hvdlab.kernel_ext.wire.status import Names
+from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.kernel_ext.wire.text import rough_size
 
 WIDEST = 60
@@ -33,11 +33,11 @@ class Cell:
     marked: bool = False
 
 
-class Table:
+class TextTable:
     """Rows of cells; columns without any text are not shown.
 
     Args:
-        head: Names of the columns.
+        head: UserNames of the columns.
         numbers: Columns with numbers, which are aligned to the right.
     """
 
@@ -132,9 +132,9 @@ class Overview:
     def _everywhere(self, kinds: Mapping[Variable, list[int]]) -> bool:
         return sum(map(len, kinds.values())) == len(self.ranks)
 
-    def table(self) -> Table:
+    def table(self) -> TextTable:
         """A row for each variable, and one for each other value that some ranks have."""
-        table = Table(("variable", "type", "value", "size", "ranks"), numbers=("size",))
+        table = TextTable(("variable", "type", "value", "size", "ranks"), numbers=("size",))
         for name, kinds in self._by_name().items():
             same = len(kinds) == 1 and self._everywhere(kinds)
             for number, (variable, ranks) in enumerate(list(kinds.items())[:MOST_KINDS]):
@@ -215,9 +215,9 @@ class TensorTable:
 
     ranks: Mapping[int, Tensors]
 
-    def table(self) -> Table:
+    def table(self) -> TextTable:
         """A row for each; ranks that have one alike together."""
-        table = Table(
+        table = TextTable(
             ("tensor", "dtype", "shape", "device", "number", "memory", "ranks"), numbers=("memory", "number")
         )
         alike: dict[Tensor, list[int]] = {}
@@ -264,7 +264,7 @@ class TensorTable:
 class VariableSource(Protocol):
     """A pool, as far as views of its ranks need it."""
 
-    def names(self, ranks: Sequence[int] | None = None) -> dict[int, Names]: ...
+    def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]: ...
     def view(self, expression: str, ranks: Sequence[int] | None = None) -> dict[int, VariableView]: ...
     def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]: ...
 

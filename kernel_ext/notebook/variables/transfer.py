@@ -21,18 +21,18 @@ from hvdlab.kernel_ext.wire.pickling import INLINE, dump_parts
 from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, SharedBuffer, SharedBufferReader
 from hvdlab.kernel_ext.wire.text import rough_size
 from hvdlab.kernel_ext.wire.values import (
-    AskKnown,
-    Done,
-    Fetch,
-    Known,
-    Learn,
-    Learnt,
-    Piece,
+    Acked,
+    LoadSnapshot,
     PullValue,
-    PushPart,
     PushValue,
-    Release,
+    ReadChunk,
+    ReleaseTransfer,
+    Snapshot,
+    SnapshotLoaded,
+    TakeSnapshot,
+    TransferChunk,
     Value,
+    WriteChunk,
 )
 from hvdlab.launch.local import available_memory
 
@@ -72,7 +72,7 @@ def pull(
         parts = _fetch_all(questions, name, lots[0], sizes, near, None) if sizes else {}
     finally:
         if lent:
-            questions.tell(Release(lots[0]), ranks)
+            questions.tell(ReleaseTransfer(lots[0]), ranks)
     values: dict[int, Any] = {}
     for rank, answer in found.items():
         # The bytes come from a rank that this pool started: code that the user runs with the same rights.
@@ -129,11 +129,11 @@ def _fetch(
         answers = questions.ask(_fetching(lot, part, offset, length, windows), asked, Deadline(patience))
         for rank in asked:
             piece = answers.get(rank)
-            if isinstance(piece, Piece) and piece.shared is not None and windows is not None:
+            if isinstance(piece, TransferChunk) and piece.shared is not None and windows is not None:
                 windows.read(
                     piece.shared, memoryview(parts[rank][part])[offset : offset + piece.shared.length]
                 )
-            elif isinstance(piece, Piece) and piece.data is not None:
+            elif isinstance(piece, TransferChunk) and piece.data is not None:
                 parts[rank][part][offset : offset + len(piece.data)] = piece.data
             else:
                 gone = LOST if piece is None else "it does not keep the value any longer"
@@ -143,8 +143,8 @@ def _fetch(
 
 def _fetching(
     lot: int, part: int, offset: int, length: int, windows: SharedBufferReader | None
-) -> Callable[[int], Fetch]:
-    return lambda ticket: Fetch(ticket, lot, part, offset, length, windows is not None)
+) -> Callable[[int], ReadChunk]:
+    return lambda ticket: ReadChunk(ticket, lot, part, offset, length, windows is not None)
 
 
 def _positions(sizes: Any, length: int) -> Iterator[tuple[int, int]]:
@@ -178,7 +178,7 @@ def push(
         _raise_refused(names, _bring(questions, lot, parts, ranks, near, None))
         _check(names, questions.ask(lambda ticket: PushValue(ticket, names, (), lot), ranks, Deadline(None)))
     finally:
-        questions.tell(Release(lot), ranks)
+        questions.tell(ReleaseTransfer(lot), ranks)
 
 
 def _bring(
@@ -232,15 +232,15 @@ def _bringing(
     offset: int,
     data: memoryview,
     window: SharedBuffer | None,
-) -> Callable[[int], PushPart]:
+) -> Callable[[int], WriteChunk]:
     if window is None:
-        return lambda ticket: PushPart(ticket, lot, sizes, part, offset, bytes(data))
+        return lambda ticket: WriteChunk(ticket, lot, sizes, part, offset, bytes(data))
     shared = window.write(data)
-    return lambda ticket: PushPart(ticket, lot, sizes, part, offset, b"", shared)
+    return lambda ticket: WriteChunk(ticket, lot, sizes, part, offset, b"", shared)
 
 
 def _refused(answers: Mapping[int, Any]) -> dict[int, str]:
-    return {rank: a.error for rank, a in answers.items() if isinstance(a, Done) and a.error}
+    return {rank: a.error for rank, a in answers.items() if isinstance(a, Acked) and a.error}
 
 
 def _check(names: Sequence[str], answers: Mapping[int, Any]) -> None:
@@ -280,10 +280,10 @@ def bring_known(
     Raises:
         HvdlabError: ``source`` gave nothing, so that no rank got anything; the text says why.
     """
-    known = questions.ask(AskKnown, [source], Deadline(patience)).get(source)
-    if isinstance(known, Done):
+    known = questions.ask(TakeSnapshot, [source], Deadline(patience)).get(source)
+    if isinstance(known, Acked):
         raise HvdlabError(f"what rank {source} knows can't be sent: {known.error}")
-    if not isinstance(known, Known):
+    if not isinstance(known, Snapshot):
         raise HvdlabError(f"rank {source} did not answer")
     if known.error:
         raise HvdlabError(f"what rank {source} knows can't be sent: {known.error}")
@@ -294,19 +294,19 @@ def bring_known(
     except LookupError as error:
         raise HvdlabError(str(error)) from error
     finally:
-        questions.tell(Release(known.ticket), [source])
+        questions.tell(ReleaseTransfer(known.ticket), [source])
     failed = dict(known.failed)
     lot = secrets.randbits(62)
     try:
         refused = _bring(questions, lot, [memoryview(part) for part in found[source]], ranks, near, patience)
         takers = [rank for rank in ranks if rank not in refused]
-        answers = questions.ask(lambda ticket: Learn(ticket, lot), takers, Deadline(patience))
+        answers = questions.ask(lambda ticket: LoadSnapshot(ticket, lot), takers, Deadline(patience))
     finally:
-        questions.tell(Release(lot), ranks)
+        questions.tell(ReleaseTransfer(lot), ranks)
     missed = set()
     for rank in takers:
         answer = answers.get(rank)
-        if not isinstance(answer, Learnt):
+        if not isinstance(answer, SnapshotLoaded):
             refused[rank] = "it did not answer"
             missed.add(rank)
         elif answer.error:

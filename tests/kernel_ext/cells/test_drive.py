@@ -10,7 +10,13 @@ from unittest.mock import patch
 
 import pytest
 
-from hvdlab.kernel_ext.notebook.cells.cell_events import Asked, DoneArrived, Event, OutputArrived, PoolNews
+from hvdlab.kernel_ext.notebook.cells.cell_events import (
+    DoneArrived,
+    Event,
+    OutputArrived,
+    PoolNews,
+    PromptAsked,
+)
 from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG, CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
@@ -267,7 +273,7 @@ def test_the_user_is_asked_no_more_after_an_interrupt() -> None:
 
     run.handle._desk = Desk(InterruptingUser(run), lambda rank, reply: None)
     run.handle._interrupt = lambda ranks: run.feed(done(0), done(1))
-    run.feed(Asked(0, PromptRequest("c", 1, DEBUGGER, "ipdb> ")))
+    run.feed(PromptAsked(0, PromptRequest("c", 1, DEBUGGER, "ipdb> ")))
     run.handle.wait(PATIENCE)
     # A notebook's frontend keeps a second box, and runs no cell as long as it is there.
     assert len(asked) == 1

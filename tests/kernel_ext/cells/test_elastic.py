@@ -6,6 +6,7 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
+    DeadlineReached,
     DoneArrived,
     Effect,
     Finished,
@@ -17,7 +18,6 @@ from hvdlab.kernel_ext.notebook.cells.cell_events import (
     RanksJoined,
     RanksReleased,
     TakenOver,
-    TimePassed,
 )
 from hvdlab.kernel_ext.notebook.cells.cell_state import ANNOUNCE, CellState
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
@@ -81,7 +81,7 @@ def test_too_few_ranks_are_told_once_until_there_were_enough() -> None:
 
     def die(rank: int, now: float) -> list[str]:
         cell.handle(RankDied(rank, "killed", 1), now)
-        return notes(cell.handle(TimePassed(), now + ANNOUNCE))
+        return notes(cell.handle(DeadlineReached(), now + ANNOUNCE))
 
     assert die(2, 1.0) == ["rank 2 died: killed"]
     told = die(1, 2.0)
@@ -110,7 +110,7 @@ def test_a_rank_that_dies_on_the_way_to_the_commit_at_which_it_is_let_go_has_die
     cell = elastic(2)
     cell.handle(RanksReleased((1,)), 1.0)
     assert cell.handle(RankDied(1, "killed by SIGKILL", 1), 2.0) == [RankEnded(1, None)]
-    assert notes(cell.handle(TimePassed(), 2.0 + ANNOUNCE)) == ["rank 1 died: killed by SIGKILL"]
+    assert notes(cell.handle(DeadlineReached(), 2.0 + ANNOUNCE)) == ["rank 1 died: killed by SIGKILL"]
     results = results_of(cell.handle(ends(0), 3.0))
     assert (results.ok, results.ranks) == (True, (0,))
 

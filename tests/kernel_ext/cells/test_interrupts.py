@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     AskStacks,
+    DeadlineReached,
     DoneArrived,
     Effect,
     Finished,
-    InterruptRanks,
+    InterruptCell,
     InterruptRequested,
     LookAt,
     Note,
     PoolReleased,
     ProcessSeen,
     StackArrived,
-    TimePassed,
 )
 from hvdlab.kernel_ext.notebook.cells.cell_state import AFTER_TIMEOUT, GRACE, LAST_CHANCE, PATIENCE, CellState
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
@@ -44,7 +44,7 @@ class Played:
         found: list[Effect] = []
         while self.run.deadline is not None and self.run.deadline <= when:
             self.now = max(self.now, self.run.deadline)
-            found += self.happen(TimePassed())
+            found += self.happen(DeadlineReached())
         self.now = when
         return found
 
@@ -65,7 +65,7 @@ def interrupted(rank: int) -> DoneArrived:
 
 def test_who_does_not_answer_is_named_with_its_place() -> None:
     played = Played()
-    assert played.happen(InterruptRequested()) == [InterruptRanks((0, 1, 2))]
+    assert played.happen(InterruptRequested()) == [InterruptCell((0, 1, 2))]
     played.happen(interrupted(0))
     assert AskStacks((1, 2)) in played.until(PATIENCE - 0.5)
     played.happen(StackArrived(1, HERE), StackArrived(2, HERE))
@@ -93,7 +93,7 @@ def test_the_second_interrupt_is_the_last() -> None:
     played.happen(InterruptRequested(), interrupted(0), interrupted(1))
     played.until(PATIENCE + 1)
     effects = played.happen(InterruptRequested())
-    assert effects == [InterruptRanks((2,)), AskStacks((2,))]
+    assert effects == [InterruptCell((2,)), AskStacks((2,))]
     played.happen(StackArrived(2, HERE))
     played.until(PATIENCE + 1 + LAST_CHANCE)
     assert played.results.unanswered == {2: "cell [4] line 5: svd(x)"}
@@ -159,7 +159,7 @@ def test_a_delayed_interrupt_comes_once_and_not_when_the_pool_is_released_before
     played = Played()
     assert played.happen(InterruptRequested(0.3), InterruptRequested(0.3)) == []
     assert played.until(0.29) == []
-    assert played.until(0.3) == [InterruptRanks((0, 1, 2))]
+    assert played.until(0.3) == [InterruptCell((0, 1, 2))]
     assert played.happen(*map(interrupted, range(3)))[-1] == Finished(played.results)
     assert played.results.interrupted
 
@@ -173,5 +173,5 @@ def test_a_delayed_interrupt_comes_once_and_not_when_the_pool_is_released_before
 
 def test_an_interrupt_that_is_not_delayed_comes_in_place_of_one_that_is() -> None:
     played = Played()
-    assert played.happen(InterruptRequested(0.3), InterruptRequested()) == [InterruptRanks((0, 1, 2))]
-    assert not any(isinstance(effect, InterruptRanks) for effect in played.until(1.0))
+    assert played.happen(InterruptRequested(0.3), InterruptRequested()) == [InterruptCell((0, 1, 2))]
+    assert not any(isinstance(effect, InterruptCell) for effect in played.until(1.0))

@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 from hvdlab.collectives.membership import Stall
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     AtPrompts,
+    CollectiveStalled,
+    DeadlineReached,
     Deliver,
     DoneArrived,
     Effect,
     Finished,
-    InterruptRanks,
+    InterruptCell,
     InterruptRequested,
     Note,
     OutputArrived,
     ProcessSeen,
     RankDied,
     RankEnded,
-    SendCredit,
+    SendAcknowledge,
     ShowStatus,
     StackArrived,
-    Stalled,
-    TimePassed,
 )
 from hvdlab.kernel_ext.notebook.cells.cell_state import ANNOUNCE, GRACE, CellState
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
@@ -77,14 +77,14 @@ def test_the_others_get_a_moment_after_a_failure_and_are_then_interrupted() -> N
     machine = run()
     machine.handle(done(3, error()), 10.0)
     assert machine.deadline == 10.0 + GRACE
-    assert machine.handle(TimePassed(), 10.0 + GRACE) == [InterruptRanks((0, 1, 2))]
+    assert machine.handle(DeadlineReached(), 10.0 + GRACE) == [InterruptCell((0, 1, 2))]
 
 
 def test_no_interrupt_is_sent_when_the_others_end_in_time() -> None:
     machine = run(2)
     machine.handle(done(1, error()), 10.0)
     effects = machine.handle(done(0, error("AbortedError", 2, aborted=True)), 10.1)
-    assert not [e for e in effects if isinstance(e, InterruptRanks)]
+    assert not [e for e in effects if isinstance(e, InterruptCell)]
     assert machine.finished
 
 
@@ -101,7 +101,7 @@ def test_the_root_cause_is_the_first_error_of_its_own() -> None:
 def test_interrupts_sent_by_the_run_are_no_cause() -> None:
     machine = run(2)
     machine.handle(done(1, error(when=50)), 0.0)
-    machine.handle(TimePassed(), GRACE)
+    machine.handle(DeadlineReached(), GRACE)
     results = finish(machine, done(0, error("KeyboardInterrupt", 10, interrupted=True)))
     assert results.root_cause is not None
     assert results.root_cause.ranks == (1,)
@@ -127,7 +127,7 @@ def test_a_death_is_told_at_once_only_if_the_others_go_on() -> None:
     machine.handle(RankDied(1, "killed by SIGKILL", 5), 0.0)
     machine.handle(RankDied(2, "exited with status 3", 6), 0.5)
     assert machine.deadline == ANNOUNCE
-    assert machine.handle(TimePassed(), ANNOUNCE) == [
+    assert machine.handle(DeadlineReached(), ANNOUNCE) == [
         Note("rank 1 died: killed by SIGKILL", warning=True),
         Note("rank 2 died: exited with status 3", warning=True),
     ]
@@ -144,10 +144,10 @@ def test_the_time_limit_interrupts_and_is_the_cause() -> None:
     machine = run(2, timeout=3.0)
     machine.handle(done(0, value=1), 1.0)
     assert machine.deadline == 3.0
-    effects = machine.handle(TimePassed(), 3.0)
+    effects = machine.handle(DeadlineReached(), 3.0)
     assert effects == [
         Note("timeout of 3 s reached; interrupting rank 1", warning=True),
-        InterruptRanks((1,)),
+        InterruptCell((1,)),
     ]
     results = finish(machine, done(1, error("KeyboardInterrupt", interrupted=True)))
     assert results.root_cause is not None
@@ -159,7 +159,7 @@ def test_credit_is_given_as_output_is_taken() -> None:
     machine = run(1, ack_bytes=100)
     chunk = (Stream("stdout", "x"),)
     assert machine.handle(OutputArrived(0, chunk, 60), 0) == [Deliver(0, chunk)]
-    assert machine.handle(OutputArrived(0, chunk, 120), 0) == [Deliver(0, chunk), SendCredit(0, 120)]
+    assert machine.handle(OutputArrived(0, chunk, 120), 0) == [Deliver(0, chunk), SendAcknowledge(0, 120)]
     assert machine.handle(OutputArrived(0, chunk, 180), 0) == [Deliver(0, chunk)]
 
 
@@ -191,25 +191,25 @@ def test_the_time_limit_stands_still_while_the_user_is_asked() -> None:
     machine = run(2, timeout=5.0, stall_time=2.0)
     machine.handle(AtPrompts((0,)), 3.0)
     assert machine.deadline is None
-    assert machine.handle(TimePassed(), 100.0) == []
+    assert machine.handle(DeadlineReached(), 100.0) == []
     machine.handle(AtPrompts(()), 103.0)
-    assert not [e for e in machine.handle(TimePassed(), 104.9) if isinstance(e, InterruptRanks)]
-    assert InterruptRanks((0, 1)) in machine.handle(TimePassed(), 105.0)
+    assert not [e for e in machine.handle(DeadlineReached(), 104.9) if isinstance(e, InterruptCell)]
+    assert InterruptCell((0, 1)) in machine.handle(DeadlineReached(), 105.0)
 
 
 def test_a_rank_that_fails_does_not_interrupt_one_that_is_looked_at() -> None:
     machine = run(2)
     machine.handle(AtPrompts((0,)), 1.0)
     machine.handle(done(1, error()), 2.0)
-    assert machine.handle(TimePassed(), 50.0) == []
+    assert machine.handle(DeadlineReached(), 50.0) == []
     machine.handle(AtPrompts(()), 60.0)
-    assert machine.handle(TimePassed(), 60.0 + GRACE) == [InterruptRanks((0,))]
+    assert machine.handle(DeadlineReached(), 60.0 + GRACE) == [InterruptCell((0,))]
 
 
 def test_an_interrupt_works_at_a_prompt() -> None:
     machine = run(2)
     machine.handle(AtPrompts((0, 1)), 1.0)
-    assert machine.handle(InterruptRequested(), 2.0) == [InterruptRanks((0, 1))]
+    assert machine.handle(InterruptRequested(), 2.0) == [InterruptCell((0, 1))]
 
 
 def stall(waited: set[int]) -> Stall:
@@ -237,8 +237,8 @@ events = st.one_of(
     st.builds(lambda r, e: done(r, e), st.integers(0, RANKS - 1), errors),
     st.builds(lambda r, w: RankDied(r, "gone", w), st.integers(0, RANKS - 1), st.integers(1, 100)),
     st.just(InterruptRequested()),
-    st.just(TimePassed()),
-    st.builds(lambda waited: Stalled(stall(waited)), st.sets(st.integers(0, RANKS - 1))),
+    st.just(DeadlineReached()),
+    st.builds(lambda waited: CollectiveStalled(stall(waited)), st.sets(st.integers(0, RANKS - 1))),
     st.builds(lambda r, c: StackArrived(r, stack(c)), st.integers(0, RANKS - 1), st.sampled_from(["", "c1"])),
     st.builds(lambda r: ProcessSeen(r, "stopped"), st.integers(0, RANKS - 1)),
     st.builds(lambda ranks: AtPrompts(tuple(sorted(ranks))), st.sets(st.integers(0, RANKS - 1))),
@@ -274,7 +274,7 @@ def test_only_running_ranks_are_interrupted(schedule: list) -> None:
     for event, step in schedule:
         now += step
         for effect in machine.handle(event, now):
-            if isinstance(effect, InterruptRanks):
+            if isinstance(effect, InterruptCell):
                 assert effect.ranks
                 assert set(effect.ranks) == machine.running
 
@@ -288,5 +288,5 @@ def test_time_that_has_passed_is_not_waited_for_again(schedule: list) -> None:
         for _ in range(8):
             if machine.deadline is None or machine.deadline > now:
                 break
-            machine.handle(TimePassed(), now)
+            machine.handle(DeadlineReached(), now)
         assert machine.deadline is None or machine.deadline > now

@@ -12,7 +12,6 @@ from hvdlab.kernel_ext.notebook.debugger.dap_state import (
     FIRST,
     AskLocal,
     CloseRank,
-    DebugWanted,
     Effect,
     Event,
     Expired,
@@ -25,8 +24,9 @@ from hvdlab.kernel_ext.notebook.debugger.dap_state import (
     RankSaid,
     Remind,
     Reminded,
-    Reply,
+    ReplyToFrontend,
     Requested,
+    SetDebuggedRanks,
     ToRank,
 )
 from hvdlab.kernel_ext.notebook.debugger.multiplexer import Multiplexer
@@ -56,7 +56,7 @@ class Room:
 
     def do(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Reply):
+            if isinstance(effect, ReplyToFrontend):
                 assert effect.key not in self.replies, "answered twice"
                 self.replies[effect.key] = effect.response
             elif isinstance(effect, Publish):
@@ -158,7 +158,7 @@ class Room:
 
 def test_nothing_is_said_to_ranks_before_the_debugger_is_on() -> None:
     room = Room()
-    room.tell(DebugWanted((0, 1)))
+    room.tell(SetDebuggedRanks((0, 1)))
     room.ask("debugInfo")
     assert not room.asked
     assert not room.opened
@@ -168,7 +168,7 @@ def test_a_rank_that_comes_later_is_told_everything() -> None:
     room = Room().start(0)
     room.ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 2}])
     room.ask("setExceptionBreakpoints", filters=["uncaught"])
-    room.tell(DebugWanted((0, 1)))
+    room.tell(SetDebuggedRanks((0, 1)))
     assert room.commands(1) == [
         "initialize",
         "attach",
@@ -366,7 +366,7 @@ def test_a_rank_that_can_not_take_part_is_named_with_the_reason() -> None:
     room = Room().start(0)
 
     def refuse(reason: str) -> None:
-        room.tell(DebugWanted((0, 1)))
+        room.tell(SetDebuggedRanks((0, 1)))
         room.tell(RankGone(1, reason, refused=True))
 
     def told() -> list[str]:
@@ -379,7 +379,7 @@ def test_a_rank_that_can_not_take_part_is_named_with_the_reason() -> None:
     assert told() == [why]
     assert list(room.mux.left_out) == [1]
     room.taken = set()
-    room.tell(DebugWanted((0, 1)))  # it can after all
+    room.tell(SetDebuggedRanks((0, 1)))  # it can after all
     assert room.mux.left_out == {}
     room.tell(RankGone(1, "it has ended"))
     assert told() == [why]
@@ -395,7 +395,7 @@ def test_a_rank_that_dies_while_stopped_is_taken_off_the_list() -> None:
     reply = room.ask("scopes", frameId=frame)
     assert not reply["success"]
     assert reply["body"] == {"scopes": []}
-    room.tell(DebugWanted((0, 1)))  # it is replaced
+    room.tell(SetDebuggedRanks((0, 1)))  # it is replaced
     room.stop(1)
     assert room.stopped_events()[-1]["threadId"] != thread
 
@@ -459,7 +459,7 @@ class AnyOrder(RuleBasedStateMachine):
     def come(self, ranks: set[int]) -> None:
         self.living |= ranks
         self.room.ranks = tuple(self.living)
-        self.room.tell(DebugWanted(tuple(ranks)))
+        self.room.tell(SetDebuggedRanks(tuple(ranks)))
 
     @rule()
     def switch_on(self) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.kernel_ext.notebook.variables.diff import Diff, Group
-from hvdlab.kernel_ext.wire.compare import Examined
+from hvdlab.kernel_ext.notebook.variables.diff import Diff, ValueGroup
+from hvdlab.kernel_ext.wire.compare import ComparisonOpened
 
 
 def diff(*ranks: tuple[int, ...], unknown: int = 0, left_out: int = 0, named: tuple[str, ...] = ()) -> Diff:
     return Diff(
         "x",
         tuple(
-            Group(
-                alike, Examined(1, bytes([n]), "Net", unknown=unknown, left_out=left_out, unknown_parts=named)
+            ValueGroup(
+                alike,
+                ComparisonOpened(
+                    1, bytes([n]), "Net", unknown=unknown, left_out=left_out, unknown_parts=named
+                ),
             )
             for n, alike in enumerate(ranks)
         ),

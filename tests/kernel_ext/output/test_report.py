@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hvdlab.kernel_ext.notebook.cells.failure import CellFailed, CellInterrupted, failure_of
-from hvdlab.kernel_ext.notebook.cells.results import CellResults, Death
+from hvdlab.kernel_ext.notebook.cells.results import CellResults, RankDeath
 from hvdlab.kernel_ext.notebook.output.error_report import report
 from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRank
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError
@@ -55,14 +55,14 @@ def test_a_second_error_is_one_line() -> None:
 
 
 def test_a_death_is_the_headline() -> None:
-    found = results({0: aborted(9, 2), 1: aborted(9, 2)}, deaths={2: Death(2, "killed by SIGKILL", 3)})
+    found = results({0: aborted(9, 2), 1: aborted(9, 2)}, deaths={2: RankDeath(2, "killed by SIGKILL", 3)})
     assert shown(found) == [
         "rank 2 died: killed by SIGKILL",
         "ranks 0,1: stopped in allreduce `grad.fc.weight` because rank 2 died",
         "",
         "`%hvd_pool repair` replaces rank 2",
     ]
-    alone = results({}, deaths={2: Death(2, "killed by SIGKILL", 3)}, replaceable=False)
+    alone = results({}, deaths={2: RankDeath(2, "killed by SIGKILL", 3)}, replaceable=False)
     assert shown(alone) == ["rank 2 died: killed by SIGKILL"]
 
 
@@ -84,7 +84,7 @@ def test_only_names_that_ranks_lack_by_coming_late_are_explained_by_that() -> No
 def test_results_that_are_looked_at_say_how_ranks_failed() -> None:
     error = CellError("ZeroDivisionError", "division by zero", ("tb",), 3)
     assert repr(results({0: error, 1: error})) == "[0,1] failed: ZeroDivisionError: division by zero"
-    found = results({0: error}, deaths={1: Death(1, "killed by SIGKILL", 3)})
+    found = results({0: error}, deaths={1: RankDeath(1, "killed by SIGKILL", 3)})
     assert repr(found) == "[0] failed: ZeroDivisionError: division by zero\n[1] died: killed by SIGKILL"
 
 
@@ -179,7 +179,7 @@ Extension modules: msgspec._core, zmq.backend.cython._zmq (total: 2)
 
 
 def test_a_crash_is_shown_from_the_crash_to_the_cell() -> None:
-    found = results({}, deaths={1: Death(1, "aborted (SIGABRT)", 3, DUMP)})
+    found = results({}, deaths={1: RankDeath(1, "aborted (SIGABRT)", 3, DUMP)})
     assert shown(found) == [
         "rank 1 died: aborted (SIGABRT)",
         "  terminate called after throwing an instance of 'std::bad_alloc'",
@@ -194,14 +194,16 @@ def test_a_crash_is_shown_from_the_crash_to_the_cell() -> None:
 def test_a_deep_crash_is_cut_in_the_middle() -> None:
     frames = "".join(f'  File "<cell [4]>", line {n} in f\n' for n in range(100))
     dump = f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n{frames}"
-    found = shown(results({}, deaths={1: Death(1, "segmentation fault", 3, dump)}))
+    found = shown(results({}, deaths={1: RankDeath(1, "segmentation fault", 3, dump)}))
     assert len(found) == 12
     assert "  … 92 calls between" in found
     assert found[-3] == "  Cell In[4], line 99, in f"
 
 
 def test_ranks_that_died_alike_are_told_in_one_line() -> None:
-    found = results({0: aborted(9, 2)}, deaths={r: Death(r, "killed by SIGKILL", 3 + r) for r in (1, 2, 4)})
+    found = results(
+        {0: aborted(9, 2)}, deaths={r: RankDeath(r, "killed by SIGKILL", 3 + r) for r in (1, 2, 4)}
+    )
     assert shown(found)[0] == "ranks 1,2,4 died: killed by SIGKILL"
     assert not any("died: killed" in line for line in shown(found)[1:])
 
@@ -239,6 +241,6 @@ def test_who_came_late_to_what_was_given_up_waited_too() -> None:
 
 
 def test_who_came_late_was_stopped_by_the_same_death() -> None:
-    found = shown(results({1: aborted(4, 0), 3: aborted(5, 1)}, deaths={0: Death(0, "exit code 7", 3)}))
+    found = shown(results({1: aborted(4, 0), 3: aborted(5, 1)}, deaths={0: RankDeath(0, "exit code 7", 3)}))
     assert found[-3] == "ranks 1,3: stopped in allreduce `grad.fc.weight` because rank 0 died"
     assert found[-1] == "`%hvd_pool repair` replaces rank 0"

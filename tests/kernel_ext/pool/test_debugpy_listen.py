@@ -11,7 +11,7 @@ import pytest
 from dap_port import DapPort
 from hvdlab.kernel_ext.notebook.debugger.hub import connections_of
 from hvdlab.kernel_ext.notebook.pool import Pool
-from hvdlab.kernel_ext.wire.debug import FromServer, Opened
+from hvdlab.kernel_ext.wire.debug import DebugOpened, FromServer
 from patience import PATIENCE
 
 pytest.importorskip("debugpy")
@@ -65,7 +65,7 @@ def test_jupyterlabs_debugger_leaves_such_a_rank_out_and_says_why(start_pool: St
     session = connections_of(pool.client).session(lambda rank, one: mail.put(one), lambda rank, reason: None)
     session.open(0)
     opened = mail.get(timeout=PATIENCE)
-    assert isinstance(opened, Opened)
+    assert isinstance(opened, DebugOpened)
     assert opened.error == "debugpy.listen() or debugpy.connect() has brought another debugger to it"
     session.close()
     assert list(pool.run("memory")) == ["kept"]

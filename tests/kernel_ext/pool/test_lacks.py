@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice, restarted_notice
-from hvdlab.kernel_ext.wire.status import Names
+from hvdlab.kernel_ext.wire.status import UserNames
 
 
-def names(variables: str, modules: str = "") -> Names:
-    return Names(0, tuple(variables.split()), tuple(modules.split()))
+def names(variables: str, modules: str = "") -> UserNames:
+    return UserNames(0, tuple(variables.split()), tuple(modules.split()))
 
 
 def test_what_the_others_have_is_listed_in_order() -> None:

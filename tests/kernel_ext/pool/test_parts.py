@@ -23,7 +23,7 @@ from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.rank.__main__ import foreign_sizes
 from hvdlab.kernel_ext.wire.codec import decode_to_rank
 from hvdlab.kernel_ext.wire.status import RankStatus, Status
-from hvdlab.kernel_ext.wire.values import Done, PullValue, PushValue
+from hvdlab.kernel_ext.wire.values import Acked, PullValue, PushValue
 from hvdlab.launch import local
 from hvdlab.launch.exec_agent.link import remote_command
 from hvdlab.launch.exits import OutOfMemoryCounter, describe
@@ -223,7 +223,7 @@ class Ranks:
                 if rank in self.dying:
                     self.questions.rank_died(rank)
                 elif rank not in self.silent:
-                    self.questions.answered(rank, Done(asked.ticket))
+                    self.questions.answered(rank, Acked(asked.ticket))
 
         self.threads.append(threading.Thread(target=answer))
         self.threads[-1].start()

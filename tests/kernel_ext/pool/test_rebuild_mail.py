@@ -13,7 +13,7 @@ from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.rank.output_log import OutputLog
 from hvdlab.kernel_ext.wire.cells import CellDone, Output, Stream
 from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_pool, decode_to_rank
-from hvdlab.kernel_ext.wire.values import Done, PushValue
+from hvdlab.kernel_ext.wire.values import Acked, PushValue
 from patience import PATIENCE
 
 CELL = "c"
@@ -196,9 +196,9 @@ def test_a_question_is_asked_again_of_those_who_have_not_answered() -> None:
         assert isinstance(question, PushValue)
         asked.append((question.ticket, tuple(ranks)))  # type: ignore[arg-type]  # a sequence
         if len(asked) == 1:
-            questions.answered(1, Done(question.ticket))
+            questions.answered(1, Acked(question.ticket))
             questions.ask_again()
-            questions.answered(0, Done(question.ticket))
+            questions.answered(0, Acked(question.ticket))
 
     questions = RankRequests(post)
     answers = questions.ask(lambda ticket: PushValue(ticket, (), ()), [0, 1], Deadline(PATIENCE))

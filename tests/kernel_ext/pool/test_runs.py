@@ -12,7 +12,7 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
-from hvdlab.kernel_ext.wire.cells import CellDone, Entered
+from hvdlab.kernel_ext.wire.cells import CellDone, JoinedCell
 from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_rank, encode
 from patience import PATIENCE
 
@@ -75,8 +75,8 @@ def test_an_interrupt_comes_after_its_cell_and_before_that_can_end() -> None:
         ("cell started", (0, 1)),
         ("RunCell", (0, 1)),
         ("interrupt", (0, 1)),
-        ("Resync", (0,)),
-        ("Resync", (1,)),
+        ("ResendFrom", (0,)),
+        ("ResendFrom", (1,)),
     ]
 
 
@@ -136,7 +136,7 @@ def test_a_rank_that_joined_is_a_newcomer_until_it_says_that_it_entered() -> Non
     newcomers.came("resize", [2, 3], range(4))
     assert runs.join("a", (2, 3))
     assert newcomers.all() == {}
-    client.mail[TO_POOL](2, encode(Entered("a")))
+    client.mail[TO_POOL](2, encode(JoinedCell("a")))
     for rank in range(4):
         client.mail[TO_POOL](rank, encode(CellDone("a", None, 0.0)))
     handle.wait(PATIENCE)

@@ -11,7 +11,7 @@ import pytest
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
-from hvdlab.kernel_ext.notebook.rank_states import Answered
+from hvdlab.kernel_ext.notebook.rank_states import AgentReady
 from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.starter import Ended, Started
 from patience import PATIENCE
@@ -56,7 +56,7 @@ def test_the_time_limit_begins_when_the_wait_is_over(group: RankLifecycle) -> No
     def begin() -> None:
         group.waits("")
         group.handle(Started(0, 7))
-        group.handle(Answered(0))
+        group.handle(AgentReady(0))
 
     def heard(text: str) -> None:
         said.append(text)
@@ -116,7 +116,7 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts(
             for rank in started:
                 group.handle(Started(rank, 100 + rank))
             if 0 in started:
-                group.handle(Answered(0))
+                group.handle(AgentReady(0))
 
     group.use(Hangs(group))  # type: ignore[arg-type]
     with pytest.raises(StartError) as error:

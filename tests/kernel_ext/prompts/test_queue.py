@@ -11,12 +11,12 @@ from hvdlab.kernel_ext.notebook.stdin.prompt_queue import (
     RETURN,
     Answer,
     PromptQueue,
-    Send,
+    SendLine,
+    ShowNotice,
     Switch,
-    Tell,
     understand,
 )
-from hvdlab.kernel_ext.wire.cells import DEBUGGER, INPUT, PromptRequest, Reply
+from hvdlab.kernel_ext.wire.cells import DEBUGGER, INPUT, PromptReply, PromptRequest
 
 
 def ask(number: int, kind: str = DEBUGGER, prompt: str = "ipdb> ") -> PromptRequest:
@@ -31,16 +31,16 @@ def due(queue: PromptQueue, now: float) -> int | None:
 @pytest.mark.parametrize(
     ("line", "command"),
     [
-        ("p x", Send((3,), "p x")),
-        ("", Send((3,), "")),
+        ("p x", SendLine((3,), "p x")),
+        ("", SendLine((3,), "")),
         ("@2", Switch(2)),
-        ("@?", Tell()),
-        ("all: p x.shape", Send((2, 3), "p x.shape")),
-        ("2-3: continue", Send((2, 3), "continue")),
-        ("2, 3:next", Send((2, 3), "next")),
-        ("x = {1: 2}", Send((3,), "x = {1: 2}")),
-        ("def f(): pass", Send((3,), "def f(): pass")),
-        ("@property", Send((3,), "@property")),
+        ("@?", ShowNotice()),
+        ("all: p x.shape", SendLine((2, 3), "p x.shape")),
+        ("2-3: continue", SendLine((2, 3), "continue")),
+        ("2, 3:next", SendLine((2, 3), "next")),
+        ("x = {1: 2}", SendLine((3,), "x = {1: 2}")),
+        ("def f(): pass", SendLine((3,), "def f(): pass")),
+        ("@property", SendLine((3,), "@property")),
     ],
 )
 def test_what_a_line_means(line: str, command: object) -> None:
@@ -50,7 +50,7 @@ def test_what_a_line_means(line: str, command: object) -> None:
 @pytest.mark.parametrize("line", ["@7", "1: next", "0-1: c", "0-99999999999: c"])
 def test_ranks_that_are_not_at_a_prompt_are_named(line: str) -> None:
     command = understand(line, 3, (0, 2, 3), (2, 3))
-    assert isinstance(command, Tell)
+    assert isinstance(command, ShowNotice)
     assert "not at a prompt" in command.text
 
 
@@ -75,7 +75,7 @@ def test_the_rank_that_was_answered_is_asked_again_if_it_comes_back_soon() -> No
     assert queue.answered(question, "@2", 1.0) == ([], "")
     question = queue.due(1.0)
     assert question is not None
-    assert queue.answered(question, "next", 1.0) == ([Answer(2, Reply(1, "next"))], "")
+    assert queue.answered(question, "next", 1.0) == ([Answer(2, PromptReply(1, "next"))], "")
     assert due(queue, 1.0) is None
     queue.asked(2, ask(2), 1.2)
     assert due(queue, 1.2) == 2  # at once
@@ -105,7 +105,7 @@ def test_a_single_plain_question_takes_any_line_as_it_is() -> None:
     queue.asked(0, ask(1, INPUT, "mail? "), 0.0)
     question = queue.due(1.0)
     assert question is not None
-    assert queue.answered(question, "@2", 1.0) == ([Answer(0, Reply(1, "@2"))], "")
+    assert queue.answered(question, "@2", 1.0) == ([Answer(0, PromptReply(1, "@2"))], "")
 
 
 def test_a_question_that_comes_again_gets_the_answer_it_had() -> None:
@@ -114,7 +114,7 @@ def test_a_question_that_comes_again_gets_the_answer_it_had() -> None:
     question = queue.due(1.0)
     assert question is not None
     queue.answered(question, "n", 1.0)
-    assert queue.asked(0, ask(5), 2.0) == [Answer(0, Reply(5, "n"))]
+    assert queue.asked(0, ask(5), 2.0) == [Answer(0, PromptReply(5, "n"))]
     assert queue.ranks == ()
 
 

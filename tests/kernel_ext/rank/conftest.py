@@ -25,16 +25,16 @@ from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire import codec
 from hvdlab.kernel_ext.wire.cells import (
+    Acknowledge,
     CellDone,
     CellError,
     Clear,
-    Credit,
+    DiscardCell,
     Display,
     Output,
+    PromptReply,
     PromptRequest,
-    Reply,
     RunCell,
-    Settled,
     Stream,
 )
 from hvdlab.kernel_ext.wire.channel import Payload
@@ -188,17 +188,17 @@ class Pool:
                         chunk = Stream(chunk.name, chunks.pop().text + chunk.text)
                     chunks.append(chunk)
                 if credit:
-                    self.engine.mail(Credit(cell, mail.total))
+                    self.engine.mail(Acknowledge(cell, mail.total))
             elif isinstance(mail, PromptRequest):
                 self.asked.append(mail)
                 self.engine.mail(
-                    Reply(mail.number, self.answers.pop(0))
+                    PromptReply(mail.number, self.answers.pop(0))
                     if self.answers
-                    else Reply(mail.number, "", NO_STDIN)
+                    else PromptReply(mail.number, "", NO_STDIN)
                 )
             elif isinstance(mail, CellDone):
                 assert mail.cell == cell
-                self.engine.mail(Settled(cell))
+                self.engine.mail(DiscardCell(cell))
                 return Ran(mail, chunks)
 
     def run(self, source: str, **options: Any) -> Ran:

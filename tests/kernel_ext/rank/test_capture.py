@@ -19,7 +19,16 @@ import pytest
 from hvdlab.kernel_ext.rank.output import INTERVAL, PIECE, WINDOW, OutputQueue, window_of
 from hvdlab.kernel_ext.rank.shell_setup import RankStream
 from hvdlab.kernel_ext.wire import codec
-from hvdlab.kernel_ext.wire.cells import CellDone, Credit, Display, Late, LateCredit, Output, Resync, Stream
+from hvdlab.kernel_ext.wire.cells import (
+    Acknowledge,
+    AcknowledgeLate,
+    CellDone,
+    Display,
+    Late,
+    Output,
+    ResendFrom,
+    Stream,
+)
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
@@ -28,7 +37,7 @@ PATIENCE = 20.0
 
 
 class Sent:
-    """What a OutputQueue posted."""
+    """The messages that an OutputQueue posted."""
 
     def __init__(self) -> None:
         self.outputs: list[Output] = []
@@ -207,7 +216,7 @@ def test_a_writer_waits_for_the_pool_and_goes_on(rank: Rank) -> None:
         assert received <= WINDOW
         pool.engine.settle()
         assert rank.agent._state == "running"
-        pool.engine.mail(Credit(cell, received))
+        pool.engine.mail(Acknowledge(cell, received))
         assert len(pool.finish(cell).text()) == 3000 * 10000 - received
 
     rank.play(script)
@@ -257,7 +266,7 @@ def late_up_to_the_window(pool: Pool, cell: str) -> int:
 def the_rest_of_the_late(pool: Pool, received: int, total: int) -> None:
     while received < total:
         received = pool.expect(Late).total
-        pool.engine.mail(LateCredit(received))
+        pool.engine.mail(AcknowledgeLate(received))
     assert received == total
 
 
@@ -270,7 +279,7 @@ def test_a_thread_that_outlives_its_cell_waits_for_the_pool_too(rank: Rank) -> N
         go.set()
         received = late_up_to_the_window(pool, cell)
         assert pool.run("print('next')").text() == "next\n"  # which has a window of its own
-        pool.engine.mail(LateCredit(received))
+        pool.engine.mail(AcknowledgeLate(received))
         the_rest_of_the_late(pool, received, LATE)
 
     rank.play(script)
@@ -284,7 +293,7 @@ def test_a_late_writer_does_not_wait_for_what_a_lost_coordinator_took_along(rank
         pool.finish(cell)
         go.set()
         received = late_up_to_the_window(pool, cell)
-        pool.engine.mail(Resync(()))
+        pool.engine.mail(ResendFrom(()))
         the_rest_of_the_late(pool, received, LATE)
 
     rank.play(script)
@@ -305,7 +314,7 @@ def test_a_task_that_waits_for_room_gets_it_while_its_rank_leaves(rank: Rank) ->
         received = late_up_to_the_window(pool, cell)
         pool.engine.leave()
         pool.engine.settle()
-        pool.engine.mail(LateCredit(received))
+        pool.engine.mail(AcknowledgeLate(received))
         the_rest_of_the_late(pool, received, LATE)
         assert rank.left.wait(PATIENCE)
 
@@ -474,7 +483,7 @@ def test_a_subprocess_waits_for_the_pool_too(fd_rank: Rank) -> None:
         while received < WINDOW:
             received = pool.expect(Output).total
         assert received <= WINDOW + PIECE
-        pool.engine.mail(Credit(cell, received))
+        pool.engine.mail(Acknowledge(cell, received))
         assert len(pool.finish(cell).text()) == 30000000 - received
 
     fd_rank.play(script)
@@ -492,7 +501,7 @@ def test_what_a_subprocess_wrote_comes_before_the_end_of_its_cell(fd_rank: Rank)
         while received < WINDOW:
             received = pool.expect(Output).total
         assert written.wait(PATIENCE)  # the rest is in the pipe
-        threading.Timer(0.2, pool.engine.mail, [Credit(cell, received)]).start()
+        threading.Timer(0.2, pool.engine.mail, [Acknowledge(cell, received)]).start()
         assert len(pool.finish(cell).text()) == WINDOW + 50000 - received
 
     fd_rank.play(script)
@@ -521,7 +530,7 @@ def test_a_process_that_outlives_its_cell_waits_for_the_pool_too(fd_rank: Rank) 
         process.stdin.write(b"\n")
         process.stdin.close()
         received = late_up_to_the_window(pool, cell)
-        pool.engine.mail(LateCredit(received))
+        pool.engine.mail(AcknowledgeLate(received))
         the_rest_of_the_late(pool, received, 30000000)
         assert process.wait(PATIENCE) == 0
 

@@ -21,11 +21,11 @@ from hvdlab.kernel_ext.wire.cells import (
     INPUT,
     PASSWORD,
     CellDone,
-    Owner,
+    PromptReply,
     PromptRequest,
     PromptWithdrawn,
-    Reply,
-    Resync,
+    ResendFrom,
+    SetOwner,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def test_a_password_is_one(rank: Rank) -> None:
 def test_the_end_of_the_input_is_eoferror(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         cell = pool.start("try:\n    input()\nexcept EOFError:\n    print('end')")
-        pool.engine.mail(Reply(pool.expect(PromptRequest).number, "", AT_AN_END))
+        pool.engine.mail(PromptReply(pool.expect(PromptRequest).number, "", AT_AN_END))
         assert pool.finish(cell).text() == "end\n"
 
     rank.play(script)
@@ -85,10 +85,10 @@ def test_a_question_is_asked_again_when_mail_may_be_lost(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         cell = pool.start("input()")
         ask = pool.expect(PromptRequest)
-        pool.engine.mail(Resync(((cell, 0, 0),)))
+        pool.engine.mail(ResendFrom(((cell, 0, 0),)))
         assert pool.expect(PromptRequest) == ask
-        pool.engine.mail(Reply(ask.number, "yes"))
-        pool.engine.mail(Reply(ask.number, "no"))  # the answer to the second one comes too late
+        pool.engine.mail(PromptReply(ask.number, "yes"))
+        pool.engine.mail(PromptReply(ask.number, "no"))  # the answer to the second one comes too late
         assert pool.finish(cell).done.value_repr == "'yes'"
 
     rank.play(script)
@@ -98,7 +98,7 @@ def test_who_waits_when_the_notebook_leaves_gets_an_error(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         cell = pool.start("input()")
         pool.expect(PromptRequest)
-        pool.engine.mail(Owner(0, 0))
+        pool.engine.mail(SetOwner(0, 0))
         error = pool.finish(cell).error
         assert error.ename == "StdinNotImplementedError"
         assert "no notebook waits" in error.evalue
@@ -199,7 +199,7 @@ def test_a_pause_that_an_interrupt_left_behind_ends_with_the_cell() -> None:
     )
 
     def answer(ask: PromptRequest) -> None:
-        prompting.answered(Reply(ask.number, "yes"))
+        prompting.answered(PromptReply(ask.number, "yes"))
 
     prompting.cell_begins("c")
     with pytest.raises(KeyboardInterrupt):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlab.kernel_ext.wire import crash_ring as unsent_module
-from hvdlab.kernel_ext.wire.cells import Clear, Display, Left, Stream
+from hvdlab.kernel_ext.wire.cells import Clear, CrashOutput, Display, Stream
 from hvdlab.kernel_ext.wire.crash_ring import HEADER, LARGEST, LARGEST_DISPLAY, SLACK, CrashRing, make_area
 
 
@@ -21,7 +21,7 @@ def area() -> Iterator[int]:
     os.close(descriptor)
 
 
-def read(area: int) -> Left | None:
+def read(area: int) -> CrashOutput | None:
     found = unsent_module.read(area)
     return found.left if found is not None else None
 
@@ -32,7 +32,7 @@ def unread(area: int) -> Mapping[str, bytes]:
     return found.unread
 
 
-def text_of(left: Left | None) -> str:
+def text_of(left: CrashOutput | None) -> str:
     assert left is not None
     return "".join(chunk.text for chunk in left.chunks if isinstance(chunk, Stream))
 
@@ -77,9 +77,9 @@ def test_only_what_was_not_taken_is_found(area: int) -> None:
     unsent.write("stdout", "taken")
     unsent.write("stdout", "not")
     unsent.taken(5)
-    assert read(area) == Left("c", 5, (Stream("stdout", "not"),), (3,))
+    assert read(area) == CrashOutput("c", 5, (Stream("stdout", "not"),), (3,))
     unsent.begin("d", 1 << 20)
-    assert read(area) == Left("d")
+    assert read(area) == CrashOutput("d")
 
 
 def test_the_count_follows_the_one_that_messages_have(area: int) -> None:
@@ -169,7 +169,7 @@ def test_what_was_taken_out_of_a_pipe_is_found_until_it_is_written(area: int) ->
     assert unread(area) == {"stdout": b"", "stderr": raw[:3]}
     unsent.write_landed("stderr", "gr", 3, raw[2:3])
     assert unread(area) == {"stdout": b"", "stderr": raw[2:3]}
-    assert read(area) == Left("c", 0, (Stream("stderr", "gr"),), (2,))
+    assert read(area) == CrashOutput("c", 0, (Stream("stderr", "gr"),), (2,))
     unsent.write("stdout", "printed")
     os.write(writer, raw[3:])
     assert unsent.land("stderr", reader, 100) == raw[3:]
@@ -199,10 +199,10 @@ def test_what_an_interrupt_left_landed_is_taken_next(area: int) -> None:
 
 
 def test_parts_of_texts_can_be_left_out() -> None:
-    left = Left("c", 10, (Stream("stdout", "aé"), None, Stream("stderr", "xyz")), (3, 100, 3))
+    left = CrashOutput("c", 10, (Stream("stdout", "aé"), None, Stream("stderr", "xyz")), (3, 100, 3))
     assert left.after(0) == left
-    assert left.after(11) == Left(
+    assert left.after(11) == CrashOutput(
         "c", 11, (Stream("stdout", "é"), None, Stream("stderr", "xyz")), (2, 100, 3)
     )
-    assert left.after(50) == Left("c", 113, (Stream("stderr", "xyz"),), (3,))
-    assert left.after(1000) == Left("c", 116)
+    assert left.after(50) == CrashOutput("c", 113, (Stream("stderr", "xyz"),), (3,))
+    assert left.after(1000) == CrashOutput("c", 116)

@@ -7,18 +7,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from hvdlab.bindings.array_source import ArraySource
 from hvdlab.collectives.fingerprint import fingerprint
-from hvdlab.kernel_ext.inspect.arrays import Bytes, family
+from hvdlab.kernel_ext.inspect.arrays import Bytes
 from hvdlab.kernel_ext.inspect.elements import compare, not_finite
 from hvdlab.kernel_ext.inspect.leaves import FINGERPRINTS, Found, leaves_of
 from hvdlab.kernel_ext.inspect.leaves import Leaves as Walked
 from hvdlab.kernel_ext.inspect.scalars import type_name
 from hvdlab.kernel_ext.rank.errors import one_line
-from hvdlab.kernel_ext.wire.compare import Blocks, ComparisonOpened, Difference, Leaf, LeafList, Range
+from hvdlab.kernel_ext.wire.compare import (
+    Blocks,
+    ComparisonOpened,
+    Difference,
+    Leaf,
+    LeafList,
+    Range,
+    same_key,
+    with_host_digest,
+)
 
 NAMED = 3
 """How many of the parts that can't be compared are named."""
@@ -178,21 +186,6 @@ class Examination:
         return array.read(offset, length)
 
 
-def same_key(leaf: Leaf) -> tuple[Any, ...]:
-    """A key that is equal for leaves that do not differ. Of devices only the kind counts: each rank has its own."""
-    return (
-        leaf.path,
-        leaf.kind,
-        leaf.type,
-        leaf.digest,
-        leaf.dtype,
-        leaf.shape,
-        family(leaf.device),
-        leaf.requires_grad,
-        leaf.text if leaf.kind == "error" else "",
-    )
-
-
 def _encoded(part: Any) -> bytes:
     data = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
     return len(data).to_bytes(8, "little") + data
@@ -274,8 +267,3 @@ def _array_leaf(found: Found, array: ArraySource, blocks: bytes) -> Leaf:
         array.requires_grad,
         on_device=array.on_device is not None,
     )
-
-
-def with_host_digest(leaf: Leaf, blocks: bytes) -> Leaf:
-    """An array whose blocks' fingerprints were made of its bytes on the host."""
-    return msgspec.structs.replace(leaf, digest=fingerprint(blocks), on_device=False)

@@ -16,7 +16,6 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError, format_ranks
 from hvdlab.collectives.membership import LEAVES
-from hvdlab.kernel_ext.inspect.special import SPECIAL
 from hvdlab.kernel_ext.notebook import checks
 from hvdlab.kernel_ext.notebook.assembly import PoolParts, Progress
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached
@@ -38,7 +37,15 @@ from hvdlab.kernel_ext.notebook.variables import transfer
 from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff
 from hvdlab.kernel_ext.notebook.variables.overview import BUDGET, Overview, Ranks, TensorTable
 from hvdlab.kernel_ext.wire.channel import Payload
-from hvdlab.kernel_ext.wire.compare import AskTensors, AskVariables, AskView, Tensors, Variables, VariableView
+from hvdlab.kernel_ext.wire.compare import (
+    SPECIAL,
+    AskTensors,
+    AskVariables,
+    AskView,
+    Tensors,
+    Variables,
+    VariableView,
+)
 from hvdlab.kernel_ext.wire.status import (
     AskNames,
     AskStack,

@@ -10,12 +10,13 @@ from typing import Any
 
 from hvdlab.collectives.fingerprint import threads_for
 from hvdlab.kernel_ext.inspect.examination import Examination
-from hvdlab.kernel_ext.inspect.special import SPECIAL, special_value
+from hvdlab.kernel_ext.inspect.special import special_value
 from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.rank.values import PATIENCE
 from hvdlab.kernel_ext.wire.codec import ToPool
 from hvdlab.kernel_ext.wire.compare import (
+    SPECIAL,
     AskBlocks,
     AskLeaves,
     Compare,

@@ -7,8 +7,11 @@ nothing changes, until the pool releases it (by :class:`~hvdlab.kernel_ext.wire.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from hvdlab.collectives.fingerprint import fingerprint
 from hvdlab.kernel_ext.wire.channel import Payload
 
 
@@ -257,3 +260,31 @@ class Tensors(Payload, frozen=True):
 
 
 InspectAnswer = ComparisonOpened | LeafList | Blocks | Compared | VariableView | Variables | Tensors
+
+
+SPECIAL = ("rng", "environment")
+
+
+def family(device: str) -> str:
+    """``cuda`` of ``cuda:3``, to compare devices of ranks: each rank has a number of its own."""
+    return device.partition(":")[0]
+
+
+def same_key(leaf: Leaf) -> tuple[Any, ...]:
+    """A key that is equal for leaves that do not differ. Of devices only the kind counts: each rank has its own."""
+    return (
+        leaf.path,
+        leaf.kind,
+        leaf.type,
+        leaf.digest,
+        leaf.dtype,
+        leaf.shape,
+        family(leaf.device),
+        leaf.requires_grad,
+        leaf.text if leaf.kind == "error" else "",
+    )
+
+
+def with_host_digest(leaf: Leaf, blocks: bytes) -> Leaf:
+    """An array whose blocks' fingerprints were made of its bytes on the host."""
+    return msgspec.structs.replace(leaf, digest=fingerprint(blocks), on_device=False)

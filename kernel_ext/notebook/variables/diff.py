@@ -14,8 +14,6 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.collectives.fingerprint import SIZE, differing
 from hvdlab.collectives.visible import visible_lines
-from hvdlab.kernel_ext.inspect.arrays import family
-from hvdlab.kernel_ext.inspect.examination import same_key, with_host_digest
 from hvdlab.kernel_ext.notebook.requests import Answer, RankRequests
 from hvdlab.kernel_ext.notebook.variables.overview import Cell, TextTable
 from hvdlab.kernel_ext.wire.channel import Payload
@@ -32,6 +30,9 @@ from hvdlab.kernel_ext.wire.compare import (
     LeafList,
     OpenComparison,
     Range,
+    family,
+    same_key,
+    with_host_digest,
 )
 from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED
 from hvdlab.kernel_ext.wire.text import rough_size

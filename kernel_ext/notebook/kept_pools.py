@@ -32,7 +32,7 @@ from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
 from hvdlab.kernel_ext.wire.cells import SetOwner
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
-from hvdlab.launch import registry
+from hvdlab.launch import registry as launchers
 from hvdlab.launch.exits import describe_signal
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.kept import HeldJob, KeepRequest, KeptJob, none_there
@@ -350,7 +350,7 @@ class LauncherKeptPool:
         deadline: Deadline,
     ) -> LauncherKeptPool:
         """Begin a pool without ranks. Raises ``InvalidRequestError`` for the name, ``StartError`` if it can't be begun."""
-        keeper = registry.keeper(launcher)
+        keeper = launchers.keeper(launcher)
         assert keeper is not None
         vacant = (TO_RANK, encode(SetOwner(0, 0)))
         request = KeepRequest(name, size, plane, module, options, vacant, this_process())
@@ -359,7 +359,7 @@ class LauncherKeptPool:
     @classmethod
     def claim(cls, name: str, launcher: str) -> LauncherKeptPool:
         """Use a pool. Raises ``InvalidRequestError`` if there is none, or another process uses it, ``StartError`` if it does not answer."""
-        keeper = registry.keeper(launcher)
+        keeper = launchers.keeper(launcher)
         assert keeper is not None
         return cls(keeper.claim(name, this_process()))
 
@@ -461,8 +461,8 @@ def kept_elsewhere(launcher: str | None = None) -> tuple[list[KeptJob], list[str
     """
     found: list[KeptJob] = []
     problems: list[str] = []
-    for name in registry.KEEPERS:
-        keeper = registry.keeper(name)
+    for name in launchers.KEEPERS:
+        keeper = launchers.keeper(name)
         if keeper is None or not (launcher == name or (launcher is None and keeper.reachable())):
             continue
         try:

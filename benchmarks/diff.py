@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 SETUP = """
 import os, torch

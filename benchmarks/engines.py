@@ -132,7 +132,7 @@ def timed_peer(run: Callable[[str], object]) -> float:
 
 def timed_pool(launcher: str, options: Mapping[str, str]) -> tuple[float, float]:
     """Seconds from nothing to the first step of a pool, and those of its next cell."""
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
     begin = time.monotonic()
     with Pool.start(RANKS, launcher=launcher, launcher_options=options, timeout=600) as pool:
@@ -335,7 +335,7 @@ def in_turns(
 
 def two_pools(launcher: str, on: str, options: Mapping[str, str], rounds: int) -> Times:
     """Seconds of each round of two pools of two ranks, the slower rank's."""
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
     found: Times = {"hvdlab": [], "local": []}
     with ExitStack() as ended:

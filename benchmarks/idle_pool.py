@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 
 def held() -> dict[str, float]:

@@ -24,11 +24,12 @@ import zmq
 from ipykernel.iostream import IOPubThread, OutStream
 from jupyter_client.session import Session
 
-from hvdlab.kernel_ext import payloads
-from hvdlab.kernel_ext.rank.capture import Capture
-from hvdlab.kernel_ext.rank.fds import FdCapture
-from hvdlab.kernel_ext.rank.streams import RankStream
-from hvdlab.kernel_ext.rank.unsent import Unsent, make_area
+from hvdlab.kernel_ext.rank.output import OutputQueue
+from hvdlab.kernel_ext.rank.pipes import FdCapture
+from hvdlab.kernel_ext.rank.shell_setup import RankStream
+from hvdlab.kernel_ext.wire import codec
+from hvdlab.kernel_ext.wire.cells import Output
+from hvdlab.kernel_ext.wire.crash_ring import CrashRing, make_area
 
 LINES: dict[str, Callable[[int, io.TextIOBase], None]] = {
     "print(f'line {i}')": lambda i, file: print(f"line {i}", file=file),
@@ -37,15 +38,15 @@ LINES: dict[str, Callable[[int, io.TextIOBase], None]] = {
 
 
 @contextlib.contextmanager
-def rank_stream(fds: FdCapture | None, unsent: Unsent | None = None) -> Iterator[io.TextIOBase]:
+def rank_stream(fds: FdCapture | None, unsent: CrashRing | None = None) -> Iterator[io.TextIOBase]:
     """A rank's stdout, whose pool takes everything at once."""
 
     def post(topic: str, body: bytes) -> None:
-        output = payloads.decode_to_pool(body)
-        assert isinstance(output, payloads.Output)
+        output = codec.decode_to_pool(body)
+        assert isinstance(output, Output)
         capture.credit(output.cell, output.total)
 
-    capture = Capture(post, fds=fds, unsent=unsent)
+    capture = OutputQueue(post, fds=fds, unsent=unsent)
     capture.start()
     capture.begin_cell("")
     stream = RankStream(capture, "stdout", None)
@@ -107,7 +108,7 @@ def main() -> None:
         fds = FdCapture()
         stack.callback(fds.close)
         streams["rank, with descriptors"] = stack.enter_context(rank_stream(fds))
-        streams["rank, with a copy too"] = stack.enter_context(rank_stream(fds, Unsent(make_area())))
+        streams["rank, with a copy too"] = stack.enter_context(rank_stream(fds, CrashRing(make_area())))
         for _ in range(options.rounds):
             for text, write in LINES.items():
                 for name, stream in streams.items():

@@ -41,7 +41,7 @@ from watching_cost import interval
 
 from chaos import census
 from chaos.strangers import STRANGERS
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from listening import listeners
 
 BEGIN = """

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 SETUP = """\
 import time

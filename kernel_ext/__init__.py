@@ -1,1 +1,1 @@
-"""The notebook side of a pool: ranks, their cells, output, interrupts."""
+"""A pool of ranks: its side in the notebook, its side in a rank, and the messages between both."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.kept_pools import kept_elsewhere, stop
-from hvdlab.kernel_ext.registry import Registry, table
+from hvdlab.kernel_ext.notebook.kept_pools import kept_elsewhere, stop
+from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry, table
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     match list(arguments):
         case []:
             elsewhere, problems = kept_elsewhere()
-            print("\n".join([table(Registry().all(), elsewhere), *problems]))
+            print("\n".join([table(KeptPoolRegistry().all(), elsewhere), *problems]))
         case ["stop", *names] if names:
             for name in names:
                 stop(name)

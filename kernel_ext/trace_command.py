@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.recording import save_trace
-from hvdlab.kernel_ext.registry import Kept, Registry
+from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry
+from hvdlab.kernel_ext.notebook.trace_file import save_trace
 
 if TYPE_CHECKING:
     from hvdlab.collectives.recording import Recording
@@ -91,15 +91,15 @@ def _opened(options: argparse.Namespace) -> Iterator[tuple[Recording, Client | N
 
         yield load(options.trace), None
         return
-    kept = Registry().get(options.pool) if options.pool else _the_only_one()
+    kept = KeptPoolRegistry().get(options.pool) if options.pool else _the_only_one()
     with Client.connect(kept.address, kept.client_token, timeout=CONNECT_WITHIN) as client:
         recording = client.recording
         client.flush()
         yield recording, client
 
 
-def _the_only_one() -> Kept:
-    pools = Registry().all()
+def _the_only_one() -> KeptPoolEntry:
+    pools = KeptPoolRegistry().all()
     if len(pools) == 1:
         return pools[0]
     if not pools:

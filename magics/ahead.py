@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hvdlab.collectives.errors import HvdlabError
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.prestart import Prestart
+    from hvdlab.kernel_ext.notebook.prestart import Prestart
 
 
 class Ahead:
@@ -32,7 +32,7 @@ class Ahead:
             warm.close()
 
     def _begin(self) -> None:
-        from hvdlab.kernel_ext.prestart import Prestart
+        from hvdlab.kernel_ext.notebook.prestart import Prestart
 
         try:
             self._warm = Prestart.begin()

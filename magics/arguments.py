@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from IPython.core.error import UsageError
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.checks import check_plane
+from hvdlab.kernel_ext.notebook.checks import check_plane
 
 
 class Values(Enum):

@@ -8,12 +8,12 @@ from typing import Protocol
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.kernel_ext.cells.failure import failure_of
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import TimedSink, began, status_of
-from hvdlab.kernel_ext.output.limit import KeptSink
-from hvdlab.kernel_ext.output.report import report
-from hvdlab.kernel_ext.output.transcript import Transcript
+from hvdlab.kernel_ext.notebook.cells.failure import failure_of
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import TimedSink, began, status_of
+from hvdlab.kernel_ext.notebook.output.error_report import report
+from hvdlab.kernel_ext.notebook.output.limit import KeptSink
+from hvdlab.kernel_ext.notebook.output.transcript import Transcript
 from hvdlab.magics.progress import CellImportDisplay
 from hvdlab.magics.session import shell_colours
 

@@ -9,7 +9,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, output_can_be_silenced
 
-from hvdlab.kernel_ext.cells.elastic import Bounds
+from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.spmd.routing import INSTALLER
 from hvdlab.magics.arguments import documented, parse_ranks, rank_parser, run_parser
 from hvdlab.magics.session import Session, as_usage_error, ranks_of

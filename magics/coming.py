@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
 LEAVE_WITHIN = 5.0
 """Seconds that :meth:`Coming.close` waits for a start that is under way. The start ends with this process in any case."""

@@ -13,7 +13,7 @@ from hvdlab.magics.arguments import PARSERS, Values
 from hvdlab.magics.session import Session
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
 PATIENCE = 2.0
 """Seconds that an idle rank has to answer; its first completion imports jedi."""
@@ -103,9 +103,9 @@ class RankCompleter:
         if kind is Values.OWN_NAMES:
             return sorted(name for name in self._session.shell.user_ns if not name.startswith("_"))
         if kind is Values.POOLS:
-            from hvdlab.kernel_ext.registry import Registry
+            from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
 
-            return sorted(kept.name for kept in Registry().all())
+            return sorted(kept.name for kept in KeptPoolRegistry().all())
         pool = self._session.pool
         if pool is None or pool.state not in ("idle", "running"):
             return []

@@ -46,7 +46,7 @@ class DebugMagics(Magics):
             raise UsageError(
                 f"%hvd_debug: rank {chosen}, which failed first, is gone; `%hvd_debug R` looks at another"
             )
-        from hvdlab.kernel_ext.rank.debugging import HAS_FAILED, POST_MORTEM
+        from hvdlab.kernel_ext.rank.pdb import HAS_FAILED, POST_MORTEM
         from hvdlab.magics.running import run_cell
 
         with as_usage_error():

@@ -10,7 +10,7 @@ from hvdlab.magics.autohvd import AutoRun
 from hvdlab.magics.session import Session
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.debugger.hub import DebugHub
+    from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
 
 _RANKS = re.compile(r"\s*%%hvd_(run|rank)\b")
 
@@ -20,7 +20,7 @@ def load_debugger(session: Session, auto: AutoRun) -> DebugHub | None:
     kernel = getattr(session.shell, "kernel", None)
     if not hasattr(getattr(kernel, "debugger", None), "process_request"):
         return None
-    from hvdlab.kernel_ext.debugger.hub import DebugHub
+    from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
 
     hub = DebugHub(kernel, lambda: session.current, lambda code: runs_on_ranks(session, auto, code))
     session.watchers.append(hub.pool_changed)

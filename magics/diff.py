@@ -14,7 +14,7 @@ from hvdlab.magics.patience import patience
 from hvdlab.magics.session import Session, as_usage_error, ranks_of
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.inspect.result import Diff, Diffs
+    from hvdlab.kernel_ext.notebook.variables.diff import Diff, Diffs
 
 
 def diff_parser() -> MagicParser:
@@ -64,7 +64,7 @@ class DiffMagics(Magics):
                 found.append(pool.diff(what, ranks, special=how))
         if len(found) == 1:
             return found[0]
-        from hvdlab.kernel_ext.inspect.result import (
+        from hvdlab.kernel_ext.notebook.variables.diff import (
             Diffs,  # here, since loading the extension must not import it
         )
 

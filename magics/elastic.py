@@ -11,7 +11,7 @@ from hvdlab.magics.session import Session, as_usage_error
 from hvdlab.widgets.membership_rows import membership_html, membership_text
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.history import ElasticState
+    from hvdlab.kernel_ext.notebook.membership_history import ElasticState
 
 SHOWN = 20
 """Changes that are shown without ``--last``."""

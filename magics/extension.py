@@ -39,7 +39,7 @@ from hvdlab.magics.whos import WhosMagics
 from hvdlab.widgets.source import add_awaiting, add_finder, remove_awaiting, remove_finder
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
 _ATTRIBUTE = "_hvdlab_extension"
 _MISPLACED = re.compile(r"%%hvd_(run|rank)")

@@ -7,10 +7,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hvdlab.kernel_ext.cells.drive import BACKLOG
-from hvdlab.kernel_ext.cells.guarded import GuardedSink
-from hvdlab.kernel_ext.cells.sink import TimedSink
-from hvdlab.kernel_ext.payloads import Chunk
+from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
+from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, TimedSink
+from hvdlab.kernel_ext.wire.cells import Chunk
 
 
 class LateOutput:

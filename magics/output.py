@@ -15,9 +15,9 @@ from hvdlab.magics.arguments import OUTPUTS, MagicParser, count_of, documented, 
 from hvdlab.magics.session import Session, as_usage_error, shell_colours
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.cells.sink import OutputSink
-    from hvdlab.kernel_ext.output.record import Recorder
-    from hvdlab.kernel_ext.output.transcript import Ending, Transcript
+    from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+    from hvdlab.kernel_ext.notebook.output.recorder import CellRecorder
+    from hvdlab.kernel_ext.notebook.output.transcript import Ending, Transcript
 
 
 def output_parser() -> MagicParser:
@@ -70,8 +70,8 @@ class OutputMagics(Magics):
         with as_usage_error():
             self._show(recorder, ranks, options)
 
-    def _show(self, recorder: Recorder, ranks: list[int], options: argparse.Namespace) -> None:
-        from hvdlab.kernel_ext.output.export import last_lines, write_text
+    def _show(self, recorder: CellRecorder, ranks: list[int], options: argparse.Namespace) -> None:
+        from hvdlab.kernel_ext.notebook.output.export import last_lines, write_text
 
         transcript = recorder.transcript
         if options.to:
@@ -113,7 +113,7 @@ class OutputMagics(Magics):
 
 def drain(sink: OutputSink) -> None:
     """Show what a sink holds back, at its pace; an interrupt ends that."""
-    from hvdlab.kernel_ext.cells.sink import TimedSink
+    from hvdlab.kernel_ext.notebook.cells.sink import TimedSink
 
     if not isinstance(sink, TimedSink):
         return

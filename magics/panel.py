@@ -19,7 +19,7 @@ from hvdlab.magics.session import Session
 if TYPE_CHECKING:
     from hvdlab.collectives.client import Client
     from hvdlab.collectives.recording import Recording
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
     from hvdlab.widgets.panel import Panel
 
 TARGET = "hvdlab"
@@ -117,14 +117,14 @@ class NotebookDesk:
         return self._in_variables().get(pool.removeprefix(VARIABLE)) if pool.startswith(VARIABLE) else None
 
     def pools(self) -> list[dict[str, Any]]:
-        from hvdlab.kernel_ext.registry import Registry
+        from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
 
         own = self._session.current
         found = [{"id": "", "kind": "own", "name": own.name if own else "", "size": own.size if own else 0}]
         for name, pool in self._in_variables().items():
             if pool is not own:
                 found.append({"id": VARIABLE + name, "kind": "variable", "name": name, "size": pool.size})
-        for kept in Registry().all():
+        for kept in KeptPoolRegistry().all():
             if own is None or kept.name != own.name:
                 found.append({"id": KEPT + kept.name, "kind": "kept", "name": kept.name, "size": kept.size})
         return found
@@ -147,7 +147,7 @@ class NotebookDesk:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _in_variables(self) -> dict[str, Pool]:
-        from hvdlab.kernel_ext.pool import Pool
+        from hvdlab.kernel_ext.notebook.pool import Pool
 
         names = dict(self._session.shell.user_ns)  # a cell may bind others meanwhile
         return {
@@ -171,13 +171,13 @@ class NotebookDesk:
     def _watch(self, name: str) -> Client:
         """A connection that only watches: the process that uses the pool keeps it."""
         from hvdlab.collectives.client import Client
-        from hvdlab.kernel_ext.registry import Registry
+        from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
 
         with self._watching:
             client = self._watched.get(name)
             if client is not None and not client.closed:
                 return client
-            kept = Registry().get(name)
+            kept = KeptPoolRegistry().get(name)
             client = Client.connect(kept.address, kept.client_token, timeout=CONNECT_WITHIN)
             self._watched[name] = client
             return client
@@ -192,7 +192,7 @@ class NotebookDesk:
 
             save(recording, path)
             return
-        from hvdlab.kernel_ext.recording import save_trace
+        from hvdlab.kernel_ext.notebook.trace_file import save_trace
 
         save_trace(own.client if own is not None and not pool else self._client(pool), path)
 

@@ -12,7 +12,7 @@ from hvdlab.collectives.errors import HvdlabError, format_ranks
 from hvdlab.magics.session import Interrupted
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
 PATIENCE = 2.0
 """Seconds until the user reads which ranks are waited for."""

@@ -12,16 +12,16 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.visible import visible_lines
-from hvdlab.kernel_ext.lacks import back, lacking
+from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice, restarted_notice
 from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, parse_ranks, positive
 from hvdlab.magics.running import make_sink
 from hvdlab.magics.session import Session, as_usage_error, ranks_of, say_ranks
 from hvdlab.magics.status_table import StatusTable
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.cells.sink import OutputSink
-    from hvdlab.kernel_ext.leftovers import LeftCell
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+    from hvdlab.kernel_ext.notebook.pool import Pool
+    from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 
 COMMANDS = ("start", "status", "resize", "repair", "restart", "sync", "stop", "attach", "detach", "list")
 WITH_ARGUMENT = ("start", "resize", "restart", "sync", "attach")
@@ -121,7 +121,7 @@ class PoolMagics(Magics):
             replaced = pool.repair()
             seconds = time.monotonic() - begin
             lacks = {} if self.session.ranks_by_default or not pool.newcomers else pool.names()
-            print(back(lacks, replaced, seconds) if replaced else "no rank is missing")
+            print(restarted_notice(lacks, replaced, seconds) if replaced else "no rank is missing")
         if self.session.ranks_by_default and (new := self.session.greet(pool)):
             print(new)
 
@@ -132,7 +132,7 @@ class PoolMagics(Magics):
         with as_usage_error():
             pool.restart(ranks)
             known = self.session.ranks_by_default or not set(ranks) & set(pool.newcomers)
-            lacks = "" if known else lacking(pool.names(), ranks)
+            lacks = "" if known else missing_names_notice(pool.names(), ranks)
         print(f"{say_ranks(ranks)} started again, with empty memory" + (f"; {lacks}" if lacks else ""))
         if self.session.ranks_by_default and (new := self.session.greet(pool)):
             print(new)
@@ -166,9 +166,9 @@ class PoolMagics(Magics):
                 f"{say_ranks(busy)} still {verb} a cell of the notebook before; the next cell comes after it"
             )
 
-    def _show_left(self, left: LeftCell) -> OutputSink:
+    def _show_left(self, left: OrphanedCell) -> OutputSink:
         """The sink for a cell that the notebook before has left: its output is shown under the cell that runs now."""
-        from hvdlab.kernel_ext.leftovers import INTERRUPTED
+        from hvdlab.kernel_ext.notebook.takeover import INTERRUPTED
 
         does = "trains" if left.order is not None else "runs"
         cell = f"cell {left.label or left.cell}"
@@ -185,20 +185,20 @@ class PoolMagics(Magics):
         print(f"the ranks stay; `%hvd_pool attach {pool.name}` finds them")
 
     def _list(self, options: Any) -> None:
-        from hvdlab.kernel_ext.kept_pools import kept_elsewhere
-        from hvdlab.kernel_ext.registry import Registry, table
+        from hvdlab.kernel_ext.notebook.kept_pools import kept_elsewhere
+        from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry, table
 
         with as_usage_error():
             elsewhere, problems = kept_elsewhere(options.launcher)
-            print("\n".join([table(Registry().all(), elsewhere), *problems]))
+            print("\n".join([table(KeptPoolRegistry().all(), elsewhere), *problems]))
 
 
 def _only_pool(launcher: str | None) -> str:
     """The name of the only kept pool, or the only one of a launcher; ``UsageError`` if there is none, or more than one."""
-    from hvdlab.kernel_ext.kept_pools import kept_elsewhere
-    from hvdlab.kernel_ext.registry import Registry
+    from hvdlab.kernel_ext.notebook.kept_pools import kept_elsewhere
+    from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
 
-    here = [kept.name for kept in Registry().all()] if launcher in (None, "local") else []
+    here = [kept.name for kept in KeptPoolRegistry().all()] if launcher in (None, "local") else []
     names = [*here, *(job.name for job in kept_elsewhere(launcher)[0])]
     if len(names) == 1:
         return names[0]

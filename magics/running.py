@@ -14,15 +14,15 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.visible import visible
-from hvdlab.kernel_ext.cells.elastic import Bounds
-from hvdlab.kernel_ext.cells.failure import failure_of
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink, TimedSink
-from hvdlab.kernel_ext.debugger.cells import present_cell_file
-from hvdlab.kernel_ext.output.limit import LimitedSink, shown_limit
-from hvdlab.kernel_ext.output.merge import LineMerger, hold_time
-from hvdlab.kernel_ext.output.values import label_html
-from hvdlab.kernel_ext.prompts.prompter import ProcessPrompter
+from hvdlab.kernel_ext.notebook.cells.failure import failure_of
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink, TimedSink
+from hvdlab.kernel_ext.notebook.debugger.cells import present_cell_file
+from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.output.limit import LimitedSink, shown_limit
+from hvdlab.kernel_ext.notebook.output.merge import LineMerger, hold_time
+from hvdlab.kernel_ext.notebook.output.values import label_html
+from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter
 from hvdlab.magics.background import BackgroundCell, BackgroundSink
 from hvdlab.magics.late import LateOutput
 from hvdlab.magics.progress import CellImportDisplay
@@ -36,7 +36,7 @@ from hvdlab.magics.session import Session, as_usage_error, cell_number, shell_co
 from hvdlab.magics.strips import wanted
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
 
 def run_cell(

@@ -11,8 +11,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
 from hvdlab.collectives.visible import visible_lines
-from hvdlab.kernel_ext.spmd.wishes import Wishes
-from hvdlab.kernel_ext.widgetstates import WidgetStates
+from hvdlab.kernel_ext.notebook.comm_relay import WidgetStates
+from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
 from hvdlab.launch.options import split as split_options
 from hvdlab.magics.ahead import Ahead
 from hvdlab.magics.coming import Coming
@@ -23,10 +23,10 @@ from hvdlab.magics.strips import Strips
 
 if TYPE_CHECKING:
     from hvdlab.collectives.recording import Recording
-    from hvdlab.kernel_ext.cells.sink import OutputSink
-    from hvdlab.kernel_ext.debugger.hub import DebugHub
-    from hvdlab.kernel_ext.leftovers import LeftCell
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+    from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
+    from hvdlab.kernel_ext.notebook.pool import Pool
+    from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 
 
 class Session:
@@ -75,7 +75,7 @@ class Session:
         #: The recording of the next pool, if views wait for it already.
         self._awaited: Recording | None = None
         self._coming: Coming | None = None
-        self._wishes: Callable[[], Wishes] = Wishes
+        self._wishes: Callable[[], PoolDefaults] = PoolDefaults
         self._broken = ""  # why the last pool can't be used any more
         self._start_pool = start or _start_pool
         self._attach_pool = attach or _attach_pool
@@ -94,7 +94,7 @@ class Session:
             self._awaited = None
             pool.client.adopt(awaited)
         if pool is not None and in_notebook(self.shell):
-            from hvdlab.kernel_ext.comms import CommRelay
+            from hvdlab.kernel_ext.notebook.comm_relay import CommRelay
 
             CommRelay(pool.client, lambda: ParentPublisher(self.shell).stream, self._widgets)
         for watcher in tuple(self.watchers):
@@ -120,7 +120,7 @@ class Session:
 
     def need_pool(self, what: str) -> Pool:
         """Return the pool; raises UsageError, which names ``what``, if there is none, or this is a rank."""
-        from hvdlab.kernel_ext.checks import check_sees_ranks
+        from hvdlab.kernel_ext.notebook.checks import check_sees_ranks
 
         with as_usage_error():
             check_sees_ranks(what)
@@ -162,7 +162,7 @@ class Session:
         self._wait_for_coming()
         pool = self.pool
         if pool is None:
-            from hvdlab.kernel_ext.checks import check_not_in_rank
+            from hvdlab.kernel_ext.notebook.checks import check_not_in_rank
 
             with as_usage_error():
                 check_not_in_rank()  # first, before other checks and before anything is started
@@ -213,10 +213,10 @@ class Session:
 
         That is not done while a cell runs: it would come after the cell, and the notebook would wait for it.
         """
-        from hvdlab.kernel_ext.lacks import lacking
+        from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice
 
         new = pool.newcomers
-        lacks = lacking(pool.names(), new) if new else ""
+        lacks = missing_names_notice(pool.names(), new) if new else ""
         if not lacks:
             return ""
         if not (bring or self.ranks_by_default) or pool.state == "running":
@@ -289,7 +289,9 @@ class Session:
         if pool is not None and pool.name:
             self.end_pool()
 
-    def attach(self, name: str, show: Callable[[LeftCell], OutputSink], launcher: str | None = None) -> Pool:
+    def attach(
+        self, name: str, show: Callable[[OrphanedCell], OutputSink], launcher: str | None = None
+    ) -> Pool:
         """Take a kept pool over. Raises UsageError if that fails, or this notebook has a pool.
 
         Args:
@@ -313,7 +315,7 @@ class Session:
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
-    def begin(self, wishes: Callable[[], Wishes]) -> None:
+    def begin(self, wishes: Callable[[], PoolDefaults]) -> None:
         """Begin to start a pool in the background. If that fails, the first use of the pool raises the error.
 
         Args:
@@ -388,10 +390,10 @@ class Session:
 
 
 def _arguments(
-    wishes: Wishes, np: int | None, launcher: str | None, plane: str | None, hosts: str | None
+    wishes: PoolDefaults, np: int | None, launcher: str | None, plane: str | None, hosts: str | None
 ) -> dict[str, Any]:
     """Arguments of ``Pool.start``: from the options, else from the wishes, else the defaults."""
-    from hvdlab.kernel_ext.checks import default_size
+    from hvdlab.kernel_ext.notebook.checks import default_size
 
     hosts = hosts or wishes.hosts
     np = np if np is not None else wishes.np
@@ -411,13 +413,13 @@ def _lost(lost: Mapping[int, str]) -> str:
 
 
 def _attach_pool(name: str, **kwargs: Any) -> Pool:
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
     return Pool.attach(name, **kwargs)
 
 
 def _start_pool(*args: Any, **kwargs: Any) -> Pool:
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
     return Pool.start(*args, **kwargs)
 

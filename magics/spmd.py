@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvdlab.collectives.errors import HvdlabError
-from hvdlab.kernel_ext.spmd.wishes import Wishes
+from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
 from hvdlab.magics.session import Session
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.payloads import Completions, Inspection
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
+    from hvdlab.kernel_ext.wire.status import Completions, Inspection
 
 A = TypeVar("A")
 
@@ -29,7 +29,7 @@ class KernelRanks:
         self._session = session
         session.ranks_by_default = True
 
-    def begin(self, wishes: Callable[[], Wishes]) -> None:
+    def begin(self, wishes: Callable[[], PoolDefaults]) -> None:
         """Begin to start ranks."""
         self._session.begin(wishes)
 

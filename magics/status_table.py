@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdlab.collectives.planes.links import planes_text
 from hvdlab.collectives.visible import visible
-from hvdlab.kernel_ext.output.values import in_output
+from hvdlab.kernel_ext.notebook.output.values import in_output
 
 WIDEST = 300
 """Characters of a cell that are shown."""

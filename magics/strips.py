@@ -14,7 +14,7 @@ from hvdlab.magics.screens.strip import Strip, View
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
     from hvdlab.widgets.strip import StripWidget
 
 

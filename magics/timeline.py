@@ -14,7 +14,7 @@ from hvdlab.magics.arguments import MagicParser, documented
 from hvdlab.magics.session import Session, as_usage_error
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.pool import Pool
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
 VIEWER = "https://ui.perfetto.dev"
 COMMANDS = {

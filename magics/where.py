@@ -10,7 +10,7 @@ from hvdlab.magics.arguments import MagicParser, documented, parse_ranks
 from hvdlab.magics.session import Session, as_usage_error, ranks_of
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.output.places import Whereabouts
+    from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations
 
 
 def where_parser() -> MagicParser:
@@ -32,7 +32,7 @@ class WhereMagics(Magics):
 
     @line_magic
     @documented(where_parser())
-    def hvd_where(self, line: str) -> Whereabouts | None:
+    def hvd_where(self, line: str) -> RankLocations | None:
         """Show the Python stack of each rank, equal ones together, and the collective it is in."""
         parser = where_parser()
         options = parser.parse(line)

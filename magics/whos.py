@@ -10,7 +10,7 @@ from hvdlab.magics.arguments import MagicParser, count_of, documented, parse_ran
 from hvdlab.magics.session import Session, as_usage_error, ranks_of
 
 if TYPE_CHECKING:
-    from hvdlab.kernel_ext.inspect.overview import Overview, TensorTable
+    from hvdlab.kernel_ext.notebook.variables.overview import Overview, TensorTable
 
 
 def whos_parser() -> MagicParser:

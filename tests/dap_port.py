@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from hvdlab.kernel_ext.debugger.framing import Unframer, frame
+from hvdlab.kernel_ext.wire.debug import Unframer, frame
 
 Json = dict[str, Any]
 

@@ -16,9 +16,10 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.environment import World, rank_environment
-from hvdlab.kernel_ext.forked import PROGRAM_NAME
-from hvdlab.kernel_ext.payloads import TO_POOL, TO_RANK, CellDone, RunCell, decode_to_pool, encode
-from hvdlab.kernel_ext.topics import READY
+from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
+from hvdlab.kernel_ext.wire.cells import CellDone, RunCell
+from hvdlab.kernel_ext.wire.channel import READY
+from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, decode_to_pool, encode
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Exited, Fork, ForkFailed, FromServer
 

@@ -18,13 +18,14 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
-from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.events import DoneArrived, OutputArrived, RankDied, TimePassed
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.run import CellRun
-from hvdlab.kernel_ext.output.record import Transcripts
-from hvdlab.kernel_ext.payloads import CellDone, CellError, Chunk, Display, Names, Stream
-from hvdlab.kernel_ext.rank.compiler import parse
+from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, DoneArrived, OutputArrived, RankDied
+from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
+from hvdlab.kernel_ext.rank.cell_source import parse
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Chunk, Display, Stream
+from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.magics.extension import Extension
 from patience import PATIENCE
 
@@ -99,7 +100,7 @@ class FakePool:
         self.replaceable = launcher == "local"
         self.launcher_options = kwargs.get("launcher_options", {})
         self.lost: dict[int, str] = {}
-        self.transcripts = Transcripts(Path("/proc/nowhere"))
+        self.transcripts = TranscriptStore(Path("/proc/nowhere"))
         self.states: dict[int, str] = {}
         self.hanging: dict[int, str] = {}
         self.first_to_fail: int | None = None
@@ -157,7 +158,7 @@ class FakePool:
     def restart(self, ranks: Sequence[int]) -> None:
         self.restarted = list(ranks)
 
-    def names(self, ranks: Sequence[int] | None = None) -> dict[int, Names]:
+    def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]:
         return {}
 
     def repair(self) -> list[int]:
@@ -212,12 +213,12 @@ class FakePool:
             rank.stop.clear()
         recorder = self.transcripts.record(uuid.uuid4().hex, label, ranks, out)
         handle = CellHandle(
-            CellRun("c", ranks, label=label, now=time.monotonic(), timeout=timeout),
+            CellState("c", ranks, label=label, now=time.monotonic(), timeout=timeout),
             recorder,
             credit=lambda rank, taken: None,
             interrupt=lambda ranks: [chosen[r].stop.set() for r in ranks] and None,
         )
-        recorder.driven(lambda: handle.feed(TimePassed()))
+        recorder.driven(lambda: handle.feed(DeadlineReached()))
         for rank in chosen.values():
             thread = threading.Thread(target=self._run_rank, args=(rank, handle, source, line_offset))
             self._threads.append(thread)

@@ -17,13 +17,13 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.kernel_ext import payloads
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import decode_to_pool, decode_to_rank, encode
+from hvdlab.kernel_ext.wire import codec
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.codec import decode_to_pool, decode_to_rank, encode
 from protocol_fuzz import run, some, spoil
 
 DECODERS: tuple[Callable[[bytes], Any], ...] = (decode_to_rank, decode_to_pool)
-KINDS: tuple[type[Payload], ...] = (*get_args(payloads.ToRank), *get_args(payloads.ToPool))
+KINDS: tuple[type[Payload], ...] = (*get_args(codec.ToRank), *get_args(codec.ToPool))
 _HINTS: dict[type, dict[str, Any]] = {}
 
 

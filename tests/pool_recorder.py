@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 
 
 class Recorder:

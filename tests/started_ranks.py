@@ -13,12 +13,13 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.environment import World
-from hvdlab.kernel_ext.forked import PROGRAM_NAME
+from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.foreign import PoolRequest
-from hvdlab.kernel_ext.payloads import TO_RANK, RunCell, encode
-from hvdlab.kernel_ext.topics import READY
+from hvdlab.kernel_ext.wire.cells import RunCell
+from hvdlab.kernel_ext.wire.channel import READY
+from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.local import LocalStarter
 from hvdlab.launch.options import parse

@@ -45,22 +45,26 @@ from hvdlab.collectives.recording.saving import save
 from hvdlab.collectives.timeline import check
 from hvdlab.collectives.timeline.events import Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
-from hvdlab.kernel_ext import registry
-from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.events import DoneArrived, Note, ShowStatus, StackArrived, Stalled
-from hvdlab.kernel_ext.cells.failure import CellFailed, failure_of
-from hvdlab.kernel_ext.cells.results import CellResults, Death
-from hvdlab.kernel_ext.cells.run import CellRun
-from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.inspect.messages import View
-from hvdlab.kernel_ext.inspect.native import NativeStacks
-from hvdlab.kernel_ext.inspect.overview import TensorTable
-from hvdlab.kernel_ext.inspect.table import Cell, Table
-from hvdlab.kernel_ext.inspect.views import lines_of
-from hvdlab.kernel_ext.output.places import Whereabouts, grouped
-from hvdlab.kernel_ext.output.values import html_of
-from hvdlab.kernel_ext.payloads import CellDone, CellError, PendingNow, ServerNow, Stack, StackFrame
-from hvdlab.kernel_ext.status import RankStatus
+from hvdlab.kernel_ext.notebook import registry
+from hvdlab.kernel_ext.notebook.cells.cell_events import (
+    CollectiveStalled,
+    DoneArrived,
+    Note,
+    ShowStatus,
+    StackArrived,
+)
+from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.cells.failure import CellFailed, failure_of
+from hvdlab.kernel_ext.notebook.cells.results import CellResults, RankDeath
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink
+from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations, grouped
+from hvdlab.kernel_ext.notebook.output.values import html_of
+from hvdlab.kernel_ext.notebook.stack_probe import NativeStacks
+from hvdlab.kernel_ext.notebook.variables.overview import Cell, TensorTable, TextTable, lines_of
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError
+from hvdlab.kernel_ext.wire.compare import VariableView
+from hvdlab.kernel_ext.wire.status import PendingNow, RankStatus, ServerNow, Stack, StackFrame
 from hvdlab.launch.exits import Outcome
 from hvdlab.magics.status_table import StatusTable
 from hvdlab.runner.calling import RankFailedError
@@ -75,8 +79,8 @@ from hvdlab.widgets import metrics_picture, output, strip
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
 
 
-def table(name: str) -> Table:
-    found = Table(("name", "rank"))
+def table(name: str) -> TextTable:
+    found = TextTable(("name", "rank"))
     found.add([Cell(name), Cell(name, marked=True)])
     return found
 
@@ -140,19 +144,21 @@ def logged(name: str, directory: Path) -> str:
 
 def kept(name: str) -> str:
     nobody, self = registry.Process(2**30, 1), registry.Process.of(os.getpid())
-    pool = registry.Kept(name, 2, name, 0.0, "", "", "", nobody, nobody, "", ("", 0), self, name)
+    pool = registry.KeptPoolEntry(name, 2, name, 0.0, "", "", "", nobody, nobody, "", ("", 0), self, name)
     return registry.table([pool]) + str(registry.user_of(pool))
 
 
 def whereabouts(name: str) -> str:
     pending = (PendingNow("allreduce", name, name, 1.0),)
     stack = Stack(1, name, (StackFrame(name, name, 1, name),), pending)
-    shown = Whereabouts({0: stack, 1: msgspec.structs.replace(stack, paused=name)}, {2: name})
+    shown = RankLocations({0: stack, 1: msgspec.structs.replace(stack, paused=name)}, {2: name})
     return "\n".join([repr(shown), *shown.lines([0, 1, 2]), *grouped({0: name})])
 
 
 def looked_at(name: str) -> str:
-    return "\n".join([*lines_of(View(1, (name,), names=(name,))), *lines_of(View(1, error=name))])
+    return "\n".join(
+        [*lines_of(VariableView(1, (name,), names=(name,))), *lines_of(VariableView(1, error=name))]
+    )
 
 
 def errors(name: str) -> str:
@@ -184,7 +190,7 @@ def failed_cell(name: str, *, colours: bool = False) -> str:
     own = CellError(name, name, (name, f"{name}: {name}"), 1, **told)
     stopped = CellError("AbortedError", name, (name,), 3, True, name, (7,), **told)
     done = {0: CellDone("c", own, 0.1), 1: CellDone("c", stopped, 0.1)}
-    deaths = {2: Death(2, name, 2, name, name)}
+    deaths = {2: RankDeath(2, name, 2, name, name)}
     texts = []
     for results in (
         CellResults([0, 1, 2], done, deaths=deaths, unanswered={1: name}),
@@ -223,10 +229,10 @@ class _Said(NullSink):
 def waiting_cell(name: str) -> str:
     """What a cell shows below itself: that ranks wait, news of the pool, and a question."""
     sink = _Said()
-    run = CellRun("c", range(2), now=time.monotonic(), stall_time=1.0)
+    run = CellState("c", range(2), now=time.monotonic(), stall_time=1.0)
     handle = CellHandle(run, sink, credit=lambda rank, taken: None, interrupt=lambda ranks: None)
     stall = Stall(0, 10.0, int(OpKind.ALLREDUCE), name, (0,), (1,), (name,))
-    handle.feed(Stalled(stall))
+    handle.feed(CollectiveStalled(stall))
     for rank, pending in ((0, (PendingNow("allreduce", name, name, 10.0),)), (1, ())):
         handle.feed(StackArrived(rank, Stack(0, "c", (StackFrame(name, name, 1, name),), pending)))
     for rank in range(2):

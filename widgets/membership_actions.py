@@ -15,7 +15,7 @@ LOST = "lost"
 
 
 class ChangeablePool(Protocol):
-    """What shows and changes the ranks that there are; :class:`hvdlab.kernel_ext.pool.Pool` is one."""
+    """What shows and changes the ranks that there are; :class:`hvdlab.kernel_ext.notebook.pool.Pool` is one."""
 
     @property
     def replaceable(self) -> bool: ...

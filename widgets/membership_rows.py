@@ -51,7 +51,7 @@ class Bounds(Protocol):
 
 
 class MembershipState(Protocol):
-    """What a pool knows of its ranks; :class:`hvdlab.kernel_ext.history.ElasticState` says what each part is."""
+    """What a pool knows of its ranks; :class:`hvdlab.kernel_ext.notebook.membership_history.ElasticState` says what each part is."""
 
     @property
     def generation(self) -> int: ...

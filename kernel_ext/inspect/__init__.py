@@ -1,1 +1,1 @@
-"""Looking into ranks: what is in their variables, and where that differs from rank to rank."""
+"""Values of a rank, taken apart into leaves that can be compared and shown."""

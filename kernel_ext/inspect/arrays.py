@@ -22,8 +22,3 @@ def array_source(value: Any) -> ArraySource | None:
         if (source := hooks.array(value)) is not None:
             return source
     return None
-
-
-def family(device: str) -> str:
-    """``cuda`` of ``cuda:3``, to compare devices of ranks: each rank has a number of its own."""
-    return device.partition(":")[0]

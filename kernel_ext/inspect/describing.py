@@ -11,12 +11,13 @@ import numpy.typing as npt
 
 from hvdlab.bindings.array_source import ArraySource
 from hvdlab.kernel_ext.inspect.arrays import Bytes, array_source
-from hvdlab.kernel_ext.inspect.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.inspect.elements import element, numeric
 from hvdlab.kernel_ext.inspect.parts import Long, parts_of
 from hvdlab.kernel_ext.inspect.scalars import content, is_scalar, shortened, type_name
-from hvdlab.kernel_ext.rank.failures import one_line
-from hvdlab.kernel_ext.rank.values import rough_size, short_repr
+from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
+from hvdlab.kernel_ext.rank.errors import one_line
+from hvdlab.kernel_ext.rank.values import short_repr
+from hvdlab.kernel_ext.wire.text import rough_size
 
 SAMPLE = 32 << 20
 """Bytes of an array that its statistics are made of; of a larger array, these are blocks from all over it."""

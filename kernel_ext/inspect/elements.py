@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.kernel_ext.inspect.arrays import Bytes
-from hvdlab.kernel_ext.inspect.messages import Difference
+from hvdlab.kernel_ext.wire.compare import Difference
 
 STRIDE = 96 << 10
 """Bytes that are worked on at once, so that results stay in the cache, and in memory that malloc keeps at hand."""

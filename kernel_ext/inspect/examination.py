@@ -7,18 +7,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from hvdlab.bindings.array_source import ArraySource
 from hvdlab.collectives.fingerprint import fingerprint
-from hvdlab.kernel_ext.inspect.arrays import Bytes, family
+from hvdlab.kernel_ext.inspect.arrays import Bytes
 from hvdlab.kernel_ext.inspect.elements import compare, not_finite
 from hvdlab.kernel_ext.inspect.leaves import FINGERPRINTS, Found, leaves_of
 from hvdlab.kernel_ext.inspect.leaves import Leaves as Walked
-from hvdlab.kernel_ext.inspect.messages import Blocks, Difference, Examined, Leaf, Leaves, Range
 from hvdlab.kernel_ext.inspect.scalars import type_name
-from hvdlab.kernel_ext.rank.failures import one_line
+from hvdlab.kernel_ext.rank.errors import one_line
+from hvdlab.kernel_ext.wire.compare import (
+    Blocks,
+    ComparisonOpened,
+    Difference,
+    Leaf,
+    LeafList,
+    Range,
+    same_key,
+    with_host_digest,
+)
 
 NAMED = 3
 """How many of the parts that can't be compared are named."""
@@ -70,11 +78,11 @@ class Examination:
             else _plain_leaf(found, array)
         )
 
-    def examined(self, ticket: int) -> Examined:
+    def examined(self, ticket: int) -> ComparisonOpened:
         """The answer about the whole value: its fingerprint, type and counts."""
         arrays = [leaf for leaf in self.leaves if leaf.kind == "array"]
         unknown = [leaf for leaf in self.leaves if leaf.kind in ("opaque", "error")]
-        return Examined(
+        return ComparisonOpened(
             ticket,
             digest=fingerprint(*sorted(fingerprint(*map(_encoded, same_key(leaf))) for leaf in self.leaves)),
             type_name=self._type,
@@ -88,9 +96,9 @@ class Examination:
             ),
         )
 
-    def some_leaves(self, ticket: int, first: int) -> Leaves:
+    def some_leaves(self, ticket: int, first: int) -> LeafList:
         """The leaves from number ``first`` on, :data:`MOST_IN_ONE` at most."""
-        return Leaves(ticket, tuple(self.leaves[first : first + MOST_IN_ONE]))
+        return LeafList(ticket, tuple(self.leaves[first : first + MOST_IN_ONE]))
 
     def blocks(self, ticket: int, leaves: Sequence[int], on_host: bool = False) -> Blocks:
         """Fingerprints of the blocks of these arrays, and what of them is not finite.
@@ -178,21 +186,6 @@ class Examination:
         return array.read(offset, length)
 
 
-def same_key(leaf: Leaf) -> tuple[Any, ...]:
-    """A key that is equal for leaves that do not differ. Of devices only the kind counts: each rank has its own."""
-    return (
-        leaf.path,
-        leaf.kind,
-        leaf.type,
-        leaf.digest,
-        leaf.dtype,
-        leaf.shape,
-        family(leaf.device),
-        leaf.requires_grad,
-        leaf.text if leaf.kind == "error" else "",
-    )
-
-
 def _encoded(part: Any) -> bytes:
     data = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
     return len(data).to_bytes(8, "little") + data
@@ -274,8 +267,3 @@ def _array_leaf(found: Found, array: ArraySource, blocks: bytes) -> Leaf:
         array.requires_grad,
         on_device=array.on_device is not None,
     )
-
-
-def with_host_digest(leaf: Leaf, blocks: bytes) -> Leaf:
-    """An array whose blocks' fingerprints were made of its bytes on the host."""
-    return msgspec.structs.replace(leaf, digest=fingerprint(blocks), on_device=False)

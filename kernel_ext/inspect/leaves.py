@@ -26,7 +26,7 @@ from hvdlab.kernel_ext.inspect.parts import (
     parts_of,
 )
 from hvdlab.kernel_ext.inspect.scalars import content, is_scalar, long_text, type_name
-from hvdlab.kernel_ext.rank.failures import one_line
+from hvdlab.kernel_ext.rank.errors import one_line
 
 MOST_LEAVES = 20_000
 DEEPEST = 60
@@ -39,7 +39,7 @@ class Found:
     """A leaf, on the rank that has it.
 
     Attributes:
-        path, kind, type: As in :class:`~hvdlab.kernel_ext.inspect.messages.Leaf`.
+        path, kind, type: As in :class:`~hvdlab.kernel_ext.wire.compare.Leaf`.
         content: What a value's fingerprint is made of.
         text: The value, shortened.
         array: The elements, if it is an array.

@@ -13,8 +13,6 @@ from typing import Any
 from hvdlab.bindings.framework_hooks import hooks_of, loaded, names
 from hvdlab.kernel_ext.inspect.scalars import Hidden
 
-SPECIAL = ("rng", "environment")
-
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 # Environment variables that are meant to differ from rank to rank, or that the launcher has set.
 _OWN = re.compile(

@@ -13,63 +13,60 @@ from typing import Any
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.kernel_ext.comms import CommMessage
-from hvdlab.kernel_ext.comms import decode as decode_comm
-from hvdlab.kernel_ext.debugger.messages import DEBUG
-from hvdlab.kernel_ext.inspect.messages import Examine
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import (
-    TO_POOL,
-    TO_RANK,
-    AskCells,
-    AskKnown,
+from hvdlab.kernel_ext.rank import completion, output, status, sync, values
+from hvdlab.kernel_ext.rank.cell_executor import CellExecutor
+from hvdlab.kernel_ext.rank.cell_source import CellCompiler
+from hvdlab.kernel_ext.rank.debug_server import DebugServer
+from hvdlab.kernel_ext.rank.errors import describe
+from hvdlab.kernel_ext.rank.examining import QUESTIONS, CompareServer
+from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
+from hvdlab.kernel_ext.rank.output import ExitFlush, OutputQueue
+from hvdlab.kernel_ext.rank.pipes import FdCapture
+from hvdlab.kernel_ext.rank.shell_setup import ShellSetup
+from hvdlab.kernel_ext.rank.stdin import RankStdin
+from hvdlab.kernel_ext.rank.values import IncomingTransfers, OutgoingTransfers
+from hvdlab.kernel_ext.rank.variable_view import LOOKS, VariableViewer
+from hvdlab.kernel_ext.rank.widgets import RankComms
+from hvdlab.kernel_ext.wire.cells import (
+    Acknowledge,
+    AcknowledgeLate,
+    CellDone,
+    DiscardCell,
+    JoinedCell,
+    ListRetainedCells,
+    PromptReply,
+    ResendFrom,
+    RetainedCells,
+    RunCell,
+    SetOwner,
+)
+from hvdlab.kernel_ext.wire.channel import COMM, Payload
+from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, ToPool, ToRank, decode_to_rank, encode
+from hvdlab.kernel_ext.wire.comms import CommMessage
+from hvdlab.kernel_ext.wire.comms import decode as decode_comm
+from hvdlab.kernel_ext.wire.compare import OpenComparison
+from hvdlab.kernel_ext.wire.crash_ring import CrashRing
+from hvdlab.kernel_ext.wire.debug import DEBUG
+from hvdlab.kernel_ext.wire.status import (
     AskNames,
     AskStack,
     AskStatus,
-    CellDone,
-    Cells,
     Complete,
-    Credit,
-    Done,
-    Entered,
-    Express,
-    Fetch,
+    EvaluateExpressions,
     Inspect,
-    LateCredit,
-    Learn,
-    Learnt,
-    Owner,
-    PullValue,
-    PushPart,
-    PushValue,
-    Release,
-    Resync,
-    RunCell,
-    Settled,
     Stack,
-    ToPool,
-    ToRank,
-    decode_to_rank,
-    encode,
 )
-from hvdlab.kernel_ext.prompts.messages import Reply
-from hvdlab.kernel_ext.rank import completion, names, origin, stacks, status, syncing, values
-from hvdlab.kernel_ext.rank.capture import Capture
-from hvdlab.kernel_ext.rank.comms import RankComms
-from hvdlab.kernel_ext.rank.compiler import CellCompiler
-from hvdlab.kernel_ext.rank.debugserver import DebugServer
-from hvdlab.kernel_ext.rank.examining import QUESTIONS, Examining
-from hvdlab.kernel_ext.rank.failures import describe
-from hvdlab.kernel_ext.rank.fds import FdCapture
-from hvdlab.kernel_ext.rank.gate import InterruptGate
-from hvdlab.kernel_ext.rank.last_words import LastWords
-from hvdlab.kernel_ext.rank.lending import Lending, Parcels
-from hvdlab.kernel_ext.rank.looking import LOOKS, Looker
-from hvdlab.kernel_ext.rank.prompting import Prompting
-from hvdlab.kernel_ext.rank.runner import CellRunner
-from hvdlab.kernel_ext.rank.shell import ShellSetup
-from hvdlab.kernel_ext.rank.unsent import Unsent
-from hvdlab.kernel_ext.topics import COMM
+from hvdlab.kernel_ext.wire.values import (
+    Acked,
+    LoadSnapshot,
+    PullValue,
+    PushValue,
+    ReadChunk,
+    ReleaseTransfer,
+    SnapshotLoaded,
+    TakeSnapshot,
+    WriteChunk,
+)
 
 
 class RankAgent:
@@ -92,24 +89,24 @@ class RankAgent:
         *,
         leave: Callable[[], None] | None = None,
         fds: FdCapture | None = None,
-        unsent: Unsent | None = None,
+        unsent: CrashRing | None = None,
     ) -> None:
         self._shell = shell
         self._loop = loop
         self._engine = engine
         self._leave = leave or loop.stop
         self._fds = fds
-        self._gate = InterruptGate(loop, engine)
-        self._capture = Capture(engine.post, fds=fds, ranks=lambda: engine.size, unsent=unsent)
-        self._last_words = LastWords(self._capture, engine)
+        self._gate = InterruptDelivery(loop, engine)
+        self._capture = OutputQueue(engine.post, fds=fds, ranks=lambda: engine.size, unsent=unsent)
+        self._last_words = ExitFlush(self._capture, engine)
         self._compiler = CellCompiler()
-        self._prompting = Prompting(
+        self._prompting = RankStdin(
             engine, lambda mail: self._reply(mail), self._capture.flush, lambda: self._gate.interrupted
         )
         self._capture.on_absence = lambda: self._prompting.attended(False)
         self._setup = ShellSetup(shell, self._capture, self._compiler, fds, self._prompting)
         self._debug = DebugServer(engine.post, self._call_soon, lambda: self._compiler.files, self._paused)
-        self._runner = CellRunner(
+        self._runner = CellExecutor(
             shell,
             engine,
             self._capture,
@@ -124,13 +121,13 @@ class RankAgent:
         self._delivering: set[asyncio.Task[None]] = set()
         self._jobs: deque[ToRank] = deque()
         self._job: ToRank | None = None
-        self._lending, self._parcels = Lending(loop), Parcels()
-        self._examining = Examining(
+        self._lending, self._parcels = OutgoingTransfers(loop), IncomingTransfers()
+        self._examining = CompareServer(
             shell, loop, lambda: engine.rank, lambda: engine.local_size, lambda answer: self._reply(answer)
         )
-        self._looker = Looker(shell, lambda: self._cell, lambda answer: self._reply(answer))
+        self._looker = VariableViewer(shell, lambda: self._cell, lambda answer: self._reply(answer))
         #: What another rank knew, until this one has begun the cell that it is needed for.
-        self._lesson: syncing.Lesson | None = None
+        self._lesson: sync.PendingSnapshot | None = None
         #: The cell that this rank has entered last while others ran it.
         self._entered = ""
         self._arrived = asyncio.Event()
@@ -147,7 +144,7 @@ class RankAgent:
     def start(self) -> None:
         """Take over the shell's output and the pool's mail. Main thread, before or while the loop runs."""
         context.adopt(self._engine)
-        self._unfollow = origin.follow_threads()
+        self._unfollow = output.follow_threads()
         self._setup.install()
         self._comms.install()
         self._capture.start()
@@ -203,47 +200,49 @@ class RankAgent:
         """Tell the pool that its question failed here. It waits for an answer, for ever where a value may take any time."""
         ticket = getattr(question, "ticket", None)
         if ticket is not None:
-            self._reply(Done(ticket, f"hvdlab failed in this rank: {type(error).__name__}: {error}"))
+            self._reply(Acked(ticket, f"hvdlab failed in this rank: {type(error).__name__}: {error}"))
 
     def _carry_out(self, mail: ToRank) -> None:
-        if isinstance(mail, Credit):
+        if isinstance(mail, Acknowledge):
             self._capture.credit(mail.cell, mail.taken)
-        elif isinstance(mail, LateCredit):
+        elif isinstance(mail, AcknowledgeLate):
             # Also while the rank leaves: the main thread may wait for it, in a task between cells, and no interrupt ends that.
             self._capture.credit_late(mail.taken)
         elif self._leaving:
             return
-        elif isinstance(mail, Settled):
+        elif isinstance(mail, DiscardCell):
             self._capture.settled(mail.cell)
             self._prompting.settled(mail.cell)
-        elif isinstance(mail, Resync):
+        elif isinstance(mail, ResendFrom):
             if any(cell == self._entered for cell, *_ in mail.cells):
-                self._reply(Entered(self._entered))  # before the cell's end, which may be sent again now
+                self._reply(JoinedCell(self._entered))  # before the cell's end, which may be sent again now
             self._capture.resync(mail.cells)
             self._prompting.ask_again()
-        elif isinstance(mail, Owner):
+        elif isinstance(mail, SetOwner):
             self._capture.owned(mail.pid, mail.started, mail.near)
             self._prompting.attended(bool(mail.pid))
             self._debug.abandon()
-        elif isinstance(mail, Reply):
+        elif isinstance(mail, PromptReply):
             self._prompting.answered(mail)
-        elif isinstance(mail, AskCells):
-            self._reply(Cells(mail.ticket, self._capture.sent.held(), self._capture.sent.ended_with_notebook))
+        elif isinstance(mail, ListRetainedCells):
+            self._reply(
+                RetainedCells(mail.ticket, self._capture.sent.held(), self._capture.sent.ended_with_notebook)
+            )
         elif isinstance(mail, AskStatus):
             self._reply(self._status(mail.ticket))
         elif isinstance(mail, AskStack):
             self._reply(self._stack(mail.ticket))
         elif isinstance(mail, AskNames):
-            self._reply(names.user_names(self._shell, mail.ticket))
-        elif isinstance(mail, AskKnown):
+            self._reply(completion.user_names(self._shell, mail.ticket))
+        elif isinstance(mail, TakeSnapshot):
             threading.Thread(
                 target=self._tell_known, args=(mail.ticket,), name="hvdlab-known", daemon=True
             ).start()
-        elif isinstance(mail, Fetch):
+        elif isinstance(mail, ReadChunk):
             self._reply(self._lending.piece(mail))
-        elif isinstance(mail, PushPart):
+        elif isinstance(mail, WriteChunk):
             self._reply(self._parcels.put(mail))
-        elif isinstance(mail, Release):
+        elif isinstance(mail, ReleaseTransfer):
             self._lending.give_back(mail.lot)
             self._parcels.drop(mail.lot)
             self._examining.release(mail.lot)
@@ -286,7 +285,7 @@ class RankAgent:
         if (given := self._lending.again(ticket)) is not None:
             self._reply(given)
             return
-        answer, parts = syncing.known(self._shell, ticket)
+        answer, parts = sync.known(self._shell, ticket)
         if parts:
             self._lending.lend_aside(answer, parts)
         self._reply(answer)
@@ -333,7 +332,7 @@ class RankAgent:
         )
 
     def _stack(self, ticket: int) -> ToPool:
-        frames = stacks.cell_stack(self.main_thread, self._gate.suspended_in) if self._cell else ()
+        frames = status.cell_stack(self.main_thread, self._gate.suspended_in) if self._cell else ()
         return Stack(
             ticket,
             self._cell,
@@ -407,24 +406,24 @@ class RankAgent:
             self._reply(answer)
             if parts:
                 await self._lending.returned(answer.ticket)
-        elif isinstance(job, Learn):
+        elif isinstance(job, LoadSnapshot):
             self._learn(job)
-        elif isinstance(job, Examine):
+        elif isinstance(job, OpenComparison):
             await self._examining.run(job)
         elif isinstance(job, Complete):
             self._reply(completion.complete(self._shell, job))
         elif isinstance(job, Inspect):
             self._reply(completion.inspect(self._shell, job))
-        elif isinstance(job, Express):
+        elif isinstance(job, EvaluateExpressions):
             self._reply(completion.express(self._shell, job))
 
-    def _learn(self, request: Learn) -> None:
+    def _learn(self, request: LoadSnapshot) -> None:
         try:
             parts = [memoryview(part) for part in self._parcels.take(request.lot)]
         except KeyError:
-            self._reply(Learnt(request.ticket, error="it did not arrive", missing=True))
+            self._reply(SnapshotLoaded(request.ticket, error="it did not arrive", missing=True))
             return
-        self._lesson = syncing.Lesson(parts)
+        self._lesson = sync.PendingSnapshot(parts)
         self._reply(self._lesson.prepare(self._shell, request.ticket))
 
     def _enter(self) -> None:
@@ -434,7 +433,7 @@ class RankAgent:
         if lesson is not None:
             lesson.take(self._shell)
         self._entered = self._cell
-        self._reply(Entered(self._cell))
+        self._reply(JoinedCell(self._cell))
 
     @property
     def main_thread(self) -> int:

@@ -1,15 +1,24 @@
-"""Completion and inspection from a rank's variables."""
+"""Completion, inspection, and the names of the user's variables on a rank."""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.utils.tokenutil import token_at_cursor
 
-from hvdlab.kernel_ext.inspect.bounded import TookTooLong, bounded
-from hvdlab.kernel_ext.payloads import Complete, Completions, Express, Expressed, Inspect, Inspection
+from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.rank.display import wire_bundle
+from hvdlab.kernel_ext.wire.status import (
+    Complete,
+    Completions,
+    EvaluateExpressions,
+    ExpressionValues,
+    Inspect,
+    Inspection,
+    UserNames,
+)
 
 WITHIN = 5.0
 """Seconds after which an answer is given up while a cell runs."""
@@ -58,7 +67,38 @@ def inspect(shell: Any, request: Inspect) -> Inspection:
     return Inspection(request.ticket, True, wire_bundle(data))
 
 
-def express(shell: Any, request: Express) -> Expressed:
+def express(shell: Any, request: EvaluateExpressions) -> ExpressionValues:
     """Evaluate a client's expressions, as IPython does: an error is a result, too."""
     results = shell.user_expressions(request.expressions)
-    return Expressed(request.ticket, {name: wire_bundle(result) for name, result in results.items()})
+    return ExpressionValues(request.ticket, {name: wire_bundle(result) for name, result in results.items()})
+
+
+MOST_NAMES = 500
+"""Names of each kind that an answer has at most."""
+
+
+def user_names(shell: Any, ticket: int) -> UserNames:
+    """Names of the user's variables and modules, in the order in which they were made. Any thread, also while a cell runs."""
+    variables: list[str] = []
+    modules: list[str] = []
+    for name, value in user_items(shell):
+        (modules if issubclass(type(value), ModuleType) else variables).append(name)
+    return UserNames(ticket, tuple(variables[:MOST_NAMES]), tuple(modules[:MOST_NAMES]))
+
+
+def user_variables(shell: Any) -> list[tuple[str, Any]]:
+    """Name and value of the user's variables, modules left out, in the same order."""
+    return [(name, value) for name, value in user_items(shell) if not issubclass(type(value), ModuleType)][
+        :MOST_NAMES
+    ]
+
+
+def user_items(shell: Any) -> list[tuple[str, Any]]:
+    """Name and value of all that a user has made, modules included, in the same order."""
+    hidden = shell.user_ns_hidden
+    # A copy of the namespace, made in one go: the main thread may be changing it.
+    return [
+        (name, value)
+        for name, value in list(shell.user_ns.items())
+        if isinstance(name, str) and not name.startswith("_") and hidden.get(name, hidden) is not value
+    ]

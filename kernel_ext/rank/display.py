@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import numbers
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 
-from hvdlab.kernel_ext.payloads import Clear, Display
-from hvdlab.kernel_ext.rank.capture import Capture
-from hvdlab.kernel_ext.rank.failures import one_line
-from hvdlab.kernel_ext.rank.wire_text import wire_text
+from hvdlab.kernel_ext.rank.errors import one_line
+from hvdlab.kernel_ext.rank.output import OutputQueue
+from hvdlab.kernel_ext.wire.cells import Clear, Display
+from hvdlab.kernel_ext.wire.text import wire_text, wire_value
 
 LONGEST_TEXT = 1 << 20
 """Characters of a ``text/plain`` that are shown."""
@@ -20,15 +18,12 @@ LONGEST_BEGINNING = 1000
 """Characters of a longer text that are shown as a value."""
 LARGEST_ITEM = 16 << 20
 """Bytes of one representation of a display; no browser shows more."""
-DEEPEST = 100
-"""How deep dictionaries and lists may lie within each other; messages can't carry any depth."""
-_INT64 = range(-(1 << 63), 1 << 64)
 
 
 class RankDisplayHook(DisplayHook):
     """Sends the value of a cell's last expression and keeps ``_``, ``__``, ``Out`` as IPython does."""
 
-    def __init__(self, capture: Capture, **kwargs: Any) -> None:
+    def __init__(self, capture: OutputQueue, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]  # IPython is partly untyped
         self._capture = capture
         self.plain = ""
@@ -78,7 +73,7 @@ class RankDisplayHook(DisplayHook):
 class RankDisplayPublisher(DisplayPublisher):
     """Sends what ``display``, ``update_display`` and ``clear_output`` publish."""
 
-    def __init__(self, capture: Capture, **kwargs: Any) -> None:
+    def __init__(self, capture: OutputQueue, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]  # IPython is partly untyped
         self._capture = capture
 
@@ -143,24 +138,3 @@ def _size(value: Any) -> int:
     if isinstance(value, (list, tuple, set, frozenset)):
         return sum(map(_size, value))
     return 8
-
-
-def wire_value(value: Any, depth: int = 0) -> Any:
-    """The value itself if it can be sent, else what comes nearest to it."""
-    if isinstance(value, str):
-        return wire_text(value)
-    if depth > DEEPEST:
-        raise RecursionError(f"it is nested more than {DEEPEST} deep")
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, numbers.Integral):  # numpy's as well, as in a kernel
-        return int(value) if int(value) in _INT64 else str(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return base64.b64encode(value).decode("ascii")
-    if isinstance(value, dict):
-        return {wire_text(str(key)): wire_value(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [wire_value(item, depth + 1) for item in value]
-    return wire_text(str(value))

@@ -9,21 +9,24 @@ from collections.abc import Callable
 from typing import Any
 
 from hvdlab.collectives.fingerprint import threads_for
-from hvdlab.kernel_ext.inspect.bounded import TookTooLong, bounded
 from hvdlab.kernel_ext.inspect.examination import Examination
-from hvdlab.kernel_ext.inspect.messages import (
+from hvdlab.kernel_ext.inspect.special import special_value
+from hvdlab.kernel_ext.rank.bounded import TookTooLong, bounded
+from hvdlab.kernel_ext.rank.errors import one_line
+from hvdlab.kernel_ext.rank.values import PATIENCE
+from hvdlab.kernel_ext.wire.codec import ToPool
+from hvdlab.kernel_ext.wire.compare import (
+    SPECIAL,
     AskBlocks,
     AskLeaves,
     Compare,
     Compared,
-    Examine,
-    Examined,
+    ComparisonOpened,
     Gather,
+    OpenComparison,
 )
-from hvdlab.kernel_ext.inspect.special import SPECIAL, special_value
-from hvdlab.kernel_ext.payloads import Done, Piece, ToPool
-from hvdlab.kernel_ext.rank.failures import one_line
-from hvdlab.kernel_ext.rank.lending import NOT_SHARED, PATIENCE, Window, Windows
+from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, SharedBuffer, SharedBufferReader
+from hvdlab.kernel_ext.wire.values import Acked, TransferChunk
 
 Question = AskLeaves | AskBlocks | Gather | Compare
 QUESTIONS = (AskLeaves, AskBlocks, Gather, Compare)
@@ -35,7 +38,7 @@ REMEMBERED = 64
 """How many examinations that the pool gave up before they began are remembered."""
 
 
-class Examining:
+class CompareServer:
     """Opens examinations, one at a time, and answers what is asked about them. Made on the main thread.
 
     Args:
@@ -56,16 +59,16 @@ class Examining:
     ) -> None:
         self._shell, self._loop, self._reply = shell, loop, reply
         self._rank, self._neighbours = rank, neighbours
-        self._open: Examined | None = None
+        self._open: ComparisonOpened | None = None
         self._questions: asyncio.Queue[Question | int] = (
             asyncio.Queue()
         )  # a number: that examination was released
         self._released: deque[int] = deque(maxlen=REMEMBERED)
-        self._window: Window | None = None
+        self._window: SharedBuffer | None = None
 
     # -- control thread -----------------------------------------------------------------------------------------------
 
-    def again(self, ticket: int) -> Examined | None:
+    def again(self, ticket: int) -> ComparisonOpened | None:
         """The answer that was given already, if this examination is open."""
         answer = self._open
         return answer if answer is not None and answer.ticket == ticket else None
@@ -73,7 +76,7 @@ class Examining:
     def ask(self, question: Question) -> None:
         """Take a question about an examination."""
         if self.again(question.lot) is None:
-            self._reply(Done(question.ticket, OVER))
+            self._reply(Acked(question.ticket, OVER))
         else:
             self._put(question)
 
@@ -95,31 +98,31 @@ class Examining:
         if isinstance(question, int) or self.again(question.lot) is not None:
             self._questions.put_nowait(question)
         else:
-            self._reply(Done(question.ticket, OVER))
+            self._reply(Acked(question.ticket, OVER))
 
-    async def run(self, request: Examine) -> None:
-        """Examine a value, answer, and stay with it until it is released or the pool seems to be gone."""
+    async def run(self, request: OpenComparison) -> None:
+        """Open a value for comparison, answer, and stay with it until it is released or the pool seems to be gone."""
         if request.ticket in self._released:
             return
         try:
             examination = Examination(self._value(request), threads_for(self._neighbours()))
             answer = examination.examined(request.ticket)
         except BaseException as error:  # noqa: BLE001  # evaluating runs the user's code, which may also exit
-            self._reply(Examined(request.ticket, error=one_line(error)))
+            self._reply(ComparisonOpened(request.ticket, error=one_line(error)))
             return
         self._open = answer
         self._reply(answer)
         try:
-            with Windows() as windows:
+            with SharedBufferReader() as windows:
                 await self._serve(examination, windows)
         finally:
             self._open = self._window = None
             while not self._questions.empty():
                 late = self._questions.get_nowait()
                 if not isinstance(late, int):
-                    self._reply(Done(late.ticket, OVER))
+                    self._reply(Acked(late.ticket, OVER))
 
-    def _value(self, request: Examine) -> Any:
+    def _value(self, request: OpenComparison) -> Any:
         if request.special in SPECIAL:
             return special_value(request.special)
         variables = self._shell.user_ns
@@ -133,7 +136,7 @@ class Examining:
         except TookTooLong:
             raise TookTooLong(f"{request.expression} takes longer than {EVALUATED_WITHIN:.0f} s") from None
 
-    async def _serve(self, examination: Examination, windows: Windows) -> None:
+    async def _serve(self, examination: Examination, windows: SharedBufferReader) -> None:
         assert self._open is not None
         lot = self._open.ticket
         while lot not in self._released:
@@ -147,15 +150,15 @@ class Examining:
                     return
                 continue
             if question.lot != lot:
-                self._reply(Done(question.ticket, OVER))
+                self._reply(Acked(question.ticket, OVER))
                 continue
             try:
                 answer = self._answer(question, examination, windows)
             except Exception as error:  # noqa: BLE001  # a device may fail, or have no memory left
-                answer = Done(question.ticket, one_line(error))
+                answer = Acked(question.ticket, one_line(error))
             self._reply(answer)
 
-    def _answer(self, question: Question, examination: Examination, windows: Windows) -> ToPool:
+    def _answer(self, question: Question, examination: Examination, windows: SharedBufferReader) -> ToPool:
         rank = self._rank()
         if isinstance(question, AskLeaves):
             return examination.some_leaves(question.ticket, question.first)
@@ -172,17 +175,17 @@ class Examining:
         except OSError:
             return Compared(question.ticket, (), NOT_SHARED)
 
-    def _gathered(self, question: Gather, examination: Examination) -> Piece:
+    def _gathered(self, question: Gather, examination: Examination) -> TransferChunk:
         size = sum(length for _, _, length in question.ranges)
         if question.share:
             with contextlib.suppress(OSError):  # no descriptor or no memory is left: it goes as a message
-                return Piece(question.ticket, None, self._share(question, examination, size))
+                return TransferChunk(question.ticket, None, self._share(question, examination, size))
         data = bytearray(size)
         examination.gather(question.ranges, memoryview(data))
-        return Piece(question.ticket, bytes(data))
+        return TransferChunk(question.ticket, bytes(data))
 
     def _share(self, question: Gather, examination: Examination, size: int) -> Any:
         if self._window is None or self._window.size < size:
             self._window = None
-            self._window = Window(size)
+            self._window = SharedBuffer(size)
         return self._window.fill(lambda target: examination.gather(question.ranges, target))

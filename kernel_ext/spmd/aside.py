@@ -20,7 +20,7 @@ KINDS = {
 """Requests that may be answered while a cell runs, and the messages that answer them."""
 
 
-class AsideAnswers:
+class BusyReplies:
     """Part of a kernel's class, before ipykernel's own classes among its bases.
 
     ipykernel takes messages on a thread of its own from version 7 on; in older ones everything waits for the cell.

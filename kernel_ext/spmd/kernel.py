@@ -1,21 +1,52 @@
-"""The kernel: IPython's own, whose cells run on the ranks."""
+"""The kernel whose cells run on the ranks: IPython's own, and the interface of the ranks that the magics provide for it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from ipykernel.ipkernel import IPythonKernel
 
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.payloads import Completions
-from hvdlab.kernel_ext.spmd.aside import AsideAnswers
-from hvdlab.kernel_ext.spmd.router import CellRouter
-from hvdlab.kernel_ext.spmd.routing import asks_ranks
-from hvdlab.kernel_ext.spmd.side import RankSide
-from hvdlab.kernel_ext.spmd.wishes import np_of_request, wishes_for
+from hvdlab.kernel_ext.spmd.aside import BusyReplies
+from hvdlab.kernel_ext.spmd.routing import CellRouter, asks_ranks
+from hvdlab.kernel_ext.spmd.wishes import PoolDefaults, np_of_request, wishes_for
+from hvdlab.kernel_ext.wire.status import Completions, Inspection
+
+
+class KernelBackend(Protocol):
+    """The ranks of a kernel. ``complete`` and ``inspect`` may be called from any thread."""
+
+    def begin(self, wishes: Callable[[], PoolDefaults]) -> None:
+        """Begin to start ranks in the background; the first cell that needs them reports what can't be had."""
+        ...
+
+    def cell(self, code: str, *, store_history: bool) -> None:
+        """The kernel is going to run this cell."""
+        ...
+
+    def complete(self, code: str, cursor: int) -> Completions | None:
+        """Completions from the first rank; None if it does not answer or there is none yet."""
+        ...
+
+    def inspect(self, code: str, cursor: int, detail: int) -> Inspection | None:
+        """Documentation from the first rank; None if it does not answer or there is none yet."""
+        ...
+
+    def evaluate(self, expressions: Mapping[str, str]) -> dict[str, Any]:
+        """Expressions of a client, as the protocol's ``user_expressions``, evaluated on the first rank."""
+        ...
+
+    def busy_with(self) -> str:
+        """The label of a cell that the first rank runs; empty if it is idle or there is none."""
+        ...
+
+    def end(self) -> None:
+        """The kernel ends: end the ranks, or leave them if they are kept. Any thread, also while a cell runs."""
+        ...
+
 
 _Base: Any = (
     IPythonKernel  # it has hardly any annotations, and those of ways to be overridden that it does not use
@@ -24,7 +55,7 @@ _OUR_MAGIC = ("%hvd", "%%hvd", "%%local", "%autohvd")
 _TYPES = "_jupyter_types_experimental"
 
 
-class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
+class HvdlabKernel(BusyReplies, _Base):  # type: ignore[misc]  # as above
     """A kernel in which plain cells run on all ranks, ``%%local`` ones here.
 
     Its shell has the magics loaded; a cell for the ranks becomes a call of ``%%hvd_run``, so that output, errors,
@@ -36,7 +67,7 @@ class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._side: RankSide | None = None
+        self._side: KernelBackend | None = None
         self._router = CellRouter()
 
     @property
@@ -51,7 +82,7 @@ class HvdlabKernel(AsideAnswers, _Base):  # type: ignore[misc]  # as above
         self.shell.input_transformers_cleanup.insert(0, self._router)
         self.shell.extension_manager.load_extension("hvdlab")
 
-    def take_ranks(self, side: RankSide | None) -> None:
+    def take_ranks(self, side: KernelBackend | None) -> None:
         """The extension brings the ranks; None when it is unloaded: cells then run here."""
         self._side = side
 

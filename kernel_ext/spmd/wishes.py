@@ -16,7 +16,7 @@ LARGEST_NOTEBOOK = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PoolDefaults:
     """What a pool shall be like, unless the user's options say otherwise; None leaves it to the pool."""
 
     np: int | None = None
@@ -25,14 +25,14 @@ class Wishes:
     hosts: str | None = None
 
 
-def from_environment(environ: Mapping[str, str]) -> Wishes:
+def from_environment(environ: Mapping[str, str]) -> PoolDefaults:
     """``HVDLAB_NP``, ``HVDLAB_LAUNCHER`` and ``HVDLAB_HOSTS``, as a kernelspec sets them.
 
     Raises:
         InvalidRequestError: ``HVDLAB_NP`` is no number of ranks.
     """
     np = environ.get("HVDLAB_NP")
-    return Wishes(
+    return PoolDefaults(
         _count(np, "HVDLAB_NP") if np else None,
         environ.get("HVDLAB_LAUNCHER") or None,
         None,
@@ -40,7 +40,7 @@ def from_environment(environ: Mapping[str, str]) -> Wishes:
     )
 
 
-def with_metadata(wishes: Wishes, metadata: Any) -> Wishes:
+def with_metadata(wishes: PoolDefaults, metadata: Any) -> PoolDefaults:
     """The wishes, overridden by the ``hvdlab`` entry of metadata.
 
     Raises:
@@ -56,7 +56,7 @@ def with_metadata(wishes: Wishes, metadata: Any) -> Wishes:
                 f"the notebook's metadata `hvdlab.{name}` is to be a text, not {value!r}"
             )
     np = found.get("np")
-    return Wishes(
+    return PoolDefaults(
         _count(np, "the notebook's metadata `hvdlab.np`") if np is not None else wishes.np,
         texts["launcher"] or wishes.launcher,
         texts["plane"] or wishes.plane,
@@ -84,7 +84,7 @@ def notebook_metadata(environ: Mapping[str, str], directory: Path) -> dict[str, 
     return {}
 
 
-def wishes_for(environ: Mapping[str, str] | None = None, directory: Path | None = None) -> Wishes:
+def wishes_for(environ: Mapping[str, str] | None = None, directory: Path | None = None) -> PoolDefaults:
     """What ranks this kernel's notebook wants.
 
     Raises:
@@ -96,7 +96,7 @@ def wishes_for(environ: Mapping[str, str] | None = None, directory: Path | None 
 
 def np_of_request(metadata: Any) -> int | None:
     """The number of ranks that a client wants for one cell, from the metadata of its request; None if it does not say."""
-    return with_metadata(Wishes(), metadata).np
+    return with_metadata(PoolDefaults(), metadata).np
 
 
 def _count(value: Any, what: str) -> int:

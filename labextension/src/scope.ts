@@ -5,7 +5,7 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import { Signal } from '@lumino/signaling';
 import type { Feed, Feeds } from './feed.ts';
 
-/** A debug request, and the event that tells of changes; the kernel's side is kernel_ext/debugger/choosing.py. */
+/** A debug request, and the event that tells of changes; the kernel's side is kernel_ext/notebook/debugger/multiplexer.py. */
 export const SCOPE = 'hvdlab/scope';
 export const ONE_RANK = 'hvdlab:debug-one-rank';
 

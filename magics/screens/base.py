@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hvdlab.kernel_ext.output.merge import LineMerger
-from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Piece, Shown, Text
-from hvdlab.kernel_ext.payloads import CellDone, Chunk
+from hvdlab.kernel_ext.notebook.output.merge import Cleared, LineMerger, LiveLines, Piece, Shown, Text
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 
 
 class Screen(Protocol):

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text, label
-from hvdlab.kernel_ext.output.values import label_html
-from hvdlab.kernel_ext.payloads import Display
+from hvdlab.kernel_ext.notebook.output.merge import Cleared, LiveLines, Shown, Text, label
+from hvdlab.kernel_ext.notebook.output.values import label_html
+from hvdlab.kernel_ext.wire.cells import Display
 from hvdlab.magics.screens.areas import Areas, KnownAreas
 from hvdlab.magics.screens.outbox import Outbox
 from hvdlab.magics.screens.publisher import Publisher

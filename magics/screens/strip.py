@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hvdlab.collectives.failures import Failures
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import EndingSink, TimedSink, began, settle, status_of
-from hvdlab.kernel_ext.output.limit import KeptSink
-from hvdlab.kernel_ext.output.transcript import Transcript
-from hvdlab.kernel_ext.payloads import CellDone
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import EndingSink, TimedSink, began, settle, status_of
+from hvdlab.kernel_ext.notebook.output.limit import KeptSink
+from hvdlab.kernel_ext.notebook.output.transcript import Transcript
+from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.magics.screens.publisher import Watched
 
 DELAY = 0.5

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from hvdlab.kernel_ext.cells.sink import AsNotes
-from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text, label
+from hvdlab.kernel_ext.notebook.cells.sink import AsNotes
+from hvdlab.kernel_ext.notebook.output.merge import Cleared, LiveLines, Shown, Text, label
 
 _ERASE = "\r\x1b[K"
 _UP = "\x1b[1A"

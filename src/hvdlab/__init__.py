@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from hvdlab.horovod.installing import install_as_horovod as install_as_horovod
-    from hvdlab.kernel_ext.cells.failure import CellFailed as CellFailed
-    from hvdlab.kernel_ext.cells.results import CellResults as CellResults
-    from hvdlab.kernel_ext.pool import Pool as Pool
+    from hvdlab.kernel_ext.notebook.cells.failure import CellFailed as CellFailed
+    from hvdlab.kernel_ext.notebook.cells.results import CellResults as CellResults
+    from hvdlab.kernel_ext.notebook.pool import Pool as Pool
     from hvdlab.magics.extension import pool as pool
     from hvdlab.runner import run as run
     from hvdlab.widgets.views import export as export
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Pool": "hvdlab.kernel_ext.pool",
-    "CellResults": "hvdlab.kernel_ext.cells.results",
-    "CellFailed": "hvdlab.kernel_ext.cells.failure",
+    "Pool": "hvdlab.kernel_ext.notebook.pool",
+    "CellResults": "hvdlab.kernel_ext.notebook.cells.results",
+    "CellFailed": "hvdlab.kernel_ext.notebook.cells.failure",
     "install_as_horovod": "hvdlab.horovod.installing",
     "run": "hvdlab.runner",
     "pool": "hvdlab.magics.extension",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.launch.dask.launcher import DaskLauncher
 from patience import PATIENCE, eventually
 

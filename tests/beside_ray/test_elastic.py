@@ -15,7 +15,7 @@ import ray
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.ray import ElasticRayExecutor, RayExecutor
 from hvdlab.ray.elastic import RayHostDiscovery
 from hvdlab.ray.strategy import create_placement_group

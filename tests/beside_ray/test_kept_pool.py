@@ -15,10 +15,9 @@ import ray
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.kernel_ext.held import this_process
-from hvdlab.kernel_ext.kept_pools import kept_elsewhere
-from hvdlab.kernel_ext.leftovers import LeftCell
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.kept_pools import kept_elsewhere, this_process
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.kernel_ext.pools_command import main as pools_command
 from hvdlab.launch.tenancy import Refused
 from hvdlab.ray.pool_actor import NAMESPACE
@@ -178,9 +177,9 @@ def test_what_a_cell_writes_meanwhile_is_shown_to_the_next_notebook(tmp_path: Pa
     for rank in range(2):
         Path(f"{door}{rank}").write_text("go")
     out = Recorder()
-    left: list[LeftCell] = []
+    left: list[OrphanedCell] = []
 
-    def show(cell: LeftCell) -> Recorder:
+    def show(cell: OrphanedCell) -> Recorder:
         left.append(cell)
         return out
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE, eventually
 from slurm_cluster import CPUS, NODES, SlurmCluster
 
@@ -96,7 +96,7 @@ def test_an_interrupt_of_the_wait_cancels_the_job(slurm: SlurmCluster, full: str
 
 NOTEBOOK = """\
 import sys, time
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 pool = Pool.start(2, launcher="slurm", on_progress=lambda text: print(text, flush=True))
 print("up", flush=True)
 time.sleep(600)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE
 from slurm_cluster import SlurmCluster
 

@@ -13,7 +13,7 @@ import pytest
 
 import hvdlab.spark
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.runner.calling import RankFailedError
 from patience import PATIENCE
 

@@ -14,7 +14,7 @@ SCRIPT = str(Path(__file__).parents[1] / "multihost/ssh_pool.py")
 LACKING = """\
 import sys
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 for python in ("/no/such/python", sys.argv[3]):
     options = {"shell": sys.argv[2], "python": python}
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE
 
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_*.py"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from beside_trainers.trainings import LIBRARIES
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE
 from pool_recorder import Recorder
 

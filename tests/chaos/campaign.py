@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Self
 from chaos import census, standstill
 from chaos.faults import FAULTS, STALL, Fault
 from chaos.figures import Outcome
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 from patience import PATIENCE
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from chaos.membership import Change, MembershipCampaign, Teller, wrong_results
 from chaos.parts import PARTS
 from chaos.phases import PHASES
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.elastic import Bounds
-from hvdlab.kernel_ext.output.report import report
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.output.error_report import report
 
 LEAST, MOST = 2, 5
 """Ranks that the training must have, and may have."""

@@ -8,7 +8,7 @@ import time
 
 from chaos import census
 from chaos.pieces import Pieces, names
-from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 
 
 class Interrupts(Pieces):

@@ -9,7 +9,7 @@ import json
 import sys
 
 from chaos.campaign import Sink
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from chaos import census
 from chaos.pieces import Pieces
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 OWNER = Path(__file__).with_name("owner.py")
 

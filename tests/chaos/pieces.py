@@ -11,9 +11,9 @@ from typing import Any
 from chaos.campaign import Campaign, Hang, Sink
 from chaos.faults import Fault
 from chaos.figures import Outcome
-from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.output.report import report
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.output.error_report import report
 
 FOREVER = 10**9
 

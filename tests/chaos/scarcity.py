@@ -10,7 +10,7 @@ import psutil
 
 from chaos.campaign import Sink
 from chaos.pieces import Pieces
-from hvdlab.kernel_ext.payloads import Chunk, Stream
+from hvdlab.kernel_ext.wire.cells import Chunk, Stream
 
 FLOOD = 100_000_000
 """Bytes that a rank writes; the deeds ``flood`` of victims write as many as the order's ``bytes`` says."""

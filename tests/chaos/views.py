@@ -11,7 +11,7 @@ import numpy as np
 
 from chaos import census
 from hvdlab.collectives.recording import Recording
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.widgets.membership import MembershipWidget
 from hvdlab.widgets.membership_rows import membership_message
 from hvdlab.widgets.metrics import MetricsWidget

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hvdlab
-from hvdlab.kernel_ext.debugger import choosing
+from hvdlab.kernel_ext.notebook.debugger import multiplexer
 from hvdlab.magics import panel
 
 ROOT = Path(__file__).parents[2]
@@ -67,4 +67,4 @@ def test_page_and_kernel_call_things_by_the_same_names() -> None:
     source = (EXTENSION / "src" / "protocol.ts").read_text()
     names = dict(re.findall(r"export const (\w+) = '([^']*)'", source))
     assert names == {"TARGET": panel.TARGET, "STREAM": panel.STREAM, "REQUESTS": panel.REQUESTS, "OWN": ""}
-    assert f"export const SCOPE = '{choosing.SCOPE}'" in (EXTENSION / "src" / "scope.ts").read_text()
+    assert f"export const SCOPE = '{multiplexer.SCOPE}'" in (EXTENSION / "src" / "scope.ts").read_text()

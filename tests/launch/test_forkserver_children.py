@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forked_ranks import PATIENCE, ForkedRanks, loaded
-from hvdlab.kernel_ext.forked import PROGRAM, PROGRAM_NAME
+from hvdlab.kernel_ext.forkserver.program import PROGRAM, PROGRAM_NAME
 from hvdlab.launch.forkserver.child_table import ChildTable
 from hvdlab.launch.forkserver.client import ForkServer
 

@@ -17,7 +17,7 @@ import pytest
 from forked_ranks import ForkedRanks, living, loaded
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.forked import PROGRAM_NAME
+from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Signal
 from patience import PATIENCE

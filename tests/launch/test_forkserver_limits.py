@@ -14,7 +14,7 @@ from effort import examples
 from forked_ranks import ForkedRanks, allow_files, loaded
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.forked import PROGRAM, PROGRAM_NAME
+from hvdlab.kernel_ext.forkserver.program import PROGRAM, PROGRAM_NAME
 from hvdlab.launch.forkserver import forking
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Engine, Exited, Fork, ForkFailed, Signal, ToServer

@@ -10,8 +10,8 @@ import pytest
 from IPython.core.error import UsageError
 
 from hvdlab.collectives import context
-from hvdlab.kernel_ext.cells.failure import CellFailed
-from hvdlab.kernel_ext.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.failure import CellFailed
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.magics.syntax import check_syntax
 from magics_fakes import Notebook
 

@@ -14,7 +14,7 @@ import pytest
 from IPython.core.error import UsageError
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.spmd.wishes import Wishes
+from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
 from hvdlab.magics.session import Interrupted, Session
 from magics_fakes import FakePool, Notebook
 
@@ -56,14 +56,14 @@ def test_it_is_there_without_being_asked_for(session: Session, start: SlowStart)
     there = threading.Event()
     session.watchers.append(there.set)
     start.go.set()
-    session.begin(lambda: Wishes(np=3, launcher="mpi"))
+    session.begin(lambda: PoolDefaults(np=3, launcher="mpi"))
     assert there.wait(20)
     assert session.current is start.pools[0]
     assert (session.current.size, session.current.launcher) == (3, "mpi")
 
 
 def test_who_needs_it_waits_and_later_pools_are_like_it(session: Session, start: SlowStart) -> None:
-    session.begin(lambda: Wishes(np=3))
+    session.begin(lambda: PoolDefaults(np=3))
     threading.Timer(0.05, start.go.set).start()
     pool = session.need_pool("%hvd_pool")
     assert pool.size == 3
@@ -78,7 +78,7 @@ def test_what_went_wrong_is_told_once_and_the_next_try_starts_anew(
 ) -> None:
     start.error = StartError("no room")  # type: ignore[assignment]
     start.go.set()
-    session.begin(lambda: Wishes(np=3))
+    session.begin(lambda: PoolDefaults(np=3))
     with pytest.raises(UsageError, match="no room"):
         session.pool_for(None)
     start.error = None
@@ -86,7 +86,7 @@ def test_what_went_wrong_is_told_once_and_the_next_try_starts_anew(
 
 
 def test_wishes_that_are_not_understood_are_told_in_a_sentence(session: Session) -> None:
-    def wishes() -> Wishes:
+    def wishes() -> PoolDefaults:
         raise StartError("that is no number")
 
     session.begin(wishes)
@@ -95,7 +95,7 @@ def test_wishes_that_are_not_understood_are_told_in_a_sentence(session: Session)
 
 
 def test_after_an_interrupt_it_goes_on_starting(session: Session, start: SlowStart) -> None:
-    session.begin(lambda: Wishes(np=2))
+    session.begin(lambda: PoolDefaults(np=2))
     main, over = threading.main_thread().ident or 0, threading.Event()
 
     def press() -> None:
@@ -125,7 +125,7 @@ def _waits_in(thread: int, function: str) -> bool:
 
 
 def test_one_that_nobody_wants_any_more_ends_when_it_is_there(session: Session, start: SlowStart) -> None:
-    session.begin(lambda: Wishes(np=2))
+    session.begin(lambda: PoolDefaults(np=2))
     threading.Timer(0.05, start.go.set).start()
     session.close()
     assert start.pools[0].state == "stopped"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from IPython.core.completer import provisionalcompleter
 
-from hvdlab.kernel_ext.payloads import Names
+from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.magics.arguments import Values
 from hvdlab.magics.cells import run_parser
 from hvdlab.magics.pools import pool_parser
@@ -22,7 +22,7 @@ def completions(notebook: Notebook, text: str) -> list[str]:
 @pytest.fixture
 def three(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Notebook:
     notebook.run("%%hvd_run -np 3\nmodel = rank")
-    known = {rank: Names(0, ("model", "momentum"), ("torch",)) for rank in range(3)}
+    known = {rank: UserNames(0, ("model", "momentum"), ("torch",)) for rank in range(3)}
     monkeypatch.setattr(notebook.pool, "names", lambda: known)
     return notebook
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hvdlab.kernel_ext.inspect.messages import Examined, Leaf
-from hvdlab.kernel_ext.inspect.result import Diff, DiffRow, Group
+from hvdlab.kernel_ext.notebook.variables.diff import Diff, DiffRow, ValueGroup
+from hvdlab.kernel_ext.wire.compare import ComparisonOpened, Leaf
 from magics_fakes import Notebook
 
 
@@ -17,7 +17,8 @@ def found(name: str, *groups: tuple[int, ...], rows: int = 0) -> Diff:
     return Diff(
         name,
         tuple(
-            Group(ranks, Examined(1, bytes([number]), "Net", 3, 2, 48)) for number, ranks in enumerate(groups)
+            ValueGroup(ranks, ComparisonOpened(1, bytes([number]), "Net", 3, 2, 48))
+            for number, ranks in enumerate(groups)
         ),
         (difference,) * rows,
     )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from hvdlab.kernel_ext.cells.elastic import Bounds
-from hvdlab.kernel_ext.history import Change, ElasticState, History
+from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.membership_history import ElasticState, MembershipChange, MembershipHistory
 from hvdlab.magics.elastic import ElasticView
 
 
 def state() -> ElasticState:
-    history = History()
-    history.add(Change(0, "joined", "start", "here#ab", 10, 1.0))
-    history.add(Change(1, "joined", "start", "here#ab", 11, 1.0))
-    history.add(Change(1, "died", "killed by <SIGKILL>\x1b[31m", "here#ab", 11, 2.0))
+    history = MembershipHistory()
+    history.add(MembershipChange(0, "joined", "start", "here#ab", 10, 1.0))
+    history.add(MembershipChange(1, "joined", "start", "here#ab", 11, 1.0))
+    history.add(MembershipChange(1, "died", "killed by <SIGKILL>\x1b[31m", "here#ab", 11, 2.0))
     arrivals = {rank: came for rank in (0, 1) if (came := history.arrival(rank)) is not None}
     members = {0: "ready", 1: "lost: killed by SIGKILL"}
     return ElasticState(4, [("[7]", Bounds(1, 3), (0,))], members, (1,), arrivals, history.all())

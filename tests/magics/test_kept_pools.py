@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.cells.sink import OutputSink
-from hvdlab.kernel_ext.leftovers import LeftCell, Show
-from hvdlab.kernel_ext.payloads import HeldCell, RunCell
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+from hvdlab.kernel_ext.notebook.takeover import OrphanedCell, Show
+from hvdlab.kernel_ext.wire.cells import RetainedCell, RunCell
 from magics_fakes import FakePool, Notebook
 
 
@@ -19,7 +19,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def left() -> list[LeftCell]:
+def left() -> list[OrphanedCell]:
     return []
 
 
@@ -30,7 +30,7 @@ def sinks() -> list[OutputSink]:
 
 @pytest.fixture(autouse=True)
 def kept(
-    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, left: list[LeftCell], sinks: list[OutputSink]
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch, left: list[OrphanedCell], sinks: list[OutputSink]
 ) -> None:
     """There is a pool called ``mine``, with the cells that are ``left``, whose output goes to ``sinks``."""
 
@@ -64,12 +64,12 @@ def test_a_pool_is_attached_to_by_its_name(notebook: Notebook) -> None:
 
 
 def test_cells_that_the_notebook_before_has_left_go_on_under_the_attach(
-    notebook: Notebook, left: list[LeftCell], sinks: list[OutputSink]
+    notebook: Notebook, left: list[OrphanedCell], sinks: list[OutputSink]
 ) -> None:
-    running, ended = HeldCell("c", "[7]", 0, 0, True), HeldCell("c", "[7]", 0, 0, False)
-    trains = HeldCell("e", "[9]", 0, 0, True, RunCell("e", "[9]", "train(state)", at_least=1))
-    left += [LeftCell("c", "[7]", {0: ended, 1: running}), LeftCell("d", "[8]", {2: ended})]
-    left += [LeftCell("e", "[9]", {0: trains, 1: trains})]
+    running, ended = RetainedCell("c", "[7]", 0, 0, True), RetainedCell("c", "[7]", 0, 0, False)
+    trains = RetainedCell("e", "[9]", 0, 0, True, RunCell("e", "[9]", "train(state)", at_least=1))
+    left += [OrphanedCell("c", "[7]", {0: ended, 1: running}), OrphanedCell("d", "[8]", {2: ended})]
+    left += [OrphanedCell("e", "[9]", {0: trains, 1: trains})]
     lines = notebook.run("%hvd_pool attach mine").stdout.splitlines()
     assert lines == [
         "cell [7] of the notebook before still runs on rank 1; what it wrote meanwhile follows",
@@ -81,10 +81,10 @@ def test_cells_that_the_notebook_before_has_left_go_on_under_the_attach(
 
 
 def test_a_cell_that_its_notebooks_end_interrupted_is_named(
-    notebook: Notebook, left: list[LeftCell], monkeypatch: pytest.MonkeyPatch
+    notebook: Notebook, left: list[OrphanedCell], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped = HeldCell("c", "[7]", 0, 0, False, interrupted=True)
-    left += [LeftCell("c", "[7]", {0: stopped})]
+    stopped = RetainedCell("c", "[7]", 0, 0, False, interrupted=True)
+    left += [OrphanedCell("c", "[7]", {0: stopped})]
     monkeypatch.setattr(FakePool, "news", lambda pool: ["cell [6] was interrupted when its notebook ended"])
     assert notebook.run("%hvd_pool attach mine").stdout.splitlines() == [
         "cell [7] was interrupted when its notebook ended",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from hvdlab.kernel_ext.cells.drive import BACKLOG
-from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
+from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 from hvdlab.magics.late import LateOutput
 from patience import PATIENCE
 

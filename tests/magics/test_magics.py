@@ -9,8 +9,7 @@ import pytest
 
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.payloads import Names, ServerNow
-from hvdlab.kernel_ext.status import RankStatus
+from hvdlab.kernel_ext.wire.status import RankStatus, ServerNow, UserNames
 from hvdlab.magics.status_table import StatusTable
 from magics_fakes import Notebook
 
@@ -94,7 +93,9 @@ def test_a_repaired_rank_is_empty_and_that_is_said(
     notebook.run("%hvd_pool start 2")
     monkeypatch.setattr(notebook.pool, "repair", lambda: (1,))
     monkeypatch.setattr(notebook.pool, "newcomers", (1,))
-    monkeypatch.setattr(notebook.pool, "names", lambda: {0: Names(0, ("x",), ()), 1: Names(0, (), ())})
+    monkeypatch.setattr(
+        notebook.pool, "names", lambda: {0: UserNames(0, ("x",), ()), 1: UserNames(0, (), ())}
+    )
     (said,) = notebook.run("%hvd_pool repair").lines
     assert said.startswith("rank 1 is back (0.0 s); it lacks x: ")
     assert "`%%hvd_rank 1`" in said
@@ -102,8 +103,10 @@ def test_a_repaired_rank_is_empty_and_that_is_said(
 
 def test_newcomers_are_told_of_and_synced(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook.run("%hvd_pool start 2")
-    known = {0: Names(0, ("x",), ()), 1: Names(0, ("x",), ())}
-    monkeypatch.setattr(notebook.pool, "names", lambda: {**known, 2: Names(0, (), ()), 3: Names(0, (), ())})
+    known = {0: UserNames(0, ("x",), ()), 1: UserNames(0, ("x",), ())}
+    monkeypatch.setattr(
+        notebook.pool, "names", lambda: {**known, 2: UserNames(0, (), ()), 3: UserNames(0, (), ())}
+    )
     new = "ranks 2,3 are new; they lack x: `%hvd_pool sync 2,3` brings them all that, as `%%hvd_run --sync` does "
     ready, said = notebook.run("%hvd_pool resize 4").lines
     assert ready == "ranks 0-3 are ready"
@@ -239,7 +242,7 @@ def test_only_living_ranks_are_ready(notebook: Notebook, monkeypatch: pytest.Mon
 
 def test_a_cell_brings_newcomers_what_the_others_know_before_it_runs(notebook: Notebook) -> None:
     notebook.run("%hvd_pool start 2")
-    notebook.pool.names = lambda ranks=None: {0: Names(0, ("model",), ()), 2: Names(0, (), ())}  # type: ignore[method-assign]
+    notebook.pool.names = lambda ranks=None: {0: UserNames(0, ("model",), ()), 2: UserNames(0, (), ())}  # type: ignore[method-assign]
     ran = notebook.run("%%hvd_run -np 3 --sync\npass")
     assert ran.lines == ["synced [2]"]
     assert notebook.run("%%hvd_run --sync\npass").lines == []
@@ -247,7 +250,7 @@ def test_a_cell_brings_newcomers_what_the_others_know_before_it_runs(notebook: N
 
 def test_a_name_that_only_ranks_have_is_pointed_out_after_the_error(notebook: Notebook) -> None:
     notebook.run("%hvd_pool start 3")
-    notebook.pool.names = lambda ranks=None: {r: Names(0, ("model",), ("hvd",)) for r in range(3)}  # type: ignore[method-assign]
+    notebook.pool.names = lambda ranks=None: {r: UserNames(0, ("model",), ("hvd",)) for r in range(3)}  # type: ignore[method-assign]
     assert notebook.run("model").lines[-1] == "`model` exists on ranks 0-2: put `%%hvd_run` on top"
     assert notebook.run("hvd.rank()").lines[-1] == "`hvd` exists on ranks 0-2: put `%%hvd_run` on top"
     assert "exists on" not in notebook.run("other").stdout

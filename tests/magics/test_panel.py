@@ -14,7 +14,7 @@ import pytest
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.recording import Recording
-from hvdlab.kernel_ext import registry
+from hvdlab.kernel_ext.notebook import registry
 from hvdlab.magics.panel import NotebookDesk, load_panel
 from timeline_traces import steps
 
@@ -80,8 +80,8 @@ def test_a_kept_pool_is_watched_over_a_connection_that_is_closed_at_the_end(
     kept = SimpleNamespace(
         name="night", size=4, address=coordinator.address, client_token=coordinator.client_token
     )
-    monkeypatch.setattr(registry.Registry, "all", lambda self: [kept])
-    monkeypatch.setattr(registry.Registry, "get", lambda self, name: kept)
+    monkeypatch.setattr(registry.KeptPoolRegistry, "all", lambda self: [kept])
+    monkeypatch.setattr(registry.KeptPoolRegistry, "get", lambda self, name: kept)
     try:
         desk = NotebookDesk(session)
         assert {"id": "kept:night", "kind": "kept", "name": "night", "size": 4} in desk.pools()

@@ -55,7 +55,7 @@ def test_loading_is_silent_and_leaves_what_is_heavy_to_another_thread(started: L
     assert cell.text() == ""
     found = set(json.loads(started.run("import json; print(json.dumps(sorted(imported)))").text()))
     assert "hvdlab.magics.extension" in found
-    assert "hvdlab.kernel_ext.pool" not in found
+    assert "hvdlab.kernel_ext.notebook.pool" not in found
     foreign = {name.partition(".")[0] for name in found} - sys.stdlib_module_names
     assert foreign <= {"hvdlab", "IPython", "msgspec", "numpy", "typing_extensions"}
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from hvdlab.kernel_ext.output.merge import LineMerger
-from hvdlab.kernel_ext.output.pieces import Cleared, LiveLines, Shown, Text
-from hvdlab.kernel_ext.payloads import Display, Stream
+from hvdlab.kernel_ext.notebook.output.merge import Cleared, LineMerger, LiveLines, Shown, Text
+from hvdlab.kernel_ext.wire.cells import Display, Stream
 from hvdlab.magics.progress import CellImportDisplay
 from hvdlab.magics.screens.areas import KnownAreas
 from hvdlab.magics.screens.base import MergingSink

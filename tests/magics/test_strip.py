@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.output.limit import LimitedSink
-from hvdlab.kernel_ext.output.merge import LineMerger
-from hvdlab.kernel_ext.payloads import CellDone, CellError, Clear, Stream
+from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
+from hvdlab.kernel_ext.notebook.output.merge import LineMerger
+from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Clear, Stream
 from hvdlab.magics.screens.base import MergingSink
 from hvdlab.magics.screens.notebook import NotebookScreen
 from hvdlab.magics.screens.publisher import Watched

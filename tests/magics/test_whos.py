@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hvdlab.kernel_ext.inspect.messages import Tensor, Tensors, Variable, Variables
-from hvdlab.kernel_ext.inspect.overview import Overview, TensorTable
+from hvdlab.kernel_ext.notebook.variables.overview import Overview, TensorTable
+from hvdlab.kernel_ext.wire.compare import Tensor, Tensors, Variable, Variables
 from magics_fakes import Notebook
 
 

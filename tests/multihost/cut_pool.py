@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 START = """\
 import os

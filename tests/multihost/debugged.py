@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from hvdlab.kernel_ext.debugger.mail import desk_of
-from hvdlab.kernel_ext.debugger.messages import FromServer, Opened
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.debugger.hub import connections_of
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.wire.debug import DebugOpened, FromServer
 
 CELL = "import socket\nhere = socket.gethostname()\nshown = here.upper()\nprint(shown)\n"
 FILE = "/tmp/ipykernel_1/1.py"
@@ -39,12 +39,12 @@ class FarDebugger:
     def __init__(self, pool: Pool, rank: int) -> None:
         self._rank, self._seq = rank, 0
         self._mail: queue.SimpleQueue[FromServer | str] = queue.SimpleQueue()
-        self._session = desk_of(pool.client).session(
+        self._session = connections_of(pool.client).session(
             lambda _, mail: self._mail.put(mail), lambda _, reason: self._mail.put(reason)
         )
         self._session.open(rank)
         opened = self._mail.get(timeout=PATIENCE)
-        assert isinstance(opened, Opened), opened
+        assert isinstance(opened, DebugOpened), opened
         assert not opened.error
 
     def ask(self, command: str, **arguments: object) -> Json:
@@ -59,7 +59,7 @@ class FarDebugger:
         """Return the next such message, and drop those before it."""
         while True:
             mail = self._mail.get(timeout=PATIENCE)
-            assert not isinstance(mail, str | Opened), mail
+            assert not isinstance(mail, str | DebugOpened), mail
             message: Json = json.loads(mail.message)
             if wanted(message):
                 return message

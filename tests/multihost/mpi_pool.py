@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

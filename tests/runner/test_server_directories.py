@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import loopback_hosts
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from runner.conftest import Launcher
 
 SCRIPT = """

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.torch.c10d import agree
 from hvdlab.torch.c10d.agreeing import Agreement, _Account, decide
 from ranks import Ranks

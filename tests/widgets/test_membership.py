@@ -15,8 +15,8 @@ import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.membership import LEAVES
 from hvdlab.collectives.recording import Recording
-from hvdlab.kernel_ext.cells.elastic import Bounds
-from hvdlab.kernel_ext.history import Change, ElasticState
+from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.membership_history import ElasticState, MembershipChange
 from hvdlab.widgets import membership as widget_module
 from hvdlab.widgets.membership import MembershipWidget
 from hvdlab.widgets.membership_actions import MembershipActions
@@ -40,7 +40,7 @@ class FakePool:
     def __init__(self, size: int = 4) -> None:
         self.states = dict.fromkeys(range(size), "ready")
         self.state = "idle"
-        self.history: list[Change] = []
+        self.history: list[MembershipChange] = []
         self.called: list[str] = []
         self.listeners: list[Callable[[], None]] = []
         self.go_on = threading.Event()
@@ -58,7 +58,7 @@ class FakePool:
         return lambda: self.listeners.remove(callback)
 
     def change(self, rank: int, what: str, why: str) -> None:
-        self.history.append(Change(rank, what, why, "host<1>#ab", 77, 1000.0 + len(self.history)))
+        self.history.append(MembershipChange(rank, what, why, "host<1>#ab", 77, 1000.0 + len(self.history)))
         for listener in self.listeners:
             listener()
 

@@ -11,7 +11,7 @@ import torch
 from hvdlab.kernel_ext.inspect import elements
 from hvdlab.kernel_ext.inspect.arrays import array_source
 from hvdlab.kernel_ext.inspect.elements import compare, not_finite
-from hvdlab.kernel_ext.inspect.messages import Difference
+from hvdlab.kernel_ext.wire.compare import Difference
 
 
 def differ(ours: Any, theirs: Any) -> Difference:

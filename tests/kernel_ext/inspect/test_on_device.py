@@ -20,12 +20,11 @@ from hvdlab.bindings.array_source import ArraySource
 from hvdlab.bindings.framework_hooks import torch as hooks
 from hvdlab.collectives import fingerprint
 from hvdlab.collectives.fingerprint import SIZE, differing
-from hvdlab.kernel_ext.inspect.diff import diff
 from hvdlab.kernel_ext.inspect.examination import Examination
-from hvdlab.kernel_ext.inspect.messages import AskBlocks, AskLeaves, Compare, Compared, Examine, Gather
-from hvdlab.kernel_ext.inspect.result import Diff
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import Piece
+from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.compare import AskBlocks, AskLeaves, Compare, Compared, Gather, OpenComparison
+from hvdlab.kernel_ext.wire.values import TransferChunk
 
 BLOCK = 64
 """Bytes of a block here, in four rows of four words."""
@@ -212,7 +211,7 @@ class RanksHere:
 
     def _answer(self, rank: int, question: Any) -> Any:
         self.rank = rank
-        if isinstance(question, Examine):
+        if isinstance(question, OpenComparison):
             self._open[rank] = Examination(self._values[rank])
             return self._open[rank].examined(question.ticket)
         mine = self._open[rank]
@@ -225,7 +224,7 @@ class RanksHere:
         if isinstance(question, Gather):
             data = bytearray(sum(length for _, _, length in question.ranges))
             mine.gather(question.ranges, memoryview(data))
-            return Piece(question.ticket, bytes(data))
+            return TransferChunk(question.ticket, bytes(data))
         assert isinstance(question, Compare)
         return Compared(question.ticket, mine.compare(question.ranges.get(rank, ()), question.data))
 

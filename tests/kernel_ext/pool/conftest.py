@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import GONE
 
 StartPool = Callable[..., Pool]

@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.cells.elastic import Bounds
-from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.payloads import Chunk, Stream
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink
+from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.wire.cells import Chunk, Stream
 
 PATIENCE = 120.0
 """Seconds that the pool may take to start."""

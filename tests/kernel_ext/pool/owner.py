@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 STUCK = "import ctypes; open({!r}, 'w').close(); ctypes.PyDLL(None).sleep(60)"
 CHILDREN = (

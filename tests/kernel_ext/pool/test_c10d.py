@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE
 from pool_recorder import Recorder
 
@@ -239,7 +239,9 @@ def test_an_interrupt_within_ddps_backward_leaves_the_model_as_it_was(
     assert list(pool.run(GOOD)) == [True] * 2
     assert list(pool.run(GOOD)) == [True] * 2  # with the buckets that DDP has ordered anew
     # A statement may end before the interrupt that was held within it is requested again.
-    slowly = "from hvdlab.kernel_ext.rank import gate\ngate.FIRST_RETRY = gate.LAST_RETRY = "
+    slowly = (
+        "from hvdlab.kernel_ext.rank import interrupts\ninterrupts.FIRST_RETRY = interrupts.LAST_RETRY = "
+    )
     assert pool.run(f"{slowly}{PATIENCE}").errors == {}
     interrupted(pool, "stop_in_a_future()", "stop_in_a_future()")
     assert pool.run(f"{slowly}0.005").errors == {}

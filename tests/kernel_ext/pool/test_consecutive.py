@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 NUMBERS = """
 import hvdlab.numpy as hvd, numpy as np

@@ -19,7 +19,7 @@ from forked_ranks import allow_files
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.launchers import attempts, ports
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 StartPool = Callable[..., Pool]
 

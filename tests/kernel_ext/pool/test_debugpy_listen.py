@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dap_port import DapPort
-from hvdlab.kernel_ext.debugger.mail import desk_of
-from hvdlab.kernel_ext.debugger.messages import FromServer, Opened
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.debugger.hub import connections_of
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.wire.debug import DebugOpened, FromServer
 from patience import PATIENCE
 
 pytest.importorskip("debugpy")
@@ -62,10 +62,10 @@ def test_jupyterlabs_debugger_leaves_such_a_rank_out_and_says_why(start_pool: St
     pool = start_pool(1)
     pool.run(LISTEN)
     mail: queue.SimpleQueue[FromServer] = queue.SimpleQueue()
-    session = desk_of(pool.client).session(lambda rank, one: mail.put(one), lambda rank, reason: None)
+    session = connections_of(pool.client).session(lambda rank, one: mail.put(one), lambda rank, reason: None)
     session.open(0)
     opened = mail.get(timeout=PATIENCE)
-    assert isinstance(opened, Opened)
+    assert isinstance(opened, DebugOpened)
     assert opened.error == "debugpy.listen() or debugpy.connect() has brought another debugger to it"
     session.close()
     assert list(pool.run("memory")) == ["kept"]

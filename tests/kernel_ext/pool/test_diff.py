@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
-from hvdlab.kernel_ext.inspect import diff as diffing
-from hvdlab.kernel_ext.inspect.result import Diff
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.variables import diff as diffing
+from hvdlab.kernel_ext.notebook.variables.diff import Diff
 from patience import HOUR, PATIENCE
 
 StartPool = Callable[..., Pool]
@@ -185,7 +185,7 @@ def test_a_rank_that_lets_go_too_early_is_an_error(pool: Pool, monkeypatch: pyte
     ask = diffing._Comparison._ask_leaves
 
     def released(self: diffing._Comparison, group: object) -> object:
-        self._questions.tell(diffing.Release(self._lot), (0, 1, 2))
+        self._questions.tell(diffing.ReleaseTransfer(self._lot), (0, 1, 2))
         return ask(self, group)  # type: ignore[arg-type]
 
     monkeypatch.setattr(diffing._Comparison, "_ask_leaves", released)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.payloads import Chunk, Stream
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.wire.cells import Chunk, Stream
 
 StartPool = Callable[..., Pool]
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.kernel_ext import transfer
-from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.elastic import Bounds
-from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.payloads import CellDone, Chunk, Stream
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink
+from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.variables import transfer
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 from hvdlab.widgets.rank_rows import rank_rows
 from patience import PATIENCE
 

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 
 BEGIN = """
 import os, re, resource, signal, sys
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 SUM = "float(hvd.allreduce(np.ones({0}, np.float32), op=ReduceOp.SUM, name='sum')[0])"
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import zmq
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 StartPool = Callable[..., Pool]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from hvdlab.kernel_ext.payloads import CellDone, Chunk
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
 from patience import PATIENCE
 
 StartPool = Callable[..., Pool]

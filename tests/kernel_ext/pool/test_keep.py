@@ -22,13 +22,13 @@ from hvdlab.collectives.coordinator.handover import server_of
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.kernel_ext import keeping, leftovers
-from hvdlab.kernel_ext.cells.elastic import Bounds
-from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.leftovers import LeftCell
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook import kept_pools, takeover
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink
+from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, table
+from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.kernel_ext.pools_command import main as pools_command
-from hvdlab.kernel_ext.registry import Kept, Registry, table
 from hvdlab.launch.kept import KeptJob
 from hvdlab.launch.processes import readable
 from hvdlab.launch.tenancy import Tenant
@@ -46,7 +46,7 @@ def nothing_left(surroundings: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """A registry of the test's own; no pool may be left, whoever started it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     yield
-    left = Registry().all()
+    left = KeptPoolRegistry().all()
     for kept in left:
         for process in (kept.owner, kept.warm, kept.coordinator):
             if process.lives and process.pid != os.getpid():
@@ -80,7 +80,7 @@ def check(pool: Pool, pids: dict[int, int]) -> None:
 @pytest.mark.parametrize("end", ["killed", pytest.param("exits", marks=pytest.mark.soak)])
 def test_a_pool_outlives_its_notebook_and_is_attached_to(end: str) -> None:
     process = keeper("3")
-    (kept,) = Registry().all()
+    (kept,) = KeptPoolRegistry().all()
     assert (kept.name, kept.size, kept.owner.pid) == ("mine", 3, process.pid)
     if end == "killed":
         kill(process)
@@ -95,7 +95,7 @@ def test_a_pool_outlives_its_notebook_and_is_attached_to(end: str) -> None:
         out = Recorder()
         assert list(pool.run("print('rank', me)\nme", out=out)) == [0, 1, 2]
         assert out.text == {rank: f"rank {rank}\n" for rank in range(3)}
-        assert Registry().all()[0].owner.pid == os.getpid()
+        assert KeptPoolRegistry().all()[0].owner.pid == os.getpid()
 
 
 def test_pools_that_launchers_keep_are_listed_beside_those_of_this_host() -> None:
@@ -115,7 +115,7 @@ def test_an_attached_pool_can_do_all_that_any_pool_can() -> None:
     with Pool.attach("mine") as pool:
         pids = pool.pull("mine")
         pool.resize(3)
-        assert Registry().all()[0].size == 3
+        assert KeptPoolRegistry().all()[0].size == 3
         assert pool.pull("os.environ['WORLD_SIZE']", [0, 1]) == {0: "3", 1: "3"}
         os.kill(pids[1], signal.SIGKILL)
         while 1 not in pool.lost:
@@ -134,7 +134,7 @@ def test_an_attached_pool_can_do_all_that_any_pool_can() -> None:
 
 def test_ranks_that_ended_in_the_meantime_are_known_and_can_be_replaced() -> None:
     process = keeper("3")
-    kept = Registry().get("mine")
+    kept = KeptPoolRegistry().get("mine")
     ranks = {p.name(): p for p in psutil.Process(kept.warm.pid).children()}
     kill(process)
     ranks["hvd-rank-1"].kill()
@@ -175,10 +175,10 @@ def test_what_a_cell_wrote_while_nobody_was_there_is_shown_to_who_comes_next(
     process = keeper("2", "waiting")
     kill(process)
     doors(0)
-    found: list[LeftCell] = []
+    found: list[OrphanedCell] = []
     out = Recorder()
 
-    def show(cell: LeftCell) -> Recorder:
+    def show(cell: OrphanedCell) -> Recorder:
         found.append(cell)
         return out
 
@@ -280,7 +280,7 @@ def test_ranks_join_and_leave_an_elastic_cell_of_the_notebook_before() -> None:
 
 def test_a_cell_trains_on_when_coordinators_and_a_rank_die_while_nobody_is_attached() -> None:
     kill(keeper("3", "elastic"))
-    kept = Registry().get("mine")
+    kept = KeptPoolRegistry().get("mine")
     second = replace_coordinator(kept, kept.coordinator.pid)
     with Client.connect(kept.address, kept.client_token) as client:
         world = client.wait_for(lambda now: now.formed == (0, 1, 2), PATIENCE)
@@ -306,7 +306,7 @@ def test_a_cell_trains_on_when_coordinators_and_a_rank_die_while_nobody_is_attac
 def kill_coordinator_too(died: bool) -> None:
     """The notebook has ended; if its coordinator ``died`` as well, the next notebook finds a successor."""
     if died:
-        kept = Registry().get("mine")
+        kept = KeptPoolRegistry().get("mine")
         replace_coordinator(kept, kept.coordinator.pid)
 
 
@@ -404,7 +404,7 @@ def test_a_rank_that_was_not_sent_the_cell_before_the_notebook_ended_is_sent_it_
 @pytest.mark.parametrize("died", [False, True], ids=["coordinator-lives", "coordinator-died"])
 def test_too_few_ranks_are_told_of_and_repaired_in_an_elastic_cell_of_the_notebook_before(died: bool) -> None:
     process = keeper("2", "elastic")
-    kept = Registry().get("mine")
+    kept = KeptPoolRegistry().get("mine")
     (first, second) = sorted(psutil.Process(kept.warm.pid).children(), key=psutil.Process.name)
     kill(process)
     kill_coordinator_too(died)
@@ -430,7 +430,7 @@ def test_without_a_place_to_show_it_nothing_is_left_of_a_cell(doors: Callable[[i
         assert pool.resumed == ()
         doors(0)
         assert list(pool.run("n", timeout=60)) == [11]
-        assert leftovers.find(pool._base.runs.questions, pool._base.group.pids()) == ([], ())
+        assert takeover.find(pool._base.runs.questions, pool._base.group.pids()) == ([], ())
 
 
 @pytest.mark.soak
@@ -448,7 +448,7 @@ def test_a_pool_that_is_in_use_is_refused_with_who_has_it() -> None:
     ):
         Pool.attach("mine")
     with pytest.raises(InvalidRequestError, match="in use by process"):
-        keeping.stop("mine")
+        kept_pools.stop_local("mine")
     assert process.stdin is not None
     process.stdin.write("detach\n")
     process.stdin.flush()
@@ -493,8 +493,8 @@ def test_names() -> None:
             other.detach()
         with Pool.start(1, keep="") as second, Pool.start(1, keep="") as third:
             assert (first.name, second.name, third.name) == ("mine", "pool", "pool-2")
-            assert [kept.name for kept in Registry().all()] == ["mine", "pool", "pool-2"]
-    assert Registry().all() == []
+            assert [kept.name for kept in KeptPoolRegistry().all()] == ["mine", "pool", "pool-2"]
+    assert KeptPoolRegistry().all() == []
     with pytest.raises(InvalidRequestError, match="none is kept here"):
         Pool.attach("mine")
 
@@ -515,7 +515,7 @@ def test_coordinators_and_fork_servers_that_die_are_replaced_in_a_kept_pool() ->
         assert again.pull("os.getpid()") == pids == again.pull("mine")
 
 
-def next_coordinator(kept: Kept, before: int) -> int:
+def next_coordinator(kept: KeptPoolEntry, before: int) -> int:
     """The process of the coordinator that takes the place of this one, while nobody is attached."""
     deadline = Deadline(30)
     while (pid := server_of(Path(kept.directory), 5)) in (0, before):
@@ -524,7 +524,7 @@ def next_coordinator(kept: Kept, before: int) -> int:
     return pid
 
 
-def replace_coordinator(kept: Kept, pid: int) -> int:
+def replace_coordinator(kept: KeptPoolEntry, pid: int) -> int:
     """Kill this coordinator while nobody is attached. Returns the process of the next one."""
     os.kill(pid, signal.SIGKILL)
     return next_coordinator(kept, pid)
@@ -534,7 +534,7 @@ def replace_coordinator(kept: Kept, pid: int) -> int:
 def test_a_coordinator_that_dies_while_nobody_is_attached_is_replaced(soon: bool) -> None:
     """``soon``: at the same moment as its notebook, and the next one while ranks are on their way to it."""
     process = keeper("2")
-    kept = Registry().get("mine")
+    kept = KeptPoolRegistry().get("mine")
     if soon:
         os.kill(kept.coordinator.pid, signal.SIGKILL)
     kill(process)
@@ -550,12 +550,12 @@ def test_a_coordinator_that_dies_while_nobody_is_attached_is_replaced(soon: bool
     with Pool.attach("mine") as pool:
         pids = pool.pull("mine")
         check(pool, pids)
-        assert Registry().get("mine").coordinator.pid == third
+        assert KeptPoolRegistry().get("mine").coordinator.pid == third
         os.kill(third, signal.SIGKILL)
         check(pool, pids)
         pool._base.rebuilder.settle(30)
         pool.detach()
-        fourth = Registry().get("mine").coordinator.pid
+        fourth = KeptPoolRegistry().get("mine").coordinator.pid
         os.kill(fourth, signal.SIGKILL)
         os.waitpid(fourth, 0)  # a child of this process, which had started it
         pool = Pool.attach("mine")
@@ -582,7 +582,7 @@ def test_a_coordinator_that_lost_its_starter_before_it_was_found_leaves_the_dire
 @pytest.mark.soak
 def test_ranks_that_died_with_the_coordinator_are_lost_and_can_be_repaired() -> None:
     kill(keeper("3"))
-    kept = Registry().get("mine")
+    kept = KeptPoolRegistry().get("mine")
     ranks = sorted(psutil.Process(kept.warm.pid).children(), key=lambda child: child.pid)
     ranks[-1].kill()
     psutil.wait_procs(ranks[-1:], timeout=GONE)
@@ -601,7 +601,7 @@ def test_ranks_that_died_with_the_coordinator_are_lost_and_can_be_repaired() -> 
 @pytest.mark.parametrize("end", ["stop", "ranks"])
 def test_nothing_is_left_of_a_pool_whose_coordinator_was_replaced(end: str) -> None:
     kill(keeper("2"))
-    kept = Registry().get("mine")
+    kept = KeptPoolRegistry().get("mine")
     ranks = psutil.Process(kept.warm.pid).children()
     os.kill(kept.coordinator.pid, signal.SIGKILL)
     coordinator = psutil.Process(next_coordinator(kept, kept.coordinator.pid))
@@ -613,13 +613,13 @@ def test_nothing_is_left_of_a_pool_whose_coordinator_was_replaced(end: str) -> N
         [coordinator, psutil.Process(kept.warm.pid)] if end == "ranks" else [coordinator], timeout=10
     )
     assert alive == []
-    assert Registry().all() == []
+    assert KeptPoolRegistry().all() == []
     assert not Path(kept.directory).exists()
 
 
 def test_what_is_left_of_a_pool_that_is_half_gone_is_cleared_up(tmp_path: Path) -> None:
     process = keeper("2")
-    kept = Registry().get("mine")
+    kept = KeptPoolRegistry().get("mine")
     family = [p for p in ours(tmp_path) if p.pid in (kept.coordinator.pid, kept.warm.pid)]
     family += psutil.Process(kept.warm.pid).children()
     kill(process)
@@ -653,7 +653,7 @@ def test_an_attached_pool_has_its_coordinator_replaced(how: str) -> None:
 @pytest.mark.soak
 def test_a_coordinator_that_hands_nothing_over_can_not_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     kill(keeper("1"))
-    (Path(Registry().get("mine").directory) / "handover").unlink()
+    (Path(KeptPoolRegistry().get("mine").directory) / "handover").unlink()
     pool = Pool.attach("mine")
     os.kill(pool._base._base.coordinator.pid, signal.SIGKILL)
     while not pool.broken:
@@ -676,7 +676,7 @@ def test_stale_and_strange_files_do_no_harm(tmp_path: Path) -> None:
             entry[field] = {"pid": entry[field]["pid"], "started": 1}  # numbers that others have now
         entry |= {"name": "stale", "directory": str(tmp_path / "gone")}
         (directory / "stale.json").write_text(json.dumps(entry))
-        assert [kept.name for kept in Registry().all()] == ["mine"]
+        assert [kept.name for kept in KeptPoolRegistry().all()] == ["mine"]
         assert not (directory / "stale.json").exists()
     for name in ("broken.json", "other.json"):
         (directory / name).unlink()
@@ -688,14 +688,14 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     directory = tmp_path / "own" / "pools"
     directory.mkdir(parents=True)
     with pytest.raises(StartError, match=r"must belong to you and be closed to others"):
-        Registry(directory).all()
+        KeptPoolRegistry(directory).all()
 
 
 def test_a_name_that_somebody_has_taken_keeps_no_pool_from_being_kept(tmp_path: Path) -> None:
     taken = tmp_path / private.name()
     taken.mkdir(mode=0o755)
     with Pool.start(1, keep="mine"):
-        assert [kept.name for kept in Registry().all()] == ["mine"]
+        assert [kept.name for kept in KeptPoolRegistry().all()] == ["mine"]
         assert list(taken.iterdir()) == []
     taken.rmdir()
 
@@ -710,7 +710,7 @@ def test_the_command_line_lists_and_ends_pools(capsys: pytest.CaptureFixture[str
     assert line.split()[:3] == ["mine", "2", "auto"]
     assert f"process {process.pid} in " in line
     kill(process)
-    assert table(Registry().all()).endswith("nobody")
+    assert table(KeptPoolRegistry().all()).endswith("nobody")
     assert pools_command(["stop", "mine"]) == 0
     assert "`mine` has ended" in capsys.readouterr().out
     with pytest.raises(InvalidRequestError, match="there is no pool `mine`"):

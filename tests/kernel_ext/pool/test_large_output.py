@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from hvdlab.kernel_ext.output.limit import LimitedSink
-from hvdlab.kernel_ext.output.merge import LineMerger
-from hvdlab.kernel_ext.payloads import Shared
-from hvdlab.kernel_ext.pool import Pool
-from hvdlab.kernel_ext.rank.lending import Window, Windows
+from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
+from hvdlab.kernel_ext.notebook.output.merge import LineMerger
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.wire.compare import SharedRange
+from hvdlab.kernel_ext.wire.shared_buffer import SharedBuffer, SharedBufferReader
 from hvdlab.magics.screens.base import MergingSink
 from hvdlab.magics.screens.notebook import NotebookScreen
 
@@ -199,14 +199,16 @@ def test_a_value_of_another_host_comes_by_message(
     pool.run("import numpy as np\nx = np.arange(1_000_000)")
     looks: list[object] = []
 
-    def look(self: Windows, piece: Shared, target: memoryview) -> None:
+    def look(self: SharedBufferReader, piece: SharedRange, target: memoryview) -> None:
         looks.append(piece)
         raise PermissionError
 
-    monkeypatch.setattr(Windows, "read", look)
+    monkeypatch.setattr(SharedBufferReader, "read", look)
     assert {rank: int(x[-1]) for rank, x in pool.pull("x").items()} == {0: 999_999, 1: 999_999}
     assert len(looks) == 1
-    monkeypatch.setattr(Window, "write", lambda self, data: Shared(os.getpid(), 0, "nothing", len(data)))
+    monkeypatch.setattr(
+        SharedBuffer, "write", lambda self, data: SharedRange(os.getpid(), 0, "nothing", len(data))
+    )
     pool.push(y=np.arange(1_000_000))
     assert list(pool.run("int(y.sum())")) == [499_999_500_000] * 2
     monkeypatch.setenv("HVDLAB_HOST", "another")
@@ -222,7 +224,7 @@ def test_what_does_not_fit_into_memory_is_refused(
     pytest.importorskip("numpy")
     pool = start_pool(2)
     pool.run("import numpy as np\nx = np.ones(1_000_000)")
-    monkeypatch.setattr("hvdlab.kernel_ext.transfer.available_memory", lambda: 40 << 20)
+    monkeypatch.setattr("hvdlab.kernel_ext.notebook.variables.transfer.available_memory", lambda: 40 << 20)
     with pytest.raises(
         LookupError, match=r"x takes 7\.6 MiB, and 15\.3 MiB for ranks 0,1 together, but only 40\.0 MiB"
     ):

@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Callable
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.kernel_ext.cells.sink import NullSink
-from hvdlab.kernel_ext.payloads import Chunk, Stream
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.wire.cells import Chunk, Stream
 from patience import PATIENCE
 
 StartPool = Callable[..., Pool]

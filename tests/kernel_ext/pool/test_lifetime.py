@@ -49,7 +49,7 @@ def test_everything_ends_when_the_owner_is_killed(words: tuple[str, ...]) -> Non
 
 def test_everything_ends_when_the_owner_is_killed_while_it_starts() -> None:
     source = (
-        "from hvdlab.kernel_ext.prestart import Prestart; from hvdlab.collectives.deadline import Deadline; "
+        "from hvdlab.kernel_ext.notebook.prestart import Prestart; from hvdlab.collectives.deadline import Deadline; "
         "base = Prestart.begin().take(Deadline(60)); print('on', flush=True); input()"
     )
     process = subprocess.Popen(
@@ -79,7 +79,7 @@ def test_everything_ends_when_the_owner_exits_without_stopping_the_pool() -> Non
 def test_an_owner_that_exits_while_it_starts_says_nothing() -> None:
     """Its thread is in the middle of imports then, which fail once the interpreter ends."""
     source = (
-        "from hvdlab.kernel_ext.prestart import Prestart; prestart = Prestart.begin(preload=False); "
+        "from hvdlab.kernel_ext.notebook.prestart import Prestart; prestart = Prestart.begin(preload=False); "
         "prestart._done.wait()"
     )
     done = subprocess.run(
@@ -90,7 +90,7 @@ def test_an_owner_that_exits_while_it_starts_says_nothing() -> None:
 
 def test_ctrl_c_while_the_pool_starts_leaves_nothing() -> None:
     source = (
-        "from hvdlab.kernel_ext.pool import Pool\n"
+        "from hvdlab.kernel_ext.notebook.pool import Pool\n"
         "Pool.start(2, on_progress=lambda text: print(text, flush=True))"
     )
     process = subprocess.Popen(
@@ -155,7 +155,7 @@ def test_ranks_of_mpi_that_are_stuck_in_c_code_do_not_outlive_the_owner() -> Non
 def test_a_pool_starts_where_all_standard_streams_are_closed(tmp_path: Path) -> None:
     source = (
         "import sys\n"
-        "from hvdlab.kernel_ext.pool import Pool\n"
+        "from hvdlab.kernel_ext.notebook.pool import Pool\n"
         "pool = Pool.start(2)\n"
         "found = pool.run('1 + 1')\n"
         "pool.stop()\n"
@@ -173,7 +173,7 @@ def test_ranks_leave_no_directories_where_there_is_no_home(
     (tmp_path / "run").mkdir(mode=0o700)
     (tmp_path / "t").mkdir()
     source = (
-        "from hvdlab.kernel_ext.pool import Pool\n"
+        "from hvdlab.kernel_ext.notebook.pool import Pool\n"
         "pool = Pool.start(2)\n"
         "found = pool.run('get_ipython().ipython_dir')\n"
         "print(found[0] == found[1])\n"

@@ -10,9 +10,8 @@ from typing import Any, cast
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.inspect.looking import Looking
-from hvdlab.kernel_ext.inspect.views import RankView
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.variables.overview import RankView, VariableSource
 from patience import PATIENCE
 
 StartPool = Callable[..., Pool]
@@ -83,13 +82,13 @@ def test_a_rank_of_a_pool_that_has_ended_can_still_be_shown() -> None:
         def names(self, ranks: list[int]) -> dict[int, Any]:
             raise InvalidRequestError("the pool has been stopped")
 
-    view = RankView(cast(Looking, Ended()), 3)
+    view = RankView(cast(VariableSource, Ended()), 3)
     assert repr(view) == "<rank 3: the pool has been stopped>"
     assert (dir(view), int(view)) == ([], 3)
 
 
 def test_values_that_misbehave_take_nothing_down(pool: Pool) -> None:
-    patient = "import hvdlab.kernel_ext.rank.looking as looking; looking.WITHIN = 3600"
+    patient = "import hvdlab.kernel_ext.rank.variable_view as looking; looking.WITHIN = 3600"
     assert pool.run(patient).ok  # so that it is the limit of a __repr__ that is found
     assert "its __repr__ raised SystemExit: no" in repr(pool.ranks[0].raises)
     assert "its __repr__ took longer than" in repr(pool.ranks[0].endless)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hvdlab.collectives.bootstrap.card import Card
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.timeline import records
-from hvdlab.kernel_ext.pool import Pool
-from hvdlab.kernel_ext.registry import Kept, Process, Registry
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.forkserver.messages import (
     Children,
@@ -107,7 +107,7 @@ def test_a_pool_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     me, nobody = Process.of(os.getpid()), Process(0, 0)
     fields = ("mine", 2, "shm", 0.0, "unix:/a", "t", str(tmp_path / "d"), me, me, "/p", ("h", 1), nobody, "")
-    Registry().write(Kept(*fields, version="0.0.9"))  # type: ignore[arg-type]  # in order
+    KeptPoolRegistry().write(KeptPoolEntry(*fields, version="0.0.9"))  # type: ignore[arg-type]  # in order
     with pytest.raises(StartError, match=r"runs hvdlab 0\.0\.9, .*`hvdlab pools stop mine`"):
         Pool.attach("mine")
-    assert Registry().get("mine").owner == nobody
+    assert KeptPoolRegistry().get("mine").owner == nobody

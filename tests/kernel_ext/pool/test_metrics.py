@@ -10,7 +10,7 @@ import pytest
 import hvdlab
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.exporters import JsonLines
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE
 
 SETUP = """\

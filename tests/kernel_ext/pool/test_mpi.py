@@ -11,7 +11,7 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.launchers import names
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE
 
 StartPool = Callable[..., Pool]

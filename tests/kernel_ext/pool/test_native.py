@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.inspect import native
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook import stack_probe
+from hvdlab.kernel_ext.notebook.pool import Pool
 
 StartPool = Callable[..., Pool]
 
@@ -17,7 +17,7 @@ StartPool = Callable[..., Pool]
 def test_native_frames_are_read_from_outside(start_pool: StartPool) -> None:
     pytest.importorskip("psutil")
     try:
-        native.program()
+        stack_probe.program()
     except InvalidRequestError:
         pytest.skip("py-spy is not installed")
     pool = start_pool(2)
@@ -36,13 +36,13 @@ def test_native_frames_are_read_from_outside(start_pool: StartPool) -> None:
 
 
 def test_without_py_spy_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.shutil, "which", lambda *args, **kwargs: None)
+    monkeypatch.setattr(stack_probe.shutil, "which", lambda *args, **kwargs: None)
     with pytest.raises(InvalidRequestError, match="pip install py-spy"):
-        native.native_stacks({0: 1})
+        stack_probe.native_stacks({0: 1})
 
 
 def test_what_py_spy_says_is_told() -> None:
-    found = native.NativeStacks({1: ("a", "b"), 0: ("a", "b"), 2: ("c",)})
+    found = stack_probe.NativeStacks({1: ("a", "b"), 0: ("a", "b"), 2: ("c",)})
     assert repr(found).splitlines() == [
         "ranks 0,1, with native frames:",
         "  a",

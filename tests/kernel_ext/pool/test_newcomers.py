@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.kernel_ext.newcomers import BEFORE, Newcomer, Newcomers
+from hvdlab.kernel_ext.notebook.unsynced import BEFORE, UnsyncedRank, UnsyncedRanks
 
 
 def test_a_rank_is_a_newcomer_until_it_has_entered_the_cell() -> None:
     changes: list[None] = []
-    newcomers = Newcomers(lambda: changes.append(None))
+    newcomers = UnsyncedRanks(lambda: changes.append(None))
     newcomers.came("resize", [2, 3], range(4))
     assert {rank: one.how for rank, one in newcomers.all().items()} == {2: "resize", 3: "resize"}
     newcomers.join("a", [2])
@@ -22,7 +22,7 @@ def test_a_rank_is_a_newcomer_until_it_has_entered_the_cell() -> None:
 
 
 def test_what_was_brought_is_lost_with_the_cell() -> None:
-    newcomers = Newcomers()
+    newcomers = UnsyncedRanks()
     newcomers.came("repair", [1], range(2))
     newcomers.join("a", [1])
     newcomers.cell_ended("a")
@@ -33,17 +33,17 @@ def test_what_was_brought_is_lost_with_the_cell() -> None:
 
 
 def test_ranks_that_another_process_has_started_after_others() -> None:
-    newcomers = Newcomers()
+    newcomers = UnsyncedRanks()
     newcomers.found({1: 1000.0, 2: 2000.0})
     newcomers.join("a", [1])
-    assert newcomers.all() == {2: Newcomer(BEFORE, 2000.0)}
+    assert newcomers.all() == {2: UnsyncedRank(BEFORE, 2000.0)}
     newcomers.entered("a", 1)  # which it says again, since it is asked for the cell's messages
     newcomers.cell_ended("a")
     assert set(newcomers.all()) == {2}
 
 
 def test_mail_of_a_process_before_this_one_says_nothing() -> None:
-    newcomers = Newcomers()
+    newcomers = UnsyncedRanks()
     newcomers.came("resize", [1], range(2))
     newcomers.join("a", [1])
     newcomers.came("restart", [1], range(2))
@@ -52,7 +52,7 @@ def test_mail_of_a_process_before_this_one_says_nothing() -> None:
 
 
 def test_if_no_other_rank_is_left_none_came_later() -> None:
-    newcomers = Newcomers()
+    newcomers = UnsyncedRanks()
     newcomers.came("restart", [0], range(2))
     newcomers.came("restart", [1], range(2))
     assert newcomers.all() == {}
@@ -71,7 +71,7 @@ STEPS = st.one_of(
 @given(st.lists(STEPS, max_size=30))
 def test_whatever_happens_a_rank_that_was_brought_nothing_is_one(steps: list[tuple[str, ...]]) -> None:
     """Rank 4 has never come later; the others are newcomers just if they have nothing and no cell brings it."""
-    newcomers, nothing, sent, running = Newcomers(), set(), {}, set()
+    newcomers, nothing, sent, running = UnsyncedRanks(), set(), {}, set()
     for what, *details in steps:
         if what == "came":
             newcomers.came("resize", *details, range(5))

@@ -15,14 +15,15 @@ import pytest
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.environment import World, rank_environment
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.kernel_ext import checks
-from hvdlab.kernel_ext.environment import foreign_sizes
-from hvdlab.kernel_ext.forked import PROGRAM
+from hvdlab.kernel_ext.forkserver.program import PROGRAM
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.foreign import EngineSetLauncher, EngineSetStarter, PoolRequest
-from hvdlab.kernel_ext.payloads import Done, PullValue, PushValue, Status, decode_to_rank
-from hvdlab.kernel_ext.questions import Questions
-from hvdlab.kernel_ext.status import RankStatus
+from hvdlab.kernel_ext.notebook import checks
+from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.rank.__main__ import foreign_sizes
+from hvdlab.kernel_ext.wire.codec import decode_to_rank
+from hvdlab.kernel_ext.wire.status import RankStatus, Status
+from hvdlab.kernel_ext.wire.values import Acked, PullValue, PushValue
 from hvdlab.launch import local
 from hvdlab.launch.exec_agent.link import remote_command
 from hvdlab.launch.exits import OutOfMemoryCounter, describe
@@ -210,7 +211,7 @@ class Ranks:
 
     def __init__(self, silent: Sequence[int] = (), dying: Sequence[int] = ()) -> None:
         self.silent, self.dying = silent, dying
-        self.questions = Questions(self.post)
+        self.questions = RankRequests(self.post)
         self.threads: list[threading.Thread] = []
 
     def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
@@ -222,7 +223,7 @@ class Ranks:
                 if rank in self.dying:
                     self.questions.rank_died(rank)
                 elif rank not in self.silent:
-                    self.questions.answered(rank, Done(asked.ticket))
+                    self.questions.answered(rank, Acked(asked.ticket))
 
         self.threads.append(threading.Thread(target=answer))
         self.threads[-1].start()
@@ -244,7 +245,7 @@ def test_a_silent_rank_is_waited_for_until_the_deadline() -> None:
 
 
 def test_late_answers_concern_nobody() -> None:
-    Questions(lambda topic, body, ranks: None).answered(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
+    RankRequests(lambda topic, body, ranks: None).answered(0, Status(9, "", "", 0, 0, 0.0, 0, "", ""))
 
 
 # -- launchers --------------------------------------------------------------------------------------------------------

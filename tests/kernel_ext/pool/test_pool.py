@@ -18,8 +18,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
-from hvdlab.kernel_ext.pool import Pool
-from hvdlab.kernel_ext.prestart import Prestart
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.prestart import Prestart
 from patience import GONE, PATIENCE, without_heartbeat
 from pool_recorder import Recorder
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.kernel_ext.output.crash import called
-from hvdlab.kernel_ext.processes import look_at_state
+from hvdlab.kernel_ext.notebook.output.crash import called
+from hvdlab.kernel_ext.notebook.stack_probe import look_at_state
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ DUMP = (
     'Current thread 0x00007f (most recent call first):\n  File "/usr/lib/re.py", line 10 in match\n'
     '  File "<cell [4]>", line 4 in slow\n  File "<cell [4]>", line 6 in <module>\n'
 )
-OURS = '  File "/x/hvdlab/kernel_ext/rank/runner.py", line 1 in run\n'
+OURS = '  File "/x/hvdlab/kernel_ext/rank/cell_executor.py", line 1 in run\n'
 
 
 def test_a_dump_is_read_once_it_is_complete() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from IPython.core.error import StdinNotImplementedError
 
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from pool_recorder import Recorder
 
 StartPool = Callable[..., Pool]

@@ -20,12 +20,12 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Death
 from hvdlab.collectives.settings import Settings
-from hvdlab.kernel_ext import rebuild
-from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.group import CUT_OFF_WITHIN
-from hvdlab.kernel_ext.pool import Pool
-from hvdlab.kernel_ext.prestart import Prestart
-from hvdlab.kernel_ext.rebuild import Rebuilder
+from hvdlab.kernel_ext.notebook import coordinator_recovery
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.prestart import Prestart
+from hvdlab.kernel_ext.notebook.rank_lifecycle import CUT_OFF_WITHIN
 from patience import GONE
 from pool_recorder import Recorder
 
@@ -129,7 +129,7 @@ def test_a_cell_is_sent_while_there_is_no_coordinator(start_pool: StartPool) -> 
 def test_coordinators_that_die_often_are_replaced_after_a_pause(start_pool: StartPool) -> None:
     """A pool that were given up would take its ranks' memory along."""
     watched = Watched(start_pool(2))
-    for _ in range(rebuild.OFTEN):
+    for _ in range(coordinator_recovery.OFTEN):
         watched.kill_coordinator()
         watched.check()
     out = Recorder()
@@ -140,9 +140,9 @@ def test_coordinators_that_die_often_are_replaced_after_a_pause(start_pool: Star
 
 
 def test_pauses_grow_but_not_beyond_what_ranks_wait() -> None:
-    pauses = [rebuild.pause(deaths) for deaths in range(20)]
-    assert pauses[: rebuild.OFTEN + 3] == [0.0] * rebuild.OFTEN + [1.0, 2.0, 4.0]
-    assert max(pauses) == rebuild.LONGEST_PAUSE < Settings().reattach
+    pauses = [coordinator_recovery.pause(deaths) for deaths in range(20)]
+    assert pauses[: coordinator_recovery.OFTEN + 3] == [0.0] * coordinator_recovery.OFTEN + [1.0, 2.0, 4.0]
+    assert max(pauses) == coordinator_recovery.LONGEST_PAUSE < Settings().reattach
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.soak)])
@@ -441,7 +441,7 @@ def test_only_the_rank_that_is_restarted_is_new(start_pool: StartPool) -> None:
 
 
 class Surroundings:
-    """What a Rebuilder needs, with one rank that the coordinator has given up."""
+    """What a CoordinatorRecovery needs, with one rank that the coordinator has given up."""
 
     closed = False
 
@@ -489,9 +489,9 @@ class Surroundings:
 
 def rebuilder_in(
     surroundings: Any, tell: Callable[[str], object] = pytest.fail, *, near: bool = True
-) -> Rebuilder:
+) -> CoordinatorRecovery:
     """A rebuilder of a pool whose coordinator neither dies nor is given up."""
-    return Rebuilder(
+    return CoordinatorRecovery(
         surroundings,
         surroundings,
         surroundings,

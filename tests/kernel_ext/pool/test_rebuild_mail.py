@@ -8,19 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
-from hvdlab.kernel_ext.payloads import (
-    TO_POOL,
-    CellDone,
-    Done,
-    Output,
-    PushValue,
-    Stream,
-    decode_to_pool,
-    decode_to_rank,
-)
-from hvdlab.kernel_ext.questions import Questions
-from hvdlab.kernel_ext.rank.sent import Sent
+from hvdlab.kernel_ext.notebook.cells.dispatch import MessageFate, ReceiveWindow
+from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.rank.output_log import OutputLog
+from hvdlab.kernel_ext.wire.cells import CellDone, Output, Stream
+from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_pool, decode_to_rank
+from hvdlab.kernel_ext.wire.values import Acked, PushValue
 from patience import PATIENCE
 
 CELL = "c"
@@ -32,8 +25,8 @@ class Link:
     def __init__(self) -> None:
         self.to_pool: deque[bytes] = deque()
         self.to_rank: deque[tuple[str, int, int]] = deque()
-        self.sent = Sent(self._post)
-        self.arrivals = Arrivals([0])
+        self.sent = OutputLog(self._post)
+        self.arrivals = ReceiveWindow([0])
         self.text = ""
         self.done: CellDone | None = None
         self.written = ""
@@ -59,15 +52,15 @@ class Link:
             message = decode_to_pool(self.to_pool.popleft())
             if isinstance(message, Output):
                 verdict = self.arrivals.output(0, message)
-                if verdict is Verdict.TAKE:
+                if verdict is MessageFate.TAKE:
                     self.text += "".join(c.text for c in message.chunks if isinstance(c, Stream))
             else:
                 assert isinstance(message, CellDone)
                 verdict = self.arrivals.done(0, message)
-                if verdict is Verdict.TAKE:
+                if verdict is MessageFate.TAKE:
                     assert self.done is None
                     self.done = message
-            if verdict is Verdict.ASK:
+            if verdict is MessageFate.ASK:
                 self.ask()
 
     def ask(self) -> None:
@@ -203,11 +196,11 @@ def test_a_question_is_asked_again_of_those_who_have_not_answered() -> None:
         assert isinstance(question, PushValue)
         asked.append((question.ticket, tuple(ranks)))  # type: ignore[arg-type]  # a sequence
         if len(asked) == 1:
-            questions.answered(1, Done(question.ticket))
+            questions.answered(1, Acked(question.ticket))
             questions.ask_again()
-            questions.answered(0, Done(question.ticket))
+            questions.answered(0, Acked(question.ticket))
 
-    questions = Questions(post)
+    questions = RankRequests(post)
     answers = questions.ask(lambda ticket: PushValue(ticket, (), ()), [0, 1], Deadline(PATIENCE))
     assert set(answers) == {0, 1}
     assert [ranks for _, ranks in asked] == [(0, 1), (0,)]

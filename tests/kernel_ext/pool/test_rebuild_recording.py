@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.kernel_ext.pool import Pool
-from hvdlab.kernel_ext.recording import Recording
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.trace_file import TraceFileWriter
 from patience import PATIENCE
 
 StartPool = Callable[..., Pool]
@@ -40,7 +40,7 @@ def wait_until_seen(pool: Pool, name: str) -> None:
 def test_recordings_go_on_with_another_coordinator(start_pool: StartPool, tmp_path: Path) -> None:
     pool = start_pool(2)
     assert pool.run(SET_UP).errors == {}
-    file = Recording(pool.client, tmp_path / "trace.json")
+    file = TraceFileWriter(pool.client, tmp_path / "trace.json")
     for number in range(3):
         name = f"with_coordinator_{number}"
         assert pool.run(STEP.format(name=name)).errors == {}

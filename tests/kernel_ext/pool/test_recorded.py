@@ -11,8 +11,8 @@ import pytest
 import torch
 from IPython.core.error import UsageError
 
-from hvdlab.kernel_ext.output.report import report
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.output.error_report import report
+from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.magics import replay
 
 StartPool = Callable[..., Pool]

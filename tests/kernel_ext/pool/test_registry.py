@@ -11,27 +11,27 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.registry import Kept, Process, Registry
+from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
+def registry(tmp_path: Path) -> KeptPoolRegistry:
     place = tmp_path / "private" / "pools"
     place.mkdir(mode=0o700, parents=True)
     place.parent.chmod(0o700)
-    return Registry(place)
+    return KeptPoolRegistry(place)
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Kept:
+def kept(tmp_path: Path) -> KeptPoolEntry:
     this = Process.of(os.getpid())
-    return Kept(
+    return KeptPoolEntry(
         "night", 2, "shm", time.time(), "unix:/nowhere", "t", str(tmp_path / "d"), this, this, "/nowhere", ("a", 1), this, "/work"
     )  # fmt: skip
 
 
 @pytest.fixture
-def full(registry: Registry, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def full(registry: KeptPoolRegistry, kept: KeptPoolEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that takes no new file, once the pool has been written."""
     registry.write(kept)
     original = os.open
@@ -48,7 +48,7 @@ def full(registry: Registry, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("full")
 def test_a_pool_is_released_on_a_full_disk_and_can_be_claimed_again(
-    registry: Registry, kept: Kept, monkeypatch: pytest.MonkeyPatch
+    registry: KeptPoolRegistry, kept: KeptPoolEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry.release(kept)
     assert registry.get("night").owner.pid == 0
@@ -58,7 +58,7 @@ def test_a_pool_is_released_on_a_full_disk_and_can_be_claimed_again(
 
 @pytest.mark.usefixtures("full")
 def test_a_failed_write_leaves_no_draft_and_the_pool_as_it_was(
-    registry: Registry, kept: Kept, tmp_path: Path
+    registry: KeptPoolRegistry, kept: KeptPoolEntry, tmp_path: Path
 ) -> None:
     with pytest.raises(StartError, match="No space left"):
         registry.write(kept)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from hvdlab.collectives.client import Client
-from hvdlab.kernel_ext.cells.drive import CellHandle
-from hvdlab.kernel_ext.cells.elastic import Bounds
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.cells.sink import NullSink, OutputSink
-from hvdlab.kernel_ext.newcomers import Newcomers
-from hvdlab.kernel_ext.payloads import TO_POOL, CellDone, Entered, decode_to_rank, encode
-from hvdlab.kernel_ext.runs import Runs
+from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
+from hvdlab.kernel_ext.wire.cells import CellDone, JoinedCell
+from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_rank, encode
 from patience import PATIENCE
 
 
@@ -41,11 +42,13 @@ class Said:
         self.said.append(("interrupt", tuple(ranks)))
 
 
-def runs_of(client: Said) -> Runs:
-    return Runs(cast(Client, client), reason=lambda rank: "", stall_time=None)
+def runs_of(client: Said) -> CellDispatcher:
+    return CellDispatcher(cast(Client, client), reason=lambda rank: "", stall_time=None)
 
 
-def start(runs: Runs, cell: str, elastic: Bounds | None = None, sink: OutputSink | None = None) -> CellHandle:
+def start(
+    runs: CellDispatcher, cell: str, elastic: Bounds | None = None, sink: OutputSink | None = None
+) -> CellHandle:
     return runs.dispatch(
         cell,
         [0, 1],
@@ -72,8 +75,8 @@ def test_an_interrupt_comes_after_its_cell_and_before_that_can_end() -> None:
         ("cell started", (0, 1)),
         ("RunCell", (0, 1)),
         ("interrupt", (0, 1)),
-        ("Resync", (0,)),
-        ("Resync", (1,)),
+        ("ResendFrom", (0,)),
+        ("ResendFrom", (1,)),
     ]
 
 
@@ -97,7 +100,7 @@ class TellingSink(NullSink):
     """Something happens to the pool while the end of a cell is written."""
 
     def __init__(self) -> None:
-        self.runs: Runs | None = None
+        self.runs: CellDispatcher | None = None
         self.notes: list[str] = []
         self.taken: list[bool] = []
 
@@ -112,7 +115,7 @@ class TellingSink(NullSink):
 def test_a_line_that_comes_while_a_cell_ends_is_not_lost() -> None:
     client, sink = Said(), TellingSink()
     untold: list[str] = []
-    sink.runs = runs = Runs(
+    sink.runs = runs = CellDispatcher(
         cast(Client, client), reason=lambda rank: "", stall_time=None, untold=untold.append
     )
     handle = start(runs, "a", sink=sink)
@@ -126,14 +129,14 @@ def test_a_line_that_comes_while_a_cell_ends_is_not_lost() -> None:
 
 
 def test_a_rank_that_joined_is_a_newcomer_until_it_says_that_it_entered() -> None:
-    client, newcomers = Said(), Newcomers()
-    runs = Runs(cast(Client, client), reason=lambda rank: "", stall_time=None, newcomers=newcomers)
+    client, newcomers = Said(), UnsyncedRanks()
+    runs = CellDispatcher(cast(Client, client), reason=lambda rank: "", stall_time=None, newcomers=newcomers)
     handle = start(runs, "a", elastic=Bounds())
     handle.drive_in_background()
     newcomers.came("resize", [2, 3], range(4))
     assert runs.join("a", (2, 3))
     assert newcomers.all() == {}
-    client.mail[TO_POOL](2, encode(Entered("a")))
+    client.mail[TO_POOL](2, encode(JoinedCell("a")))
     for rank in range(4):
         client.mail[TO_POOL](rank, encode(CellDone("a", None, 0.0)))
     handle.wait(PATIENCE)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import GONE
 
 StartPool = Callable[..., Pool]

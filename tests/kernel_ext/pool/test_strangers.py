@@ -21,7 +21,7 @@ import pytest
 import ordinary_user
 from chaos import census
 from chaos.strangers import visit
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from listening import Listener, listeners
 from patience import PATIENCE
 from pool_recorder import Recorder

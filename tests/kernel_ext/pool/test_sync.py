@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
-from hvdlab.kernel_ext.newcomers import Newcomer, Synced, why_unknown
-from hvdlab.kernel_ext.output.report import report
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.output.error_report import report
+from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.unsynced import SyncResult, UnsyncedRank, why_unknown
 
 StartPool = Callable[..., Pool]
 
@@ -217,7 +217,7 @@ def test_models_and_optimizers_go_on_training_together(
 
 
 def test_what_is_said() -> None:
-    newcomers = {3: Newcomer("repair", 0.0)}
+    newcomers = {3: UnsyncedRank("repair", 0.0)}
     assert why_unknown(newcomers, [0, 1]) == ""
     said = why_unknown(newcomers, [1, 3])
     assert said.startswith("rank 3 came later, by repair at ")
@@ -225,7 +225,7 @@ def test_what_is_said() -> None:
         "and has nothing that earlier cells made; `%hvd_pool sync 3` brings it what the others know, and so does "
         "`%%hvd_run --sync` before its cell"
     )
-    done = Synced(0, (3,), ("x",), (), {"lock": "TypeError: no"}, 2048, 0.25)
+    done = SyncResult(0, (3,), ("x",), (), {"lock": "TypeError: no"}, 2048, 0.25)
     assert str(done) == (
         "rank 3 has what rank 0 knows: 1 variable and 0 modules, 2.0 KiB in 0.2 s\nnot brought: lock (TypeError: no)"
     )

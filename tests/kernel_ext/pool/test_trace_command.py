@@ -14,7 +14,7 @@ import pytest
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording.loading import load
 from hvdlab.collectives.recording.saving import save
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.runner.command import main
 from patience import PATIENCE
 from timeline_traces import steps

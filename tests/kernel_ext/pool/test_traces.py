@@ -14,7 +14,7 @@ from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.check import check, load
 from hvdlab.collectives.timeline.events import Span
 from hvdlab.collectives.timeline.records import decode
-from hvdlab.kernel_ext.pool import Pool
+from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE
 
 SETUP = """\

@@ -10,8 +10,8 @@ import pytest
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
-from hvdlab.kernel_ext.group import Group
-from hvdlab.kernel_ext.members import Answered
+from hvdlab.kernel_ext.notebook.rank_lifecycle import RankLifecycle
+from hvdlab.kernel_ext.notebook.rank_states import AgentReady
 from hvdlab.launch.hosts import parse_hosts
 from hvdlab.launch.starter import Ended, Started
 from patience import PATIENCE
@@ -28,7 +28,7 @@ class Coordinator:
 class Queue:
     """A starter whose ranks wait for room; a thread of the test's lets them go on."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankLifecycle) -> None:
         self.group = group
 
     def start(self, ranks: Sequence[int], size: int) -> None:
@@ -38,8 +38,8 @@ class Queue:
 
 
 @pytest.fixture
-def group() -> Group:
-    group = Group(Coordinator(), died=lambda rank, reason: None, ready=lambda rank: None)  # type: ignore[arg-type]
+def group() -> RankLifecycle:
+    group = RankLifecycle(Coordinator(), died=lambda rank, reason: None, ready=lambda rank: None)  # type: ignore[arg-type]
     group.use(Queue(group))  # type: ignore[arg-type]
     return group
 
@@ -50,13 +50,13 @@ def over() -> Deadline:
     return Deadline(PATIENCE, clock=lambda: next(times))
 
 
-def test_the_time_limit_begins_when_the_wait_is_over(group: Group) -> None:
+def test_the_time_limit_begins_when_the_wait_is_over(group: RankLifecycle) -> None:
     said: list[str] = []
 
     def begin() -> None:
         group.waits("")
         group.handle(Started(0, 7))
-        group.handle(Answered(0))
+        group.handle(AgentReady(0))
 
     def heard(text: str) -> None:
         said.append(text)
@@ -72,7 +72,7 @@ def test_the_time_limit_begins_when_the_wait_is_over(group: Group) -> None:
     assert group.ready() == (0,)
 
 
-def test_a_wait_that_ends_without_room_says_why(group: Group) -> None:
+def test_a_wait_that_ends_without_room_says_why(group: RankLifecycle) -> None:
     def heard(text: str) -> None:
         group.waits("")
         group.handle(Ended(0, 0, "the job was cancelled"))
@@ -82,7 +82,7 @@ def test_a_wait_that_ends_without_room_says_why(group: Group) -> None:
     assert group.members.wanted == ()
 
 
-def test_an_interrupt_of_the_wait_ends_it(group: Group) -> None:
+def test_an_interrupt_of_the_wait_ends_it(group: RankLifecycle) -> None:
     def heard(text: str) -> None:
         raise KeyboardInterrupt
 
@@ -104,7 +104,7 @@ def test_an_interrupt_of_the_wait_ends_it(group: Group) -> None:
 def test_ranks_that_do_not_come_are_named_with_their_hosts(
     hosts: str, started: tuple[int, ...], ranks: str, where: str, what: str
 ) -> None:
-    group = Group(
+    group = RankLifecycle(
         Coordinator(),  # type: ignore[arg-type]  # stands in for a Client
         died=lambda rank, reason: None,
         ready=lambda rank: None,
@@ -116,7 +116,7 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts(
             for rank in started:
                 group.handle(Started(rank, 100 + rank))
             if 0 in started:
-                group.handle(Answered(0))
+                group.handle(AgentReady(0))
 
     group.use(Hangs(group))  # type: ignore[arg-type]
     with pytest.raises(StartError) as error:

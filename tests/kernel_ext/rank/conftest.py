@@ -20,24 +20,25 @@ from traitlets.config import Config
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.settings import Settings
-from hvdlab.kernel_ext import payloads
-from hvdlab.kernel_ext.payloads import (
-    TO_POOL,
-    TO_RANK,
+from hvdlab.kernel_ext.notebook.stdin.prompt_desk import NO_STDIN
+from hvdlab.kernel_ext.rank.agent import RankAgent
+from hvdlab.kernel_ext.rank.pipes import FdCapture
+from hvdlab.kernel_ext.wire import codec
+from hvdlab.kernel_ext.wire.cells import (
+    Acknowledge,
     CellDone,
+    CellError,
     Clear,
-    Credit,
+    DiscardCell,
     Display,
     Output,
-    Payload,
+    PromptReply,
+    PromptRequest,
     RunCell,
-    Settled,
     Stream,
 )
-from hvdlab.kernel_ext.prompts.messages import PromptRequest, Reply
-from hvdlab.kernel_ext.prompts.prompter import NO_STDIN
-from hvdlab.kernel_ext.rank.agent import RankAgent
-from hvdlab.kernel_ext.rank.fds import FdCapture
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK
 
 T = TypeVar("T", bound=Payload)
 PATIENCE = 20.0
@@ -70,7 +71,7 @@ class FakeEngine:
 
     def post(self, topic: str, body: bytes, to: Sequence[int] | None = None) -> None:
         assert topic == TO_POOL
-        mail = payloads.decode_to_pool(body)
+        mail = codec.decode_to_pool(body)
         self.log.append((type(mail).__name__, mail))
         self.posted.put(mail)
 
@@ -106,7 +107,7 @@ class FakeEngine:
     # -- what the pool can do through the coordinator --
 
     def mail(self, payload: Payload) -> None:
-        body = payloads.encode(payload)
+        body = codec.encode(payload)
         self._todo.put(lambda: self._mail[TO_RANK](-1, body))
 
     def interrupt(self) -> None:
@@ -152,7 +153,7 @@ class Ran:
         return [c for c in self.chunks if isinstance(c, Clear)]
 
     @property
-    def error(self) -> payloads.CellError:
+    def error(self) -> CellError:
         assert self.done.error is not None
         return self.done.error
 
@@ -187,17 +188,17 @@ class Pool:
                         chunk = Stream(chunk.name, chunks.pop().text + chunk.text)
                     chunks.append(chunk)
                 if credit:
-                    self.engine.mail(Credit(cell, mail.total))
+                    self.engine.mail(Acknowledge(cell, mail.total))
             elif isinstance(mail, PromptRequest):
                 self.asked.append(mail)
                 self.engine.mail(
-                    Reply(mail.number, self.answers.pop(0))
+                    PromptReply(mail.number, self.answers.pop(0))
                     if self.answers
-                    else Reply(mail.number, "", NO_STDIN)
+                    else PromptReply(mail.number, "", NO_STDIN)
                 )
             elif isinstance(mail, CellDone):
                 assert mail.cell == cell
-                self.engine.mail(Settled(cell))
+                self.engine.mail(DiscardCell(cell))
                 return Ran(mail, chunks)
 
     def run(self, source: str, **options: Any) -> Ran:

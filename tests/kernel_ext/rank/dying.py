@@ -9,17 +9,18 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
-from hvdlab.kernel_ext.forked import PROGRAM, decode_left
-from hvdlab.kernel_ext.payloads import Chunk, Output, Stream, decode_to_pool
-from hvdlab.kernel_ext.rank.capture import Capture
-from hvdlab.kernel_ext.rank.fds import FdCapture
-from hvdlab.kernel_ext.rank.unsent import Unsent, make_area
+from hvdlab.kernel_ext.forkserver.program import PROGRAM, decode_left
+from hvdlab.kernel_ext.notebook.cells.dispatch import MessageFate, ReceiveWindow
+from hvdlab.kernel_ext.rank.output import OutputQueue
+from hvdlab.kernel_ext.rank.pipes import FdCapture
+from hvdlab.kernel_ext.wire.cells import Chunk, Output, Stream
+from hvdlab.kernel_ext.wire.codec import decode_to_pool
+from hvdlab.kernel_ext.wire.crash_ring import CrashRing, make_area
 from hvdlab.launch.forkserver.pipes import ChildPipes, StdPipes
 
 # Between two instructions of these, elsewhere between two lines.
-OPCODES = ("unsent.py",)
-FILES = (*OPCODES, "fds.py", "capture.py", "sent.py")
+OPCODES = ("crash_ring.py",)
+FILES = (*OPCODES, "pipes.py", "output.py", "output_log.py")
 NEVER = 0
 
 UMLAUT = "ö".encode()
@@ -53,7 +54,7 @@ def live(pipes: StdPipes, area: int, mail: int, written: int, die_at: int) -> in
     def post(topic: str, body: bytes) -> None:
         os.write(mail, len(body).to_bytes(4, "little") + body)
 
-    capture = Capture(post, fds=FdCapture(pipes), unsent=Unsent(area))
+    capture = OutputQueue(post, fds=FdCapture(pipes), unsent=CrashRing(area))
     assert capture.sent.expect("c")
     capture.begin_cell("c")
     steps = Steps(die_at)
@@ -88,11 +89,11 @@ def live_and_die(die_at: int) -> tuple[int, str, str]:
 
 def show(mail: int, pipes: ChildPipes) -> str:
     """What the pool shows: the rank's mail, then what it left."""
-    arrivals, chunks = Arrivals([0]), list[Chunk | None]()
+    arrivals, chunks = ReceiveWindow([0]), list[Chunk | None]()
     while header := os.read(mail, 4):
         message = decode_to_pool(os.read(mail, int.from_bytes(header, "little")))
         assert isinstance(message, Output)
-        assert arrivals.output(0, message) is Verdict.TAKE
+        assert arrivals.output(0, message) is MessageFate.TAKE
         chunks += message.chunks
     left = pipes.left(PROGRAM)
     assert left is not None

@@ -15,10 +15,11 @@ import pytest
 
 from hvdlab.collectives.engine.requests import PendingCollective
 from hvdlab.collectives.sites import call_site
-from hvdlab.kernel_ext.payloads import (
+from hvdlab.kernel_ext.rank.status import memory
+from hvdlab.kernel_ext.wire.cells import CellDone
+from hvdlab.kernel_ext.wire.status import (
     AskStack,
     AskStatus,
-    CellDone,
     Complete,
     Completions,
     Inspect,
@@ -26,7 +27,6 @@ from hvdlab.kernel_ext.payloads import (
     Stack,
     Status,
 )
-from hvdlab.kernel_ext.rank.status import memory
 from rank_alone import run_in_new_rank
 
 if TYPE_CHECKING:

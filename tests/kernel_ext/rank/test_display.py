@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from hvdlab.kernel_ext.rank.display import LONGEST_TEXT, wire_value
+from hvdlab.kernel_ext.rank.display import LONGEST_TEXT
+from hvdlab.kernel_ext.wire.text import wire_value
 from rank_alone import run_in_new_rank
 
 if TYPE_CHECKING:

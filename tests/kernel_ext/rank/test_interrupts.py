@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hvdlab.kernel_ext.payloads import CellDone
+from hvdlab.kernel_ext.wire.cells import CellDone
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
@@ -96,7 +96,7 @@ def test_the_traceback_of_an_interrupt_ends_in_the_cell(rank: Rank) -> None:
     ran = interrupt_once_running(rank, "def f():\n    started.set()\n    while True: pass\nf()", label="[7]")
     text = "\n".join(ran.error.traceback)
     assert "Cell In[7], line 4, in f()" in text
-    assert "gate" not in text
+    assert "interrupts" not in text
 
 
 def test_an_awaiting_cell_may_handle_its_interrupt(rank: Rank) -> None:

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
-from hvdlab.kernel_ext import payloads
-from hvdlab.kernel_ext.payloads import AskStatus, Done, Fetch, PushValue, Release, RunCell, Status
 from hvdlab.kernel_ext.rank import values
+from hvdlab.kernel_ext.wire import codec
+from hvdlab.kernel_ext.wire.cells import RunCell
+from hvdlab.kernel_ext.wire.status import AskStatus, Status
+from hvdlab.kernel_ext.wire.values import Acked, PushValue, ReadChunk, ReleaseTransfer
 from payload_fuzz import make
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
 
-KINDS = tuple(kind for kind in get_args(payloads.ToRank) if kind is not RunCell)
+KINDS = tuple(kind for kind in get_args(codec.ToRank) if kind is not RunCell)
 
 
 def test_a_question_that_raises_is_answered_with_an_error(
@@ -27,7 +29,7 @@ def test_a_question_that_raises_is_answered_with_an_error(
     monkeypatch.setattr(rank.agent._lending, "piece", fails)
 
     def script(pool: Pool) -> None:
-        assert "RuntimeError: broken" in pool.ask(Fetch(7, 5, 0, 0, 10), Done).error
+        assert "RuntimeError: broken" in pool.ask(ReadChunk(7, 5, 0, 0, 10), Acked).error
         assert pool.ask(AskStatus(8), Status).ticket == 8
 
     rank.play(script)
@@ -43,7 +45,7 @@ def test_a_question_between_cells_that_raises_does_not_end_the_rank(
     monkeypatch.setattr(values, "push", values.pull)
 
     def script(pool: Pool) -> None:
-        assert "hvdlab failed in this rank" in pool.ask(PushValue(7, ("x",), (b"",)), Done).error
+        assert "hvdlab failed in this rank" in pool.ask(PushValue(7, ("x",), (b"",)), Acked).error
         assert pool.run("print('alive')").text() == "alive\n"
 
     rank.play(script)
@@ -62,7 +64,7 @@ def test_any_mail_of_the_right_types_is_survived(rank: Rank, seed: int) -> None:
             lots |= {getattr(mail, "lot", None), getattr(mail, "ticket", None)} - {None}
             pool.engine.mail(mail)
         for lot in lots:
-            pool.engine.mail(Release(lot))
+            pool.engine.mail(ReleaseTransfer(lot))
         assert pool.run("print('alive')").text() == "alive\n"
 
     rank.play(script)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvdlab.kernel_ext.rank.names import user_names
+from hvdlab.kernel_ext.rank.completion import user_names
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Rank

@@ -8,7 +8,7 @@ import pytest
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.rank.shell import NOTEBOOKS_MAGICS
+from hvdlab.kernel_ext.rank.shell_setup import NOTEBOOKS_MAGICS
 from hvdlab.magics.extension import MAGICS
 from hvdlab.widgets.source import recording_of
 

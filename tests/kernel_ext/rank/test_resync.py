@@ -8,26 +8,24 @@ import subprocess
 import threading
 from typing import TYPE_CHECKING
 
-from hvdlab.kernel_ext.arrivals import Arrivals, Verdict
-from hvdlab.kernel_ext.payload import Payload
-from hvdlab.kernel_ext.payloads import (
-    AskCells,
+from hvdlab.kernel_ext.notebook.cells.dispatch import MessageFate, ReceiveWindow
+from hvdlab.kernel_ext.rank.output import WINDOW, OutputQueue, OwnerWatch
+from hvdlab.kernel_ext.rank.output_log import UNATTENDED, OutputLog
+from hvdlab.kernel_ext.wire.cells import (
     CellDone,
-    Cells,
-    Done,
-    HeldCell,
+    DiscardCell,
+    ListRetainedCells,
     Output,
-    Owner,
-    PushValue,
-    Resync,
+    ResendFrom,
+    RetainedCell,
+    RetainedCells,
     RunCell,
-    Settled,
+    SetOwner,
     Stream,
-    decode_to_pool,
 )
-from hvdlab.kernel_ext.rank.attendance import Attendance
-from hvdlab.kernel_ext.rank.capture import WINDOW, Capture
-from hvdlab.kernel_ext.rank.sent import UNATTENDED, Sent
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.codec import decode_to_pool
+from hvdlab.kernel_ext.wire.values import Acked, PushValue
 from hvdlab.launch.processes import start_time
 
 if TYPE_CHECKING:
@@ -46,16 +44,16 @@ def test_output_and_end_of_a_cell_are_sent_again(rank: Rank) -> None:
         while not isinstance(pool.engine.posted.get(timeout=PATIENCE), CellDone):
             pass
         for _ in range(2):
-            pool.engine.mail(Resync(((cell, 0, 0),)))
+            pool.engine.mail(ResendFrom(((cell, 0, 0),)))
             output, done = pool.expect(Output), pool.expect(CellDone)
             assert (text_of(output), output.before, output.total) == ("hello\n", 0, 6)
             assert done.total == 6
             assert done.error is not None
             assert done.error.ename == "ZeroDivisionError"
-        pool.engine.mail(Resync(((cell, 6, 6),)))
+        pool.engine.mail(ResendFrom(((cell, 6, 6),)))
         assert isinstance(pool.engine.posted.get(timeout=PATIENCE), CellDone)
-        pool.engine.mail(Settled(cell))
-        pool.engine.mail(Resync(((cell, 0, 0),)))
+        pool.engine.mail(DiscardCell(cell))
+        pool.engine.mail(ResendFrom(((cell, 0, 0),)))
         pool.engine.settle()
         assert pool.engine.posted.empty()
 
@@ -89,7 +87,7 @@ def test_a_cell_that_nobody_waits_for_is_not_stopped_by_its_window(rank: Rank) -
         cell = pool.start("for _ in range(3):\n    print('x' * size)")
         while pool.expect(Output).total < WINDOW // 2:  # begun, and soon to wait for the window
             pass
-        pool.engine.mail(Resync(()))
+        pool.engine.mail(ResendFrom(()))
         while pool.expect(CellDone).cell != cell:
             pass
         pool.run("print('as before')")
@@ -110,7 +108,7 @@ def test_a_question_that_comes_again_is_answered_once(rank: Rank) -> None:
         pool.run("pass")
 
     rank.play(script)
-    assert [name for name, _ in rank.engine.log].count(Done.__name__) == 1
+    assert [name for name, _ in rank.engine.log].count(Acked.__name__) == 1
 
 
 def test_a_cell_that_nobody_attends_writes_on_and_its_newest_output_is_kept(rank: Rank) -> None:
@@ -119,16 +117,16 @@ def test_a_cell_that_nobody_attends_writes_on_and_its_newest_output_is_kept(rank
 
     def script(pool: Pool) -> None:
         cell = pool.start("for _ in range(20): print('x' * ((1 << 20) - 1))\ngo.wait()\nprint('end')")
-        pool.engine.mail(Owner(0, 0))  # without it the cell would wait for room: nobody gives credit
+        pool.engine.mail(SetOwner(0, 0))  # without it the cell would wait for room: nobody gives credit
         while (output := pool.expect(Output)).total < 20 << 20:
             pass
-        pool.engine.mail(Owner(*me()))
-        pool.engine.mail(AskCells(7))
-        (held,) = pool.expect(Cells).cells
+        pool.engine.mail(SetOwner(*me()))
+        pool.engine.mail(ListRetainedCells(7))
+        (held,) = pool.expect(RetainedCells).cells
         assert (held.cell, held.running) == (cell, True)
         assert held.before == held.dropped
         assert 0 < output.total - held.before <= UNATTENDED
-        pool.engine.mail(Resync(((cell, held.before, held.before),)))
+        pool.engine.mail(ResendFrom(((cell, held.before, held.before),)))
         said = ""
         while len(said) < output.total - held.before:
             said += text_of(pool.expect(Output))
@@ -137,9 +135,9 @@ def test_a_cell_that_nobody_attends_writes_on_and_its_newest_output_is_kept(rank
         go.set()
         assert text_of(pool.expect(Output)) == "end\n"
         assert pool.expect(CellDone).total == output.total + 4
-        pool.engine.mail(Settled(cell))
-        pool.engine.mail(AskCells(8))
-        assert pool.expect(Cells).cells == ()
+        pool.engine.mail(DiscardCell(cell))
+        pool.engine.mail(ListRetainedCells(8))
+        assert pool.expect(RetainedCells).cells == ()
 
     rank.play(script)
 
@@ -150,8 +148,8 @@ def test_the_order_of_an_elastic_cell_is_kept_for_the_next_process(rank: Rank) -
     def script(pool: Pool) -> None:
         trains = pool.start("go.wait()", at_least=2, at_most=3)
         queued = pool.start("pass")
-        pool.engine.mail(AskCells(7))
-        elastic, other = pool.expect(Cells).cells
+        pool.engine.mail(ListRetainedCells(7))
+        elastic, other = pool.expect(RetainedCells).cells
         assert elastic.order is not None
         assert (elastic.order.source, elastic.order.at_least, elastic.order.at_most) == ("go.wait()", 2, 3)
         assert other.order is None
@@ -163,11 +161,11 @@ def test_the_order_of_an_elastic_cell_is_kept_for_the_next_process(rank: Rank) -
 
 
 def test_what_somebody_was_told_of_is_not_dropped_until_he_is_gone() -> None:
-    sent = Sent(lambda topic, body: None)
+    sent = OutputLog(lambda topic, body: None)
     sent.expect("a", "[1]")
     for _ in range(3):
         sent.output("a", [], UNATTENDED, unattended=True)
-    assert sent.held() == (HeldCell("a", "[1]", 2 * UNATTENDED, 2 * UNATTENDED, True),)
+    assert sent.held() == (RetainedCell("a", "[1]", 2 * UNATTENDED, 2 * UNATTENDED, True),)
     sent.output("a", [], UNATTENDED, unattended=True)
     assert sent.held()[0].before == 2 * UNATTENDED
     sent.release()
@@ -175,12 +173,12 @@ def test_what_somebody_was_told_of_is_not_dropped_until_he_is_gone() -> None:
     assert sent.held()[0].before == 4 * UNATTENDED
     sent.taken("a", 5 * UNATTENDED)
     sent.done(CellDone("a", None, 0.0))
-    assert sent.held() == (HeldCell("a", "[1]", 5 * UNATTENDED, 4 * UNATTENDED, False),)
+    assert sent.held() == (RetainedCell("a", "[1]", 5 * UNATTENDED, 4 * UNATTENDED, False),)
 
 
 def test_who_is_named_again_keeps_what_he_was_told_of() -> None:
-    """Owner, question and a second Owner come before the thread that sends has looked who is there."""
-    capture = Capture(lambda topic, body: None)
+    """SetOwner, question and a second SetOwner come before the thread that sends has looked who is there."""
+    capture = OutputQueue(lambda topic, body: None)
     capture.sent.expect("a", "[1]")
     capture.owned(*me())
     for _ in range(2):
@@ -198,22 +196,22 @@ def test_who_is_named_again_keeps_what_he_was_told_of() -> None:
 
 def test_a_gap_is_told_instead_of_what_is_missing() -> None:
     posted: list[Payload] = []
-    sent = Sent(lambda topic, body: posted.append(decode_to_pool(body)))
+    sent = OutputLog(lambda topic, body: posted.append(decode_to_pool(body)))
     sent.expect("a", "[1]")
     for _ in range(3):
         sent.output("a", [], UNATTENDED, unattended=True)
     sent.done(CellDone("a", None, 0.0))
-    arrivals = Arrivals([0], {0: 5})
+    arrivals = ReceiveWindow([0], {0: 5})
     posted.clear()
     sent.resync([("a", 5, 5)])
     *outputs, done = posted
-    assert [arrivals.output(0, output) for output in outputs] == [Verdict.TAKE] * 2
+    assert [arrivals.output(0, output) for output in outputs] == [MessageFate.TAKE] * 2
     assert f"{2 * UNATTENDED - 5} bytes" in text_of(outputs[0])
-    assert arrivals.done(0, done) is Verdict.TAKE
+    assert arrivals.done(0, done) is MessageFate.TAKE
 
 
 def test_the_end_of_one_does_nothing_once_another_is_named() -> None:
-    attendance = Attendance()
+    attendance = OwnerWatch()
     ends: list[str] = []
     with selectors.DefaultSelector() as selector:
         attendance.name(*me())
@@ -228,7 +226,7 @@ def test_the_end_of_one_does_nothing_once_another_is_named() -> None:
 
 
 def test_a_process_of_another_host_counts_as_there_until_the_rank_learns_otherwise() -> None:
-    attendance = Attendance()
+    attendance = OwnerWatch()
     with selectors.DefaultSelector() as selector:
         attendance.name(1, 1, near=False)  # here this is another process, or none
         attendance.update(selector)
@@ -246,7 +244,7 @@ def me() -> tuple[int, int]:
 def test_the_end_of_who_attends_lets_a_cell_write_on(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-            pool.engine.mail(Owner(process.pid, start_time(process.pid)))
+            pool.engine.mail(SetOwner(process.pid, start_time(process.pid)))
             cell = pool.start("for _ in range(20): print('x' * ((1 << 20) - 1))")
             while pool.expect(Output).total < WINDOW:
                 pass
@@ -260,25 +258,25 @@ def test_the_end_of_who_attends_lets_a_cell_write_on(rank: Rank) -> None:
 
 def test_a_cell_that_was_interrupted_as_its_notebook_ended_is_named_to_the_next_process(rank: Rank) -> None:
     def script(pool: Pool) -> None:
-        pool.engine.mail(Owner(*me()))
+        pool.engine.mail(SetOwner(*me()))
         unseen = pool.start("raise KeyboardInterrupt", label="[3]")
         assert pool.expect(CellDone).cell == unseen
-        pool.engine.mail(Owner(0, 0))
-        pool.engine.mail(Owner(*me()))
-        pool.engine.mail(AskCells(7))
-        answer = pool.expect(Cells)
+        pool.engine.mail(SetOwner(0, 0))
+        pool.engine.mail(SetOwner(*me()))
+        pool.engine.mail(ListRetainedCells(7))
+        answer = pool.expect(RetainedCells)
         assert [(held.label, held.interrupted) for held in answer.cells] == [("[3]", True)]
         assert answer.interrupted == ""
-        pool.engine.mail(Settled(unseen))
-        pool.engine.mail(Owner(0, 0))
-        pool.engine.mail(Owner(*me()))
-        pool.engine.mail(AskCells(8))
-        assert pool.expect(Cells).interrupted == "[3]"
+        pool.engine.mail(DiscardCell(unseen))
+        pool.engine.mail(SetOwner(0, 0))
+        pool.engine.mail(SetOwner(*me()))
+        pool.engine.mail(ListRetainedCells(8))
+        assert pool.expect(RetainedCells).interrupted == "[3]"
         other = pool.start("pass", label="[4]")
         assert pool.expect(CellDone).cell == other
-        pool.engine.mail(Settled(other))
-        pool.engine.mail(Owner(0, 0))
-        pool.engine.mail(AskCells(9))
-        assert pool.expect(Cells).interrupted == ""
+        pool.engine.mail(DiscardCell(other))
+        pool.engine.mail(SetOwner(0, 0))
+        pool.engine.mail(ListRetainedCells(9))
+        assert pool.expect(RetainedCells).interrupted == ""
 
     rank.play(script)

@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import pytest
 
-from hvdlab.kernel_ext.cells.results import CellResults
-from hvdlab.kernel_ext.payloads import Done, Fetch, Piece, PullValue, PushPart, PushValue, Release, Value
-from hvdlab.kernel_ext.rank import lending
-from hvdlab.kernel_ext.rank.values import TooLarge, dump, dump_parts, short_repr
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.rank import values
+from hvdlab.kernel_ext.rank.values import short_repr
+from hvdlab.kernel_ext.wire.pickling import TooLarge, dump, dump_parts
+from hvdlab.kernel_ext.wire.values import (
+    Acked,
+    PullValue,
+    PushValue,
+    ReadChunk,
+    ReleaseTransfer,
+    TransferChunk,
+    Value,
+    WriteChunk,
+)
 
 if TYPE_CHECKING:
     from tests.kernel_ext.rank.conftest import Pool, Rank
@@ -110,8 +120,8 @@ def test_short_repr_never_raises() -> None:
 
 def test_pushed_values_are_variables(rank: Rank) -> None:
     def script(pool: Pool) -> None:
-        done = pool.ask(PushValue(7, ("x", "f"), (pickle.dumps([1, 2]), cloudpickle.dumps(lambda: 3))), Done)
-        assert done == Done(7)
+        done = pool.ask(PushValue(7, ("x", "f"), (pickle.dumps([1, 2]), cloudpickle.dumps(lambda: 3))), Acked)
+        assert done == Acked(7)
         assert pool.run("x, f()").done.value_repr == "([1, 2], 3)"
 
     rank.play(script)
@@ -119,7 +129,7 @@ def test_pushed_values_are_variables(rank: Rank) -> None:
 
 def test_a_push_binds_all_or_nothing(rank: Rank) -> None:
     def script(pool: Pool) -> None:
-        done = pool.ask(PushValue(8, ("good", "bad"), (pickle.dumps(1), b"no pickle")), Done)
+        done = pool.ask(PushValue(8, ("good", "bad"), (pickle.dumps(1), b"no pickle")), Acked)
         assert "UnpicklingError" in done.error
         assert pool.run("good").done.error is not None
 
@@ -170,16 +180,16 @@ def test_large_arrays_stay_where_they_are_until_they_are_fetched(rank: Rank) -> 
         for number, part in enumerate(parts):
             for offset in range(0, len(part), 3_000_000):
                 ticket += 1
-                piece = pool.ask(Fetch(ticket, 5, number, offset, 3_000_000), Piece)
+                piece = pool.ask(ReadChunk(ticket, 5, number, offset, 3_000_000), TransferChunk)
                 assert piece.data is not None
                 part[offset : offset + len(piece.data)] = piece.data
-        pool.engine.mail(Release(5))
+        pool.engine.mail(ReleaseTransfer(5))
         # What was asked meanwhile is answered now, and not before.
         assert load(pool.ask(PullValue(7, ("1 + 2",)), Value).pickles[0]) == 2
         loaded = pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301  # made by the test
         assert loaded.flags.writeable
         assert loaded[-1] == 999_999
-        assert pool.ask(Fetch(99, 5, 0, 0, 10), Piece).data is None
+        assert pool.ask(ReadChunk(99, 5, 0, 0, 10), TransferChunk).data is None
 
     rank.play(script)
 
@@ -187,7 +197,7 @@ def test_large_arrays_stay_where_they_are_until_they_are_fetched(rank: Rank) -> 
 def test_a_value_that_nobody_fetches_is_kept_for_a_while_only(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lending, "PATIENCE", 0.05)
+    monkeypatch.setattr(values, "PATIENCE", 0.05)
     rank.run("x = b'x' * 5_000_000")
 
     def script(pool: Pool) -> None:
@@ -205,7 +215,7 @@ def test_a_pull_that_is_given_up_while_a_cell_runs_does_not_hold_the_rank(rank: 
         cell = pool.start("begun.set(); go.wait(10)")
         assert names["begun"].wait(10)
         pool.engine.mail(PullValue(5, ("x",)))
-        pool.engine.mail(Release(5))
+        pool.engine.mail(ReleaseTransfer(5))
         pool.engine.settle()
         names["go"].set()
         pool.finish(cell)
@@ -224,7 +234,7 @@ def test_a_pull_that_is_given_up_while_the_value_is_made_does_not_hold_the_rank(
         names = rank.shell.user_ns
         pool.engine.mail(PullValue(5, ("make()",)))
         assert names["begun"].wait(10)
-        pool.engine.mail(Release(5))
+        pool.engine.mail(ReleaseTransfer(5))
         pool.engine.settle()
         names["go"].set()
         assert load(pool.ask(PullValue(6, ("1 + 1",)), Value).pickles[0]) == 2
@@ -243,9 +253,9 @@ def test_a_large_value_is_brought_in_pieces(rank: Rank) -> None:
             for offset in range(0, part.nbytes, 3_000_000):
                 ticket += 1
                 piece = bytes(part[offset : offset + 3_000_000])
-                assert pool.ask(PushPart(ticket, 1, sizes, number, offset, piece), Done).error == ""
-        assert pool.ask(PushValue(50, ("big", "other"), (), 1), Done).error == ""
-        assert "KeyError" in pool.ask(PushValue(51, ("big", "other"), (), 1), Done).error
+                assert pool.ask(WriteChunk(ticket, 1, sizes, number, offset, piece), Acked).error == ""
+        assert pool.ask(PushValue(50, ("big", "other"), (), 1), Acked).error == ""
+        assert "KeyError" in pool.ask(PushValue(51, ("big", "other"), (), 1), Acked).error
         assert (
             pool.run("(int(big.sum()), other, big.flags.writeable)").done.value_repr
             == "(499999500000, 'small', True)"

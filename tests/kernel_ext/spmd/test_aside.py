@@ -10,7 +10,7 @@ import pytest
 import zmq
 from jupyter_client.session import Session
 
-from hvdlab.kernel_ext.spmd.aside import AsideAnswers
+from hvdlab.kernel_ext.spmd.aside import BusyReplies
 
 SESSION = Session(key=b"secret")
 
@@ -43,7 +43,7 @@ class MainThread:
         return topic.encode()
 
 
-class Kernel(AsideAnswers, MainThread):
+class Kernel(BusyReplies, MainThread):
     """Answers all questions, and keeps what it sends."""
 
     def __init__(self) -> None:

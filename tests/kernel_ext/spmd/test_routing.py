@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.kernel_ext.spmd.router import CellRouter, python_of
-from hvdlab.kernel_ext.spmd.routing import Help, Route, asks_ranks, route
+from hvdlab.kernel_ext.spmd.routing import CellRouter, Help, Route, asks_ranks, python_of, route
 
 ON_RANKS = [
     "x = 1",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.kernel_ext.spmd.wishes import Wishes, np_of_request, wishes_for
+from hvdlab.kernel_ext.spmd.wishes import PoolDefaults, np_of_request, wishes_for
 
 
 def notebook(path: Path, hvdlab: object) -> Path:
@@ -17,12 +17,12 @@ def notebook(path: Path, hvdlab: object) -> Path:
 
 
 def test_nothing_said_leaves_all_to_the_pool(tmp_path: Path) -> None:
-    assert wishes_for({}, tmp_path) == Wishes()
+    assert wishes_for({}, tmp_path) == PoolDefaults()
 
 
 def test_the_environment_says_how_many_and_by_what(tmp_path: Path) -> None:
     environ = {"HVDLAB_NP": "4", "HVDLAB_LAUNCHER": "ssh", "HVDLAB_HOSTS": "a:2,b:2"}
-    assert wishes_for(environ, tmp_path) == Wishes(4, "ssh", None, "a:2,b:2")
+    assert wishes_for(environ, tmp_path) == PoolDefaults(4, "ssh", None, "a:2,b:2")
 
 
 @pytest.mark.parametrize("name", ["{directory}/a.ipynb", "a.ipynb", "below/the/root/a.ipynb"])
@@ -33,14 +33,14 @@ def test_the_notebooks_metadata_goes_first(tmp_path: Path, name: str) -> None:
         "HVDLAB_LAUNCHER": "mpi",
         "JPY_SESSION_NAME": name.format(directory=tmp_path),
     }
-    assert wishes_for(environ, tmp_path) == Wishes(3, "mpi", "gloo", None)
+    assert wishes_for(environ, tmp_path) == PoolDefaults(3, "mpi", "gloo", None)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"metadata": 3}', '{"metadata": {"hvdlab": 3}}'])
 def test_what_is_no_notebook_says_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.ipynb").write_text(text)
-    assert wishes_for({"JPY_SESSION_NAME": "a.ipynb"}, tmp_path) == Wishes()
-    assert wishes_for({"JPY_SESSION_NAME": "other.ipynb"}, tmp_path) == Wishes()
+    assert wishes_for({"JPY_SESSION_NAME": "a.ipynb"}, tmp_path) == PoolDefaults()
+    assert wishes_for({"JPY_SESSION_NAME": "other.ipynb"}, tmp_path) == PoolDefaults()
 
 
 @pytest.mark.parametrize("np", [0, -1, "many", 2.5, True, []])

@@ -1,1 +1,0 @@
-"""JupyterLab's debugger in ranks."""

@@ -1,0 +1,1 @@
+"""The program of a pool's fork server."""

@@ -1,0 +1,86 @@
+"""The program of a pool's fork server, whose children are ranks and ipyparallel's controller.
+
+The fork server imports this module first, by its name; heavy modules are imported where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from hvdlab.bindings.framework_preloads import FrameworkPreloads
+from hvdlab.kernel_ext.wire import crash_ring
+from hvdlab.kernel_ext.wire.cells import CrashOutput, Stream
+from hvdlab.launch.forkserver.pipes import StdPipes
+
+PROGRAM_NAME = f"{__name__}:PROGRAM"
+"""The name that a pool's fork server is started with."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_left = msgspec.msgpack.Decoder(CrashOutput)
+
+
+class PoolProgram(FrameworkPreloads):
+    """A :class:`~hvdlab.launch.forkserver.program.ForkedProgram`."""
+
+    # The last two are what each rank would import for itself.
+    required: Sequence[str] = (
+        "hvdlab.kernel_ext.rank.program",
+        "hvdlab.collectives.planes.shm.plane",
+        "IPython.core.oinspect",
+    )
+    # To show a traceback, and to join ipyparallel.
+    later: Sequence[str] = (
+        "pygments.lexers.python",
+        "pygments.formatters.terminal256",
+        "stack_data",
+        "hvdlab.kernel_ext.launchers.controller",
+    )
+
+    def after_required(self) -> None:
+        """Prepare for what the user preloads.
+
+        tqdm chooses between text and widget when it is imported, and frameworks read their environment then.
+        """
+        from hvdlab.kernel_ext.rank.shell_setup import prepare_progress_bars
+
+        super().after_required()
+        prepare_progress_bars()
+
+    def make_area(self) -> int:
+        """Memory for what a rank has written and not sent; as the protocol says."""
+        return crash_ring.make_area()
+
+    def read_area(self, area: int, stdout: bytes, stderr: bytes) -> bytes | None:
+        """What an ended rank wrote in its last cell and may not have sent, for :func:`decode_left`."""
+        found = crash_ring.read(area)
+        if found is None:
+            return None
+        texts = (
+            # What the rank had taken out of a pipe comes before what is still there.
+            (name, (found.unread[name] + raw).decode("utf-8", "replace"))
+            for name, raw in (("stdout", stdout), ("stderr", stderr))
+        )
+        rest = tuple(Stream(name, text) for name, text in texts if text)
+        return _encode(msgspec.structs.replace(found.left, rest=rest))
+
+    def run_rank(self, argv: Sequence[str], pipes: StdPipes, area: int) -> int:
+        """Be a rank until the pool wants it to leave. Returns the exit code."""
+        from hvdlab.kernel_ext.rank.program import run
+
+        return run(argv, pipes, area)
+
+    def run_controller(self, argv: Sequence[str], channel: int) -> int:
+        """Be ipyparallel's controller, until the fork server is gone."""
+        from hvdlab.kernel_ext.launchers.controller import run_forked
+
+        return run_forked(tuple(argv), channel)
+
+
+PROGRAM = PoolProgram()
+
+
+def decode_left(left: bytes) -> CrashOutput:
+    """What :meth:`PoolProgram.read_area` has read."""
+    return _left.decode(left)

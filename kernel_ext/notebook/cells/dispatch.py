@@ -1,0 +1,673 @@
+"""Dispatch of cells to the ranks, and of the ranks' messages to the cells.
+
+Each cell has a :class:`ReceiveWindow`, by which its output has no gaps and no repetitions after a retransmit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import msgspec
+
+from hvdlab.collectives.client import Client, CoordinatorLostError, Stall
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.kernel_ext.notebook.cells.cell_events import (
+    CollectiveStalled,
+    DoneArrived,
+    OutputArrived,
+    PoolNews,
+    PoolReleased,
+    PromptAsked,
+    PromptCancelled,
+    RankDied,
+    RanksReleased,
+    TakenOver,
+)
+from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.notebook.stack_probe import CellProbe, StackProbe
+from hvdlab.kernel_ext.notebook.stdin.prompt_desk import PromptDesk, Prompter
+from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRanks
+from hvdlab.kernel_ext.wire.cells import (
+    NO_NOTEBOOK,
+    Acknowledge,
+    AcknowledgeLate,
+    CellDone,
+    CrashOutput,
+    DiscardCell,
+    JoinedCell,
+    Late,
+    Output,
+    PromptReply,
+    PromptRequest,
+    PromptWithdrawn,
+    ResendFrom,
+    RunCell,
+)
+from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, decode_to_pool, encode
+
+
+class MessageFate(Enum):
+    """What the pool does with a message."""
+
+    TAKE = auto()
+    DROP = auto()
+    ASK = auto()
+    """Drop it, and have the rank retransmit: what comes before it is missing."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """A rank's part of the cell: bytes received and taken, whether the rank was asked to retransmit, whether it has ended."""
+
+    received: int = 0
+    taken: int = 0
+    asked: bool = False
+    ended: bool = False
+
+
+class ReceiveWindow:
+    """The messages of one cell. No I/O, and no lock."""
+
+    def __init__(self, ranks: Iterable[int], before: Mapping[int, int] | None = None) -> None:
+        """``before``: rank to the bytes of its output that came, or were lost, before this object was made."""
+        known = before or {}
+        self._parts = {rank: _Part(known.get(rank, 0), known.get(rank, 0)) for rank in ranks}
+
+    def begin(self, ranks: Iterable[int]) -> None:
+        """These ranks get the cell as well. One that had it before is a new process, so its count begins anew."""
+        self._parts.update({rank: _Part() for rank in ranks})
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Ranks whose part has not ended."""
+        return tuple(rank for rank, part in self._parts.items() if not part.ended)
+
+    def output(self, rank: int, message: Output) -> MessageFate:
+        """What to do with output that came from a rank."""
+        part = self._parts.get(rank)
+        if part is None or part.ended:
+            return MessageFate.DROP
+        if message.before == part.received:
+            part.received, part.asked = message.total, False
+            return MessageFate.TAKE
+        return MessageFate.DROP if message.before < part.received else self._ask(part)
+
+    def done(self, rank: int, message: CellDone) -> MessageFate:
+        """What to do with the end of the cell that came from a rank."""
+        part = self._parts.get(rank)
+        if part is None or part.ended:
+            return MessageFate.DROP
+        if message.total > part.received:
+            return self._ask(part)
+        part.ended = True
+        return MessageFate.TAKE
+
+    def left(self, rank: int, left: CrashOutput) -> tuple[int, CrashOutput] | None:
+        """A rank has died and left this output. Returns how many bytes before it are missing, and the part that has not come.
+
+        None if the end of its cell has come. From then on what is still on its way from the rank counts as a repetition.
+        """
+        part = self._parts.get(rank)
+        if part is None or part.ended:
+            return None
+        rest = left.after(part.received)
+        missing = max(0, rest.before - part.received)
+        part.received = max(part.received, rest.total)
+        return missing, rest
+
+    def died(self, rank: int) -> None:
+        """Expect nothing more from this rank."""
+        part = self._parts.get(rank)
+        if part is not None:
+            part.ended = True
+
+    def taken(self, rank: int, taken: int) -> None:
+        """The sink has taken this many bytes of a rank's output."""
+        self._parts[rank].taken = taken
+
+    def asking(self, rank: int) -> tuple[int, int] | None:
+        """Bytes received and taken, to ask this rank to send what follows; None if its part has ended."""
+        part = self._parts.get(rank)
+        if part is None or part.ended:
+            return None
+        part.asked = True
+        return part.received, part.taken
+
+    @staticmethod
+    def _ask(part: _Part) -> MessageFate:
+        """Ask once: messages that were on their way arrive first, and the answer after them."""
+        first, part.asked = not part.asked, True
+        return MessageFate.ASK if first else MessageFate.DROP
+
+
+REPEAT_WITHIN = 1.0
+"""Seconds before the loss of a coordinator in which an interrupt may have been lost with it."""
+
+
+@dataclass(slots=True)
+class _DispatchedCell:
+    """A cell that is running.
+
+    Attributes:
+        order: The message that ranks were sent; without the source if another process sent it and the cell is not elastic.
+        arrivals: What has come from the ranks.
+        handle: Takes what has come, and is what the caller waits on.
+        watch: Asks ranks where they are.
+        elastic: How many ranks the cell may have, if ranks may come and go.
+        joined: Ranks that were sent the cell while others ran it.
+        unknown: Whether another process sent the cell and its source is not known here, so that it can't be sent again.
+    """
+
+    order: RunCell
+    arrivals: ReceiveWindow
+    handle: CellHandle
+    watch: CellProbe
+    elastic: Bounds | None = None
+    joined: set[int] = field(default_factory=set)
+    unknown: bool = False
+    # Mail arrives on the client's thread, the news of a rank's end on the starter's: both feed arrivals and handle.
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def orders(self, ranks: Sequence[int]) -> Iterator[tuple[RunCell, tuple[int, ...]]]:
+        """The orders to run the cell, each with the ranks that get it: ranks that join enter the world first."""
+        if joining := tuple(rank for rank in ranks if rank in self.joined):
+            yield msgspec.structs.replace(self.order, joins=True), joining
+        if others := tuple(rank for rank in ranks if rank not in self.joined):
+            yield self.order, others
+
+
+class CellDispatcher:
+    """Dispatches cells and gives each what comes from the ranks.
+
+    Mail may be lost with a coordinator. Between :meth:`lost` and :meth:`resync` no cell is sent; :meth:`resync` has the
+    ranks send again what is missing, and sends them again what they may have missed.
+
+    Args:
+        client: The connection to the coordinator.
+        reason: Why a rank is lost, or an empty text.
+        local_pid: The process of a rank on this host, or None.
+        stall_time: Seconds after which a line under a cell says what it waits for; None: never.
+        replaceable: Whether single ranks can be started again.
+        newcomers: The ranks that came later than others and have nothing of what those know.
+        late: Called with what a rank wrote after the end of its cell, for which :meth:`credit_late` has to be called in the end. The
+            client's thread; must not block.
+        untold: Called with each line that :meth:`tell` gave a cell too late: it had ended. The thread that drove the cell; must not block.
+
+    Attributes:
+        interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted, for cells that begin from then on.
+        first_to_fail: The rank that failed first in the last cell that did not end well; None if there was none.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        reason: Callable[[int], str],
+        local_pid: Callable[[int], int | None] = lambda rank: None,
+        stall_time: float | None = None,
+        replaceable: bool = True,
+        newcomers: UnsyncedRanks | None = None,
+        late: Callable[[int, Late], None] = lambda rank, late: None,
+        untold: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.interrupt_delay = 0.0
+        self._late, self._newcomers, self._untold = late, newcomers or UnsyncedRanks(), untold
+        self._client = client
+        self._reason = reason
+        self._lock = threading.Lock()
+        self._runs: dict[str, _DispatchedCell] = {}
+        self._order = threading.Lock()  # held while cells are sent, so that all ranks get them in one order
+        self._connected = True
+        self._leaving = False
+        self._lost_at = 0.0
+        self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
+        self._stall_time, self._replaceable = stall_time, replaceable
+        self._given_up: dict[int, tuple[str, str]] = {}
+        self.first_to_fail: int | None = None
+        self.questions = RankRequests(self.post, gone=lambda rank: bool(reason(rank)))
+        self.lookout = StackProbe(self.post, self.questions, local_pid)
+        client.on_mail(TO_POOL, self._take)
+        client.on_stall(self._stalled)
+
+    @property
+    def active(self) -> bool:
+        """Whether a cell is running."""
+        return bool(self._runs)
+
+    @property
+    def given_up(self) -> dict[int, tuple[str, str]]:
+        """Rank to the cell (id and label) that it did not end after an interrupt, and may still be in."""
+        with self._lock:
+            return dict(self._given_up)
+
+    def answers_again(self, rank: int, cell: str) -> None:
+        """Note that a rank has left a cell that was given up."""
+        with self._lock:
+            if self._given_up.get(rank, ("", ""))[0] == cell:
+                del self._given_up[rank]
+
+    def dispatch(
+        self,
+        cell: str,
+        ranks: Sequence[int],
+        source: str,
+        *,
+        label: str,
+        line_offset: int,
+        sink: OutputSink,
+        timeout: float | None,
+        want_value: bool,
+        store_history: bool = True,
+        file: str = "",
+        prompter: Prompter | None = None,
+        elastic: Bounds | None = None,
+    ) -> CellHandle:
+        """Send a cell to ranks. The caller drives the run: by waiting on the handle, or by having it driven in the background."""
+        at_least, at_most = (elastic.at_least, elastic.at_most) if elastic is not None else (0, None)
+        order = RunCell(
+            cell,
+            label,
+            source,
+            line_offset,
+            want_value,
+            store_history=store_history,
+            file=file,
+            at_least=at_least,
+            at_most=at_most,
+        )
+        run = self._begin(order, ReceiveWindow(ranks), ranks, sink, timeout, prompter, elastic)
+        try:
+            with self._order:
+                self._send(run)
+        except BaseException:
+            self._finished(cell, None)
+            raise
+        self._tell_dead(run)
+        return run.handle
+
+    def take_over(
+        self,
+        cell: str,
+        label: str,
+        before: Mapping[int, int],
+        sink: OutputSink,
+        *,
+        order: RunCell | None = None,
+        joined: Collection[int] = (),
+        leaving: tuple[int, ...] = (),
+    ) -> CellHandle:
+        """Go on with a cell that another process has sent; the next :meth:`resync` has the ranks send what they have.
+
+        Args:
+            before: Rank to the bytes of its output that will not come, for the ranks that have the cell.
+            order: The message that ranks were sent, if the cell is elastic: ranks can then join and leave it as before.
+            joined: Ranks that were sent it while others ran it. They count as newcomers until they have said that they entered
+                it, which those that have will say again.
+            leaving: Ranks that leave at the next commit.
+        """
+        elastic = Bounds(order.at_least, order.at_most) if order is not None else None
+        if joined:
+            self._newcomers.join(cell, joined)
+        order = msgspec.structs.replace(order, joins=False) if order is not None else RunCell(cell, label, "")
+        run = self._begin(order, ReceiveWindow(before, before), tuple(before), sink, None, elastic=elastic)
+        run.joined.update(joined)
+        run.unknown = elastic is None
+        if elastic is not None:
+            run.handle.feed(TakenOver(leaving))
+        self._tell_dead(run)
+        return run.handle
+
+    def leave(self) -> None:
+        """From now on don't tell ranks that a cell is settled: the next process may still want what they have of it."""
+        self._leaving = True
+
+    def _begin(
+        self,
+        order: RunCell,
+        arrivals: ReceiveWindow,
+        ranks: Sequence[int],
+        sink: OutputSink,
+        timeout: float | None,
+        prompter: Prompter | None = None,
+        elastic: Bounds | None = None,
+    ) -> _DispatchedCell:
+        cell, now = order.cell, time.monotonic()
+        watch = self.lookout.watch(lambda event: handle.feed(event))
+        handle = CellHandle(
+            CellState(
+                cell,
+                ranks,
+                label=order.label,
+                now=now,
+                timeout=timeout,
+                stall_time=self._stall_time,
+                replaceable=self._replaceable,
+                newcomers=self._newcomers.all(),
+                elastic=elastic,
+            ),
+            sink,
+            credit=lambda rank, taken: self._credit(cell, arrivals, rank, taken),
+            interrupt=self.interrupt,
+            ask=watch.ask,
+            look=watch.look,
+            finished=lambda results: self._finished(cell, results),
+            desk=PromptDesk(prompter, self._reply),
+            interrupt_delay=self.interrupt_delay,
+        )
+        run = _DispatchedCell(order, arrivals, handle, watch, elastic)
+        with self._lock:
+            self._runs[cell] = run
+        return run
+
+    def elastic(self) -> dict[str, tuple[Bounds, tuple[int, ...]]]:
+        """The elastic cells that run: how many ranks each may have, and the ranks that have not ended it."""
+        with self._lock:
+            return {
+                cell: (run.elastic, run.arrivals.waiting)
+                for cell, run in self._runs.items()
+                if run.elastic is not None
+            }
+
+    def label(self, cell: str) -> str:
+        """The name that a user knows a running cell by, such as ``cell [7]``; empty if it has ended."""
+        with self._lock:
+            return run.order.label if (run := self._runs.get(cell)) is not None else ""
+
+    def join(self, cell: str, ranks: tuple[int, ...]) -> bool:
+        """Send an elastic cell to ranks that came later and were brought what the others know.
+
+        From then on the coordinator lets these ranks in, at the others' next commit. Returns False if the cell has ended.
+        """
+        with self._order:
+            with self._lock:
+                run = self._runs.get(cell)
+                if run is None or not run.arrivals.waiting:
+                    return False
+                # _finished() removes the cell under the same lock, so newcomers hear of its end after this.
+                self._newcomers.join(cell, ranks)
+                with run.lock:
+                    run.arrivals.begin(ranks)
+                    run.handle.join(ranks)
+                run.joined.update(ranks)
+            self._send_to(run, ranks)
+        self._tell_dead(run, ranks)
+        return True
+
+    def release(self, ranks: tuple[int, ...]) -> None:
+        """Tell elastic cells that these ranks leave at the next commit. Called before the coordinator tells the ranks."""
+        with self._lock:
+            handles = [run.handle for run in self._runs.values() if run.elastic is not None]
+        for handle in handles:
+            handle.feed(RanksReleased(ranks))
+
+    def _tell_dead(self, run: _DispatchedCell, ranks: Sequence[int] | None = None) -> None:
+        for rank in run.handle.ranks if ranks is None else ranks:
+            if reason := self._reason(rank):  # it died between the caller's look and now
+                run.arrivals.died(rank)
+                run.handle.feed(RankDied(rank, reason, time.monotonic_ns()))
+
+    def interrupt(self, ranks: Sequence[int]) -> None:
+        """Interrupt what these ranks run; if the coordinator is lost, as soon as there is another. Any thread."""
+        self._interrupted.update(dict.fromkeys(ranks, time.monotonic()))
+        with contextlib.suppress(CoordinatorLostError):
+            self._client.interrupt(ranks)
+
+    def release_pool(self) -> None:
+        """Drop the interrupts that are delayed: this process lets go of the ranks, and their cells go on. Any thread."""
+        with self._lock:
+            handles = [run.handle for run in self._runs.values()]
+        for handle in handles:
+            handle.feed(PoolReleased())
+
+    def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None:
+        """Send mail of a kind that :meth:`resync` sends again: it may be lost with a coordinator. Any thread."""
+        with contextlib.suppress(CoordinatorLostError):
+            self._client.post(topic, body, ranks)
+
+    def tell(self, text: str) -> bool:
+        """Show this line under the cells that run; False if there are none. Any thread."""
+        with self._lock:
+            # Under the lock: a run that is taken out of these has the line by then, and gives back what it has not shown.
+            for run in self._runs.values():
+                run.handle.feed(PoolNews(text))
+            return bool(self._runs)
+
+    def _reply(self, rank: int, reply: PromptReply) -> None:
+        self.post(TO_RANK, encode(reply), [rank])
+
+    def rank_died(
+        self, rank: int, reason: str, tail: str = "", detail: str = "", *, left: bool = False
+    ) -> None:
+        """A rank is lost; ``tail`` is the end of its standard error, ``detail`` what else is known. Any thread.
+
+        With ``left`` it has left as the pool wanted.
+        """
+        when = time.monotonic_ns()
+        with self._lock:
+            self._given_up.pop(rank, None)
+            runs = list(self._runs.values())
+        for run in runs:
+            if rank in run.handle.ranks:
+                with run.lock:
+                    run.arrivals.died(rank)
+                    run.handle.feed(RankDied(rank, reason, when, tail, detail, left))
+        self.questions.rank_died(rank)
+
+    def left_behind(self, rank: int, left: CrashOutput) -> bool:
+        """A rank has ended and left output that it may not have sent; :meth:`rank_died` follows. Any thread.
+
+        Returns whether a running cell waits for this output, and thus shows it.
+        """
+        with self._lock:
+            run = self._runs.get(left.cell)
+        if run is None or rank not in run.handle.ranks:
+            return False
+        with run.lock:
+            found = run.arrivals.left(rank, left)
+            if found is None:
+                return False
+            missing, rest = found
+            missing += sum(size for chunk, size in zip(rest.chunks, rest.sizes, strict=True) if chunk is None)
+            if missing:
+                run.handle.feed(PoolNews(f"{missing} bytes of what rank {rank} wrote were lost with it"))
+            chunks = (*(chunk for chunk in rest.chunks if chunk is not None), *rest.rest)
+            if chunks:
+                run.handle.feed(OutputArrived(rank, chunks, rest.total))
+        return True
+
+    def _stalled(self, stall: Stall) -> None:
+        """A collective has been waiting for long. The client's thread."""
+        with self._lock:
+            handles = [run.handle for run in self._runs.values()]
+        for handle in handles:
+            handle.feed(CollectiveStalled(stall))
+
+    # -- another coordinator --------------------------------------------------------------------------------------
+
+    def lost(self) -> None:
+        """The coordinator is lost. The client's thread; does not block."""
+        self._connected = False
+        self._lost_at = time.monotonic()
+
+    def running(self) -> dict[str, tuple[int, ...]]:
+        """The cells that run, and the ranks that have not ended theirs."""
+        with self._lock:
+            return {cell: waiting for cell, run in self._runs.items() if (waiting := run.arrivals.waiting)}
+
+    def resync(self, ranks: Sequence[int], running: Mapping[str, Collection[int]]) -> None:
+        """Over a new connection, send these ranks what they may have missed, and have them send what is missing here.
+
+        Args:
+            ranks: Those that are connected.
+            running: Cell to the ranks on which the coordinator takes it to run, for the cells that it knows of.
+
+        Raises:
+            CoordinatorLostError: The new connection is lost as well.
+        """
+        with self._order:  # no other cell is sent meanwhile, which an interrupt of these would hit
+            with self._lock:
+                runs = list(self._runs.values())
+            for run in runs:
+                self._send_again(run, running)
+            self._interrupt_again(runs)
+            for rank in ranks:
+                self._ask_again(rank)
+            self._connected = True
+        self.questions.ask_again()
+
+    def came_back(self, rank: int) -> None:
+        """A rank that was cut off has connected again: send it what it may have missed, and have it send what is missing here.
+
+        A cell that the others have begun meanwhile it runs by itself: the coordinator lets it in when they have ended theirs.
+
+        Raises:
+            CoordinatorLostError: This process's own connection is lost; :meth:`resync` makes up for it.
+        """
+        with self._order:
+            with self._lock:
+                runs = [run for run in self._runs.values() if rank in run.arrivals.waiting]
+            # The rank itself tells the coordinator that it begins a cell; of one that it has ended the coordinator must not hear again.
+            for run in runs if self._connected else ():
+                for order, ranks in () if run.unknown else run.orders((rank,)):
+                    self._client.post(TO_RANK, encode(order), ranks)
+            self._ask_again(rank)
+        self.questions.ask_again()
+
+    def _send_again(self, run: _DispatchedCell, running: Mapping[str, Collection[int]]) -> None:
+        """Send a cell once more; ranks that have it already, or have ended it, ignore that."""
+        if waiting := run.arrivals.waiting:
+            known = running.get(run.order.cell, ())
+            if new := [
+                rank for rank in waiting if rank not in known
+            ]:  # of a cell that it knows some may have joined
+                self._client.cell_started(run.order.cell, new, label=run.order.label)
+            if not run.unknown:
+                for order, ranks in run.orders(waiting):
+                    self._client.post(TO_RANK, encode(order), ranks)
+
+    def _interrupt_again(self, runs: Sequence[_DispatchedCell]) -> None:
+        """Repeat the interrupts that may have been lost with the coordinator.
+
+        This comes before ranks send the ends of their cells; a rank whose cell has ended ignores the interrupt.
+        """
+        since = self._lost_at - REPEAT_WITHIN
+        waiting = {rank for run in runs for rank in run.arrivals.waiting}
+        if again := [rank for rank in sorted(waiting) if self._interrupted.get(rank, -math.inf) > since]:
+            self._client.interrupt(again)
+
+    def _ask_again(self, rank: int) -> None:
+        """Ask a rank to retransmit what is missing of its cells' messages."""
+        with self._lock:
+            cells = [
+                (cell, *found)
+                for cell, run in self._runs.items()
+                if (found := run.arrivals.asking(rank)) is not None
+            ]
+        self._client.post(TO_RANK, encode(ResendFrom(tuple(cells))), [rank])
+
+    # -- to the ranks ---------------------------------------------------------------------------------------------
+
+    def _send(self, run: _DispatchedCell) -> None:
+        """Send a cell, unless the coordinator is lost: then :meth:`resync` does it."""
+        self._send_to(run, run.handle.ranks)
+
+    def _send_to(self, run: _DispatchedCell, ranks: Sequence[int]) -> None:
+        if not self._connected:
+            return
+        with contextlib.suppress(CoordinatorLostError):
+            # The coordinator must know before any rank can be ahead of the others in a collective.
+            self._client.cell_started(run.order.cell, ranks, label=run.order.label)
+            for order, those in run.orders(ranks):
+                self._client.post(TO_RANK, encode(order), those)
+
+    def _credit(self, cell: str, arrivals: ReceiveWindow, rank: int, taken: int) -> None:
+        arrivals.taken(rank, taken)
+        self.post(TO_RANK, encode(Acknowledge(cell, taken)), [rank])
+
+    def credit_late(self, rank: int, late: Late) -> None:
+        """What a rank wrote after the end of a cell was shown: it may write more. Any thread."""
+        self.post(TO_RANK, encode(AcknowledgeLate(late.total)), [rank])
+
+    def _finished(self, cell: str, results: CellResults | None) -> None:
+        with self._lock:
+            run = self._runs.pop(cell, None)
+            if run is not None and results is not None:
+                self._given_up.update(dict.fromkeys(results.unanswered, (cell, run.order.label)))
+        self._newcomers.cell_ended(cell)
+        if results is not None and not results.ok:
+            self.first_to_fail = _first_to_fail(results)
+        if run is not None:
+            for text in run.handle.take_untold():
+                self._untold(text)
+            run.watch.close()
+            gone = set(results.unanswered) if results is not None else set()
+            if late := [rank for rank in run.arrivals.waiting if rank not in gone]:
+                # These joined just when the others ended, so no handle waits for them.
+                self.interrupt(late)
+            if not self._leaving:
+                self.post(TO_RANK, encode(DiscardCell(cell)), run.handle.ranks)
+
+    # -- from the ranks -------------------------------------------------------------------------------------------
+
+    def _take(self, rank: int, body: bytes) -> None:
+        try:
+            payload = decode_to_pool(body)
+        except ProtocolError:
+            return  # not from our agent: a user's code may send anything under any topic
+        if isinstance(payload, Output | CellDone):
+            run = self._runs.get(payload.cell)
+            if run is not None:
+                self._feed(run, rank, payload)
+        elif isinstance(payload, Late):
+            self._late(rank, payload)
+        elif isinstance(payload, JoinedCell):
+            self._newcomers.entered(payload.cell, rank)
+        elif isinstance(payload, PromptRequest | PromptWithdrawn):
+            self._take_question(rank, payload)
+        else:
+            self.questions.answered(rank, payload)
+
+    def _take_question(self, rank: int, question: PromptRequest | PromptWithdrawn) -> None:
+        run = self._runs.get(question.cell)
+        if isinstance(question, PromptWithdrawn):
+            if run is not None:
+                run.handle.feed(PromptCancelled(rank, question.number))
+        elif run is not None:
+            run.handle.feed(PromptAsked(rank, question))
+        else:
+            self._reply(rank, PromptReply(question.number, "", NO_NOTEBOOK))
+
+    def _feed(self, run: _DispatchedCell, rank: int, payload: Output | CellDone) -> None:
+        with run.lock:
+            if isinstance(payload, Output):
+                verdict = run.arrivals.output(rank, payload)
+                event: OutputArrived | DoneArrived = OutputArrived(rank, payload.chunks, payload.total)
+            else:
+                verdict = run.arrivals.done(rank, payload)
+                event = DoneArrived(rank, payload)
+            if verdict is MessageFate.TAKE:
+                if isinstance(payload, CellDone):
+                    self._interrupted.pop(rank, None)  # it was for this cell, not for the next
+                run.handle.feed(event)
+        if verdict is MessageFate.ASK:
+            with contextlib.suppress(CoordinatorLostError):
+                self._ask_again(rank)
+
+
+def _first_to_fail(results: CellResults) -> int | None:
+    """The rank that has the error which the others came from; None if no rank has one."""
+    cause, errors = results.root_cause, results.errors
+    by_time = sorted(errors, key=lambda rank: (errors[rank].when, rank))
+    ranks = [*(cause.ranks if cause is not None else ()), *by_time]
+    return next((rank for rank in ranks if rank in errors), None)

@@ -1,0 +1,325 @@
+"""The shell around :class:`~hvdlab.kernel_ext.notebook.cells.cell_state.CellState`: a queue, a clock and the calls to the outside.
+
+The thread that waits for a run drives it, so that a notebook cell's output is written by the thread that
+runs the cell. A run in the background is driven by a thread of its own. There is nothing to poll: the driver sleeps
+in the queue until an event comes or the next time limit is reached.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from queue import Empty, SimpleQueue
+from types import FrameType
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.visible import visible_lines
+from hvdlab.kernel_ext.notebook.cells.cell_events import (
+    AskStacks,
+    AtPrompts,
+    DeadlineReached,
+    Deliver,
+    DoneArrived,
+    Effect,
+    Event,
+    Finished,
+    InterruptCell,
+    InterruptRequested,
+    LookAt,
+    Note,
+    PoolNews,
+    PromptAsked,
+    PromptCancelled,
+    RankBegan,
+    RankDied,
+    RankEnded,
+    RanksJoined,
+    SendAcknowledge,
+    ShowStatus,
+)
+from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, OutputSink
+from hvdlab.kernel_ext.notebook.stdin.prompt_desk import IN_BACKGROUND, PromptDesk, drive_meanwhile
+from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Question
+from hvdlab.kernel_ext.wire.cells import PromptReply
+
+BACKLOG = 4 << 20
+"""Characters a sink may hold back before ranks get no more credit."""
+
+_BATCH = 256
+"""Events taken between two ticks of the sink."""
+
+
+class CellHandle:
+    """A run that was dispatched.
+
+    Args:
+        run: Its state machine.
+        sink: Takes the output; called from the driving thread only.
+        credit: ``credit(rank, taken)`` sends a Credit to a rank. Must not block.
+        interrupt: ``interrupt(ranks)`` raises KeyboardInterrupt on ranks. Must not block.
+        ask: ``ask(ranks)`` has ranks tell where they are, as :class:`StackArrived`. Must not block.
+        look: ``look(ranks)`` looks at ranks' processes, for :class:`ProcessSeen`. Must not block.
+        finished: Called once with the results, on the driving thread, before :meth:`wait` returns.
+        interrupt_delay: Seconds from a SIGINT to this process until the ranks are interrupted.
+        desk: Where ranks ask the user; by default none that asks gets an answer.
+    """
+
+    def __init__(
+        self,
+        run: CellState,
+        sink: OutputSink,
+        *,
+        credit: Callable[[int, int], None],
+        interrupt: Callable[[tuple[int, ...]], None],
+        ask: Callable[[tuple[int, ...]], None] | None = None,
+        look: Callable[[tuple[int, ...]], None] | None = None,
+        finished: Callable[[CellResults], None] | None = None,
+        desk: PromptDesk | None = None,
+        interrupt_delay: float = 0.0,
+    ) -> None:
+        self._on_signal = InterruptRequested(interrupt_delay)
+        self._desk = desk or PromptDesk(None, _no_reply)
+        self._at_prompts: tuple[int, ...] = ()
+        self.cell, self.label, self.ranks = run.cell, run.label, run.ranks
+        self.results: CellResults | None = None
+        self._run, self._sink = run, GuardedSink(sink)
+        self._ask, self._look = ask or _nobody, look or _nobody
+        self._credit, self._interrupt, self._on_finished = credit, interrupt, finished
+        self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes the driver
+        self._held: list[SendAcknowledge] = []
+        #: Lines that came behind the event that ended the run, when it had nothing more to show.
+        self._untold: list[str] = []
+        self._sink_at: float | None = None
+        self._driver = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over and all its output was written."""
+        return self._ended.is_set()
+
+    def feed(self, event: Event) -> None:
+        """Report an event. Any thread, also a signal handler; never blocks."""
+        self._events.put(event)
+        match event:
+            case RankDied(rank) | DoneArrived(rank):
+                self._desk.withdraw(rank)
+            case PromptCancelled(rank, number):
+                self._desk.withdraw(rank, number)
+
+    def join(self, ranks: tuple[int, ...]) -> None:
+        """These ranks are about to get the cell as well. Any thread; the cell must be elastic."""
+        self.ranks = tuple(sorted({*self.ranks, *ranks}))
+        self.feed(RanksJoined(ranks))
+
+    def interrupt(self) -> None:
+        """Ask the ranks to stop. Any thread; the second call soon gives up those that don't answer."""
+        self.feed(InterruptRequested())
+
+    def wait(self, timeout: float | None = None) -> CellResults:
+        """Wait for the end, driving the run if no other thread does.
+
+        Ctrl-C (or a notebook's stop button) interrupts the ranks, not the wait; ``results.interrupted`` says so.
+
+        Raises:
+            TimeoutError: The run is not over after ``timeout`` seconds; it goes on.
+            Exception: What the sink raised. The run is over nevertheless, and :attr:`results` has its results.
+        """
+        deadline = Deadline(timeout)
+        with self._sigint():
+            if self._thread is not None:
+                self._ended.wait(deadline.remaining())
+            elif self._driver.acquire(timeout=-1 if timeout is None else timeout):
+                try:
+                    self._drive(None if timeout is None else time.monotonic() + (deadline.remaining() or 0.0))
+                finally:
+                    self._driver.release()
+        if self.results is None or not self.done:
+            raise TimeoutError(
+                f"the cell still runs after {timeout:g} s" if timeout is not None else "the cell still runs"
+            )
+        if self._sink.failure is not None:
+            raise self._sink.failure
+        return self.results
+
+    def drive_in_background(self) -> None:
+        """Drive the run on a thread of its own; :meth:`wait` then only waits."""
+        self._desk.refuse(IN_BACKGROUND)
+        self._thread = threading.Thread(target=self._drive, name=f"hvdlab-cell-{self.cell}", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread can be started: the thread that waits drives the run
+            self._thread = None
+            raise
+
+    def take_untold(self) -> list[str]:
+        """Lines that have come too late to be shown under the cell. To be called in ``finished``, once no more of them can come."""
+        lines, self._untold = self._untold, []
+        with suppress(Empty):
+            while True:
+                if isinstance(event := self._events.get_nowait(), PoolNews):
+                    lines.append(event.text)
+        return lines
+
+    # -- the driver ---------------------------------------------------------------------------------------------------
+
+    def _drive(self, until: float | None = None) -> None:
+        self._tick(time.monotonic())  # a sink may want to show something though nothing happens
+        while not self._ended.is_set():
+            if self._run.finished and self._sink_at is None:
+                self._finish()
+            elif (question := self._desk.due(time.monotonic())) is not None:
+                self._ask_user(question)
+                self._step(time.monotonic())  # handle what came meanwhile before the next question
+            elif not self._step(self._desk.deadline, until) and _passed(until):
+                return
+
+    def _step(self, *limits: float | None) -> bool:
+        """Wait for the next event, at most until these times, and do what is due. Returns whether anything was."""
+        event = self._next_event(*limits)
+        now = time.monotonic()
+        if event is not None:
+            self._take(event, now)
+        # A None that only wakes may be left over from a wait that ended by itself: the events are behind it.
+        taken = self._drain(now)
+        late = self._run.deadline is not None and now >= self._run.deadline
+        if late:
+            self._take(DeadlineReached(), now)
+        self._tick(time.monotonic())
+        return late or taken or event is not None
+
+    def _next_event(self, *others: float | None) -> Event | None:
+        limits = [t for t in (self._run.deadline, self._sink_at, *others) if t is not None]
+        try:
+            return self._events.get(timeout=max(0.0, min(limits) - time.monotonic()) if limits else None)
+        except Empty:
+            return None
+
+    def _drain(self, now: float) -> bool:
+        """Take what has queued up meanwhile, so that a burst is written in few pieces. Returns whether anything had."""
+        taken = False
+        for _ in range(_BATCH):
+            try:
+                event = self._events.get_nowait()
+            except Empty:
+                break
+            if event is not None:
+                self._take(event, now)
+                taken = True
+        return taken
+
+    def _take(self, event: Event, now: float) -> None:
+        if self._run.finished and isinstance(event, PoolNews):
+            self._untold.append(event.text)
+        for effect in self._run.handle(event, now):
+            self._perform(effect)
+        match event:
+            case PromptAsked(rank, request):
+                self._desk.asked(rank, request, now)
+            case PromptCancelled(rank, number):
+                self._desk.unasked(rank, number)
+            case RankDied(rank) | DoneArrived(rank):
+                self._desk.gone(rank)
+            case InterruptRequested():
+                self._desk.interrupted()
+                self._sink.hurry()
+        if (asking := self._desk.ranks) != self._at_prompts:
+            self._at_prompts = asking
+            self._take(AtPrompts(asking), now)
+            if self._desk.asking:
+                self._sink.status(visible_lines(self._desk.status()), final=False)
+
+    def _ask_user(self, question: Question) -> None:
+        """Let the user answer a rank, on this thread; if output can be shown beside the prompt, another drives the run."""
+        self._sink.settle()
+        if self._desk.shows_beside:
+            self._sink.status(visible_lines(self._desk.status()), final=False)
+        self._tick(time.monotonic())
+        try:
+            reply = self._desk.ask(question, self._meanwhile if self._desk.shows_beside else nullcontext)
+        except KeyboardInterrupt:
+            self.feed(self._on_signal)
+            reply = ""
+        if reply:
+            self._sink.note(visible_lines(reply))
+        if self._desk.shows_beside:
+            self._sink.status("", final=True)
+        if self._desk.ranks != self._at_prompts:
+            self._at_prompts = self._desk.ranks
+            self._take(AtPrompts(self._at_prompts), time.monotonic())
+
+    def _meanwhile(self) -> AbstractContextManager[None]:
+        return drive_meanwhile(self._step, lambda: self._events.put(None), self._desk.break_off)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Deliver(rank, chunks):
+                self._sink.output(rank, chunks)
+            case SendAcknowledge():
+                self._held.append(effect)
+            case InterruptCell(ranks):
+                self._interrupt(ranks)
+            case RankBegan(rank):
+                self._sink.began(rank)
+            case RankEnded(rank, done):
+                self._sink.done(rank, done)
+            case Note(text, warning):
+                self._sink.note(visible_lines(text), warning=warning)
+            case AskStacks(ranks):
+                self._ask(ranks)
+            case LookAt(ranks):
+                self._look(ranks)
+            case ShowStatus(text, final):
+                self._sink.status(visible_lines(text), final=final)
+            case Finished(results):
+                self.results = results
+
+    def _tick(self, now: float) -> None:
+        self._sink_at = self._sink.tick(now)
+        if self._held and self._sink.backlog() <= BACKLOG:
+            held, self._held = self._held, []
+            for credit in held:
+                self._credit(credit.rank, credit.taken)
+
+    def _finish(self) -> None:
+        assert self.results is not None
+        try:
+            self._sink.finished(self.results)
+            if self._on_finished is not None:
+                self._on_finished(self.results)
+        finally:
+            self._ended.set()
+
+    @contextmanager
+    def _sigint(self) -> Iterator[None]:
+        """Turn SIGINT into an event while the main thread waits: an exception could hit anywhere and lose output."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def on_sigint(signum: int, frame: FrameType | None) -> None:
+            self.feed(self._on_signal)
+
+        previous = signal.signal(signal.SIGINT, on_sigint)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+def _passed(until: float | None) -> bool:
+    return until is not None and time.monotonic() >= until
+
+
+def _no_reply(rank: int, reply: PromptReply) -> None:
+    """Drop the reply: the rank that asked gets no answer."""
+
+
+def _nobody(ranks: tuple[int, ...]) -> None:
+    """Ask no rank, for a run that was given no ``ask`` or no ``look``."""

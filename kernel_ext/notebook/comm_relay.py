@@ -1,0 +1,202 @@
+"""Comms of ranks (widgets are made of them) in the notebook's kernel, and the states of their widgets for a page that opens later.
+
+For each comm that a rank opens there is one of the same id in the notebook's kernel, so that the frontend takes it for
+one of the kernel's own. A page asks the kernel for the states of all widgets, over a comm that only ipywidgets in the kernel
+itself serves. All messages about a widget pass through the kernel, which therefore knows its state without asking a rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from hvdlab.collectives.client import Client
+from hvdlab.kernel_ext.notebook.output.merge import label
+from hvdlab.kernel_ext.wire.channel import COMM
+from hvdlab.kernel_ext.wire.comms import CommMessage, as_bytes, decode, encode
+
+WIDGET, CONTROL = "jupyter.widget", "jupyter.widget.control"
+"""Targets of comms, as the page knows them."""
+
+_UPDATES = ("update", "echo_update")
+Path = tuple[str | int, ...]
+OnOpen = Callable[[Any, dict[str, Any]], None]
+
+
+@dataclass(slots=True)
+class _Widget:
+    state: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[Path, bytes] = field(default_factory=dict)
+
+    def update(self, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
+        state = data.get("state") or {}
+        self.state = {**self.state, **state}  # a new one: a reader may still have the one before
+        paths = [tuple(path) for path in data.get("buffer_paths") or ()]
+        said = {*state, *(path[0] for path in paths)}
+        self.buffers = {path: one for path, one in self.buffers.items() if path[0] not in said}
+        self.buffers.update(zip(paths, buffers, strict=False))
+
+
+class WidgetStates:
+    """The states of the widgets of one notebook's ranks. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._widgets: dict[str, _Widget] = {}
+        self._served = False
+
+    def opened(self, comm: str, target: str, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
+        """A rank has opened a comm, perhaps a widget's."""
+        if target != WIDGET:
+            return
+        with self._lock:
+            self._widgets[comm] = _Widget()
+            self._widgets[comm].update(data, buffers)
+            first, self._served = not self._served, True
+        if first:  # importing ipywidgets takes a while, and mail of ranks does not wait
+            threading.Thread(target=self._serve, name="hvdlab-widgets", daemon=True).start()
+
+    def message_passed(self, comm: str, data: dict[str, Any], buffers: Sequence[bytes]) -> None:
+        """A rank or the page has sent the other a message: keep what it says of a widget's state."""
+        if data.get("method") in _UPDATES:
+            with self._lock:
+                if (widget := self._widgets.get(comm)) is not None:
+                    widget.update(data, buffers)
+
+    def closed(self, comm: str) -> None:
+        """A comm is closed."""
+        with self._lock:
+            self._widgets.pop(comm, None)
+
+    def clear(self) -> None:
+        """Forget all widgets: the ranks are gone."""
+        with self._lock:
+            self._widgets.clear()
+
+    def add_to(
+        self, states: dict[str, Any], paths: list[list[str | int]], buffers: list[Any]
+    ) -> tuple[dict[str, Any], list[list[str | int]], list[Any]]:
+        """The same with the ranks' widgets added: states by comm, the paths of the buffers in them, and the buffers."""
+        with self._lock:
+            found = {comm: (one.state, one.buffers) for comm, one in self._widgets.items()}
+        states, paths, buffers = dict(states), list(paths), list(buffers)
+        for comm, (state, parts) in found.items():
+            states[comm] = {
+                "model_name": state.get("_model_name"),
+                "model_module": state.get("_model_module"),
+                "model_module_version": state.get("_model_module_version"),
+                "state": state,
+            }
+            paths += [[comm, "state", *path] for path in parts]
+            buffers += parts.values()
+        return states, paths, buffers
+
+    def _serve(self) -> None:
+        """Put a handler before the one that answers the page now; ipywidgets would replace it if it was imported later."""
+        import comm
+
+        if find_spec("ipywidgets") is not None:
+            import ipywidgets  # type: ignore[import-untyped]  # it ships no types  # noqa: F401
+        manager = comm.get_comm_manager()
+        theirs: OnOpen = manager.targets.get(CONTROL, _alone)
+        manager.register_target(CONTROL, lambda opened, message: theirs(_Control(opened, self), message))
+
+
+class _Control:
+    """The page's comm, as the handler of the kernel's own widgets sees it; adds the ranks' widgets to its answers."""
+
+    def __init__(self, inner: Any, states: WidgetStates) -> None:
+        self._inner, self._states = inner, states
+        self.on_msg, self.on_close = inner.on_msg, inner.on_close
+
+    def send(self, data: dict[str, Any], metadata: Any = None, buffers: Any = None) -> None:
+        if data.get("method") == "update_states":
+            states, paths, buffers = self._states.add_to(
+                data.get("states") or {}, data.get("buffer_paths") or [], buffers or []
+            )
+            data = {**data, "states": states, "buffer_paths": paths}
+        self._inner.send(data, metadata, buffers)
+
+
+def _alone(comm: Any, message: dict[str, Any]) -> None:
+    """The handler of a kernel that has no widgets of its own."""
+
+    def asked(question: dict[str, Any]) -> None:
+        if question["content"]["data"].get("method") == "request_states":
+            comm.send({"method": "update_states", "states": {}, "buffer_paths": []})
+
+    comm.on_msg(asked)
+
+
+Write = Callable[[str, str], None]
+
+
+class CommRelay:
+    """Opens comms for those of a pool's ranks. Lives as long as the pool's connection.
+
+    Args:
+        client: That connection.
+        here: Called when a rank opens a comm; returns ``write(stream, text)``, which later shows what the comm's callbacks
+            print.
+        states: Gets all messages that pass.
+    """
+
+    def __init__(self, client: Client, here: Callable[[], Write], states: WidgetStates) -> None:
+        self._client, self._here, self._states = client, here, states
+        self._lock = threading.Lock()
+        self._comms: dict[str, tuple[Any, Write]] = {}
+        client.on_mail(COMM, self._from_rank)
+
+    def _from_rank(self, rank: int, body: bytes) -> None:
+        """Pass on a message of a rank. The client's thread."""
+        message = decode(body)
+        if message.kind == "comm_open":
+            self._open(rank, message)
+            return
+        with self._lock:
+            comm, write = self._comms.get(message.comm, (None, None))
+        if comm is None or write is None:
+            return
+        if message.kind == "output":
+            for name, text in message.data.items():
+                write(name, "".join(label((rank,)) + line for line in str(text).splitlines(keepends=True)))
+        elif message.kind == "comm_close":
+            self._forget(message.comm)
+            comm.close(message.data, message.metadata, list(message.buffers))
+        else:
+            self._states.message_passed(message.comm, message.data, message.buffers)
+            comm.send(message.data, message.metadata, list(message.buffers))
+
+    def _open(self, rank: int, message: CommMessage) -> None:
+        from comm import create_comm
+
+        comm = create_comm(
+            target_name=message.target,
+            target_module=message.module,
+            data=message.data,
+            metadata=message.metadata,
+            buffers=list(message.buffers),
+            comm_id=message.comm,
+        )
+        comm.on_msg(lambda content: self._to_rank(rank, "comm_msg", message.comm, content))
+        comm.on_close(lambda content: self._to_rank(rank, "comm_close", message.comm, content))
+        with self._lock:
+            self._comms[message.comm] = comm, self._here()
+        self._states.opened(message.comm, message.target, message.data, message.buffers)
+
+    def _to_rank(self, rank: int, kind: str, comm: str, content: dict[str, Any]) -> None:
+        """Pass on a message of the frontend. The thread that takes the kernel's comm messages."""
+        if kind == "comm_close":
+            self._forget(comm)
+        data = content["content"].get("data", {})
+        message = CommMessage(kind, comm, data, content.get("metadata", {}), as_bytes(content.get("buffers")))
+        self._states.message_passed(comm, data, message.buffers)
+        self._client.post(COMM, encode(message), (rank,))
+
+    def _forget(self, comm: str) -> None:
+        with self._lock:
+            self._comms.pop(comm, None)
+        self._states.closed(comm)

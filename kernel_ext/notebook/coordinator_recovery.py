@@ -1,0 +1,229 @@
+"""Puts back what has died beside the ranks: another coordinator takes over, with the world and the cells as they were.
+
+A coordinator that lives, and to which only the connection was lost, stays. A rank that was cut off and has come back gets what it
+has missed.
+
+All of that is done by one thread, which sleeps until something has died. (The parts of the pool that have the fork server
+and ipyparallel's controller replace them themselves: that takes no waiting.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.recovery import Coordinator, Recovered, Recovery
+from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
+from hvdlab.kernel_ext.notebook.rank_lifecycle import CUT_OFF_WITHIN, RankLifecycle
+from hvdlab.launch.processes import open_process, readable, start_time
+from hvdlab.launch.starter import Ended
+
+RESPAWN_WITHIN = 20.0
+RECONNECT_WITHIN = 40.0
+KILLED_WITHIN = 5.0
+"""Seconds that a killed process has to end."""
+OFTEN = 5
+"""Once this many coordinators have died within a minute, the next ones are started after a pause: they may die for a reason
+that another one does not cure. The rebuilder never gives up for that, since ranks would lose their memory with the pool."""
+LONGEST_PAUSE = 8.0
+"""Seconds; ranks wait longer than that for a successor."""
+
+
+class CoordinatorRecovery:
+    """Watches the coordinator, and ranks that it takes for dead.
+
+    Args:
+        coordinator: The coordinator's process.
+        client: The connection to it.
+        group: The ranks.
+        runs: The cells.
+        tell: Takes one sentence for the user.
+        give_up: Called with the reason if the pool can't be put back.
+        rebuilt: Called when there is another connection to a coordinator.
+        near: Whether the ranks are processes of this host: then nothing but a fault keeps one that lives from coming back at once.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        client: Client,
+        group: RankLifecycle,
+        runs: CellDispatcher,
+        *,
+        tell: Callable[[str], None],
+        give_up: Callable[[str], None],
+        rebuilt: Callable[[], None],
+        near: bool = True,
+    ) -> None:
+        self._near = near
+        self._client, self._group, self._runs = client, group, runs
+        self._recovery = Recovery(
+            coordinator,
+            client,
+            cells=lambda: runs.running(),
+            respawn_within=RESPAWN_WITHIN,
+            reconnect_within=RECONNECT_WITHIN,
+        )
+        self._tell, self._give_up, self._rebuilt = tell, give_up, rebuilt
+        self._closing = threading.Event()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._deaths: deque[float] = deque(maxlen=OFTEN + 8)
+        self._cut_off: set[tuple[int, int]] = set()
+        self._thread = threading.Thread(target=self._run, name="hvdlab-rebuild", daemon=True)
+        self._thread.start()
+        client.on_lost(self._lost)
+        client.on_membership(self._look)
+        client.on_returned(self._came_back)
+        if client.closed:  # it was lost before on_lost() was called
+            self._lost("it was lost before the pool used it")
+
+    def close(self) -> None:
+        """End the thread. Call it before the coordinator is closed."""
+        self._closing.set()
+        self._jobs.put(None)
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until what is known to have died was put back; False if that takes longer than this many seconds."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        return done.wait(timeout)
+
+    def join(self) -> None:
+        """Wait for the end of the thread; call it once the coordinator is closed, so that the thread waits for nothing."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the client's thread --------------------------------------------------------------------------------------
+
+    def _lost(self, reason: str) -> None:
+        self._runs.lost()
+        self._jobs.put(lambda: self._rebuild(reason))
+
+    def _look(self, membership: Membership) -> None:
+        """Look for ranks that the coordinator has given up and that still have a process here."""
+        if not self._near:
+            return
+        found = {(rank, self._group.pids().get(rank, 0)) for rank in self._group.cut_off(membership)}
+        new, self._cut_off = found - self._cut_off, found
+        if new:
+            self._jobs.put(lambda: self._schedule(CUT_OFF_WITHIN, lambda: self._end_cut_off(new)))
+
+    def _came_back(self, rank: int, pid: int, seconds: float) -> None:
+        """A rank that the coordinator had given up is connected again."""
+        self._jobs.put(partial(self._take_back, rank, pid, seconds))
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if self._later and self._later[0][0] <= time.monotonic():
+                heapq.heappop(self._later)[2]()
+                continue
+            try:
+                job = self._jobs.get(timeout=self._later[0][0] - time.monotonic() if self._later else None)
+            except queue.Empty:
+                continue
+            if job is not None:
+                job()
+
+    def _schedule(self, seconds: float, job: Callable[[], None]) -> None:
+        heapq.heappush(self._later, (time.monotonic() + seconds, next(self._numbers), job))
+
+    def _end_cut_off(self, ranks: set[tuple[int, int]]) -> None:
+        """Kill these ranks, which have not come back: cells that wait for them must learn of their end."""
+        deaths = {(death.rank, death.pid): death.reason for death in self._client.membership().deaths}
+        for rank, pid in ranks:
+            reason = deaths.get((rank, pid))
+            # Not one that has ended already: the starter is about to report how.
+            if reason is not None and self._group.pids().get(rank) == pid and _lives(pid):
+                self._group.explain(rank, pid, reason)
+                self._group.kill([rank])
+                self._schedule(KILLED_WITHIN, partial(self._give_rank_up, rank, pid, reason))
+
+    def _take_back(self, rank: int, pid: int, seconds: float) -> None:
+        if self._group.pids().get(rank) != pid:  # it has ended since
+            return
+        with contextlib.suppress(CoordinatorLostError):  # _rebuild() follows, which makes up for it
+            self._runs.came_back(rank)
+        self._tell(f"rank {rank} was cut off for {seconds:.0f} s, and is back with its memory")
+
+    def _give_rank_up(self, rank: int, pid: int, reason: str) -> None:
+        """Count the rank as ended if not even SIGKILL has ended it: it hangs in the system."""
+        if self._group.pids().get(rank) == pid and _lives(pid):
+            self._group.handle(Ended(rank, pid, reason))
+
+    def _rebuild(self, reason: str) -> None:
+        began, how = time.monotonic(), reason
+        while self._client.closed and not self._closing.is_set():
+            if self._closed_in_pause(how):
+                return
+            self._deaths.append(time.monotonic())
+            try:
+                recovered = self._recovery.run()
+                how = self._recovery.ending or how
+                self._go_on(recovered)
+            except CoordinatorLostError:
+                how = self._recovery.ending or how
+            except (StartError, TimeoutError, InvalidRequestError, OSError) as error:
+                how = self._recovery.ending or how
+                self._fail(f"its coordinator ended ({how}), and no other one could take over: {error}")
+                return
+            else:
+                self._rebuilt()
+                self._say(recovered, how, time.monotonic() - began)
+
+    def _closed_in_pause(self, how: str) -> bool:
+        """Wait a while if coordinators die often. Returns whether this was closed meanwhile."""
+        lately = sum(time.monotonic() - then < 60 for then in self._deaths)
+        seconds = pause(lately)
+        if seconds:
+            self._tell(
+                f"{lately + 1} coordinators have ended within a minute, the last one: {how}; the next one is started in "
+                f"{seconds:g} s, the ranks wait for it with their variables"
+            )
+        return self._closing.wait(seconds)
+
+    def _go_on(self, recovered: Recovered) -> None:
+        if not recovered.replaced:
+            self._deaths.pop()  # only the connection was lost
+        self._group.reconnected()
+        self._runs.resync(recovered.membership.ranks, recovered.cells)
+
+    def _say(self, recovered: Recovered, how: str, seconds: float) -> None:
+        what = (
+            f"the coordinator ended ({how}) and was replaced within {seconds:.1f} s"
+            if recovered.replaced
+            else f"the connection to the coordinator was lost ({how}) and made again within {seconds:.1f} s"
+        )
+        self._tell(f"{what}; the ranks and their variables are intact")
+
+    def _fail(self, reason: str) -> None:
+        if not self._closing.is_set():
+            self._give_up(reason)
+
+
+def pause(deaths: int) -> float:
+    """Seconds until the next coordinator is started if so many others have died within the last minute."""
+    return min(LONGEST_PAUSE, 2.0 ** (deaths - OFTEN)) if deaths >= OFTEN else 0.0
+
+
+def _lives(pid: int) -> bool:
+    process = open_process(pid, start_time(pid))
+    if process < 0:
+        return False
+    try:
+        return not readable(process, 0)
+    finally:
+        os.close(process)

@@ -1,0 +1,1 @@
+"""JupyterLab's debugger over ranks."""

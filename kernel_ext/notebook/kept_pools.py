@@ -1,0 +1,497 @@
+"""Pools that outlive their notebook: how they are kept, found again, and ended by a process that never used them.
+
+The processes of a :class:`LocalKeptPool` are on this host. Those of a :class:`LauncherKeptPool` are on a cluster (today: Ray): the
+launcher's keeper process, not this host's fork server, watches the coordinator while no notebook is attached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from hvdlab import __version__
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.coordinator.handover import server_of, take_over
+from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, Listeners
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.engine.hosts import host_key
+from hvdlab.collectives.environment import World
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
+from hvdlab.kernel_ext.launchers.names import LOCAL
+from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
+from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
+from hvdlab.kernel_ext.wire.cells import SetOwner
+from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
+from hvdlab.launch import registry as launchers
+from hvdlab.launch.exits import describe_signal
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.kept import HeldJob, KeepRequest, KeptJob, none_there
+from hvdlab.launch.processes import exit_status, open_process, readable, start_time
+from hvdlab.launch.starter import Ended, RankObserver, Starter
+from hvdlab.launch.tenancy import Tenant
+
+ANSWER_WITHIN = 5.0
+"""Seconds that a coordinator has to hand over its socket."""
+END_WITHIN = 5.0
+"""Seconds that a coordinator has to end by itself."""
+
+
+class AttachedCoordinator:
+    """The process of a coordinator that another process has started. Attributes are those of ``CoordinatorProcess``.
+
+    Attributes:
+        replaced: Whether it is another coordinator than the pool's file names: that one died while no process used the pool.
+    """
+
+    tls_address = None
+    certificate = None
+
+    def __init__(self, kept: KeptPoolEntry) -> None:
+        self.address, self.directory = kept.address, Path(kept.directory)
+        self.token, self.client_token = kept.token, kept.client_token
+        pid = server_of(self.directory, ANSWER_WITHIN)
+        first = Process.of(pid) if pid else kept.coordinator
+        self.replaced = first != kept.coordinator
+        self._first = first.pid
+        self._process = open_process(first.pid, first.started)
+        self._successor: CoordinatorProcess | None = None
+        self._launch: CoordinatorLaunch | None = None
+        self._listeners: Listeners | None = None
+        with contextlib.suppress(OSError):  # then it can't have a successor
+            self._launch, listener = take_over(self.directory, ANSWER_WITHIN)
+            self._listeners = Listeners(self.directory, "", listener)
+
+    @property
+    def pid(self) -> int:
+        return self._first if self._successor is None else self._successor.pid
+
+    def ending(self) -> str:
+        """How the coordinator ended, as far as that can be known; empty as long as it runs."""
+        if self._successor is not None:
+            return self._successor.ending()
+        if self._process >= 0 and not readable(self._process, 0):
+            return ""
+        status = exit_status(self._process, self.pid) if self._process >= 0 else None
+        if status is None:
+            return "its exit status is unknown"
+        code = os.waitstatus_to_exitcode(status)
+        return describe_signal(-code) if code < 0 else f"exit status {code}"
+
+    def respawn(self, timeout: float = 10) -> None:
+        """Kill what is left of this coordinator, and start a successor. Raises ``StartError``."""
+        if self._successor is not None:
+            self._successor.respawn(timeout)
+            return
+        if self._launch is None or self._listeners is None:
+            raise StartError("it did not hand over what a successor needs")
+        self._end(((signal.SIGKILL, END_WITHIN),))
+        self._successor = CoordinatorProcess.succeed(self._launch, self._listeners, timeout)
+
+    def release(self) -> None:
+        """Leave the coordinator to itself. Idempotent."""
+        descriptor, self._process = self._process, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        if self._successor is not None:
+            self._successor.release()
+        elif self._listeners is not None:
+            self._listeners.close()
+
+    def close(self) -> None:
+        """End the coordinator and remove what it may have left. Idempotent."""
+        if self._successor is not None:
+            self._successor.close()
+        elif self._listeners is not None:
+            self._listeners.close()  # first, or else ranks that lose the connection would wait for a successor
+        self._end(((signal.SIGTERM, END_WITHIN), (signal.SIGKILL, END_WITHIN)))
+        self.release()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _end(self, signals: Sequence[tuple[signal.Signals, float]]) -> None:
+        if self._process < 0:
+            return
+        for number, seconds in signals:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, number)
+            if readable(self._process, seconds):
+                break
+        with contextlib.suppress(ChildProcessError):  # this very process may have started it
+            os.waitpid(self._first, os.WNOHANG)
+
+
+class LocalKeptPool:
+    """The registry's entry of a pool that this process uses.
+
+    Attributes:
+        kept: What the entry says.
+    """
+
+    def __init__(self, registry: KeptPoolRegistry, kept: KeptPoolEntry) -> None:
+        self._registry, self.kept = registry, kept
+
+    @property
+    def name(self) -> str:
+        return self.kept.name
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, as the entry says."""
+        return self.kept.size
+
+    @property
+    def plane(self) -> str:
+        """The data plane that the user asked for."""
+        return self.kept.plane
+
+    @property
+    def ports(self) -> tuple[str, int]:
+        """``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
+        return self.kept.ports
+
+    @classmethod
+    def begin(
+        cls,
+        base: PoolProcesses,
+        name: str,
+        *,
+        size: int,
+        plane: str,
+        ports: tuple[str, int],
+        deadline: Deadline,
+    ) -> LocalKeptPool:
+        """Have the fork server keep a pool when this process ends. Raises ``StartError``."""
+        path = str(base.coordinator.directory / "warm")
+        base.fork_server.keep(path, deadline)
+        kept = KeptPoolEntry(
+            name=name,
+            size=size,
+            plane=plane,
+            started=time.time(),
+            address=base.coordinator.address,
+            token=base.coordinator.token,
+            client_token=base.coordinator.client_token,
+            directory=str(base.coordinator.directory),
+            coordinator=Process.of(base.coordinator.pid),
+            warm=Process.of(base.fork_server.pid),
+            path=path,
+            ports=ports,
+            owner=Process.of(os.getpid()),
+            place=_here(),
+            version=__version__,
+        )
+        registry = KeptPoolRegistry()
+        registry.write(kept)
+        return cls(registry, kept)
+
+    @classmethod
+    def claim(cls, name: str) -> LocalKeptPool:
+        """Become the owner of a pool. Raises ``InvalidRequestError`` if there is none, or another process uses it."""
+        registry = KeptPoolRegistry()
+        return cls(registry, registry.claim(name, _here()))
+
+    def connect(self, deadline: Deadline) -> PoolProcesses:
+        """Connect to what the pool stands on. Raises ``StartError``; then the pool has no owner any more."""
+        if self.kept.version != __version__:
+            self.release()
+            raise StartError(
+                f"the pool `{self.name}` runs hvdlab {self.kept.version}, which hvdlab {__version__} can't talk to; attach "
+                f"with that version, or end the pool by `hvdlab pools stop {self.name}`"
+            )
+        coordinator: AttachedCoordinator | None = None
+        try:
+            # The fork server first: until a process attaches, it is the one that replaces a coordinator that dies.
+            warm = ForkServer.attach(self.kept.path, PROGRAM_NAME, deadline)
+            try:
+                coordinator = AttachedCoordinator(self.kept)
+                client = _connect(self.kept, deadline)
+            except BaseException:
+                warm.detach()
+                raise
+        except BaseException:
+            if coordinator is not None:
+                coordinator.release()
+            self.release()
+            raise
+        return PoolProcesses(warm, coordinator, client)
+
+    def update(
+        self,
+        coordinator: CoordinatorProcess | AttachedCoordinator | LauncherKeptCoordinator,
+        fork_server: ForkServer,
+        size: int,
+    ) -> None:
+        """Write changed processes, or a changed size, into the entry."""
+        kept = msgspec.structs.replace(
+            self.kept, coordinator=Process.of(coordinator.pid), warm=Process.of(fork_server.pid), size=size
+        )
+        if kept != self.kept:
+            self.kept = kept
+            self._registry.write(kept)
+
+    def release(self) -> None:
+        """Note that the pool has no owner any more."""
+        self._registry.release(self.kept)
+
+    def forget(self) -> None:
+        """Remove the entry: the pool ends."""
+        self._registry.remove(self.name)
+
+
+def _connect(kept: KeptPoolEntry, deadline: Deadline) -> Client:
+    """A client of a pool's coordinator, which knows its ranks: a successor of one that died hears from them first."""
+    client = Client.connect(kept.address, kept.client_token, timeout=deadline.remaining() or 10)
+    try:
+        client.wait_for(lambda world: not world.restoring, deadline.remaining())
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def _here() -> str:
+    """The working directory as text that can be shown: a path need not be UTF-8."""
+    return os.fsencode(os.getcwd()).decode("utf-8", "backslashreplace")
+
+
+def stop_local(name: str) -> None:
+    """End a kept pool that no process uses.
+
+    Raises:
+        InvalidRequestError: There is none of that name, or a process uses it.
+    """
+    keeping = LocalKeptPool.claim(name)
+    coordinator = AttachedCoordinator(keeping.kept)
+    try:
+        warm = ForkServer.attach(keeping.kept.path, PROGRAM_NAME, Deadline(END_WITHIN))
+    except StartError:  # the fork server does not listen: kill it, and its ranks end with it
+        if keeping.kept.warm.lives:
+            os.kill(keeping.kept.warm.pid, signal.SIGKILL)
+    else:
+        warm.close()
+    coordinator.close()
+    keeping.forget()
+
+
+class LauncherKeptCoordinator:
+    """The coordinator of such a pool, which runs elsewhere. Attributes are those of ``CoordinatorProcess``.
+
+    Args:
+        job: The pool.
+        near: A coordinator of this host, which has no ranks: its directory takes what cells write, and is removed with it, also if this
+            process is killed.
+    """
+
+    pid = 0
+    """No process of this host."""
+
+    def __init__(self, job: HeldJob, near: CoordinatorProcess) -> None:
+        self._job, self._near = job, near
+        world = job.access.world
+        self.address = self.tls_address = world.coordinator
+        self.certificate = world.certificate
+        self.token, self.client_token = world.token, job.access.client_token
+        self.directory: Path = near.directory
+
+    def ending(self) -> str:
+        """How the coordinator ended; empty as long as it runs."""
+        if self._job.lost:
+            return self._job.lost
+        try:
+            return self._job.coordinator_ended()
+        except StartError as error:
+            return str(error)
+
+    def respawn(self, timeout: float = 10) -> None:
+        """Have a successor, unless there is one. Raises ``StartError``."""
+        if self._job.lost:
+            raise StartError(self._job.lost)
+        self._job.replace_coordinator(timeout)
+
+    def release(self) -> None:
+        """Leave the coordinator to itself. Idempotent."""
+        self._near.close()
+
+    def close(self) -> None:
+        """End the pool, which the coordinator belongs to. Idempotent."""
+        self._job.end()
+        self._near.close()
+
+
+class LauncherKeptPool:
+    """A pool that its launcher keeps, while this process uses it. Made by :meth:`begin` and :meth:`claim`.
+
+    Attributes:
+        launcher, name, plane: The names of the launcher, the pool and its data plane.
+    """
+
+    def __init__(self, job: HeldJob) -> None:
+        self._job = job
+        self.launcher, self.name, self.plane = job.job.launcher, job.job.name, job.job.plane
+
+    @classmethod
+    def begin(
+        cls,
+        launcher: str,
+        name: str,
+        size: int,
+        plane: str,
+        module: str,
+        options: Mapping[str, object],
+        deadline: Deadline,
+    ) -> LauncherKeptPool:
+        """Begin a pool without ranks. Raises ``InvalidRequestError`` for the name, ``StartError`` if it can't be begun."""
+        keeper = launchers.keeper(launcher)
+        assert keeper is not None
+        vacant = (TO_RANK, encode(SetOwner(0, 0)))
+        request = KeepRequest(name, size, plane, module, options, vacant, this_process())
+        return cls(keeper.begin(request, deadline.remaining() or 60))
+
+    @classmethod
+    def claim(cls, name: str, launcher: str) -> LauncherKeptPool:
+        """Use a pool. Raises ``InvalidRequestError`` if there is none, or another process uses it, ``StartError`` if it does not answer."""
+        keeper = launchers.keeper(launcher)
+        assert keeper is not None
+        return cls(keeper.claim(name, this_process()))
+
+    @property
+    def world(self) -> World:
+        """What its ranks know of it."""
+        return self._job.access.world
+
+    @property
+    def ports(self) -> tuple[str, int]:
+        """``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
+        return self.world.master_address, self.world.master_port
+
+    @property
+    def lost(self) -> str:
+        """Why this process uses the pool no more although it did not let go of it; empty as long as it does."""
+        return self._job.lost
+
+    @property
+    def size(self) -> int:
+        """How many ranks it had when this process began to use it."""
+        return self._job.access.size
+
+    @property
+    def living(self) -> Mapping[int, int]:
+        """Rank to process of those that lived then."""
+        return self._job.access.living
+
+    @property
+    def ended(self) -> Mapping[int, Ended]:
+        """How the others have ended, as far as that is known."""
+        return self._job.access.lost
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the coordinator was replaced while no process used the pool."""
+        return self._job.access.replaced
+
+    def connect(self, warm: Prestart | None, deadline: Deadline) -> PoolProcesses:
+        """Connect to it. Raises ``StartError``; the processes of this host have ended then."""
+        base: PoolProcesses | None = None
+        try:
+            if warm is None:
+                warm = Prestart.begin(preload=False)
+            base = warm.take(deadline)
+            near, world = base.coordinator, self.world
+            assert isinstance(near, CoordinatorProcess)
+            base.client.close()
+            base.coordinator = LauncherKeptCoordinator(self._job, near)
+            base.client = Client.connect(
+                world.coordinator,
+                self._job.access.client_token,
+                certificate=world.certificate,
+                timeout=deadline.remaining() or 10,
+            )
+            base.client.wait_for(lambda membership: not membership.restoring, deadline.remaining())
+        except BaseException:
+            if base is not None:
+                base.release()
+            raise
+        return base
+
+    def starter(self) -> Starter:
+        """What starts and ends its ranks."""
+        return self._job.starter()
+
+    def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
+        """Report what happens to ranks from now on, and why the pool is lost to this process if it is."""
+        self._job.follow(ranks, lost)
+
+    def update(self, coordinator: object, fork_server: ForkServer, size: int) -> None:
+        """Note how many ranks it has."""
+        self._job.resized(size)
+
+    def release(self) -> None:
+        """Use it no more; it stays."""
+        self._job.let_go()
+
+    def forget(self) -> None:
+        """It has ended."""
+        self._job.end()
+
+
+def this_process() -> Tenant:
+    """This process, as a keeper knows it."""
+    pid = os.getpid()
+    place = os.fsencode(os.getcwd()).decode("utf-8", "backslashreplace")
+    return Tenant(pid, start_time(pid), host_key(), place)
+
+
+def kept_elsewhere(launcher: str | None = None) -> tuple[list[KeptJob], list[str]]:
+    """The pools that launchers keep.
+
+    Args:
+        launcher: Only this one's, which is searched for the place where they are kept; by default those of all launchers of which that is known.
+
+    Returns:
+        The pools, and for each launcher whose pools can't be listed, why.
+    """
+    found: list[KeptJob] = []
+    problems: list[str] = []
+    for name in launchers.KEEPERS:
+        keeper = launchers.keeper(name)
+        if keeper is None or not (launcher == name or (launcher is None and keeper.reachable())):
+            continue
+        try:
+            found += keeper.all()
+        except StartError as error:
+            problems.append(f"pools of the launcher `{name}` can't be listed: {error}")
+    return found, problems
+
+
+def launcher_of(name: str) -> str:
+    """The launcher of the kept pool of this name. Raises ``InvalidRequestError`` if there is none."""
+    here = [kept.name for kept in KeptPoolRegistry().all()]
+    if name in here:
+        return LOCAL
+    elsewhere, problems = kept_elsewhere()
+    for job in elsewhere:
+        if job.name == name:
+            return job.launcher
+    known = none_there(name, [*here, *(job.name for job in elsewhere)])
+    raise InvalidRequestError("; ".join([known, *problems]))
+
+
+def stop(name: str) -> None:
+    """End a kept pool that no process uses, whatever keeps it.
+
+    Raises:
+        InvalidRequestError: There is none of that name, or a process uses it.
+        StartError: It does not answer.
+    """
+    launcher = launcher_of(name)
+    if launcher == LOCAL:
+        stop_local(name)
+    else:
+        LauncherKeptPool.claim(name, launcher).forget()

@@ -1,0 +1,302 @@
+"""The transcripts of a pool: it records every cell while it runs, and forgets the oldest when there are too many."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from hvdlab.collectives.knobs import read
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import GuardedSink, OutputSink
+from hvdlab.kernel_ext.notebook.output.error_report import report
+from hvdlab.kernel_ext.notebook.output.limit import KeptSink
+from hvdlab.kernel_ext.notebook.output.transcript import Ending, Transcript
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk
+
+
+class ShowLate(Protocol):
+    """Shows what ranks write after the end of a cell."""
+
+    def __call__(self, rank: int, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
+        """Have it shown, and then call ``shown``: the rank waits for that before it sends much more. Any thread; does not block."""
+
+
+logger = logging.getLogger(__name__)
+
+KEPT_BYTES = 2 << 30
+"""Bytes in files of all cells together, unless ``HVDLAB_OUTPUT_KEPT`` says otherwise."""
+
+KEPT_CELLS = 256
+KEPT_IN_MEMORY = 32 << 20
+
+LARGEST_VALUES = 1 << 20
+"""Characters of the tables and pictures of a cell's values that are kept."""
+
+FREE_BYTES = 256 << 20
+FREE_PART = 10
+"""What is left free on the disk: these bytes, or one part in so many of a small one."""
+
+
+class CellRecorder:
+    """The sink of a run: everything is recorded, and shown by one sink or, after :meth:`attach`, by several.
+
+    A sink that fails shows nothing from then on; :meth:`finished` raises what the first sink raised.
+
+    Args:
+        transcript: Where the run is recorded.
+        sink: Shows the run.
+    """
+
+    def __init__(self, transcript: Transcript, sink: OutputSink) -> None:
+        self.transcript = transcript
+        self._sinks: tuple[tuple[GuardedSink, frozenset[int]], ...] = (
+            (GuardedSink(sink), frozenset(transcript.ranks)),
+        )
+        self._wake: Callable[[], None] | None = None
+        self._late: ShowLate | None = None
+        if isinstance(sink, KeptSink):
+            sink.kept(transcript)
+
+    def driven(self, wake: Callable[[], None]) -> None:
+        """Set what :meth:`attach` calls to have the driver of the run call :meth:`tick` soon."""
+        self._wake = wake
+
+    def show_late(self, show: ShowLate | None) -> None:
+        """Give what ranks write after the end of their cell to ``show``."""
+        self._late = show
+
+    def late(self, rank: int, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
+        """A thread, task or subprocess of the cell wrote on this rank after the cell's end. Any thread.
+
+        Args:
+            rank: The rank.
+            chunks: What it wrote.
+            shown: Called once it is shown, or recorded if it is not to be shown.
+        """
+        if rank in self.transcript.ranks:
+            with self.transcript.lock:
+                self.transcript.add(rank, chunks)
+            if self._late is not None:
+                self._late(rank, chunks, shown)
+                return
+        shown()
+
+    def attach(self, sink: OutputSink, ranks: Sequence[int]) -> None:
+        """Show what these ranks have written, and what they write from now on, on another sink as well.
+
+        Any thread. Once the cell has ended, the sink gets all and no ending.
+        """
+        if isinstance(sink, KeptSink):
+            sink.kept(self.transcript)
+        with self.transcript.lock:
+            self.transcript.replay(sink, ranks)
+            if self.transcript.running:
+                self._sinks = (*self._sinks, (GuardedSink(sink), frozenset(ranks)))
+        if self._wake is not None:
+            self._wake()
+
+    # -- the driver's thread ------------------------------------------------------------------------------------------
+
+    def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
+        with self.transcript.lock:
+            self.transcript.add(rank, chunks)
+            for sink, ranks in self._sinks:
+                if rank in ranks:
+                    sink.output(rank, chunks)
+
+    def began(self, rank: int) -> None:
+        with self.transcript.lock:
+            self.transcript.begin(rank)
+            (first, ranks), *others = self._sinks  # the others were attached for ranks that the user chose
+            self._sinks = ((first, ranks | {rank}), *others)
+            first.began(rank)
+
+    def done(self, rank: int, done: CellDone | None) -> None:
+        with self.transcript.lock:
+            self.transcript.end(rank)
+            for sink, ranks in self._sinks:
+                if rank in ranks:
+                    sink.done(rank, done)
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        with self.transcript.lock:
+            self.transcript.note(text, warning=warning)
+            for sink, _ in self._sinks:
+                sink.note(text, warning=warning)
+
+    def status(self, text: str, *, final: bool) -> None:
+        with self.transcript.lock:
+            if text and final:
+                self.transcript.note(text)
+            for sink, _ in self._sinks:
+                sink.status(text, final=final)
+
+    def tick(self, now: float) -> float | None:
+        times = [sink.tick(now) for sink, _ in self._sinks]
+        return min((at for at in times if at is not None), default=None)
+
+    def settle(self) -> None:
+        for sink, _ in self._sinks:
+            sink.settle()
+
+    def backlog(self) -> int:
+        return max(sink.backlog() for sink, _ in self._sinks)
+
+    def hurry(self) -> None:
+        for sink, _ in self._sinks:
+            sink.hurry()
+
+    def finished(self, results: CellResults) -> None:
+        with self.transcript.lock:
+            self.transcript.finish(_ending(results))
+        for sink, _ in self._sinks:
+            sink.finished(results)
+        (first, _), *others = self._sinks
+        for sink, _ in others:
+            if sink.failure is not None:
+                logger.error(
+                    "what showed cell %s as well failed", self.transcript.cell, exc_info=sink.failure
+                )
+        if first.failure is not None:
+            raise first.failure
+
+
+class TranscriptStore:
+    """The recorded cells of a pool.
+
+    Args:
+        directory: Where files are made; its owner removes it.
+        limit: Bytes of all files together; 0 for no files.
+    """
+
+    def __init__(self, directory: Path, limit: int = KEPT_BYTES) -> None:
+        self._directory, self._limit = directory, limit
+        self._lock = threading.Lock()
+        self._recorders: dict[str, CellRecorder] = {}
+
+    def record(self, cell: str, label: str, ranks: Sequence[int], sink: OutputSink) -> CellRecorder:
+        """The sink for a run that is about to begin; it shows on ``sink``."""
+        name = f"cell-{label.strip('[]')}-{cell}" if label.strip("[]").isalnum() else f"cell-{cell}"
+        transcript = Transcript(cell, label, ranks, self._directory / name, self._room)
+        recorder = CellRecorder(transcript, sink)
+        with self._lock:
+            self._recorders[cell] = recorder
+            self._forget_old()
+        return recorder
+
+    def all(self) -> list[CellRecorder]:
+        """The recorders that are kept, oldest first."""
+        with self._lock:
+            return list(self._recorders.values())
+
+    def find(self, name: str = "") -> CellRecorder | None:
+        """The last run of a cell, by its number or id; without a name the last one that wrote something."""
+        for recorder in reversed(self.all()):
+            transcript = recorder.transcript
+            if (
+                name.strip("[]") in (transcript.label.strip("[]"), transcript.cell)
+                if name
+                else _has_any(transcript)
+            ):
+                return recorder
+        return None
+
+    def late(self, rank: int, cell: str, chunks: tuple[Chunk, ...], shown: Callable[[], None]) -> None:
+        """A rank wrote this after the end of a cell; see :meth:`CellRecorder.late`. What a forgotten cell writes is dropped. Any thread."""
+        with self._lock:
+            recorder = self._recorders.get(cell)
+        if recorder is None:
+            shown()
+        else:
+            recorder.late(rank, chunks, shown)
+
+    def forget(self, cell: str) -> None:
+        """Drop the recorder of a cell that did not begin."""
+        with self._lock:
+            del self._recorders[cell]
+
+    def close(self) -> None:
+        """Forget everything, files included."""
+        for recorder in self.all():
+            recorder.transcript.remove()
+        with self._lock:
+            self._recorders.clear()
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def _forget_old(self) -> None:
+        memory = sum(r.transcript.in_memory for r in self._recorders.values())
+        for cell, recorder in list(self._recorders.items()):
+            if len(self._recorders) <= KEPT_CELLS and memory <= KEPT_IN_MEMORY:
+                return
+            if not recorder.transcript.running:
+                memory -= recorder.transcript.in_memory
+                self._forget(cell)
+
+    def _room(self, size: int) -> str:
+        """Why ``size`` more bytes must not be written; empty if they may. Forgets older cells to make room.
+
+        A transcript calls this with its lock held.
+        """
+        with self._lock:
+            used = sum(r.transcript.on_disk for r in self._recorders.values()) + size
+            for cell, recorder in list(self._recorders.items()):
+                if used <= self._limit:
+                    break
+                on_disk = recorder.transcript.on_disk
+                if on_disk and not recorder.transcript.running and self._forget(cell):
+                    used -= on_disk
+            if used > self._limit:
+                return f"HVDLAB_OUTPUT_KEPT allows {self._limit:,} bytes"
+        return self._disk_full(size)
+
+    def _disk_full(self, size: int) -> str:
+        try:
+            disk = os.statvfs(self._directory.parent)
+        except OSError as error:
+            return f"{error.strerror}: {self._directory.parent}"
+        reserve = min(FREE_BYTES, disk.f_blocks * disk.f_frsize // FREE_PART)
+        free = disk.f_bavail * disk.f_frsize
+        return f"only {free >> 20} MiB are free in {self._directory.parent}" if free - size < reserve else ""
+
+    def _forget(self, cell: str) -> bool:
+        """Forget a cell, unless it is being shown. Returns whether it was forgotten."""
+        transcript = self._recorders[cell].transcript
+        if not transcript.lock.acquire(blocking=False):
+            return False
+        try:
+            transcript.remove()
+        finally:
+            transcript.lock.release()
+        del self._recorders[cell]
+        return True
+
+
+def kept_limit(environ: Mapping[str, str]) -> int:
+    """Bytes of files that may be kept, as the user wants it.
+
+    Raises:
+        InvalidRequestError: A variable's value is not valid.
+    """
+    return int(read(environ).get("HVDLAB_OUTPUT_KEPT", KEPT_BYTES))  # type: ignore[arg-type]  # it is a number
+
+
+def _has_any(transcript: Transcript) -> bool:
+    return bool(
+        transcript.total or transcript.running or (transcript.ending and transcript.ending != Ending())
+    )
+
+
+def _ending(results: CellResults) -> Ending:
+    if lines := report(results):
+        return Ending(report=tuple(lines))
+    if not results.has_values:
+        return Ending()
+    values = {"text/plain": repr(results)}
+    if (html := results._repr_html_()) is not None and len(html) <= LARGEST_VALUES:
+        values["text/html"] = html
+    return Ending(values=values)

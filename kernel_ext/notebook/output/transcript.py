@@ -1,0 +1,338 @@
+"""The whole output of a cell, kept by the pool, to show it again or to look up output that was not shown.
+
+A little of it is in memory, more goes into files. If no file can be written (the disk is full, no descriptor is left, the limit is
+reached), later output is counted but not kept; the cell goes on as if nothing had happened.
+
+``rank-3.txt`` has rank 3's stdout and stderr as text that one can read, ``rich`` the displays, and ``index`` one record for each
+piece, in order. Files are opened for each write: a cell of many ranks needs no descriptor while nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+from hvdlab.kernel_ext.wire.cells import Chunk, Clear, Display, Stream
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+IN_MEMORY = 256 << 10
+"""Bytes of a cell that need no file."""
+
+AT_ONCE = 1 << 20
+"""Bytes that are gathered for one write once there are files."""
+
+AT_LATEST = 1.0
+"""Seconds after the last write after which output that comes is written to the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What a cell left at its end: the lines of a report that it failed, or its values as a mime bundle."""
+
+    report: tuple[str, ...] = ()
+    values: Mapping[str, Any] | None = None
+
+    @property
+    def plain_report(self) -> tuple[str, ...]:
+        """The report without colours."""
+        return tuple(_ANSI.sub("", line) for line in self.report)
+
+
+class Transcript:
+    """The output of one run of a cell, in order of arrival. All methods may be called from any thread.
+
+    Args:
+        cell, label, ranks: The run's.
+        directory: Where its files are made, if it needs any.
+        room: ``room(bytes)`` says why that many more must not be written to files, or nothing.
+
+    Attributes:
+        total: Bytes that came.
+        lost: Bytes that were not kept, and ``why``.
+        ended: Ranks whose part has ended.
+        ending: What the cell left at its end; None while it runs.
+        lock: Held while something is added or replayed.
+    """
+
+    def __init__(
+        self,
+        cell: str,
+        label: str,
+        ranks: Sequence[int],
+        directory: Path,
+        room: Callable[[int], str] = lambda size: "",
+    ) -> None:
+        self.cell, self.label, self.ranks = cell, label, tuple(ranks)
+        self.lock = threading.RLock()
+        self.total = self.lost = 0
+        self.why = ""
+        self.ended: set[int] = set()
+        self.ending: Ending | None = None
+        self.began = time.time()
+        self._room = room
+        self._spool = Spool(directory)
+        self._recent: list[Entry] = []
+        self._recent_bytes = 0
+        self._wrote_at = 0.0
+        self._rich = 0  # displays and clears so far
+        self._cleared: dict[int, int] = {}  # rank to the number of its last clear among those
+        self._updated: dict[tuple[int, str], int] = {}  # display to the number of its last update
+
+    # -- while the cell runs ------------------------------------------------------------------------------------------
+
+    def add(self, rank: int, chunks: Sequence[Chunk]) -> None:
+        """A rank wrote."""
+        with self.lock:
+            for chunk in chunks:
+                self._add(rank, chunk, _size(chunk))
+                if not isinstance(chunk, Stream):
+                    self._number(rank, chunk)
+            self._settle()
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        """One line about the run itself."""
+        with self.lock:
+            self._add(WARNING if warning else NOTE, text, len(text))
+
+    def begin(self, rank: int) -> None:
+        """Expect output of this rank, too, from now on."""
+        with self.lock:
+            self.ranks = tuple(sorted({*self.ranks, rank}))
+            self.ended.discard(rank)
+
+    def end(self, rank: int) -> None:
+        """Expect nothing more from this rank."""
+        with self.lock:
+            self.ended.add(rank)
+
+    def finish(self, ending: Ending) -> None:
+        """The cell is over; what its files lack is written."""
+        with self.lock:
+            self.ending = ending
+            if self._spool.size and not self.why:
+                self._write()
+
+    def flush(self) -> None:
+        """Write what the files lack, if there are files."""
+        with self.lock:
+            if self._spool.size and not self.why:
+                self._write()
+
+    def _add(self, rank: int, what: Chunk | str, size: int) -> None:
+        self.total += size
+        if self.why:
+            self.lost += size
+            return
+        self._recent.append((rank, what))
+        self._recent_bytes += size
+
+    def _settle(self) -> None:
+        if self.why or self._recent_bytes <= IN_MEMORY:
+            return
+        late = time.monotonic() - self._wrote_at > AT_LATEST
+        if not self._spool.size or late or self._recent_bytes >= AT_ONCE:
+            self._write()
+
+    def _write(self) -> None:
+        if not self._recent:
+            return
+        self.why = self._room(self._recent_bytes)
+        if self.why:
+            return  # what is in memory stays there; what comes now is lost
+        try:
+            self._spool.append(self._recent)
+        except OSError as error:
+            self.why = f"{error.strerror or error}: {self._spool.directory}"
+            return
+        self._recent, self._recent_bytes, self._wrote_at = [], 0, time.monotonic()
+
+    def _number(self, rank: int, chunk: Display | Clear) -> None:
+        self._rich += 1
+        if isinstance(chunk, Clear):
+            self._cleared[rank] = self._rich
+        elif chunk.update:
+            self._updated[rank, chunk.display_id] = self._rich
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        return self.ending is None
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes that are in memory."""
+        return self._recent_bytes
+
+    @property
+    def on_disk(self) -> int:
+        """Bytes that are in files."""
+        return self._spool.size
+
+    @property
+    def directory(self) -> Path | None:
+        """Where ``rank-0.txt`` and so on are, if there are files."""
+        return self._spool.directory if self._spool.size else None
+
+    def entries(self) -> Iterator[Entry]:
+        """What was kept, in order, without displays that were cleared or updated since. The caller holds :attr:`lock`."""
+        number = 0
+        for rank, what in self._all():
+            if not isinstance(what, (Display, Clear)):
+                yield rank, what
+                continue
+            number += 1
+            gone = number < self._cleared.get(rank, 0)
+            if isinstance(what, Display) and what.update:
+                gone = gone or number < self._updated[rank, what.display_id]
+            if not gone:
+                yield rank, what
+
+    def _all(self) -> Iterator[Entry]:
+        if self._spool.size:
+            yield from self._spool.entries()
+        yield from self._recent
+
+    def replay(self, sink: OutputSink, ranks: Sequence[int] | None = None) -> None:
+        """Give a sink what was kept of these ranks (by default all) and of no others, as if they wrote it now.
+
+        Raises:
+            OSError: The files can't be read.
+        """
+        wanted = self.ranks if ranks is None else ranks
+        with self.lock:
+            for rank, what in self.entries():
+                if isinstance(what, str):
+                    sink.note(what, warning=rank == WARNING)
+                elif rank in wanted:
+                    sink.output(rank, (what,))
+            for rank in wanted:
+                if rank in self.ended:
+                    sink.done(rank, None)
+
+    def remove(self) -> None:
+        """Forget everything."""
+        with self.lock:
+            self._recent, self._recent_bytes = [], 0
+            self._spool.remove()
+            self.why = self.why or "it was removed to make room"
+
+
+def _size(chunk: Chunk) -> int:
+    if isinstance(chunk, Stream):
+        return len(chunk.text)
+    if isinstance(chunk, Clear):
+        return 16
+    return sum(len(value) if isinstance(value, str) else 64 for value in chunk.data.values())
+
+
+_RECORD = struct.Struct("<iBI")  # rank, kind, bytes
+_OUT, _ERR, _RICH, _NOTE = range(4)
+_encode = msgspec.msgpack.Encoder().encode
+_decode_rich: msgspec.msgpack.Decoder[Display | Clear] = msgspec.msgpack.Decoder(Display | Clear)
+
+NOTE, WARNING = -1, -2
+"""In place of a rank, for a line about the run itself."""
+
+Entry = tuple[int, Chunk | str]
+"""A rank and what it wrote, or :data:`NOTE` or :data:`WARNING` and a line about the run."""
+
+
+class Spool:
+    """Files in a directory of their own, which is made with the first write.
+
+    Attributes:
+        directory: That directory.
+        size: Bytes in the files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.size = 0
+
+    def text_file(self, rank: int) -> Path:
+        """The file with what a rank wrote; there is none if it wrote nothing."""
+        return self.directory / f"rank-{rank}.txt"
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Write entries at the end.
+
+        Raises:
+            OSError: They could not be written, or not all of them. None of them is in the index then; nothing more
+                must be appended.
+        """
+        # No directories above these: once the pool's directory is removed, it must not come back.
+        for directory in (self.directory.parent, self.directory):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        data: dict[Path, list[bytes]] = {}
+        index = bytearray()
+        for rank, what in entries:
+            kind, raw = _raw(what)
+            data.setdefault(self._file(rank, kind), []).append(raw)
+            index += _RECORD.pack(rank, kind, len(raw))
+        for path, pieces in data.items():
+            self._write(path, b"".join(pieces))
+        self._write(self.directory / "index", bytes(index))
+
+    def entries(self) -> Iterator[Entry]:
+        """What was appended, in order; a piece at a time is in memory."""
+        path = self.directory / "index"
+        if not path.exists():  # the first write failed
+            return
+        with ExitStack() as stack:
+            files: dict[Path, BufferedReader] = {}
+            index = stack.enter_context(path.open("rb"))
+            while len(record := index.read(_RECORD.size)) == _RECORD.size:
+                rank, kind, length = _RECORD.unpack(record)
+                path = self._file(rank, kind)
+                if path not in files:
+                    files[path] = stack.enter_context(path.open("rb"))
+                yield rank, _entry(kind, files[path].read(length))
+
+    def remove(self) -> None:
+        """Delete the files."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.size = 0
+
+    def _file(self, rank: int, kind: int) -> Path:
+        return self.text_file(rank) if kind in (_OUT, _ERR) else self.directory / "rich"
+
+    def _write(self, path: Path, raw: bytes) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            view = memoryview(raw)
+            while view:
+                written = os.write(fd, view)
+                self.size += written
+                view = view[written:]
+        finally:
+            os.close(fd)
+
+
+def _raw(what: Chunk | str) -> tuple[int, bytes]:
+    if isinstance(what, str):
+        return _NOTE, what.encode("utf-8", "backslashreplace")
+    if isinstance(what, Stream):
+        return _ERR if what.name == "stderr" else _OUT, what.text.encode("utf-8", "backslashreplace")
+    return _RICH, _encode(what)
+
+
+def _entry(kind: int, raw: bytes) -> Chunk | str:
+    if kind == _RICH:
+        return _decode_rich.decode(raw)
+    text = raw.decode("utf-8", "replace")
+    return text if kind == _NOTE else Stream("stderr" if kind == _ERR else "stdout", text)

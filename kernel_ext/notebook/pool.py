@@ -1,0 +1,901 @@
+"""The pool: ranks that stay alive between cells, and everything that a notebook or a script does with them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
+
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError, format_ranks
+from hvdlab.collectives.membership import LEAVES
+from hvdlab.kernel_ext.notebook import checks
+from hvdlab.kernel_ext.notebook.assembly import PoolParts, Progress
+from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
+from hvdlab.kernel_ext.notebook.elastic import Bounds
+from hvdlab.kernel_ext.notebook.kept_pools import launcher_of
+from hvdlab.kernel_ext.notebook.membership_history import ElasticState
+from hvdlab.kernel_ext.notebook.output.recorder import ShowLate, TranscriptStore
+from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations
+from hvdlab.kernel_ext.notebook.requests import Answer
+from hvdlab.kernel_ext.notebook.stack_probe import NativeStacks, native_stacks
+from hvdlab.kernel_ext.notebook.stdin.prompt_desk import ProcessPrompter, Prompter
+from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
+from hvdlab.kernel_ext.notebook.trace_file import TraceFileWriter, save_trace
+from hvdlab.kernel_ext.notebook.unsynced import SyncResult
+from hvdlab.kernel_ext.notebook.variables import transfer
+from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff
+from hvdlab.kernel_ext.notebook.variables.overview import BUDGET, Overview, Ranks, TensorTable
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.compare import (
+    SPECIAL,
+    AskTensors,
+    AskVariables,
+    AskView,
+    Tensors,
+    Variables,
+    VariableView,
+)
+from hvdlab.kernel_ext.wire.status import (
+    AskNames,
+    AskStack,
+    AskStatus,
+    Complete,
+    Completions,
+    EvaluateExpressions,
+    ExpressionValues,
+    Inspect,
+    Inspection,
+    RankStatus,
+    Stack,
+    Status,
+    UserNames,
+    rank_status,
+)
+from hvdlab.launch.starter import Capability
+
+if TYPE_CHECKING:
+    from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
+    from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
+
+    from hvdlab.kernel_ext.notebook.prestart import Prestart
+
+LOOK_WITHIN = 7.0
+"""Seconds that the pool waits for ranks that look at something; they give up by themselves before that."""
+
+
+ANSWER_WITHIN = 1.0
+"""Seconds that a rank has to answer; its control thread does, whatever the rank is doing."""
+
+
+class Pool:
+    """The ranks of one user. All methods may be called from any thread.
+
+    ``Pool.start(8)`` starts ranks, and ``Pool.attach("mine")`` finds those of a kept pool; ``hvdlab.pool()`` is the pool of the
+    notebook's own magics.
+
+    Attributes:
+        launcher, plane: The names that the caller of :meth:`start` gave.
+        replaceable: Whether the launcher can start single ranks, so that lost ones can be replaced.
+    """
+
+    def __init__(self, base: PoolParts) -> None:
+        self._base = base
+        self.launcher, self.plane = base.launcher, base.plane
+        self.replaceable = Capability.SINGLE_RANKS in base.launch.capabilities
+        self._changing = threading.RLock()
+        self._stopped = False
+        self._timeline: TraceFileWriter | None = None
+        # When this process exits, or the pool is garbage-collected, the ranks end, unless the pool is kept.
+        self._leave = weakref.finalize(self, base.leave)
+
+    @classmethod
+    def start(
+        cls,
+        np: int | None = None,
+        *,
+        launcher: str = "local",
+        plane: str = "auto",
+        hosts: str | None = None,
+        launcher_options: Mapping[str, str] | None = None,
+        warm: Prestart | None = None,
+        keep: str | None = None,
+        timeout: float = 60,
+        on_progress: Progress | None = None,
+    ) -> Pool:
+        """Start ranks and wait until all of them take cells.
+
+        Args:
+            np: How many ranks; by default one for each usable core.
+            launcher: ``local``, ``ssh``, ``mpi``, one of ipyparallel's launchers, or one that an installed package offers
+                by the entry point group ``hvdlab.launchers``.
+            plane: Data plane of the collectives, or ``auto``.
+            hosts: ``a:4,b:4``, for launchers that start ranks on several hosts.
+            launcher_options: Options that only this launcher has, as texts; one that it does not know is refused.
+            warm: What :meth:`hvdlab.kernel_ext.notebook.prestart.Prestart.begin` began; the pool takes it over, and closes it if
+                this fails.
+            keep: A name for the pool; with an empty text the pool chooses one. The ranks then outlive this process, until
+                :meth:`stop`, and another process finds them by :meth:`attach`. Only for the launchers ``local`` and ``ray``.
+            timeout: Seconds for the whole start.
+            on_progress: Called with a short text at each step, on the calling thread.
+
+        Raises:
+            InvalidRequestError: The arguments don't fit each other or this host; nothing was started.
+            StartError: Something did not start, or not in time; nothing is left behind.
+        """
+        checks.open_standard_streams()
+        try:
+            checks.check_not_in_rank()
+            size = checks.check_size(checks.default_size() if np is None else np)
+            with checks.limits_explained("the pool could not be started"):
+                base = PoolParts.start(
+                    size,
+                    launcher,
+                    plane,
+                    hosts or "",
+                    launcher_options or {},
+                    warm,
+                    keep,
+                    Deadline(timeout),
+                    on_progress or _say_nothing,
+                )
+        except BaseException:
+            if warm is not None:
+                warm.close()
+            raise
+        return cls(base)
+
+    @classmethod
+    def attach(
+        cls,
+        name: str,
+        *,
+        launcher: str | None = None,
+        show: Callable[[OrphanedCell], OutputSink] | None = None,
+        timeout: float = 60,
+        on_progress: Progress | None = None,
+    ) -> Pool:
+        """Go on with a pool that was started with ``keep``, by a process that has ended or called :meth:`detach`.
+
+        The ranks have all their variables. What they are running goes on.
+
+        Args:
+            name: The pool's name; ``hvdlab pools`` on the command line lists them.
+            launcher: The pool's launcher. By default the pool is looked for on this host, and on the Ray cluster that this process is
+                connected to or that ``RAY_ADDRESS`` names; ``ray`` also finds a cluster that runs on this host.
+            show: Called with each cell whose end the former process has not seen; it returns the sink for the cell's output:
+                the newest 4 MiB of each rank and what follows. :attr:`resumed` has these cells. Without it nothing is
+                shown of them, and only elastic cells that run are among these: ranks go on joining and leaving them.
+            timeout: Seconds.
+            on_progress: As for :meth:`start`.
+
+        Raises:
+            InvalidRequestError: There is no pool of this name, or another process uses it; the text says which.
+            StartError: The pool does not answer.
+        """
+        found = launcher or launcher_of(name)
+        return cls(PoolParts.attach(name, found, Deadline(timeout), on_progress or _say_nothing, show))
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name of a pool that outlives this process; empty for any other pool."""
+        return self._base.keeping.name if self._base.keeping is not None else ""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Ranks that live and take cells, as numbers; ``ranks[3]`` is a view of rank 3's variables."""
+        return Ranks(() if self._stopped else self._base.group.ready(), self)
+
+    @property
+    def resumed(self) -> tuple[CellHandle, ...]:
+        """Cells that :meth:`attach` found and has gone on with."""
+        return tuple(self._base.resumed)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that the pool is made of, lost ones included."""
+        return 0 if self._stopped else len(self._base.group.members.wanted)
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Rank to the reason of its end, for ranks that have ended; :meth:`repair` starts them again."""
+        members = self._base.group.members
+        return {rank: m.reason for rank in members.lost if (m := members.get(rank)) is not None}
+
+    def last_words(self, rank: int) -> str:
+        """The last lines of a lost rank's standard error that were left unread when it ended, such as a crash report."""
+        member = self._base.group.members.get(rank)
+        return member.tail if member is not None else ""
+
+    @property
+    def state(self) -> str:
+        """``idle``, ``running``, ``starting`` (also while the size changes) or ``stopped``."""
+        if self._stopped:
+            return "stopped"
+        if not self._changing.acquire(blocking=False):
+            return "starting"
+        self._changing.release()
+        return "running" if self._base.runs.active else "idle"
+
+    @property
+    def broken(self) -> str:
+        """Why nothing can be done with the pool any more but to stop it; empty if all is well."""
+        return "" if self._stopped else self._base.broken
+
+    def news(self) -> list[str]:
+        """Sentences about what happened while no cell was running, such as a coordinator that was replaced.
+
+        What happens while cells run is shown under these cells. Each sentence is returned once.
+        """
+        return [] if self._stopped else self._base.news()
+
+    @property
+    def client(self) -> Client:
+        """The connection to the coordinator."""
+        return self._base.client
+
+    @property
+    def transcripts(self) -> TranscriptStore:
+        """What the cells of this pool wrote."""
+        return self._base.transcripts
+
+    @property
+    def cluster(self) -> Cluster:
+        """The ``ipyparallel.Cluster`` of these ranks. The first use waits until its controller is up (about 1 s)."""
+        self._check_running()
+        return self._base.companion.cluster
+
+    def status(self) -> list[RankStatus]:
+        """What each rank is doing, whether or not it runs a cell. Takes a second at most."""
+        self._check_running()
+        members, runs = self._base.group.members, self._base.runs
+        there = tuple(sorted({*members.ready, *members.let_go}))
+        answers = runs.questions.ask(AskStatus, there, Deadline(ANSWER_WITHIN))
+        hosts = {member.rank: member.host for member in self.client.membership().members}
+        found: list[RankStatus] = []
+        for rank in sorted({*members.wanted, *members.let_go}):
+            member, answer = members.get(rank), answers.get(rank)
+            if member is None:
+                continue
+            state = f"lost: {member.reason}" if member.reason else member.state.value
+            if isinstance(answer, Status):
+                status = rank_status(rank, hosts.get(rank, ""), member.pid, answer)
+                found.append(
+                    replace(status, state=f"{status.state}, {LEAVES}") if member.at_commit else status
+                )
+            else:
+                state = "no answer" if rank in there else state
+                found.append(RankStatus(rank, hosts.get(rank, ""), member.pid, state=state))
+        return found
+
+    def elastic(self) -> ElasticState:
+        """Which ranks there are, since when and from where, which the pool still waits for, and what became of the others."""
+        self._check_running()
+        return self._base.elastic_state(self.newcomers)
+
+    def on_membership_change(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have ``callback`` called after each change of what :meth:`elastic` returns, on any thread. It must not block.
+
+        Returns:
+            A function that ends that. A call that is already under way may still come afterwards.
+        """
+        return self._base.history.listen(callback)
+
+    @property
+    def first_to_fail(self) -> int | None:
+        """The rank that failed first in the last cell that did not end well; None if there was none."""
+        return self._base.runs.first_to_fail
+
+    @property
+    def hanging(self) -> dict[int, str]:
+        """Rank to the label of its cell, for ranks that were given up after an interrupt and still are in that cell."""
+        given_up = self._base.runs.given_up
+        if not given_up or self._stopped:
+            return {}
+        asked = [rank for rank in given_up if rank in self.ranks]
+        for rank, answer in self._base.runs.questions.ask(AskStatus, asked, Deadline(ANSWER_WITHIN)).items():
+            cell, _ = given_up[rank]
+            if isinstance(answer, Status) and answer.cell != cell:
+                self._base.runs.answers_again(rank, cell)
+        return {rank: label for rank, (_, label) in self._base.runs.given_up.items()}
+
+    # -- variables ------------------------------------------------------------------------------------------------
+
+    def push(self, /, ranks: Sequence[int] | None = None, **values: Any) -> None:
+        """Bind variables on these ranks (by default all); a rank does it once the cell that it runs has ended.
+
+        Raises:
+            InvalidRequestError: One of these ranks is lost or does not exist.
+            HvdlabError: A value can't be pickled, or a rank could not unpickle it.
+        """
+        transfer.push(self._base.runs.questions, values, self._chosen(ranks), near=self._near())
+
+    def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        """The value of a variable or expression on these ranks (by default all), by rank.
+
+        Raises:
+            InvalidRequestError: One of these ranks is lost or does not exist.
+            LookupError: The value does not exist on a rank, can't be sent, or there is no memory for it in this process.
+        """
+        return transfer.pull(self._base.runs.questions, name, self._chosen(ranks), near=self._near())
+
+    def _near(self) -> set[int]:
+        return self._base.near()
+
+    def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        self._check_running()
+        ready = self.ranks
+        chosen = ready if ranks is None else tuple(sorted(set(ranks)))
+        missing = [rank for rank in chosen if rank not in ready]
+        if not missing and chosen:
+            return chosen
+        lost = self.lost
+        if not missing:
+            raise InvalidRequestError(
+                "the pool has no rank that lives; pool.repair() starts the lost ones again."
+            )
+        if missing[0] in lost:
+            raise InvalidRequestError(
+                f"rank {missing[0]} is lost ({lost[missing[0]]}); `%hvd_pool repair` or pool.repair() replaces it."
+            )
+        raise InvalidRequestError(f"there is no rank {missing[0]}; the pool has {format_ranks(ready)}.")
+
+    def diff(self, name: str = "", ranks: Sequence[int] | None = None, *, special: str = "") -> Diff:
+        """Compare a variable or expression over these ranks (by default all), after what they are running.
+
+        Ranks make the fingerprints and compare the elements; only the result comes to this process.
+
+        Args:
+            name: The expression.
+            ranks: The ranks to compare; by default all.
+            special: ``rng`` (states of random numbers) or ``environment`` (versions and settings), instead of a name.
+
+        Raises:
+            InvalidRequestError: Not exactly one of ``name`` and ``special`` was given, or a rank is lost or does not exist.
+            HvdlabError: A rank was lost meanwhile.
+        """
+        if bool(name) == bool(special) or special not in ("", *SPECIAL):
+            raise InvalidRequestError(
+                f"diff takes the name of a variable, or special= with one of {', '.join(SPECIAL)}"
+            )
+        questions = self._base.runs.questions
+        return diff(questions, name, self._chosen(ranks), special=special, near=self._near())
+
+    def view(self, expression: str, ranks: Sequence[int] | None = None) -> dict[int, VariableView]:
+        """Rank to a description of an expression's value there, of these ranks (by default all), also while they run a cell.
+
+        Ranks that do not answer are missing.
+        """
+        answers = self._look(lambda ticket: AskView(ticket, expression), ranks)
+        return {rank: answer for rank, answer in answers.items() if isinstance(answer, VariableView)}
+
+    def variables(self, ranks: Sequence[int] | None = None) -> Overview:
+        """The user's variables on these ranks (by default all), and where they differ; also while cells run."""
+        chosen = self._chosen(ranks)
+        answers = self._look(lambda ticket: AskVariables(ticket, BUDGET), chosen)
+        found = {rank: answer for rank, answer in answers.items() if isinstance(answer, Variables)}
+        return Overview(found, tuple(rank for rank in chosen if rank not in found))
+
+    def tensors(self, ranks: Sequence[int] | None = None, *, most: int = 20) -> TensorTable:
+        """The ``most`` largest arrays and tensors on each of these ranks (by default all), also while cells run."""
+        answers = self._look(lambda ticket: AskTensors(ticket, most), ranks)
+        return TensorTable({rank: answer for rank, answer in answers.items() if isinstance(answer, Tensors)})
+
+    def native(self, ranks: Sequence[int] | None = None) -> NativeStacks:
+        """Where ranks of this host (by default all) are, with the frames below Python. Takes seconds.
+
+        Raises:
+            InvalidRequestError: py-spy is not installed, or none of these ranks is on this host.
+        """
+        chosen, near = self._chosen(ranks), self._near()
+        pids = {m.rank: m.pid for m in self._base.client.membership().members if m.rank in chosen}
+        here = {rank: pid for rank, pid in sorted(pids.items()) if rank in near}
+        if not here:
+            raise InvalidRequestError("native frames can be read of ranks on this host only")
+        return native_stacks(here)
+
+    def _look(self, make: Callable[[int], Payload], ranks: Sequence[int] | None) -> dict[int, Answer]:
+        return dict(
+            sorted(self._base.runs.questions.ask(make, self._chosen(ranks), Deadline(LOOK_WITHIN)).items())
+        )
+
+    # -- requests to ranks -----------------------------------------------------------------------------------------------
+
+    def where(self, ranks: Sequence[int] | None = None) -> RankLocations:
+        """Where these ranks (by default all) are: the Python stack of each, also while it runs a cell or hangs."""
+        chosen = self._chosen(ranks)
+        answers = self._base.runs.questions.ask(AskStack, chosen, Deadline(ANSWER_WITHIN))
+        stacks = {rank: answer for rank, answer in answers.items() if isinstance(answer, Stack)}
+        silent = [rank for rank in chosen if rank not in stacks]
+        return RankLocations(stacks, self._base.runs.lookout.look(silent) if silent else None)
+
+    def names(self, ranks: Sequence[int] | None = None) -> dict[int, UserNames]:
+        """Rank to the names that the user has made there, in that order, modules apart; by default of all ranks."""
+        answers = self._base.runs.questions.ask(AskNames, self._chosen(ranks), Deadline(ANSWER_WITHIN))
+        return {rank: answer for rank, answer in answers.items() if isinstance(answer, UserNames)}
+
+    def complete(
+        self, code: str, cursor: int, *, rank: int | None = None, timeout: float = 2
+    ) -> Completions | None:
+        """Completions from a rank's variables (by default the first one's); ``None`` without an answer in ``timeout`` seconds."""
+        answers = self._base.runs.questions.ask(
+            lambda ticket: Complete(ticket, code, cursor), self._one(rank), Deadline(timeout)
+        )
+        return next((a for a in answers.values() if isinstance(a, Completions)), None)
+
+    def inspect(
+        self, code: str, cursor: int, detail: int = 0, *, rank: int | None = None, timeout: float = 2
+    ) -> Inspection | None:
+        """Documentation from a rank's variables (by default the first one's); ``None`` without an answer in ``timeout`` s."""
+        answers = self._base.runs.questions.ask(
+            lambda ticket: Inspect(ticket, code, cursor, detail), self._one(rank), Deadline(timeout)
+        )
+        return next((a for a in answers.values() if isinstance(a, Inspection)), None)
+
+    def express(
+        self, expressions: Mapping[str, str], *, rank: int | None = None, timeout: float = 10
+    ) -> dict[str, Any] | None:
+        """Values of expressions on a rank (by default the first one) as Jupyter's protocol has them, by their names.
+
+        ``None`` if the rank does not answer within ``timeout`` seconds.
+        """
+        asked = dict(expressions)
+        answers = self._base.runs.questions.ask(
+            lambda ticket: EvaluateExpressions(ticket, asked), self._one(rank), Deadline(timeout)
+        )
+        return next((a.results for a in answers.values() if isinstance(a, ExpressionValues)), None)
+
+    def _one(self, rank: int | None) -> tuple[int, ...]:
+        return self._chosen(self.ranks[:1] if rank is None else [rank])
+
+    # -- cells -----------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        source: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        label: str = "",
+        line_offset: int = 1,
+        out: OutputSink | None = None,
+        timeout: float | None = None,
+        want_value: bool = True,
+        store_history: bool = True,
+        file: str = "",
+        prompter: Prompter | None = None,
+        late: ShowLate | None = None,
+        elastic: Bounds | None = None,
+    ) -> CellResults:
+        """Run a cell on ranks and wait for its end; an interrupt (Ctrl-C) interrupts the ranks.
+
+        Nothing that the cell raises is raised here: ``results.errors`` and ``results.root_cause`` have it.
+
+        Args:
+            source: Python source, with IPython's magics and ``!``.
+            ranks: The ranks that run it; by default all.
+            label: The name that users know the cell by, such as ``[7]``.
+            line_offset: Lines of the notebook's cell above ``source``.
+            out: Takes the output; without it nothing is shown, and the output is only kept.
+            timeout: Seconds after which the ranks are interrupted; None for no limit.
+            want_value: Whether ranks send the value of the last expression.
+            store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
+            file: What a frontend's debugger calls the cell that ``source`` is the end of.
+            prompter: Asks the user when a rank wants input (``input()``, a debugger), if this is the main thread; by
+                default where this process has its input.
+            late: Shows what the cell's threads and tasks write after its end, ``late(rank, chunks)``; called on a thread
+                of the pool's, and must not block. The output is kept in any case.
+            elastic: The cell trains by an elastic function, and goes on while ranks are lost, replaced, added and let go,
+                as long as there are this many; it runs on all ranks.
+
+        Raises:
+            InvalidRequestError: A rank does not exist or is lost, or the pool has stopped.
+        """
+        prompter = prompter or ProcessPrompter()
+        return self._dispatch(
+            source,
+            ranks,
+            label,
+            line_offset,
+            out,
+            timeout,
+            want_value,
+            store_history,
+            file,
+            prompter,
+            late,
+            elastic,
+        ).wait()
+
+    def start_run(
+        self,
+        source: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        label: str = "",
+        line_offset: int = 1,
+        out: OutputSink | None = None,
+        timeout: float | None = None,
+        want_value: bool = True,
+        store_history: bool = True,
+        file: str = "",
+        late: ShowLate | None = None,
+        elastic: Bounds | None = None,
+    ) -> CellHandle:
+        """Like :meth:`run`, in the background: returns at once.
+
+        Raises:
+            InvalidRequestError: As for :meth:`run`.
+            StartError: No thread could be started for it. The cell was interrupted at once, and has ended.
+        """
+        handle = self._dispatch(
+            source,
+            ranks,
+            label,
+            line_offset,
+            out,
+            timeout,
+            want_value,
+            store_history,
+            file,
+            late=late,
+            elastic=elastic,
+        )
+        try:
+            with checks.limits_explained("the cell could not be run in the background"):
+                handle.drive_in_background()
+        except StartError:
+            handle.interrupt()
+            handle.wait()
+            raise
+        return handle
+
+    def interrupt(self, ranks: Sequence[int] | None = None) -> None:
+        """Raise KeyboardInterrupt in what these ranks (by default all) are running, also inside a collective."""
+        self._base.runs.interrupt(self._chosen(ranks))
+
+    def _dispatch(
+        self,
+        source: str,
+        ranks: Sequence[int] | None,
+        label: str,
+        line_offset: int,
+        out: OutputSink | None,
+        timeout: float | None,
+        want_value: bool,
+        store_history: bool,
+        file: str,
+        prompter: Prompter | None = None,
+        late: ShowLate | None = None,
+        elastic: Bounds | None = None,
+    ) -> CellHandle:
+        cell, chosen = uuid.uuid4().hex[:12], self._chosen(ranks)
+        if elastic is not None:
+            elastic.check()
+            elastic.check_size(len(chosen), label)
+        recorder = self._base.transcripts.record(cell, label, chosen, NullSink() if out is None else out)
+        recorder.show_late(late)
+        try:
+            handle = self._base.runs.dispatch(
+                cell,
+                chosen,
+                source,
+                label=label,
+                line_offset=line_offset,
+                sink=recorder,
+                timeout=timeout,
+                want_value=want_value,
+                store_history=store_history,
+                file=file,
+                prompter=prompter,
+                elastic=elastic,
+            )
+        except BaseException:
+            self._base.transcripts.forget(cell)
+            raise
+        recorder.driven(lambda: handle.feed(DeadlineReached()))
+        return handle
+
+    # -- number of ranks -------------------------------------------------------------------------------------------------
+
+    def resize(self, np: int, *, timeout: float = 60) -> None:
+        """Change the number of ranks. Those that stay keep their process and variables.
+
+        While an elastic cell runs, ranks that are added get to know what the others know and take part in it, and ranks
+        that are too many leave at their next commit, so that no step is lost.
+
+        Ranks are numbered from 0, so those with the highest numbers leave.
+
+        Raises:
+            InvalidRequestError: The pool can't have this size, or a rank that lives would end while a lost one stays; nothing has
+                changed.
+            StartError: A new rank did not start within ``timeout`` seconds; the others are as before. Or a rank that leaves did not
+                come to a commit by then: it leaves when it does, and only then the pool can be resized again.
+        """
+        self._check_running()
+        wanted = checks.check_size(np)
+        with self._changing, checks.limits_explained(f"the pool could not get {wanted} ranks"):
+            self._base.check_resizable(wanted)
+            self._base.check_elastic(wanted)
+            self._base.check_dropped(wanted)
+            deadline, before = Deadline(timeout), self._base.group.ready()
+            leaving = tuple(rank for rank in before if rank >= wanted) if self._base.runs.elastic() else ()
+            if leaving:
+                self._base.runs.release(leaving)
+            if leaving or self._base.group.members.let_go:  # an earlier call may not have waited long enough
+                try:
+                    self._base.group.let_go(
+                        [r for r in self._base.group.members.wanted if r < wanted], deadline
+                    )
+                finally:
+                    self._base.note_kept()  # the ranks have been let go, also if they have not left in time
+            self._base.group.want(range(wanted), deadline)
+            new = [rank for rank in self._base.group.ready() if rank not in before]
+            self._base.came("resize", new)
+            self._base.note_kept()
+            self._base.bring_in(new, timeout)
+
+    def repair(self, *, timeout: float = 60) -> tuple[int, ...]:
+        """Start lost ranks again under their old numbers, with empty memory. Returns them.
+
+        While an elastic cell runs, they get to know what the others know and take part in it.
+
+        Raises:
+            InvalidRequestError: The launcher can't start single ranks.
+            StartError: A rank did not start within ``timeout`` seconds; it stays lost.
+        """
+        self._check_running()
+        deadline = Deadline(timeout)
+        with self._changing:
+            self._base.group.settle(deadline)
+            lost = self._base.group.members.lost
+            if lost:
+                self._base.check_replaceable()
+                self._base.group.want(self._base.group.members.wanted, deadline, replace_lost=True)
+                self._base.came("repair", lost)
+                self._base.bring_in(lost, timeout)
+            return lost
+
+    def restart(self, ranks: Sequence[int] | None = None, *, timeout: float = 60) -> None:
+        """End ranks (by default all), whatever they are doing, and start them again with empty memory.
+
+        Raises:
+            InvalidRequestError: One of them does not exist, or the launcher can't start single ranks.
+            StartError: A rank did not start within ``timeout`` seconds; it is lost.
+        """
+        self._check_running()
+        with self._changing:
+            self._base.check_replaceable()
+            wanted = self._base.group.members.wanted
+            chosen = wanted if ranks is None else tuple(ranks)
+            if unknown := sorted(set(chosen) - set(wanted)):
+                raise InvalidRequestError(
+                    f"there is no rank {unknown[0]}; the pool has {format_ranks(wanted)}."
+                )
+            deadline = Deadline(timeout)
+            self._base.group.end(chosen, deadline)
+            self._base.group.want(wanted, deadline, replace_lost=True)
+            self._base.came("restart", chosen)
+            self._base.bring_in(chosen, timeout)
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """Living ranks that were started after others, and to which :meth:`sync` has brought nothing yet."""
+        newcomers = self._base.newcomers.all()
+        return tuple(rank for rank in self._base.group.ready() if rank in newcomers)
+
+    def sync(
+        self,
+        ranks: Sequence[int] | None = None,
+        *,
+        source: int | None = None,
+        without: Collection[str] = (),
+        timeout: float | None = None,
+    ) -> SyncResult:
+        """Bring what one rank knows to others: modules are imported there, variables copied; those of that name are replaced.
+
+        Values travel from rank to rank as collectives do, once for all ranks together. What belongs together stays
+        so: an optimizer has the parameters of its model. A ``DistributedOptimizer`` reduces gradients again. Gradients
+        and states of random number generators stay behind; tensors come to the device of the same name. It runs as a
+        cell on all ranks, after what they run.
+
+        Args:
+            ranks: The ranks that get it; by default :attr:`newcomers`.
+            source: The rank that it comes from; by default the first one that is not in ``ranks``.
+            without: UserNames of variables to leave out.
+            timeout: Seconds after which the copying is interrupted; None for no limit.
+
+        Returns:
+            What was brought, and what could not be and why.
+
+        Raises:
+            InvalidRequestError: No rank came later and none was named, or a rank of the pool is lost. Nothing was sent.
+            HvdlabError: A rank failed meanwhile, or could not take the values: it has none of them.
+        """
+        chosen = self.newcomers if ranks is None else ranks
+        if not chosen:
+            raise InvalidRequestError(
+                "no rank came later than the others; name those that are to get what another knows, as in "
+                "`%hvd_pool sync 2-3`."
+            )
+        targets = self._chosen(chosen)
+        others = [rank for rank in self._chosen(None) if rank not in targets]
+        if not others and source is None:
+            raise InvalidRequestError("there is no other rank that they could have anything from.")
+        source = others[0] if source is None else self._chosen([source])[0]
+        if source in targets:
+            raise InvalidRequestError(f"rank {source} can't get from itself what it knows.")
+        if lost := self.lost:  # a newcomer's hvd.init() would wait for it
+            are = "is" if len(lost) == 1 else "are"
+            raise InvalidRequestError(
+                f"{format_ranks(list(lost))} {are} lost, and the world is complete only with all of its ranks; "
+                "`%hvd_pool repair` or pool.repair() comes first."
+            )
+        begin = time.monotonic()
+        call = f"bring({source}, {targets!r}, {tuple(without)!r})"
+        cell = f"__import__('hvdlab.kernel_ext.rank.sync', fromlist=['bring']).{call}"
+        results = self.run(cell, label="sync", timeout=timeout, store_history=False)
+        if (ran := self._base.transcripts.find("sync")) is not None:  # `%hvd_output` is of the user's cells
+            self._base.transcripts.forget(ran.transcript.cell)
+        if not results.ok:
+            cause = results.root_cause
+            raise HvdlabError(
+                f"nothing was brought: {cause.evalue if cause is not None else 'it was interrupted'}"
+            )
+        values = {rank: results.value(rank) for rank in (source, *targets)}
+        done = SyncResult.of(source, targets, values, time.monotonic() - begin)
+        self._base.newcomers.know(targets)
+        return done
+
+    # -- spans and metrics -----------------------------------------------------------------------------------------------
+
+    @property
+    def timeline(self) -> Path | None:
+        """The file that a timeline is being written to."""
+        return self._timeline.path if self._timeline is not None else None
+
+    def start_timeline(self, path: str | os.PathLike[str]) -> Path:
+        """Write what all ranks do from now on to a Chrome trace, also while cells run. Returns the file's whole path.
+
+        Raises:
+            InvalidRequestError: A timeline is being written already.
+            OSError: The file can't be created.
+        """
+        self._check_running()
+        with self._changing:
+            if self._timeline is not None:
+                raise InvalidRequestError(
+                    f"a timeline is being written to {self._timeline.path} already; stop it first."
+                )
+            self._timeline = TraceFileWriter(self.client, Path(path).absolute())
+            return self._timeline.path
+
+    def stop_timeline(self) -> Path | None:
+        """Complete the file that :meth:`start_timeline` began, and return it; None if there is none.
+
+        Raises:
+            OSError: The disk failed; the file holds what was written before.
+        """
+        with self._changing:
+            recording, self._timeline = self._timeline, None
+        if recording is None:
+            return None
+        recording.stop()
+        return recording.path
+
+    @overload
+    def trace(self, *, arrow: Literal[False] = False) -> DataFrame: ...
+
+    @overload
+    def trace(self, *, arrow: Literal[True]) -> Any: ...
+
+    def trace(self, *, arrow: bool = False) -> Any:
+        """All collectives that were recorded, as a pandas table with a row per tensor, collective and rank.
+
+        It has all that the ranks did before the call. ``docs/reference/trace.md`` has the columns. The newest million rows are
+        kept, from the first use on and with what the coordinator still has of the time before; ``table.attrs["dropped"]`` says
+        how many rows are missing.
+
+        Args:
+            arrow: Return a ``pyarrow.Table`` instead; ``table.schema.metadata`` has ``dropped`` then.
+
+        Raises:
+            ModuleNotFoundError: pandas, or pyarrow, is not installed.
+        """
+        recording = self.client.gathered()
+        return recording.arrow() if arrow else recording.table()
+
+    def metrics(self) -> DataFrame:
+        """All that the ranks measured, as a pandas table with a row per point.
+
+        The columns are ``rank``, ``name``, ``time`` (seconds since the origin of :meth:`trace`), ``value``, ``step``
+        (missing if none was said) and ``unit``. The newest points of each series are kept;
+        ``table.attrs["dropped"]`` says how many are missing.
+        """
+        return self.client.gathered().metrics()
+
+    def save_trace(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
+        """Write everything that :meth:`trace` would have now, with cells, metrics and lost ranks, for a trace viewer.
+
+        Args:
+            path: A name that ends in ``.json`` (Chrome's format) or ``.json.gz`` (the same compressed).
+            format: One of these, for a file whose name says something else.
+
+        Returns:
+            The file's whole path.
+
+        Raises:
+            InvalidRequestError: There is no such format.
+            OSError: It could not be written; a file that was there stays as it was.
+        """
+        return save_trace(self.client, path, format)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End all ranks and everything that belongs to the pool. Idempotent; cells that run end as if their ranks had died."""
+        with self._changing:
+            if self._stopped:
+                return
+            self._stopped = True
+            try:
+                self.stop_timeline()
+            finally:
+                self._leave.detach()
+                self._base.close()
+
+    def detach(self) -> None:
+        """Let go of a pool that was started with ``keep``: its ranks stay. Idempotent.
+
+        Raises:
+            InvalidRequestError: The pool was started without ``keep``.
+        """
+        if not self.name:
+            raise InvalidRequestError(
+                "these ranks end with this process; only a pool that was started with keep= "
+                "(`%hvd_pool start --keep`) can be left to itself"
+            )
+        self._base.runs.release_pool()  # before the lock, which may take longer than an interrupt is delayed
+        with self._changing:
+            if self._stopped:
+                return
+            self._stopped = True
+            try:
+                self.stop_timeline()
+            finally:
+                self._leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        if self._stopped:
+            return "<Pool stopped>"
+        lost = f", {len(self.lost)} lost" if self.lost else ""
+        return f"<Pool of {self.size} ranks{lost}, {self.state}, launcher {self.launcher}>"
+
+    def _check_running(self) -> None:
+        if self._stopped:
+            raise InvalidRequestError(
+                "the pool has been stopped; start a new one with `%hvd_pool start` or Pool.start()."
+            )
+        if broken := self._base.broken:
+            raise StartError(f"the pool has broken down: {broken}; stop it and start a new one.")
+
+
+def _say_nothing(text: str) -> None:
+    """The progress callback of a caller that gave none."""

@@ -1,0 +1,345 @@
+"""The shell around :class:`~hvdlab.kernel_ext.notebook.rank_states.RankStates`: carries out its effects, and lets callers wait for states."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.environment import sizes
+from hvdlab.collectives.errors import StartError, format_ranks
+from hvdlab.kernel_ext.notebook.output.crash import last_lines
+from hvdlab.kernel_ext.notebook.rank_states import (
+    AgentReady,
+    AskReady,
+    AwaitLeaving,
+    Effect,
+    Event,
+    ExpectRanks,
+    LeaveAtCommit,
+    PoolSizeSet,
+    RankPhase,
+    RankStates,
+    Reconnected,
+    ReportRankLeft,
+    ReportRankLost,
+    Resized,
+    SpawnRanks,
+)
+from hvdlab.kernel_ext.wire.channel import ENVIRONMENT, READY, WHO
+from hvdlab.launch.hosts import Host, assign
+from hvdlab.launch.starter import Ended, Starter
+
+LEAVE_WITHIN = 3.0
+"""Seconds that a rank which the pool no longer wants has to leave; then it is killed."""
+
+CUT_OFF_WITHIN = 1.0
+"""Seconds that the process of a rank whose connection has ended, or that was killed, gets to end as well."""
+
+_ERROR = re.compile(r"[\w.]+(Error|Exception)\b")
+
+SHOWN_LINES = 20
+"""Lines of a rank's standard error that the ``StartError`` shows if the rank could not be started."""
+
+
+class RankLifecycle:
+    """The ranks of a pool.
+
+    Args:
+        client: The connection to the coordinator.
+        died: Called with rank and reason when a rank that was ready is lost. Any thread; must not block.
+        ready: Called with a rank that became ready. Any thread; must not block.
+        left: Called with a rank that the pool no longer wanted and that has left, and how it died if it did not leave in order. Any
+            thread; must not block.
+        hosts: Those that ranks are given to, in this order; empty if only the launcher knows, or all are here.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        died: Callable[[int, str], None],
+        ready: Callable[[int], None],
+        left: Callable[[int, str], None] = lambda rank, died: None,
+        hosts: Sequence[Host] = (),
+    ) -> None:
+        self._client, self._hosts = client, hosts
+        self._died, self._ready, self._left = died, ready, left
+        self._starter: Starter | None = None
+        self._members = RankStates()
+        self._changed = threading.Condition(threading.RLock())
+        self._broken = ""
+        #: What the starter waits for before it can start ranks at all; while that is not empty, no time limit runs.
+        self._waits_for = ""
+        self._reasons: dict[tuple[int, int], str] = {}
+        self._ending: set[int] = set()  # ranks that the user has restarted, until their processes have ended
+        client.on_mail(READY, lambda rank, body: self.handle(AgentReady(rank)))
+
+    def use(self, starter: Starter) -> None:
+        """Let ``starter`` start the ranks. Call it once, before the first :class:`PoolSizeSet`."""
+        self._starter = starter
+
+    # -- queries --------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> RankStates:
+        """The state machine, read without the lock: two reads may see two states, as other threads change it meanwhile."""
+        return self._members
+
+    def ready(self) -> tuple[int, ...]:
+        """Ranks that take cells."""
+        with self._changed:
+            return self._members.ready
+
+    def pids(self) -> dict[int, int]:
+        """Rank to process id of the ranks that live."""
+        with self._changed:
+            return self._members.living()
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Something happened to a rank. Any thread."""
+        with self._changed:
+            if isinstance(event, Ended) and (reason := self._reasons.pop((event.rank, event.pid), "")):
+                event = replace(event, reason=reason)
+            ready = self._members.ready
+            if isinstance(event, Ended) and event.rank in self._ending:
+                self._ending.discard(event.rank)
+                event = Ended(event.rank, event.pid, "ended by a restart")
+            for effect in self._members.handle(event):
+                self._perform(effect)
+            self._changed.notify_all()
+            for rank in self._members.ready:
+                if rank not in ready:
+                    self._ready(rank)
+
+    def waits(self, text: str) -> None:
+        """Note what has to come before ranks can be started; :meth:`want` waits for it without a limit.
+
+        An empty ``text`` says that it has come. Any thread.
+        """
+        with self._changed:
+            self._waits_for = text
+            self._changed.notify_all()
+
+    def explain(self, rank: int, pid: int, reason: str) -> None:
+        """Note why this rank's process is about to end: its exit status won't say. Any thread."""
+        with self._changed:
+            self._reasons[rank, pid] = reason
+
+    def broken(self, reason: str) -> None:
+        """Count all ranks as ended, with this reason: what they depend on is gone. Any thread."""
+        with self._changed:
+            self._broken = self._broken or reason
+            for rank, pid in self._members.living().items():
+                self.handle(Ended(rank, pid, reason))
+            self._changed.notify_all()
+
+    def reconnected(self) -> None:
+        """There is another coordinator: send it again what may have been lost on the way to the old one. Any thread."""
+        self.handle(Reconnected())
+
+    def cut_off(self, membership: Membership) -> list[int]:
+        """Ranks that the coordinator takes for dead although their processes live."""
+        deaths = {(death.rank, death.pid) for death in membership.deaths}
+        with self._changed:
+            return [rank for rank, pid in self._members.living().items() if (rank, pid) in deaths]
+
+    def _perform(self, effect: Effect) -> None:
+        assert self._starter is not None
+        # What is sent while there is no coordinator is lost; reconnected() sends it to the next one.
+        with contextlib.suppress(CoordinatorLostError):
+            match effect:
+                case ExpectRanks(ranks):
+                    self._client.expect(ranks)
+                case LeaveAtCommit(ranks):
+                    self._client.release(ranks)
+                case SpawnRanks(ranks, size):
+                    self._starter.start(ranks, size)
+                case Resized(ranks, size):
+                    for rank in ranks:
+                        variables = sizes(rank, size, self._starter.place(rank, size))
+                        self._client.post(ENVIRONMENT, msgspec.msgpack.encode(variables), [rank])
+                case AskReady(ranks):
+                    self._client.post(WHO, b"", ranks)
+                case ReportRankLost(rank, pid, reason):
+                    self._died(rank, reason)
+                    self._client.rank_lost(rank, pid, reason)
+                case ReportRankLeft(rank, pid, died):
+                    self._left(rank, died)
+                    if died:
+                        self._client.rank_lost(rank, pid, died)
+                case AwaitLeaving():
+                    pass  # the coordinator tells the rank; _wait_left() kills it if it does not leave
+
+    # -- changes --------------------------------------------------------------------------------------------------
+
+    def let_go(self, ranks: Sequence[int], deadline: Deadline) -> None:
+        """Shrink the pool to these ranks: the others leave at the next commit of the elastic training. Waits until they have.
+
+        It waits for ranks that an earlier call has let go, too.
+
+        Raises:
+            StartError: Some have not left in time; they leave at their next commit.
+        """
+
+        def leaving() -> tuple[int, ...]:
+            return self._members.let_go
+
+        with self._changed:
+            self.handle(PoolSizeSet(tuple(ranks), at_commit=True))
+            if not self._changed.wait_for(lambda: not leaving() or self._broken, deadline.remaining()):
+                expected = self._client.membership().expected
+                hung = {rank for rank in leaving() if rank not in expected}  # past their commit
+                for rank, pid in self._members.living().items():
+                    if rank in hung:
+                        self.explain(rank, pid, "killed, since it had left and did not end")
+                self.kill(sorted(hung))
+                self._changed.wait_for(
+                    lambda: not hung.intersection(leaving()) or self._broken, CUT_OFF_WITHIN
+                )
+            if late := leaving():
+                raise StartError(
+                    f"{format_ranks(late)} did not come to a commit within {deadline.seconds:g} s; they leave when they do"
+                )
+
+    def want(
+        self,
+        ranks: Sequence[int],
+        deadline: Deadline,
+        *,
+        replace_lost: bool = False,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Make the pool consist of these ranks: start those that are missing, end those that are too many, and wait for both.
+
+        If ranks can't be started yet, as in a batch system's queue, the time limit begins once they can; until then ``progress``
+        is called with what the starter waits for.
+
+        Raises:
+            StartError: A rank could not be started, or not in time. Those that were started by this call are ended
+                again, the others are as before.
+        """
+        with self._changed:
+            before = self._members.wanted
+            self.handle(PoolSizeSet(tuple(ranks), replace_lost))
+            new = self._members.in_state(RankPhase.STARTING)
+        try:
+            deadline = self._wait_for_room(deadline, progress)
+            self._wait_ready(new, deadline)
+        except BaseException:
+            ready = self.ready()
+            self.kill([rank for rank in new if rank not in before or rank not in ready])
+            self.handle(PoolSizeSet(before))
+            raise
+        self._wait_left(deadline)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Wait until the processes of ranks that the coordinator takes for dead have ended; kill those that stay.
+
+        One that is cut off might come back, but the caller is about to replace it.
+        """
+
+        def cut_off() -> list[int]:
+            return self.cut_off(self._client.membership())
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: not cut_off() or self._broken, CUT_OFF_WITHIN):
+                self.kill(cut_off())
+                self._changed.wait_for(lambda: not cut_off() or self._broken, deadline.remaining())
+
+    def wait_answered(self, deadline: Deadline) -> tuple[int, ...]:
+        """Wait until every rank that was found has answered or ended. Returns those that have not."""
+
+        def silent() -> tuple[int, ...]:
+            return self._members.in_state(RankPhase.STARTING)
+
+        with self._changed:
+            self._changed.wait_for(lambda: not silent() or self._broken, deadline.remaining())
+            return silent()
+
+    def end(self, ranks: Sequence[int], deadline: Deadline) -> None:
+        """Kill these ranks' processes and wait for their end; the ranks stay wanted and count as lost."""
+        with self._changed:
+            self._ending |= set(ranks) & set(self._members.living())
+        self.kill(ranks)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not set(ranks) & set(self._members.living()) or self._broken, deadline.remaining()
+            )
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Send SIGKILL to these ranks."""
+        assert self._starter is not None
+        for rank in ranks:
+            self._starter.signal(rank, signal.SIGKILL)
+
+    def _wait_for_room(self, deadline: Deadline, progress: Callable[[str], None]) -> Deadline:
+        """Wait as long as ranks can't be started at all. Returns the time limit; after a wait, one that begins now."""
+        with self._changed:
+            said = self._waits_for
+        if not said:
+            return deadline
+        while said and not self._broken:
+            progress(said)
+            with self._changed:
+                while self._waits_for == said and not self._broken:
+                    self._changed.wait()
+                said = self._waits_for
+        return Deadline(deadline.seconds)
+
+    def _wait_ready(self, ranks: Sequence[int], deadline: Deadline) -> None:
+        def settled() -> bool:
+            waiting = self._members.in_state(RankPhase.STARTING)
+            return bool(self._broken or not set(ranks) & set(waiting) or set(ranks) & set(self._members.lost))
+
+        with self._changed:
+            self._changed.wait_for(settled, deadline.remaining())
+            lost = [rank for rank in ranks if rank in self._members.lost]
+            late = [rank for rank in ranks if rank in self._members.in_state(RankPhase.STARTING)]
+            if lost:
+                member = self._members.get(lost[0])
+                assert member is not None
+                lines = last_lines(member.tail, SHOWN_LINES)
+                error = next((f": {line}" for line in reversed(lines) if _ERROR.match(line)), "")
+                said = "; its last words were:\n" + "\n".join(lines) if lines else ""
+                raise StartError(f"{format_ranks(lost)} could not be started: {member.reason}{error}{said}")
+            if self._broken:
+                raise StartError(f"the ranks could not be started: {self._broken}")
+            if late:
+                raise StartError(self._why_late(late, deadline))
+
+    def _why_late(self, late: Sequence[int], deadline: Deadline) -> str:
+        """What keeps these ranks from taking cells, as far as is known: first those that the launcher has not reported to run."""
+        running = self._members.living()
+        unstarted = [rank for rank in late if not running.get(rank)]
+        ranks = unstarted or late
+        named = format_ranks(ranks)
+        if self._hosts:
+            slots = assign(self._hosts, len(self._members.wanted))
+            named += " on " + ", ".join(dict.fromkeys(self._hosts[slots[rank].host].name for rank in ranks))
+        what = "could not be started" if unstarted else "did not answer"
+        return f"{named} {what} within {deadline.seconds:g} s; give a longer timeout"
+
+    def _wait_left(self, deadline: Deadline) -> None:
+        """Wait until ranks that are no longer wanted are gone; kill those that take too long.
+
+        Those that leave at a commit may take as long as that takes.
+        """
+
+        def leaving() -> list[int]:
+            staying = {*self._members.wanted, *self._members.let_go}
+            return [rank for rank in self._members.living() if rank not in staying]
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: not leaving() or self._broken, LEAVE_WITHIN):
+                self.kill(leaving())
+                self._changed.wait_for(lambda: not leaving() or self._broken, deadline.remaining())

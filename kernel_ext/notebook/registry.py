@@ -1,0 +1,305 @@
+"""Pools that outlive their notebook: one small file for each, by which another process finds it.
+
+The files lie in a directory that only their user can enter, since they contain the pools' secrets. The first process that
+sees a file whose processes have ended removes it. The file names the process that is attached to the pool, with its start
+time, so that a kernel that is killed has no lock to give back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from hvdlab.collectives import private
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.protocol.codec import MALFORMED
+from hvdlab.collectives.visible import visible
+from hvdlab.launch.kept import KeptJob, free_name, in_use, none_there
+from hvdlab.launch.processes import open_process, readable, start_time
+
+_LONGEST = 300
+"""Characters of a text from a file that are shown at most."""
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process, and when it started in clock ticks since the boot: a later process may get the same number."""
+
+    pid: int
+    started: int
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """The process that has this number now."""
+        return cls(pid, start_time(pid))
+
+    @property
+    def lives(self) -> bool:
+        """Whether it runs; a process that has ended and not been waited for does not."""
+        process = open_process(self.pid, self.started) if self.started else -1
+        if process < 0:
+            return False
+        try:
+            return not readable(process, 0)
+        finally:
+            os.close(process)
+
+
+class KeptPoolEntry(msgspec.Struct, frozen=True):
+    """A pool that is kept.
+
+    Attributes:
+        name: The name that users know it by.
+        size, plane: Number of ranks, and the data plane that the user asked for.
+        started: When it was started, in seconds since 1970.
+        address, token, client_token: Where the coordinator is reached, and its secrets for ranks and for clients.
+        directory: The coordinator's private directory.
+        coordinator, warm: The processes of the coordinator and of the fork server.
+        path: Where the fork server waits for a successor of the pool's process.
+        ports: ``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks.
+        owner: The process that uses the pool.
+        place: The working directory of that process, which shows which notebook it is.
+        version: The version of hvdlab that the pool's processes have loaded.
+    """
+
+    name: str
+    size: int
+    plane: str
+    started: float
+    address: str
+    token: str
+    directory: str
+    coordinator: Process
+    warm: Process
+    path: str
+    ports: tuple[str, int]
+    owner: Process
+    place: str
+    version: str = "of another version"
+    client_token: str = ""
+
+    @property
+    def lives(self) -> bool:
+        """Whether there is anything left to attach to.
+
+        The owner replaces either process if it ends; if there is no owner, the fork server replaces the coordinator.
+        """
+        return self.owner.lives or self.warm.lives
+
+
+class KeptPoolRegistry:
+    """The files of all kept pools.
+
+    Args:
+        directory: Where they lie; by default in the user's runtime directory, or as :mod:`hvdlab.collectives.private` says.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or _default_directory()
+
+    def all(self) -> list[KeptPoolEntry]:
+        """The pools that live, sorted by name. Removes what is left of others."""
+        with self._locked() as there:
+            found = self._read_all() if there else []
+        if there and not found:
+            self._tidy()
+        return found
+
+    def get(self, name: str) -> KeptPoolEntry:
+        """A pool. Raises ``InvalidRequestError`` if there is none of that name."""
+        found = self.all()
+        for kept in found:
+            if kept.name == name:
+                return kept
+        raise InvalidRequestError(none_there(name, [kept.name for kept in found]))
+
+    def free_name(self, name: str) -> str:
+        """This name, or a default one; raises ``InvalidRequestError`` if it is taken or no name."""
+        return free_name(name, {kept.name for kept in self.all()})
+
+    def claim(self, name: str, place: str) -> KeptPoolEntry:
+        """Become the owner of a pool.
+
+        Raises:
+            InvalidRequestError: There is none of that name, or another process uses it; the text names the process.
+        """
+        self.get(name)  # for its error
+        with self._locked():
+            kept = next((kept for kept in self._read_all() if kept.name == name), None)
+            if kept is None:
+                raise InvalidRequestError(f"the pool `{name}` has just ended")
+            if kept.owner.lives:
+                raise InvalidRequestError(_in_use(kept))
+            kept = msgspec.structs.replace(kept, owner=Process.of(os.getpid()), place=place)
+            self._write(kept)
+            return kept
+
+    def write(self, kept: KeptPoolEntry) -> None:
+        """Note a pool, or what has changed. Raises ``StartError`` if the file can't be written."""
+        try:
+            for path in (self._directory.parent, self._directory):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(self._directory)
+            with self._locked():
+                self._write(kept)
+        except OSError as error:
+            raise StartError(
+                f"the pool can't be kept: {self._directory}: {error.strerror or error}"
+            ) from error
+
+    def release(self, kept: KeptPoolEntry) -> None:
+        """Note that the pool has no owner any more."""
+        free = msgspec.structs.replace(kept, owner=Process(0, 0), place="")
+        try:
+            self.write(free)
+        except StartError:
+            # On a full disk there is no room for a draft, but the pool must not stay in use by a process that has left it. The new
+            # text is shorter than the one in the file.
+            if not self._overwrite(free):
+                raise
+
+    def remove(self, name: str) -> None:
+        """Forget a pool. Nothing happens if it is not known."""
+        with self._locked() as there:
+            if there:
+                self._file(name).unlink(missing_ok=True)
+        self._tidy()
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Hold the lock on the files; gives False if there is no directory."""
+        try:
+            lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            yield False
+            return
+        try:
+            _check_private(self._directory)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield True
+        finally:
+            os.close(lock)
+
+    def _read_all(self) -> list[KeptPoolEntry]:
+        found: list[KeptPoolEntry] = []
+        for path in self._directory.glob("*.json"):
+            try:
+                kept = msgspec.json.decode(path.read_bytes(), type=KeptPoolEntry)
+            except (OSError, *MALFORMED):
+                continue
+            if kept.lives:
+                found.append(kept)
+                continue
+            path.unlink(missing_ok=True)
+            for process in (kept.coordinator, kept.warm):
+                _end(process)
+            shutil.rmtree(kept.directory, ignore_errors=True)
+        return sorted(found, key=lambda kept: kept.name)
+
+    def _write(self, kept: KeptPoolEntry) -> None:
+        path = self._file(kept.name)
+        draft = path.with_suffix(f".{os.getpid()}")
+        try:
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(kept))
+            draft.rename(path)
+        finally:
+            draft.unlink(missing_ok=True)  # it is there only if something above has failed
+
+    def _overwrite(self, kept: KeptPoolEntry) -> bool:
+        """Write a pool over its own file, which takes no more room. Returns whether that was possible."""
+        data = msgspec.json.encode(kept)
+        try:
+            with self._locked() as there, open(self._file(kept.name), "r+b") as file:
+                size = os.fstat(file.fileno()).st_size
+                if not there or len(data) > size:
+                    return False
+                file.write(data.ljust(size))  # blanks behind a JSON text are part of it
+        except OSError:
+            return False
+        return True
+
+    def _file(self, name: str) -> Path:
+        return self._directory / f"{name}.json"
+
+    def _tidy(self) -> None:
+        with contextlib.suppress(OSError):  # others are in it
+            self._directory.rmdir()
+            self._directory.parent.rmdir()
+
+
+def _in_use(kept: KeptPoolEntry) -> str:
+    """Which process uses the pool, and what the user can do."""
+    if kept.owner.pid == os.getpid():
+        return f"the pool `{kept.name}` is in use by this very process"
+    return in_use(kept.name, user_of(kept))
+
+
+def user_of(kept: KeptPoolEntry) -> str:
+    """Which process uses the pool, in a few words."""
+    return f"process {kept.owner.pid} in {visible(kept.place, _LONGEST)}" if kept.owner.lives else "nobody"
+
+
+def table(pools: Sequence[KeptPoolEntry], elsewhere: Sequence[KeptJob] = ()) -> str:
+    """Pools, for users to read.
+
+    Args:
+        pools: Those that are kept on this host.
+        elsewhere: Those that their launchers keep. If there are any, a column says which launcher has which pool.
+    """
+    if not pools and not elsewhere:
+        return "no pool is kept; `%hvd_pool start --keep NAME` in a notebook starts one"
+    entries = [
+        *((kept.name, kept.size, "local", kept.plane, kept.started, user_of(kept)) for kept in pools),
+        *(
+            (
+                job.name,
+                job.size,
+                job.launcher,
+                job.plane,
+                job.started,
+                "nobody" if job.tenant is None else str(job.tenant),
+            )
+            for job in elsewhere
+        ),
+    ]
+    rows = [("name", "ranks", "launcher", "plane", "started", "in use by")]
+    for name, size, launcher, plane, began, user in entries:
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(began))
+        rows.append((visible(name, _LONGEST), str(size), launcher, visible(plane, _LONGEST), started, user))
+    shown = [cells if elsewhere else [*cells[:2], *cells[3:]] for cells in map(list, rows)]
+    widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown
+    )
+
+
+def _default_directory() -> Path:
+    return private.choose([parent / private.name() for parent in private.parents(os.environ)]) / "pools"
+
+
+def _check_private(directory: Path) -> None:
+    """Raises ``StartError`` if other users could read or replace what lies there."""
+    for path in (directory, directory.parent):
+        if not private.is_private(path):
+            raise StartError(
+                f"{path} must belong to you and be closed to others (mode 0700), since it keeps secrets of pools; "
+                "remove it, or set XDG_RUNTIME_DIR to a directory of yours"
+            )
+
+
+def _end(process: Process) -> None:
+    """End a process that is left of a pool that can't be used any more."""
+    if not process.lives:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process.pid, 15)

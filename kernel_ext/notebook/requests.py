@@ -1,0 +1,128 @@
+"""Requests to ranks and their answers, by ticket."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.kernel_ext.wire.cells import RetainedCells
+from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
+from hvdlab.kernel_ext.wire.compare import InspectAnswer
+from hvdlab.kernel_ext.wire.status import Completions, ExpressionValues, Inspection, Stack, Status, UserNames
+from hvdlab.kernel_ext.wire.values import Acked, Snapshot, SnapshotLoaded, TransferChunk, Value
+
+Answer = (
+    RetainedCells
+    | Acked
+    | Snapshot
+    | SnapshotLoaded
+    | Value
+    | TransferChunk
+    | Status
+    | Completions
+    | Inspection
+    | ExpressionValues
+    | Stack
+    | UserNames
+    | InspectAnswer
+)
+
+
+@dataclass(slots=True)
+class _Question:
+    body: bytes
+    waiting: set[int]
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+
+class RankRequests:
+    """Sends payloads that carry a ticket, and waits for the ranks' answers.
+
+    Args:
+        post: ``post(topic, body, ranks)``.
+        gone: Whether a rank is lost; if one is lost later, the caller calls :meth:`rank_died`.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[str, bytes, Sequence[int]], None],
+        *,
+        gone: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
+        self._post, self._gone = post, gone
+        # From a random number on: a rank may still have questions of the process that had the pool before.
+        self._numbers = itertools.count(1 + (secrets.randbits(30) << 16))
+        self._changed = threading.Condition()
+        self._open: dict[int, _Question] = {}
+        self._followed: dict[int, Callable[[int, Answer], None]] = {}
+
+    def follow(self, take: Callable[[int, Answer], None]) -> int:
+        """A ticket for questions that are asked again and again: ``take(rank, answer)`` gets every answer.
+
+        It is called on the client's thread and must not block. Such questions are not repeated when mail was lost.
+        """
+        ticket = next(self._numbers)
+        self._followed[ticket] = take
+        return ticket
+
+    def unfollow(self, ticket: int) -> None:
+        """End :meth:`follow`: drop further answers. Any thread."""
+        self._followed.pop(ticket, None)
+
+    def ask(
+        self, make: Callable[[int], Payload], ranks: Sequence[int], deadline: Deadline
+    ) -> dict[int, Answer]:
+        """Ask these ranks and wait. Ranks that die or do not answer in time are missing from the result.
+
+        Args:
+            make: Makes the question, given its ticket.
+        """
+        ticket = next(self._numbers)
+        question = _Question(encode(make(ticket)), set(ranks))
+        with self._changed:
+            self._open[ticket] = question
+        try:
+            self._post(TO_RANK, question.body, tuple(ranks))
+            with self._changed:
+                question.waiting.difference_update([rank for rank in question.waiting if self._gone(rank)])
+                self._changed.wait_for(lambda: not question.waiting, deadline.remaining())
+                return dict(question.answers)
+        finally:
+            with self._changed:
+                del self._open[ticket]
+
+    def tell(self, payload: Payload, ranks: Sequence[int]) -> None:
+        """Send a payload that needs no answer, and may get lost."""
+        self._post(TO_RANK, encode(payload), tuple(ranks))
+
+    def answered(self, rank: int, answer: Answer) -> None:
+        """An answer came. Any thread; late ones are dropped."""
+        if (take := self._followed.get(answer.ticket)) is not None:
+            take(rank, answer)
+            return
+        with self._changed:
+            question = self._open.get(answer.ticket)
+            if question is not None and rank in question.waiting:
+                question.waiting.discard(rank)
+                question.answers[rank] = answer
+                self._changed.notify_all()
+
+    def ask_again(self) -> None:
+        """Send all questions again that have no answer: they, or the answers, may be lost. Any thread."""
+        with self._changed:
+            unanswered = [(question.body, tuple(question.waiting)) for question in self._open.values()]
+        for body, ranks in unanswered:
+            if ranks:
+                self._post(TO_RANK, body, ranks)
+
+    def rank_died(self, rank: int) -> None:
+        """Wait no longer for answers of this rank. Any thread."""
+        with self._changed:
+            for question in self._open.values():
+                question.waiting.discard(rank)
+            self._changed.notify_all()

@@ -1,0 +1,283 @@
+"""Prompts of the ranks of one cell, put to the user: the shell around :class:`~hvdlab.kernel_ext.notebook.stdin.prompt_queue.PromptQueue`.
+
+The thread that drives the cell asks the user, in a notebook, a console or a terminal, and waits; if output can be shown beside the
+question, another thread drives the cell meanwhile. If the rank dies then, or its cell ends, that thread breaks the wait by a signal.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextvars
+import getpass
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Protocol
+
+from IPython.core.error import StdinNotImplementedError
+
+from hvdlab.kernel_ext.notebook.stdin.prompt_queue import Answer, PromptQueue, Question
+from hvdlab.kernel_ext.wire.cells import AT_AN_END, PASSWORD, PromptReply, PromptRequest
+
+NO_STDIN = (
+    "{what} can't ask: what runs this notebook takes no input (as nbclient, nbconvert and papermill, and "
+    "frontends that do not allow stdin). Set the value in the cell, or bring it with %hvd_push"
+)
+IN_BACKGROUND = "{what} can't ask from a cell in the background; run the cell without --background, or bring the value with %hvd_push"
+
+
+class Prompter(Protocol):
+    """Asks the user for a line.
+
+    Attributes:
+        shows_beside: Whether the question leaves room for the cell's output, and for a line that says which ranks are at a
+            prompt. A terminal's does not: output would tear what the user has typed so far.
+    """
+
+    shows_beside: bool
+
+    def ask(self, prompt: str, *, hidden: bool) -> str:
+        """A line from the user; if ``hidden``, it is not shown while it is typed.
+
+        Raises:
+            EOFError: The user has ended the input.
+            KeyboardInterrupt: The user has interrupted.
+            StdinNotImplementedError: No user can be asked here.
+        """
+        ...
+
+
+class ProcessPrompter:
+    """Asks where this process has its input: in a Jupyter kernel that is the frontend's own input box.
+
+    Args:
+        shows_beside: As in :class:`Prompter`.
+    """
+
+    def __init__(self, *, shows_beside: bool = False) -> None:
+        self.shows_beside = shows_beside
+
+    def ask(self, prompt: str, *, hidden: bool) -> str:
+        try:
+            # Looked up when it is needed: a kernel puts its own functions there while a cell runs.
+            return getpass.getpass(prompt) if hidden else builtins.input(prompt)
+        except OSError as error:  # stdin is closed, or no terminal
+            raise StdinNotImplementedError(str(error)) from None
+
+
+SIGNAL = signal.SIGURG
+"""Breaks a wait for the user. Ignored by default: one that comes too late does no harm."""
+
+Meanwhile = Callable[[], AbstractContextManager[object]]
+
+
+class _Withdrawn(BaseException):
+    """The question that the user is asked has no answer any more."""
+
+
+class PromptDesk:
+    """The questions of one cell.
+
+    Args:
+        prompter: Asks the user; None if no user can be asked.
+        reply: ``reply(rank, reply)`` sends a rank its answer. Must not block.
+    """
+
+    def __init__(self, prompter: Prompter | None, reply: Callable[[int, PromptReply], None]) -> None:
+        self._prompter, self._reply = prompter, reply
+        self._queue = PromptQueue()
+        self._lock = threading.Lock()
+        self._asking: Question | None = None
+        self._withdrawn = False
+        self._open = False  # whether signals raise
+        self._refusal = "" if prompter is not None else IN_BACKGROUND
+        self.shows_beside = prompter is not None and prompter.shows_beside
+
+    @property
+    def asking(self) -> bool:
+        """Whether the user is being asked."""
+        return self._asking is not None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that wait for an answer."""
+        return self._queue.ranks
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call :meth:`due` again."""
+        return self._queue.deadline
+
+    # -- what happens; the driving thread -------------------------------------------------------------------------
+
+    def asked(self, rank: int, request: PromptRequest, now: float) -> None:
+        """A rank asks."""
+        self._send(self._queue.asked(rank, request, now))
+        if self._refusal or not (self.asking or threading.current_thread() is threading.main_thread()):
+            self._refuse(self._refusal or IN_BACKGROUND, now)
+
+    def unasked(self, rank: int, number: int) -> None:
+        """A rank has gone on without an answer."""
+        self._queue.unasked(rank, number)
+        self.withdraw(rank, number)
+
+    def gone(self, rank: int) -> None:
+        """A rank has ended the cell, or died."""
+        self._queue.gone(rank)
+        self.withdraw(rank)
+
+    def interrupted(self) -> None:
+        """The ranks are interrupted: those that ask will leave their prompts."""
+        self._queue.clear()
+        self.break_off()
+
+    # -- any thread -----------------------------------------------------------------------------------------------
+
+    def withdraw(self, rank: int, number: int | None = None) -> None:
+        """The rank does not wait for an answer (to this question) any more: do not wait for the user either."""
+        asking = self._asking
+        if asking is not None and asking.rank == rank and number in (None, asking.request.number):
+            self.break_off()
+
+    def break_off(self) -> None:
+        """Do not wait for the user any more, whichever rank asks."""
+        with self._lock:
+            if self._asking is None or self._withdrawn:
+                return
+            self._withdrawn = True
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, SIGNAL)
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    def due(self, now: float) -> Question | None:
+        """The question to ask the user now, if any."""
+        return self._queue.due(now)
+
+    def status(self) -> str:
+        """Which ranks are at a prompt, in words; empty if none is."""
+        return self._queue.status()
+
+    def ask(self, question: Question, meanwhile: Meanwhile = nullcontext) -> str:
+        """Ask the user and send the answers to the ranks. Returns text to show to the user. Only on the main thread.
+
+        Args:
+            meanwhile: Entered while the user is asked. Within it other threads may call everything but this and
+                :meth:`due`.
+
+        Raises:
+            KeyboardInterrupt: The user wants the cell to end.
+        """
+        assert self._prompter is not None
+        line, error = "", ""
+        label, hidden = self._queue.label(question), question.request.kind == PASSWORD
+        with self._lock:
+            self._asking, self._withdrawn = question, False
+        try:
+            with meanwhile(), self._breakable():
+                line = self._prompter.ask(label, hidden=hidden)
+        except _Withdrawn:
+            return ""
+        except EOFError:
+            error = AT_AN_END
+        except StdinNotImplementedError:
+            self._refusal = NO_STDIN
+        finally:
+            with self._lock:
+                self._asking = None
+        now = time.monotonic()
+        if self._refusal:
+            self._refuse(self._refusal, now)
+            return ""
+        if error:
+            self._send(self._queue.end([question.rank], error, now) if question.rank in self.ranks else [])
+            return ""
+        answers, reply = self._queue.answered(question, line, now)
+        self._send(answers)
+        return reply
+
+    def refuse(self, sentence: str) -> None:
+        """Answer these and all later questions with this sentence, which says why the user can't be asked."""
+        self._refusal = sentence
+        self._refuse(sentence, time.monotonic())
+
+    def _refuse(self, sentence: str, now: float) -> None:
+        for rank in self.ranks:
+            self._send(self._queue.end([rank], sentence, now))
+
+    def _send(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            self._reply(answer.rank, answer.reply)
+
+    @contextmanager
+    def _breakable(self) -> Iterator[None]:
+        """While the user is asked, let Ctrl-C raise KeyboardInterrupt, and :meth:`break_off` break the wait."""
+        before = signal.getsignal(signal.SIGINT)
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self._open:
+                raise KeyboardInterrupt
+            if number == signal.SIGINT and callable(before):
+                before(number, frame)
+
+        previous = {one: signal.signal(one, on_signal) for one in (signal.SIGINT, SIGNAL)}
+        try:
+            try:
+                self._open = True
+                if self._withdrawn:
+                    raise _Withdrawn
+                yield
+            finally:
+                self._open = False  # first of all, so that no signal raises in what follows
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+        except KeyboardInterrupt:
+            if self._withdrawn:  # a kernel turns anything that breaks its wait into a KeyboardInterrupt
+                raise _Withdrawn from None
+            raise
+
+
+@contextmanager
+def drive_meanwhile(
+    step: Callable[[], object], wake: Callable[[], object], failed: Callable[[], object]
+) -> Iterator[None]:
+    """Have another thread repeat ``step`` until the block is left; that thread has ended then.
+
+    It has the calling thread's context variables, in which a kernel keeps the request that output belongs to.
+
+    Args:
+        step: Waits for what happens next, and does what is due then.
+        wake: Makes a ``step`` that waits return. Any thread.
+        failed: Called, on the other thread, when a step raised; its error is raised when the block is left.
+    """
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    def go_on() -> None:
+        try:
+            while not over.is_set():
+                step()
+        except BaseException as error:  # noqa: BLE001  # raised below, on the thread whose work this is
+            errors.append(error)
+            failed()
+
+    thread = threading.Thread(
+        target=contextvars.copy_context().run, args=(go_on,), name="hvdlab-stand-in", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be started: output waits for the answer
+        yield
+        return
+    try:
+        yield
+    finally:
+        over.set()
+        wake()
+        thread.join()
+        if errors:
+            raise errors[0]

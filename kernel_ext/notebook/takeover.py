@@ -1,0 +1,124 @@
+"""Cells that the previous process of a kept pool has left: the output that ranks still have of them, and how they go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.linux import process_state
+from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, PoolNews
+from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
+from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore
+from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.wire.cells import ListRetainedCells, RetainedCell, RetainedCells, RunCell
+
+ANSWER_WITHIN = 2.0
+"""Seconds that ranks have to answer; one that is stopped does not."""
+SLOW_WITHIN = 15.0
+"""Seconds more for ranks that are not stopped: cells that a rank does not name are lost, and much mail may precede its answer."""
+STOPPED = ("T", "t")
+INTERRUPTED = "was interrupted when its notebook ended"
+"""What the next notebook reads of a cell that ended by the interrupt which Jupyter sends before it shuts a kernel down."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrphanedCell:
+    """A cell whose end no process of the pool's has seen.
+
+    Attributes:
+        cell, label: Its id, and the name that users know it by, such as ``[7]``.
+        parts: What each rank has of it.
+        without: Ranks that have nothing of it. An elastic cell runs on all ranks: these came later, and were not sent it yet.
+    """
+
+    cell: str
+    label: str
+    parts: dict[int, RetainedCell]
+    without: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that have something of the cell."""
+        return tuple(self.parts)
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Ranks that have not ended the cell."""
+        return tuple(rank for rank, part in self.parts.items() if part.running)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the end of its notebook has interrupted it on a rank: no notebook has seen that end."""
+        return any(part.interrupted for part in self.parts.values())
+
+    @property
+    def order(self) -> RunCell | None:
+        """What ranks were sent, if the cell is elastic."""
+        return next((part.order for part in self.parts.values() if part.order is not None), None)
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Ranks that were sent the cell, which is elastic, while others ran it."""
+        return tuple(rank for rank, part in self.parts.items() if part.order is not None and part.order.joins)
+
+    @property
+    def missing(self) -> str:
+        """A sentence about output that was too much to be kept; empty if there is none."""
+        lost = {rank: part.dropped for rank, part in self.parts.items() if part.dropped}
+        if not lost:
+            return ""
+        size = sum(lost.values()) / 2**20
+        return f"{format_ranks(tuple(lost))}: {size:.1f} MiB of what they wrote before the following were too much to be kept"
+
+
+Show = Callable[[OrphanedCell], OutputSink]
+
+
+def find(questions: RankRequests, pids: Mapping[int, int]) -> tuple[list[OrphanedCell], tuple[str, ...]]:
+    """Ask these ranks, whose processes are on this host, for their cells, in the order in which the first rank has them.
+
+    Returns:
+        The cells, and the labels of cells that were interrupted when their notebook ended although it has seen their end.
+    """
+    answers = questions.ask(ListRetainedCells, tuple(pids), Deadline(ANSWER_WITHIN))
+    slow = [rank for rank, pid in pids.items() if rank not in answers and process_state(pid) not in STOPPED]
+    if slow:
+        answers |= questions.ask(ListRetainedCells, slow, Deadline(SLOW_WITHIN))
+    found: dict[str, OrphanedCell] = {}
+    heard = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, RetainedCells)}
+    held = {rank: answer.cells for rank, answer in heard.items()}
+    for rank, parts in held.items():
+        for part in parts:
+            found.setdefault(part.cell, OrphanedCell(part.cell, part.label, {})).parts[rank] = part
+    cells = [
+        replace(cell, without=tuple(rank for rank in held if rank not in cell.parts))
+        for cell in found.values()
+    ]
+    return cells, tuple(dict.fromkeys(answer.interrupted for answer in heard.values() if answer.interrupted))
+
+
+def go_on(
+    left: OrphanedCell,
+    runs: CellDispatcher,
+    transcripts: TranscriptStore,
+    sink: OutputSink,
+    leaving: tuple[int, ...] = (),
+) -> CellHandle:
+    """Take such a cell over. What ranks have of it comes with the next :meth:`CellDispatcher.resync`.
+
+    Args:
+        leaving: Ranks that leave at the next commit of elastic training.
+    """
+    recorder = transcripts.record(left.cell, left.label, left.ranks, sink)
+    before = {rank: part.before for rank, part in left.parts.items()}
+    handle = runs.take_over(
+        left.cell, left.label, before, recorder, order=left.order, joined=left.joined, leaving=leaving
+    )
+    recorder.driven(lambda: handle.feed(DeadlineReached()))
+    if left.missing:
+        handle.feed(PoolNews(left.missing))
+    return handle

@@ -1,0 +1,1 @@
+"""Variables of ranks: transfer, comparison and views."""

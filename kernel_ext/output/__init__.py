@@ -1,1 +1,0 @@
-"""What ranks print and show, made into one readable output. No I/O, no clock."""

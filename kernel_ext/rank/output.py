@@ -1,0 +1,656 @@
+"""The output of a rank, on its way to the pool.
+
+Text and displays of all threads go into one queue, in order; one thread sends it on in batches. The first output
+after a quiet time leaves at once, later output within :data:`INTERVAL` seconds or :data:`BATCH` bytes. The pool
+acknowledges the bytes that it has; a rank that is a :data:`WINDOW` ahead blocks in ``write``, as on a full pipe. Output
+after the end of a cell (by its threads, tasks and subprocesses) has a window of the same size for itself. Output belongs to the
+cell that started the thread or task that writes it, also when that outlives the cell.
+
+Writing costs a lock and an append. No message is made on the writer's thread but at the end of a cell.
+
+The thread that sends also watches the owner of a kept pool: without one, output is retained and writers never block.
+:class:`ExitFlush` sends the rest before ``os._exit`` ends the rank, which calls no exit handler.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from time import monotonic
+from typing import Any, NoReturn, Protocol
+
+from hvdlab.kernel_ext.rank.output_log import OutputLog, Post
+from hvdlab.kernel_ext.rank.pipes import FdCapture, PipeText, receive
+from hvdlab.kernel_ext.rank.widgets import WidgetOutputs
+from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
+from hvdlab.kernel_ext.wire.crash_ring import CrashRing
+from hvdlab.launch.processes import open_process
+
+WINDOW = 8 << 20
+"""Bytes of a cell's output that may be on their way without the pool having taken them."""
+LEAST_WINDOW = 2 << 20
+ON_THE_WAY = 64 << 20
+"""The same for all ranks of a pool together, if that leaves each at least :data:`LEAST_WINDOW`."""
+BATCH = 64 << 10
+"""Bytes that are sent without waiting for the interval."""
+INTERVAL = 0.05
+"""Seconds between two messages of a rank that writes slowly."""
+LINGER = 0.003
+"""Seconds that even the first output waits for the rest of its line, as ``print`` writes the line's end separately."""
+GAP = 0.0002
+"""Seconds that must lie between two writes for a subprocess to have written something; none starts and ends in less."""
+PIECE = 256 << 10
+"""A single write is taken apart into pieces of this many characters."""
+MESSAGE = 1 << 20
+"""Bytes of output in one message, about."""
+UNBOUNDED = 1 << 62
+"""More than a cell can write."""
+
+_Entry = tuple[str, str, int] | tuple[Display | Clear, None, int]
+
+
+def window_of(ranks: int) -> int:
+    """The window of each of so many ranks."""
+    return max(LEAST_WINDOW, min(WINDOW, ON_THE_WAY // max(1, ranks)))
+
+
+class OutputQueue:
+    """The queue, its window and the thread that sends.
+
+    Any thread may write. :meth:`credit` is meant for the control thread and never blocks for long: the lock that it takes is
+    not held while a thread sends or waits.
+
+    Args:
+        post: Sends mail.
+        fds: Redirected descriptors, if there are any.
+        ranks: How many ranks there are.
+        unsent: Gets a copy of everything first, for the case that this process is killed before it has sent it.
+
+    Attributes:
+        widgets: Widgets that take output of a thread in the place of the cell.
+        on_absence: Called on the thread that sends, with a lock held, when the process has ended that took the output.
+    """
+
+    def __init__(
+        self,
+        post: Post,
+        *,
+        fds: FdCapture | None = None,
+        ranks: Callable[[], int] = lambda: 1,
+        unsent: CrashRing | None = None,
+    ) -> None:
+        self.widgets = WidgetOutputs()
+        self._unsent = unsent
+        self._ranks = ranks
+        self._window = WINDOW
+        self.sent = OutputLog(post)
+        self._fds = fds
+        self._forked = False
+        # Reentrant, because a finalizer that prints may run anywhere, also while this thread holds the lock.
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
+        self._sending = threading.RLock()
+        self._entries: deque[_Entry] = deque()
+        self._late: deque[tuple[str, _Entry]] = deque()  # written after the end of these cells
+        self._late_queued = 0  # bytes in _late
+        self._late_taken = 0  # of those that were sent, what the pool has taken
+        self._over = False  # the end of the current cell is on its way: what is written now comes after it
+        self._queued = 0  # bytes in _entries
+        self._lands = False  # whether what was read from a pipe last is in the area of unsent output
+        self._total = 0  # bytes of the current cell, queued ones included
+        self._taken = 0  # of those, what the pool has taken
+        self._cell = ""
+        self._woken = False
+        self._urgent = False
+        self._closed = False
+        self._attendance = OwnerWatch()
+        self.on_absence: Callable[[], None] = lambda: None
+        self._last_write = 0.0
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="hvdlab-output", daemon=True)
+        _captures.add(self)
+
+    def start(self) -> None:
+        """Start sending."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left and end. Writers that wait for the window go on; what they write then is dropped."""
+        if self._closed:
+            return
+        self.flush()
+        with self._lock:
+            self._closed = True
+            self._room.notify_all()
+        self._wake()
+        self._thread.join()
+        with self._lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+            unsent, self._unsent = self._unsent, None
+            if unsent is not None:
+                unsent.close()
+
+    # -- cells --------------------------------------------------------------------------------------------------------
+
+    def begin_cell(self, cell: str) -> None:
+        """Attribute what is written from now on to ``cell``, with a fresh window."""
+        self.flush()
+        with self._sending, self._lock:
+            self._send_queued()
+            self._cell, self._total, self._taken, self._over = cell, 0, 0, False
+            self._window = window_of(self._ranks())
+            if self._unsent is not None:
+                self._unsent.begin(cell, self._window)
+            self._room.notify_all()
+
+    def credit(self, cell: str, taken: int) -> None:
+        """The pool has taken ``taken`` bytes of the cell's output. Control thread; does not block."""
+        self.sent.taken(cell, taken)
+        with self._lock:
+            if cell == self._cell and taken > self._taken:
+                self._taken = taken
+                if self._unsent is not None:
+                    self._unsent.taken(taken)
+                self._room.notify_all()
+        if self._fds is not None:
+            self._wake()
+
+    def credit_late(self, taken: int) -> None:
+        """The pool has taken ``taken`` bytes of what was written after the ends of cells. Control thread; does not block."""
+        with self._lock:
+            # More than was sent: that was to a former process of this rank.
+            self._late_taken = max(self._late_taken, min(taken, self.sent.late_total))
+            self._room.notify_all()
+        if self._fds is not None:
+            self._wake()
+
+    def finish(self, done: CellDone) -> None:
+        """Send what is left of the cell's output, then its end.
+
+        Waits for the room that this takes, as a writer does: what its subprocesses wrote would come after its end otherwise.
+        """
+        self.flush()
+        if self._fds is not None and not self._forked:
+            self._drain_all(self._fds)
+        with self._lock:
+            # Set before the rest is sent: what another thread queued after that would follow the end of the cell.
+            self._over = True
+        with self._sending:
+            self._send_queued()
+        self.sent.done(done)
+
+    def settled(self, cell: str) -> None:
+        """The pool has what it wanted of the cell. If the cell still runs, what it writes goes nowhere. Control thread."""
+        self.sent.settled(cell)
+        self.credit(cell, UNBOUNDED)
+
+    def owned(self, pid: int, started: int, near: bool = True) -> None:
+        """Note which process takes what is written from now on, as :class:`Owner` says; none does if ``pid`` is 0. Control thread.
+
+        While no process does, the newest output of each cell is kept and no writer waits for room.
+        """
+        self._attendance.name(pid, started, near)
+        if not pid:
+            self.sent.release()
+        self.credit_late(self.sent.late_total)  # the former process may have taken it, and is not asked
+        self._wake()
+
+    def resync(self, cells: Sequence[tuple[str, int, int]]) -> None:
+        """Send again what the pool has missed of these cells, as :class:`ResendFrom` says. Control thread.
+
+        A cell that the pool does not wait for any more can't fill a window: what it writes goes nowhere.
+        """
+        self.sent.resync(cells)
+        # It is not kept, so what was lost of it will not be taken.
+        self.credit_late(self.sent.late_total)
+        known = {cell: taken for cell, _, taken in cells}
+        self.credit(self._cell, known.get(self._cell, UNBOUNDED))
+
+    def flush(self) -> None:
+        """Send all that was written before, the pipes of fd 1 and 2 included, on the calling thread."""
+        if self._forked:
+            return
+        if self._fds is not None:
+            self._drain_fds()
+        with self._sending:
+            self._send_queued()
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def write(self, name: str, text: str) -> None:
+        """Queue text of stream ``name``. Blocks while the window is exhausted; KeyboardInterrupt breaks that."""
+        if self._forked:
+            self._write_in_child(name, text)
+            return
+        if self.widgets.entered and self.widgets.write(name, text):
+            return
+        if self._fds is not None:
+            # What subprocesses and C code wrote since the last write belongs before this text. They need time to do so,
+            # hence looking is only worth a system call when some has passed.
+            now = monotonic()
+            if now - self._last_write > GAP:
+                self._drain_fds()
+            self._last_write = now
+        cell = CELL.get() or cell_of_thread()  # not by a function: it would be a tenth of a short write
+        if len(text) > PIECE:
+            for start in range(0, len(text), PIECE):
+                self._put(_entry(name, text[start : start + PIECE]), cell)
+        else:
+            self._put((name, text, len(text)) if text.isascii() else _entry(name, text), cell)
+
+    def put(self, chunk: Display | Clear) -> None:
+        """Queue a display or a clear, in order with the text."""
+        if self._forked:
+            return  # a forked child has no thread that sends
+        if self.widgets.entered and self.widgets.put(chunk):
+            return
+        if self._fds is not None:
+            self._drain_fds()
+        size = (
+            sum(len(v) if isinstance(v, str) else 64 for v in chunk.data.values())
+            if isinstance(chunk, Display)
+            else 16
+        )
+        self._put((chunk, None, size), current_cell())
+
+    def _put(self, entry: _Entry, cell: str = "", wait: bool = True, landed: PipeText | None = None) -> None:
+        size = entry[2]
+        with self._lock:
+            if self._over or (cell and cell != self._cell):
+                self._put_late(entry, cell or self._cell, wait, landed)
+                return
+            if wait and self._total + size - self._taken > self._window and not self._attendance.absent:
+                self._await_room(size)
+            if self._closed:
+                return
+            unsent = self._unsent
+            if landed is not None:
+                if unsent is not None:
+                    unsent.write_landed(landed.stream, landed.text, landed.size, landed.cut)
+                if not size:
+                    return  # the beginning of a character, of which the rest has not come
+            elif unsent is not None:
+                if entry[1] is None:
+                    unsent.show(entry[0], size)
+                else:
+                    unsent.write(entry[0], entry[1])
+            self._entries.append(entry)
+            self._queued += size
+            self._total += size
+            if self._woken and (self._urgent or self._queued < BATCH):
+                return
+            self._woken = True
+            self._urgent = self._queued >= BATCH
+        self._wake()
+
+    def _put_late(self, entry: _Entry, cell: str, wait: bool, landed: PipeText | None) -> None:
+        """Queue what a cell that has ended writes. The caller holds the lock."""
+        if landed is not None and self._unsent is not None:
+            self._unsent.write_landed(landed.stream, "", landed.size, landed.cut)
+        size = entry[2]
+        if not size and entry[1] is not None:
+            return
+        if wait and self._late_ahead() + size > self._window:
+            self._wait_until(lambda: self._late_ahead() <= max(0, self._window - size))
+        if self._closed:
+            return
+        self._late.append((cell, entry))
+        # Afterwards: if an interrupt comes between, too little is counted until the queue is sent, not too much for ever.
+        self._late_queued += size
+        self._wake()
+
+    def _late_ahead(self) -> int:
+        """Bytes that were written after the ends of cells and that the pool has not taken. The caller holds the lock."""
+        return self._late_queued + self.sent.late_total - self._late_taken
+
+    def _await_room(self, size: int) -> None:
+        self._urgent = True
+        # An entry that is larger than the window goes alone: it waits until the pool has taken all before it.
+        self._wait_until(lambda: self._total - self._taken <= max(0, self._window - size))
+
+    def _wait_until(self, is_room: Callable[[], bool]) -> None:
+        """Wait for room; without limit there is where no process takes the output, and at the end of the rank."""
+        self._wake()
+        self._room.wait_for(lambda: self._closed or self._attendance.absent or is_room())
+
+    def _write_in_child(self, name: str, text: str) -> None:
+        """In a process that user code forked there is no thread that sends: write to the descriptor, which is ours."""
+        raw = memoryview(text.encode("utf-8", "backslashreplace"))
+        fd = 2 if name == "stderr" else 1
+        while raw:
+            raw = raw[os.write(fd, raw) :]
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _send_queued(self) -> None:
+        """Send everything queued; the caller holds ``_sending``."""
+        while True:
+            with self._lock:
+                taken: list[_Entry] = []
+                size = 0
+                while self._entries and size < MESSAGE:
+                    entry = self._entries.popleft()
+                    size += entry[2]
+                    taken.append(entry)
+                self._queued -= size
+                cell = self._cell
+                if not self._entries:
+                    self._woken = self._urgent = False
+            if not taken:
+                self._send_late()
+                return
+            total = self.sent.output(cell, _merged(taken), size, unattended=self._attendance.absent)
+            if self._unsent is not None:
+                with self._lock:
+                    if not self._entries and self._unsent is not None:
+                        self._unsent.reach(total)
+
+    def _send_late(self) -> None:
+        with self._lock:
+            late, self._late, self._late_queued = self._late, deque(), 0
+        while late:
+            cell, size, entries = late[0][0], 0, list[_Entry]()
+            while late and late[0][0] == cell and size < MESSAGE:
+                _, entry = late.popleft()
+                size += entry[2]
+                entries.append(entry)
+            self.sent.late(cell, _merged(entries), size)
+
+    def _drain_fds(self) -> None:
+        fds = self._fds
+        assert fds is not None
+        with fds.lock:
+            for piece in fds.read(self._room_for_pipes(), self._receive):
+                # Must not wait for room: the thread that sends comes through here, and no room comes without it.
+                self._put(_entry(piece.stream, piece.text), wait=False, landed=piece if self._lands else None)
+
+    def _room_for_pipes(self) -> int:
+        """How many bytes may be taken out of the pipes now: they are the cell's, or came after its end."""
+        if self._attendance.absent:
+            return self._window
+        return self._window - (self._late_ahead() if self._over else self._total - self._taken)
+
+    def _drain_all(self, fds: FdCapture) -> None:
+        """Send what is in the pipes now, but not what is written meanwhile: a process may go on to write for ever."""
+        with fds.lock:
+            written = fds.written()
+        while True:
+            with fds.lock:
+                if fds.has_read(written):
+                    return
+            with self._lock:
+                if self._closed:
+                    return
+                self._await_room(1)
+            self.flush()
+
+    def _receive(self, stream: str, pipe: int, limit: int) -> bytes:
+        """Take bytes out of a pipe, in such a way that they outlive this process if that is possible."""
+        with self._lock:
+            self._lands = self._unsent is not None
+            if self._unsent is not None:
+                try:
+                    return self._unsent.land(stream, pipe, limit)
+                except BlockingIOError:
+                    raise
+                except OSError:  # there is no room for them; the pipe still has them
+                    self._lands = False
+            return receive(stream, pipe, limit)
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_fd, selectors.EVENT_READ)
+            due, queued, watching = 0.0, False, False
+            while True:
+                self._attend(selector)
+                watching = self._watch(selector, watching)
+                now = monotonic()
+                waiting = bool(self._entries or self._late)
+                if waiting and not queued:
+                    due = max(due, now + LINGER)
+                queued = waiting
+                if queued and (self._urgent or now >= due):
+                    with self._sending:
+                        self._send_queued()
+                    due, queued = monotonic() + INTERVAL, False
+                for key, _ in selector.select(due - now if queued else None):
+                    if key.fd == self._wake_fd:
+                        os.eventfd_read(self._wake_fd)
+                    elif self._attendance.is_it(key.fd):
+                        self._attendance.has_ended(selector, self._nobody_is_there)
+                    else:
+                        self._drain_fds()
+                if self._closed:
+                    self._attendance.close(selector)
+                    return
+
+    def _attend(self, selector: selectors.BaseSelector) -> None:
+        self._attendance.update(selector)
+        if self._attendance.absent:
+            self._all_may_write()
+
+    def _nobody_is_there(self) -> None:
+        self.sent.release()
+        self._all_may_write()
+        self.on_absence()
+
+    def _all_may_write(self) -> None:
+        with self._lock:
+            self._room.notify_all()
+
+    def _watch(self, selector: selectors.BaseSelector, watching: bool) -> bool:
+        """Watch the pipes only while there is room for what they bring: a full window is a full pipe for writers."""
+        if self._fds is None:
+            return False
+        room = self._room_for_pipes() > 0
+        if room and not watching:
+            for fd in self._fds.readers:
+                selector.register(fd, selectors.EVENT_READ)
+        elif watching and not room:
+            for fd in self._fds.readers:
+                selector.unregister(fd)
+        return room
+
+
+def _entry(name: str, text: str) -> _Entry:
+    if text.isascii():
+        return name, text, len(text)
+    raw = text.encode("utf-8", "backslashreplace")  # lone surrogates have no UTF-8
+    return name, raw.decode(), len(raw)
+
+
+def _merged(entries: list[_Entry]) -> list[Chunk]:
+    """Chunks in order, neighbouring texts of one stream joined."""
+    chunks: list[Chunk] = []
+    texts: list[str] = []
+    current = ""
+    for head, text, _ in entries:
+        if text is not None and isinstance(head, str):
+            if head != current and texts:
+                chunks.append(Stream(current, "".join(texts)))
+                texts = []
+            current = head
+            texts.append(text)
+        elif not isinstance(head, str):
+            if texts:
+                chunks.append(Stream(current, "".join(texts)))
+                texts = []
+            chunks.append(head)
+    if texts:
+        chunks.append(Stream(current, "".join(texts)))
+    return chunks
+
+
+_captures: weakref.WeakSet[OutputQueue] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    # The thread that sends, and any thread that held a lock, stayed with the parent.
+    for capture in list(_captures):
+        capture._forked = True
+    _captures.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class OwnerWatch:
+    """The pool's process, watched by the thread that sends.
+
+    Attributes:
+        absent: Whether no process takes output now. Never true where none was named: such a rank ends with its pool.
+    """
+
+    def __init__(self) -> None:
+        self.absent = False
+        self._lock = threading.Lock()
+        self._named: tuple[int, int, bool] | None = None
+        self._descriptor = -1
+
+    def name(self, pid: int, started: int, near: bool = True) -> None:
+        """This process takes the output from now on; none does if ``pid`` is 0. Any thread; call :meth:`update` afterwards.
+
+        One that is not ``near`` is not watched: it counts as there until another one is named, or none.
+        """
+        with self._lock:
+            self._named = (pid, started, near)
+
+    def update(self, selector: selectors.BaseSelector) -> None:
+        """Watch the process that was named last. Only for the thread that sends, like the methods below."""
+        with self._lock:
+            named, self._named = self._named, None
+        if named is None:
+            return
+        self.close(selector)
+        pid, started, near = named
+        self._descriptor = open_process(pid, started) if pid and near else -1
+        self.absent = self._descriptor < 0 and (near or not pid)
+        if self._descriptor >= 0:
+            selector.register(self._descriptor, selectors.EVENT_READ)
+
+    def is_it(self, descriptor: int) -> bool:
+        """Whether this descriptor, which the selector has found readable, is the process's."""
+        return descriptor == self._descriptor
+
+    def has_ended(self, selector: selectors.BaseSelector, then: Callable[[], None]) -> None:
+        """The process has ended: call ``then``. If another one has been named, do nothing; :meth:`update` watches that one.
+
+        ``then`` runs with the lock held, so it is over before the next process can be named, and can't take back what is
+        done for that one.
+        """
+        with self._lock:
+            if self._named is None:
+                self.close(selector)
+                self.absent = True
+                then()
+
+    def close(self, selector: selectors.BaseSelector) -> None:
+        """Watch no process any more."""
+        if self._descriptor >= 0:
+            selector.unregister(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+ECHO = "hvdlab.rank.echo"
+"""Mail of a rank to itself: once it is back, everything before it has left."""
+
+ECHO_WITHIN = 0.5
+"""Seconds that this may take; code that calls ``os._exit`` wants the process gone, perhaps because it hangs."""
+
+
+class EngineMail(Protocol):
+    """An engine's mail."""
+
+    @property
+    def rank(self) -> int: ...
+    def post(self, topic: str, body: bytes, to: tuple[int, ...] | None = None) -> None: ...
+    def on_mail(self, topic: str, callback: Callable[[int, bytes], None]) -> None: ...
+
+
+class ExitFlush:
+    """Takes the place of ``os._exit``; a process that the rank forked gets the real one.
+
+    Args:
+        capture: What has not been sent yet.
+        engine: Sends it.
+    """
+
+    def __init__(self, capture: OutputQueue, engine: EngineMail) -> None:
+        self._capture, self._engine = capture, engine
+        self._pid = os.getpid()
+        self._exit = os._exit
+        self._back = threading.Event()
+
+    def install(self) -> None:
+        """Replace ``os._exit``."""
+        self._engine.on_mail(ECHO, lambda sender, body: self._back.set())
+        os._exit = self._leave
+
+    def uninstall(self) -> None:
+        """Put the real ``os._exit`` back, unless other code has put another in its place."""
+        if os._exit == self._leave:
+            os._exit = self._exit
+
+    def _leave(self, status: int) -> NoReturn:
+        if os.getpid() == self._pid:
+            # On a thread of its own: this one may hold a lock that is needed, or be one that the sending waits for.
+            sender = threading.Thread(target=self._send, name="hvdlab-last-words", daemon=True)
+            sender.start()
+            sender.join(ECHO_WITHIN)
+        self._exit(status)
+
+    def _send(self) -> None:
+        self._capture.flush()
+        self._engine.post(ECHO, b"", (self._engine.rank,))
+        self._back.wait(ECHO_WITHIN)
+
+
+CELL: ContextVar[str] = ContextVar("hvdlab_cell", default="")
+"""The cell of the calling context; empty on threads that a cell has started, which do not inherit its context."""
+_ATTRIBUTE = "_hvdlab_cell"
+
+
+def set_current_cell(cell: str) -> None:
+    """Count what the calling context does and starts from now on as this cell's. Tasks inherit the context."""
+    CELL.set(cell)
+
+
+def current_cell() -> str:
+    """The cell of the calling thread or task; empty if it is of none."""
+    return CELL.get() or cell_of_thread()
+
+
+def cell_of_thread() -> str:
+    """The cell that has started the calling thread; empty if none has."""
+    return getattr(threading.current_thread(), _ATTRIBUTE, "")
+
+
+def follow_threads() -> Callable[[], None]:
+    """Let a thread belong to the cell of the thread that starts it, since it does not inherit the context.
+
+    Returns a function that undoes it.
+    """
+    start = threading.Thread.start
+
+    def start_of_cell(self: threading.Thread, *args: Any, **kwargs: Any) -> None:
+        setattr(self, _ATTRIBUTE, current_cell())
+        start(self, *args, **kwargs)
+
+    threading.Thread.start = start_of_cell  # type: ignore[method-assign]  # that is what is wanted
+
+    def undo() -> None:
+        threading.Thread.start = start  # type: ignore[method-assign]  # as above
+
+    return undo

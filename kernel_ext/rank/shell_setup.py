@@ -1,0 +1,319 @@
+"""Changes to an InteractiveShell that make it a rank's: its standard streams, its answer to ``input()``, its plots."""
+
+from __future__ import annotations
+
+import bdb
+import builtins
+import codecs
+import faulthandler
+import functools
+import getpass
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import IO, Any, cast
+
+from IPython.core.error import UsageError
+
+from hvdlab.kernel_ext.rank.cell_source import CellCompiler
+from hvdlab.kernel_ext.rank.display import RankDisplayHook, RankDisplayPublisher
+from hvdlab.kernel_ext.rank.errors import safe_str
+from hvdlab.kernel_ext.rank.output import OutputQueue
+from hvdlab.kernel_ext.rank.pdb import make_breakpoint, stop_here
+from hvdlab.kernel_ext.rank.pipes import FdCapture
+from hvdlab.kernel_ext.rank.stdin import RankStdin
+
+NOTEBOOKS_MAGICS = (
+    "autohvd",
+    "hvd_c10d",
+    "hvd_debug",
+    "hvd_diff",
+    "hvd_elastic",
+    "hvd_metrics",
+    "hvd_output",
+    "hvd_pool",
+    "hvd_pull",
+    "hvd_push",
+    "hvd_rank",
+    "hvd_replay",
+    "hvd_run",
+    "hvd_timeline",
+    "hvd_where",
+    "hvd_whos",
+    "local",
+)
+"""The magics of the notebook's extension. A cell magic that is not at the top of its cell is looked up as a line magic,
+with the second of its signs as a part of its name."""
+
+INLINE = "module://matplotlib_inline.backend_inline"
+
+
+class ShellSetup:
+    """Everything of the process and the shell that a rank replaces, and how to put it back.
+
+    Attributes:
+        hook: The display hook of the rank.
+        preparing: Asked when IPython wants to show an error: True while a cell is compiled, whose error is reported
+            with the cell.
+    """
+
+    def __init__(
+        self,
+        shell: Any,
+        capture: OutputQueue,
+        compiler: CellCompiler,
+        fds: FdCapture | None,
+        prompting: RankStdin,
+    ) -> None:
+        self._prompting = prompting
+        self._shell = shell
+        self._fds = fds
+        self.preparing: Callable[[], bool] = lambda: False
+        names = ("stdout", 1), ("stderr", 2)
+        self._streams = {
+            name: RankStream(capture, name, fd if fds is not None else None) for name, fd in names
+        }
+        self.hook = RankDisplayHook(capture, parent=shell, shell=shell, cache_size=shell.cache_size)
+        self._parts = {
+            "displayhook": self.hook,
+            "display_pub": RankDisplayPublisher(capture, parent=shell, shell=shell),
+            "compile": compiler,
+        }
+        self._saved_parts: dict[str, Any] = {}
+        self._saved_streams: dict[str, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Replace it all."""
+        self.resume()
+        self._patch(builtins, "input", self._prompting.input)
+        self._patch(getpass, "getpass", self._prompting.getpass)
+        self._patch(sys, "breakpointhook", make_breakpoint(sys.breakpointhook))
+        self._patch(bdb.Bdb, "stop_here", stop_here)
+        self._patch(sys, "stdin", open(os.devnull, encoding="utf-8"))  # noqa: SIM115  # closed by uninstall
+        self._undo.append(sys.stdin.close)
+        self._shell._showtraceback = self._show_traceback
+        self._shell.ask_exit = _exit_cell
+        self._shell.enable_gui = _no_windows
+        self._shell._format_exception_for_storage = _exception_for_history
+        self._refuse_notebooks_magics()
+        if not faulthandler.is_enabled():
+            # Not into our own pipe: this process reads it itself, so a dump at its death would stay unread.
+            faulthandler.enable(self._fds.originals["stderr"] if self._fds is not None else 2)
+            self._undo.append(faulthandler.disable)
+        prepare_plots()
+        prepare_progress_bars()
+
+    def uninstall(self) -> None:
+        """Put it all back."""
+        self.pause()
+        while self._undo:
+            self._undo.pop()()
+        del self._shell._showtraceback, self._shell.ask_exit, self._shell.enable_gui
+        del self._shell._format_exception_for_storage
+
+    def pause(self) -> None:
+        """Put the shell's own parts and streams back, until :meth:`resume`."""
+        for name, part in self._saved_parts.items():
+            setattr(self._shell, name, part)
+        self._shell.display_trap.hook = self._shell.displayhook
+        for name, stream in self._saved_streams.items():
+            setattr(sys, name, stream)
+        self._saved_parts, self._saved_streams = {}, {}
+
+    def resume(self) -> None:
+        """Take shell and streams for the rank."""
+        self._saved_parts = {name: getattr(self._shell, name) for name in self._parts}
+        self._saved_streams = {name: getattr(sys, name) for name in self._streams}
+        for name, part in self._parts.items():
+            setattr(self._shell, name, part)
+        self._shell.display_trap.hook = self.hook
+        for name, stream in self._streams.items():
+            setattr(sys, name, stream)
+
+    def _patch(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def _refuse_notebooks_magics(self) -> None:
+        """Register magics that say where those of the notebook's extension belong."""
+        known = self._shell.magics_manager.magics
+        names = {
+            "line": (*NOTEBOOKS_MAGICS, *(f"%{name}" for name in NOTEBOOKS_MAGICS)),
+            "cell": NOTEBOOKS_MAGICS,
+        }
+        for kind, own in names.items():
+            for name in own:
+                if name not in known[kind]:
+                    refuse = known[kind][name] = functools.partial(_refuse_magic, name)
+                    self._undo.append(functools.partial(_remove_magic, known[kind], name, refuse))
+
+    def _show_traceback(self, etype: Any, evalue: BaseException, stb: list[str]) -> None:
+        """Print what IPython shows beside the cell's own error, such as for ``%tb`` or a figure that can't be drawn."""
+        if not self._saved_parts:
+            type(self._shell)._showtraceback(self._shell, etype, evalue, stb)
+        elif not self.preparing():
+            print(self._shell.InteractiveTB.stb2text(stb), file=sys.stderr)
+
+
+def _refuse_magic(name: str, line: str, cell: str = "") -> None:
+    """Raise the error of a magic that a rank can not have."""
+    raise UsageError(
+        f"`%{name}` is a magic of the notebook, and this is a rank: give it a cell of its own, without %%hvd_run "
+        "above it"
+    )
+
+
+def _remove_magic(known: dict[str, Any], name: str, refuse: Callable[..., None]) -> None:
+    """Remove a refusal, unless the user has loaded the extension over it."""
+    if known.get(name) is refuse:
+        del known[name]
+
+
+def _exit_cell() -> None:
+    """``exit`` in a cell ends the cell; ranks are ended by ``%hvd_pool stop``."""
+    raise SystemExit("exit ends the cell, not the rank; `%hvd_pool stop` ends the ranks")
+
+
+def _exception_for_history(error: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
+    """What IPython keeps of an error for ``%notebook``: its text, as the notebook has the traceback.
+
+    IPython would render one, with the frames that are hvdlab's: a tenth of a second of CPU on each rank, before the cell ends.
+    """
+    return {"ename": type(error).__name__, "evalue": safe_str(error), "traceback": []}
+
+
+def _no_windows(gui: str | None = None) -> None:
+    """``%matplotlib inline`` is how a rank draws anyway; for anything with a window it has no screen."""
+    if gui not in (None, "inline"):
+        raise UsageError(f"a rank has no screen for {gui!r}; figures are drawn inline, below the cell")
+
+
+def prepare_plots() -> None:
+    """Let matplotlib draw inline in this process, unless the user chose a backend. Idempotent, also before a fork."""
+    os.environ.setdefault("MPLBACKEND", INLINE)
+    matplotlib = sys.modules.get("matplotlib")
+    if matplotlib is not None and matplotlib.rcParams._get_backend_or_none() is None:
+        matplotlib.use(os.environ["MPLBACKEND"])
+    inline = sys.modules.get("matplotlib_inline.backend_inline")
+    if inline is not None:  # imported before there was a shell to draw for
+        inline._enable_matplotlib_integration()
+
+
+def prepare_progress_bars() -> None:
+    """Let ``tqdm.auto`` and ``tqdm.notebook`` mean tqdm's text bar, as a rank has no widgets. Idempotent.
+
+    tqdm chooses when it is imported, by looking at the modules and the environment; call this before whatever may
+    import it (in a process that ranks are forked from as well).
+    """
+    if not any(isinstance(finder, _TextBars) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TextBars())
+    for name in ("tqdm.auto", *_TextBars.NAMES):
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module, "_hvdlab_text", False):
+            del sys.modules[name]
+
+
+class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds ``tqdm.notebook`` and ``tqdm.autonotebook`` as thin modules over ``tqdm.std``."""
+
+    NAMES = ("tqdm.notebook", "tqdm.autonotebook")
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_loader(fullname, self) if fullname in self.NAMES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        from tqdm import std  # type: ignore[import-untyped]  # no stubs
+
+        bars = {"tqdm": std.tqdm, "trange": std.trange, "tqdm_notebook": std.tqdm, "tnrange": std.trange}
+        vars(module).update(bars, __all__=list(bars), _hvdlab_text=True)
+
+
+class RankStream(io.TextIOBase):
+    """A text stream into a :class:`OutputQueue`. Thread-safe; ``flush`` has nothing to do, output leaves by itself."""
+
+    def __init__(self, capture: OutputQueue, name: str, fd: int | None) -> None:
+        self._capture = capture
+        self._put = capture.write
+        self._name = name
+        self._fd = fd
+        self._binary = _RankBinary(self)
+
+    @property
+    def name(self) -> str:
+        """``<stdout>`` or ``<stderr>``."""
+        return f"<{self._name}>"
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # the base class declares an attribute
+        """Always UTF-8."""
+        return "utf-8"
+
+    @property
+    def errors(self) -> str:  # type: ignore[override]  # the base class declares an attribute
+        """What can't be encoded is escaped."""
+        return "backslashreplace"
+
+    @property
+    def buffer(self) -> IO[bytes]:
+        """A binary stream into the same place."""
+        return cast("IO[bytes]", self._binary)
+
+    def write(self, text: str) -> int:
+        """Write text; returns its length. Blocks while the pool is a window behind."""
+        if type(text) is not str:
+            if not isinstance(text, str):
+                raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+            text = str.__str__(text)
+        if text:
+            self._put(self._name, text)
+        return len(text)
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def isatty(self) -> bool:
+        """No."""
+        return False
+
+    def flush(self) -> None:
+        """Nothing to do: what was written leaves within 50 ms, and all of it before the cell ends."""
+
+    def close(self) -> None:
+        """Ignored, as user code that closes ``sys.stdout`` would silence all later cells."""
+
+    def fileno(self) -> int:
+        """The descriptor that subprocesses may write to; its output arrives in the same place."""
+        if self._fd is None:
+            raise io.UnsupportedOperation("fileno")
+        return self._fd
+
+
+class _RankBinary(io.RawIOBase):
+    """``sys.stdout.buffer``: bytes that are decoded as UTF-8, incomplete characters being kept for the next write."""
+
+    def __init__(self, text: RankStream) -> None:
+        self._text = text
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        raw = bytes(data)
+        self._text.write(self._decoder.decode(raw))
+        return len(raw)
+
+    def fileno(self) -> int:
+        return self._text.fileno()
+
+    def close(self) -> None:
+        """Ignored."""

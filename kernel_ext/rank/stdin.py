@@ -1,0 +1,215 @@
+"""Asking the user from a rank: ``input()``, ``getpass()`` and what a debugger reads.
+
+The thread that asks waits; the rank's control thread goes on answering, and the coordinator knows that this rank is at a
+prompt, so that it does not take the ranks that wait for this one for stuck.
+"""
+
+from __future__ import annotations
+
+import bdb
+import cmd
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from IPython.core.error import StdinNotImplementedError
+
+from hvdlab.kernel_ext.wire.cells import (
+    AT_AN_END,
+    DEBUGGER,
+    INPUT,
+    LONGEST_PROMPT,
+    NO_NOTEBOOK,
+    PASSWORD,
+    PromptReply,
+    PromptRequest,
+    PromptWithdrawn,
+)
+from hvdlab.kernel_ext.wire.channel import Payload
+
+AT_A_PROMPT = "at a prompt"
+
+INTERRUPTED = "the cell was interrupted"
+"""What ends a question on another thread than the main one, which alone gets signals."""
+
+_WHAT = {INPUT: "input()", PASSWORD: "getpass()", DEBUGGER: "the debugger"}
+
+
+class LeftDebugger(BaseException):
+    """An interrupt at a debugger's prompt. A debugger takes a KeyboardInterrupt for one of the command that it carries out,
+    and asks again; this exception leaves the debugger, and the cell reports it as the KeyboardInterrupt that it was."""
+
+
+class PausableEngine(Protocol):
+    """The part of the engine that prompting needs."""
+
+    def pause(self, reason: str = ...) -> None: ...
+    def resume(self, reason: str = ...) -> None: ...
+
+
+class _Waiting:
+    def __init__(self, request: PromptRequest) -> None:
+        self.request = request
+        self.on_main = threading.current_thread() is threading.main_thread()
+        self.reply: PromptReply | None = None
+        self.ended = threading.Event()
+
+    def end(self, reply: PromptReply) -> None:
+        if self.reply is None:
+            self.reply = reply
+            self.ended.set()
+
+
+class RankStdin:
+    """The questions of this rank.
+
+    Args:
+        engine: Paused while a question is open.
+        post: Sends mail to the pool.
+        flush: Sends what was written before.
+        interrupted: Whether the running cell has been interrupted.
+    """
+
+    def __init__(
+        self,
+        engine: PausableEngine,
+        post: Callable[[Payload], None],
+        flush: Callable[[], None],
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self._engine, self._post, self._flush, self._interrupted = engine, post, flush, interrupted
+        # Numbers must also be larger than those of the processes that were this rank before.
+        self._numbers = itertools.count(time.time_ns() // 1000)
+        self._waiting: dict[int, _Waiting] = {}
+        self._pauses = (
+            0  # pauses of the engine that are open; an interrupt may have kept one from being ended
+        )
+        self._nobody = False
+        self._settled = ""  # a cell that the pool does not wait for any more
+        #: The cell that was interrupted last. Until the main thread has handled that, its other threads ask nothing.
+        self._interrupted_cell = ""
+        self._cell = ""
+        self._pid = os.getpid()
+
+    # -- what user code calls -------------------------------------------------------------------------------------
+
+    def input(self, prompt: object = "", /) -> str:
+        """``input()``."""
+        caller = sys._getframe(1)
+        debugger = caller.f_code is cmd.Cmd.cmdloop.__code__ and isinstance(
+            caller.f_locals.get("self"), bdb.Bdb
+        )
+        kind = DEBUGGER if debugger else INPUT
+        try:
+            if debugger and self._interrupted():
+                raise KeyboardInterrupt
+            return self._ask(kind, str(prompt))
+        except KeyboardInterrupt as interrupt:
+            if debugger:
+                raise LeftDebugger from interrupt
+            raise
+
+    def getpass(self, prompt: str = "Password: ", stream: Any = None) -> str:
+        """``getpass.getpass()``."""
+        return self._ask(PASSWORD, prompt)
+
+    def _ask(self, kind: str, prompt: str) -> str:
+        what = _WHAT[kind]
+        if os.getpid() != self._pid:
+            raise StdinNotImplementedError(f"{what} can't ask from a process that the cell has forked")
+        if self._cell in ("", self._settled) or self._nobody:
+            raise StdinNotImplementedError(NO_NOTEBOOK.format(what=what))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._flush()
+        request = PromptRequest(self._cell, next(self._numbers), kind, _shown(prompt))
+        waiting = self._waiting[request.number] = _Waiting(request)
+        # After the entry in _waiting: an interrupt that comes now is seen here, or interrupted() finds the entry.
+        # The main thread may handle the interrupt between input()'s look and this one: a debugger goes by the cell alone.
+        interrupted = self._interrupted_cell == request.cell and (kind == DEBUGGER or not self._interrupted())
+        if interrupted and not waiting.on_main:
+            del self._waiting[request.number]
+            raise KeyboardInterrupt
+        try:
+            self._pauses += 1
+            self._engine.pause(AT_A_PROMPT)
+            self._post(request)
+            waiting.ended.wait()
+        finally:
+            self._waiting.pop(request.number, None)
+            if waiting.reply is None or waiting.reply.error == INTERRUPTED:
+                self._post(PromptWithdrawn(request.cell, request.number))
+            self._engine.resume(AT_A_PROMPT)
+            self._pauses -= 1
+        reply = waiting.reply
+        assert reply is not None
+        if reply.error == INTERRUPTED:
+            raise KeyboardInterrupt
+        if reply.error == AT_AN_END:
+            raise EOFError("the user has ended the input")
+        if reply.error:
+            raise StdinNotImplementedError(reply.error.format(what=what))
+        return reply.text
+
+    # -- the cell; the main thread --------------------------------------------------------------------------------
+
+    def cell_begins(self, cell: str) -> None:
+        """Count questions from now on as those of this cell."""
+        self._cell = cell
+
+    def cell_ended(self) -> None:
+        """From now on no question of this cell gets an answer, also if another thread of the cell asks."""
+        self._cell = self._interrupted_cell = ""
+        self._end_all(NO_NOTEBOOK)
+        while self._pauses > 0:
+            self._pauses -= 1
+            self._engine.resume(AT_A_PROMPT)
+
+    # -- the control thread ---------------------------------------------------------------------------------------
+
+    def interrupted(self) -> None:
+        """The cell is being interrupted. A signal ends what the main thread asks; this ends what other threads ask.
+
+        The main thread may be waiting for one of them where no signal reaches it: a framework that calls back from a thread
+        of its own.
+        """
+        self._interrupted_cell = self._cell
+        for number, waiting in tuple(self._waiting.items()):
+            if not waiting.on_main:
+                waiting.end(PromptReply(number, "", INTERRUPTED))
+
+    def answered(self, reply: PromptReply) -> None:
+        """The pool has answered."""
+        waiting = self._waiting.get(reply.number)
+        if waiting is not None:
+            waiting.end(reply)
+
+    def ask_again(self) -> None:
+        """Send all open questions again: the pool may have missed mail."""
+        for waiting in tuple(self._waiting.values()):
+            self._post(waiting.request)
+
+    def settled(self, cell: str) -> None:
+        """The pool wants nothing more of this cell. If it still runs, it was given up."""
+        if cell == self._cell:
+            self._settled = cell
+            self._end_all(NO_NOTEBOOK)
+
+    def attended(self, somebody: bool) -> None:
+        """Whether there is a notebook that could answer. Any thread."""
+        self._nobody = not somebody
+        if not somebody:
+            self._end_all(NO_NOTEBOOK)
+
+    def _end_all(self, sentence: str) -> None:
+        for number, waiting in tuple(self._waiting.items()):
+            waiting.end(PromptReply(number, "", sentence))
+
+
+def _shown(prompt: str) -> str:
+    prompt = prompt if prompt.isascii() else prompt.encode("utf-8", "backslashreplace").decode()
+    return prompt if len(prompt) <= LONGEST_PROMPT else f"{prompt[:LONGEST_PROMPT]}… "

@@ -1,0 +1,222 @@
+"""Requests about a rank and its variables with their replies, and the status that a pool makes of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgspec
+
+from hvdlab.collectives.planes.links import Links
+from hvdlab.kernel_ext.wire.channel import Payload
+
+
+class AskStatus(Payload, frozen=True):
+    """Ask for a :class:`Status`."""
+
+    ticket: int
+
+
+class AskStack(Payload, frozen=True):
+    """Ask for a :class:`Stack`."""
+
+    ticket: int
+
+
+class AskNames(Payload, frozen=True):
+    """Ask for :class:`UserNames`."""
+
+    ticket: int
+
+
+class Complete(Payload, frozen=True):
+    """Ask for completions of ``code`` at ``cursor`` from the rank's variables."""
+
+    ticket: int
+    code: str
+    cursor: int
+
+
+class Inspect(Payload, frozen=True):
+    """Ask for the documentation of what stands at ``cursor``."""
+
+    ticket: int
+    code: str
+    cursor: int
+    detail: int = 0
+
+
+class EvaluateExpressions(Payload, frozen=True):
+    """Ask for :class:`ExpressionValues`: the client's expressions, by the names that it gives them."""
+
+    ticket: int
+    expressions: dict[str, str]
+
+
+class PendingNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A collective the rank is in; ``executing`` once all ranks have submitted it."""
+
+    collective: str
+    name: str
+    site: str
+    seconds: float
+    executing: bool = False
+
+
+class ServerNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A parameter server that the rank is connected to: how many keys of the rank's stores it has, and the bytes of their values.
+
+    ``pss`` is the memory of its process, 0 if that is on another host.
+    """
+
+    index: int
+    host: str
+    pid: int
+    keys: int
+    bytes: int
+    pss: int
+
+
+class Status(Payload, frozen=True):
+    """Answer to AskStatus; made by the control thread, so it comes even while the rank is busy.
+
+    Memory in bytes; ``cpu`` in seconds of CPU time used so far; ``links`` as :data:`hvdlab.collectives.planes.links.Links`.
+    """
+
+    ticket: int
+    state: str
+    cell: str
+    rss: int
+    pss: int
+    cpu: float
+    threads: int
+    device: str
+    plane: str
+    pending: tuple[PendingNow, ...] = ()
+    servers: tuple[ServerNow, ...] = ()
+    device_memory: int = 0
+    links: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+
+
+class StackFrame(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Where one function stands: ``place`` is ``cell [7]`` or a file's path, ``text`` the line if it is at hand."""
+
+    function: str
+    place: str
+    line: int
+    text: str = ""
+
+
+class Stack(Payload, frozen=True):
+    """Answer to AskStack; made by the control thread, so it comes even while the rank is stuck.
+
+    ``frames`` are the cell's own and what they called, innermost last; empty if no cell is running. ``paused`` says why the
+    rank waits for the user, such as at a prompt, as it reads after ``rank 3 is``; empty if it does not.
+    """
+
+    ticket: int
+    cell: str
+    frames: tuple[StackFrame, ...]
+    pending: tuple[PendingNow, ...] = ()
+    paused: str = ""
+
+
+class UserNames(Payload, frozen=True):
+    """Answer to AskNames, also from a busy rank: the names that the user has made there, in that order, modules apart."""
+
+    ticket: int
+    variables: tuple[str, ...]
+    modules: tuple[str, ...]
+
+
+class Completions(Payload, frozen=True):
+    """Answer to Complete."""
+
+    ticket: int
+    matches: tuple[str, ...]
+    start: int
+    end: int
+    types: tuple[str, ...] = ()
+
+
+class Inspection(Payload, frozen=True):
+    """Answer to Inspect; ``data`` is a mime bundle."""
+
+    ticket: int
+    found: bool
+    data: dict[str, Any]
+
+
+class ExpressionValues(Payload, frozen=True):
+    """Answer to EvaluateExpressions: for each name what Jupyter's protocol wants in ``user_expressions``."""
+
+    ticket: int
+    results: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RankStatus:
+    """One rank now. Its ``repr`` leaves out what is not known or not there.
+
+    Attributes:
+        rank: Its number.
+        host: Host that it runs on.
+        pid: Its process there; 0 if it has none.
+        device: Device that it computes on.
+        state: ``idle``, ``running``, ``starting``, ``no answer``, or ``lost: `` and why; of a rank that the pool has let go also
+            that it ``leaves at the next commit``.
+        cell: Id of the cell that it runs.
+        rss, pss: Resident and proportional set size in bytes; ``pss`` counts shared pages by their share.
+        cpu: Seconds of processor time that it has used, or ``None`` if it did not answer.
+        threads: Number of its threads.
+        plane: Data plane that it uses.
+        pending: Collectives that it is in, and what else it waits for other ranks for.
+        servers: Parameter servers of its key-value stores.
+        device_memory: Bytes of GPUs' memory that its frameworks hold, used or kept for later.
+        links: What its CUDA tensors go over to the other ranks, which it names by kind of link: ``same GPU``, ``NVLink``, ``PCIe``, ``peer
+            access, link unknown``, ``link unknown``, ``network, through the host``, ``CUDA tensors through the host``. Empty before their first collective.
+    """
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    state: str = ""
+    cell: str = ""
+    rss: int = 0
+    pss: int = 0
+    cpu: float | None = None
+    threads: int = 0
+    plane: str = ""
+    pending: tuple[PendingNow, ...] = ()
+    servers: tuple[ServerNow, ...] = ()
+    device_memory: int = 0
+    links: Links = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        values = (
+            (f.name, getattr(self, f.name), {} if f.name == "links" else f.default) for f in fields(self)
+        )
+        shown = ", ".join(f"{name}={value!r}" for name, value, default in values if value != default)
+        return f"{type(self).__name__}({shown})"
+
+
+def rank_status(rank: int, host: str, pid: int, reply: Status) -> RankStatus:
+    """Return the status of a rank on this host, in this process, as its reply has it."""
+    return RankStatus(
+        rank,
+        host,
+        pid,
+        reply.device,
+        reply.state,
+        reply.cell,
+        reply.rss,
+        reply.pss,
+        reply.cpu,
+        reply.threads,
+        reply.plane,
+        reply.pending,
+        reply.servers,
+        reply.device_memory,
+        reply.links,
+    )

@@ -16,6 +16,7 @@ from hvdlab.kernel_ext import checks, transfer
 from hvdlab.kernel_ext.asking import ANSWER_WITHIN, Asking
 from hvdlab.kernel_ext.base import PoolBase, Progress
 from hvdlab.kernel_ext.cells.drive import CellHandle
+from hvdlab.kernel_ext.cells.results import ImportDisplay
 from hvdlab.kernel_ext.cells.sink import OutputSink
 from hvdlab.kernel_ext.history import ElasticState
 from hvdlab.kernel_ext.inspect.looking import Looking
@@ -303,14 +304,23 @@ class Pool(Running, Measuring, Sizing, Asking, Looking):
         """
         transfer.push(self._base.runs.questions, values, self._chosen(ranks), near=self._near())
 
-    def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
-        """The value of a variable or expression on these ranks (by default all), by rank.
+    def pull(
+        self, name: str, ranks: Sequence[int] | None = None, *, imports: ImportDisplay | None = None
+    ) -> dict[int, Any]:
+        """Return the value of a variable or expression on these ranks (by default all), by rank.
+
+        Args:
+            name: The variable or expression.
+            ranks: The ranks.
+            imports: Shows which modules the values import in this process; None shows nothing.
 
         Raises:
             InvalidRequestError: One of these ranks is lost or does not exist.
             LookupError: The value does not exist on a rank, can't be sent, or there is no memory for it in this process.
         """
-        return transfer.pull(self._base.runs.questions, name, self._chosen(ranks), near=self._near())
+        return transfer.pull(
+            self._base.runs.questions, name, self._chosen(ranks), near=self._near(), imports=imports
+        )
 
     def _near(self) -> set[int]:
         return self._base.near()

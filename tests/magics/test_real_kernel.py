@@ -318,6 +318,27 @@ def test_variables_travel(kernel: LiveKernel) -> None:
     assert "UsageError" in kernel.run("%hvd_pull nothing_here").text("stderr")
 
 
+def test_a_module_that_a_pulled_value_imports_is_named_once(kernel: LiveKernel) -> None:
+    for name in ("pulled_class", "pulled_module", "pulled_in_vain"):
+        (kernel.directory / f"{name}.py").write_text("class Point: pass\n")
+    imports = "import sys; sys.path.insert(0, '')\nimport pulled_class, pulled_module, pulled_in_vain"
+    values = (
+        "p = [pulled_class.Point()] * 2\nm = {'module': pulled_module, 'list': p}\nv = pulled_in_vain.Point()"
+    )
+    assert kernel.run(f"%%hvd_run\n{imports}\n{values}").error is None
+    assert kernel.run("%hvd_pull p").lines() == [
+        "%hvd_pull p imported the module pulled_class into the notebook"
+    ]
+    assert kernel.run("%hvd_pull p").lines() == []
+    lines = kernel.run("%hvd_pull m p").lines()
+    assert lines == ["%hvd_pull m imported the module pulled_module into the notebook"]
+    assert kernel.run("import sys; print(m[3]['module'] is sys.modules['pulled_module'])").lines() == ["True"]
+    (kernel.directory / "pulled_in_vain.py").write_text("raise OSError('broken')\n")
+    failed = kernel.run("%hvd_pull v")
+    assert "UsageError: broken" in failed.text("stderr")
+    assert failed.lines() == []
+
+
 def test_completion_and_inspection_come_from_the_first_rank(kernel: LiveKernel) -> None:
     kernel.run("%%hvd_run\nonly_on_ranks = {'key': 1}")
     code = "%%hvd_run\nonly_on_r"

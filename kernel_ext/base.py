@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -99,6 +100,8 @@ class PoolBase:
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._news: list[str] = []
+        #: Rank to the time at which its process was ready (``CLOCK_MONOTONIC``, ns).
+        self._ready_ns: dict[int, int] = {}
         self._closed = False
         self.joining = Joining(
             lambda rank, request: self.runs.post(JOIN, request.encode(), [rank]), failed=self._could_not_join
@@ -403,6 +406,7 @@ class PoolBase:
     def _is_ready(self, rank: int) -> None:
         if self.keeping is not None:
             self._own([rank])
+        self._ready_ns[rank] = time.monotonic_ns()
         self.joining.add([rank])
         self.history.announce()
 
@@ -410,6 +414,9 @@ class PoolBase:
         self.joining.gone(rank)
         member = self.group.members.get(rank)
         tail, detail = (member.tail, member.detail) if member is not None else ("", "")
+        ready = self._ready_ns.pop(rank, None)
+        if ready is not None and (seen := self.client.last_seen(rank, ready)):
+            detail = f"{detail}; last seen in {seen}" if detail else f"last seen in {seen}"
         self._note_end("died", rank, reason)
         self.runs.rank_died(rank, reason, tail, detail)
 

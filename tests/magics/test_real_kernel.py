@@ -293,6 +293,25 @@ def test_a_background_cell_that_fails_says_so(kernel: LiveKernel) -> None:
     assert _plain(cell.text("stderr")).startswith("ranks 0-3 failed with the same error:")
 
 
+def test_the_report_of_a_death_names_the_last_collective_that_was_recorded(kernel: LiveKernel) -> None:
+    kill = "%%hvd_run\nimport os, signal\nif os.environ['RANK'] == '3': os.kill(os.getpid(), signal.SIGKILL)"
+    kernel.run(
+        "%%hvd_run\nimport numpy as np\nimport hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\n"
+        "context.init()\n"
+        "hvd.allreduce(np.ones(3), name='grad')"
+    )
+    assert kernel.run("import hvdlab; recording = hvdlab.pool().client.gathered()").error is None
+    cell = kernel.run(kill)
+    assert cell.error is not None
+    report = "\n".join(cell.error["traceback"])
+    assert re.search(r"last seen in allreduce `grad`, cell \[\d+\] line 6", report), report
+    assert kernel.run("%hvd_pool repair").error is None
+    cell = kernel.run(kill)
+    assert cell.error is not None
+    assert "last seen" not in "\n".join(cell.error["traceback"]), "the process before had the rank then"
+    assert kernel.run("%hvd_pool repair").error is None
+
+
 def test_the_death_of_a_rank_is_told_and_repaired(kernel: LiveKernel) -> None:
     cell = kernel.run("%%hvd_run\nimport signal\nif rank == 3: os.kill(os.getpid(), signal.SIGKILL)")
     assert cell.error is not None

@@ -21,9 +21,9 @@ from hvdlab.kernel_ext.cells.sink import NullSink
 from hvdlab.kernel_ext.forked import PROGRAM_NAME, decode_left
 from hvdlab.kernel_ext.foundation import address_for, base_for
 from hvdlab.kernel_ext.group import LEAVE_WITHIN, Group
-from hvdlab.kernel_ext.held import HeldPool
+from hvdlab.kernel_ext.held import HeldPool, KeptPool
 from hvdlab.kernel_ext.history import Change, History
-from hvdlab.kernel_ext.keeping import AttachedCoordinator, Keeping
+from hvdlab.kernel_ext.keeping import Keeping
 from hvdlab.kernel_ext.launchers import names
 from hvdlab.kernel_ext.launchers.cluster import Companion
 from hvdlab.kernel_ext.launchers.foreign import PoolRequest
@@ -86,7 +86,7 @@ class PoolBase:
         plane: str,
         hosts: str,
         options: Mapping[str, object],
-        keeping: Keeping | HeldPool | None = None,
+        keeping: KeptPool | None = None,
         *,
         begun: bool = False,
     ) -> None:
@@ -128,8 +128,8 @@ class PoolBase:
         self.transcripts = Transcripts(base.coordinator.directory / "output", kept_limit(os.environ))
         if keeping is not None:
             self.runs.interrupt_delay = INTERRUPT_DELAY
-        held = keeping if isinstance(keeping, HeldPool) else None
-        self._starter = launcher.starter(self._request(options), self) if held is None else held.starter()
+        starter = keeping.starter() if keeping is not None else None
+        self._starter = launcher.starter(self._request(options), self) if starter is None else starter
         self.companion.use(self._starter)
         self.group.use(self._starter)
         self.rebuilder = Rebuilder(
@@ -143,9 +143,9 @@ class PoolBase:
             near=launcher.forks,
         )
         if keeping is not None and not begun:
-            self._find()
-        if held is not None:
-            held.follow(self, self._lost_hold)
+            self._find(keeping)
+        if keeping is not None:
+            keeping.follow(self, self._lost_hold)
         base.client.on_membership(self.history.world)
         base.client.on_mail(JOINED, self._joined)
         base.fork_server.listen(self._hear, self._fork_server_lost)
@@ -182,7 +182,7 @@ class PoolBase:
             base = (
                 cls._base_here(found, hosts, keep is not None, warm, deadline)
                 if held is None
-                else held.connect(warm, deadline)
+                else held.connect(deadline, warm)
             )
         except BaseException:
             if held is not None:
@@ -229,23 +229,15 @@ class PoolBase:
         show: leftovers.Show | None = None,
     ) -> PoolBase:
         """Take over a pool that was kept. Raises what ``Pool.attach`` does, and has left the pool as it was then."""
-        keeping = Keeping.claim(name) if launcher == names.LOCAL else HeldPool.claim(name, launcher)
-        progress("finding the ranks")
-        if isinstance(keeping, Keeping):
-            base = keeping.connect(deadline)
-        else:
-            try:
-                base = keeping.connect(None, deadline)
-            except BaseException:
-                keeping.release()
-                raise
+        keeping: KeptPool = Keeping.claim(name) if launcher == names.LOCAL else HeldPool.claim(name, launcher)
+        base: Base | None = None
         try:
+            progress("finding the ranks")
+            base = keeping.connect(deadline)
             self = cls(base, names.find(launcher), keeping.plane, "", {}, keeping)
         except BaseException:
-            if isinstance(keeping, HeldPool):
-                base.release()
-            else:
-                base.leave()
+            if base is not None:
+                keeping.disconnect(base)
             keeping.release()
             raise
         try:
@@ -298,35 +290,24 @@ class PoolBase:
 
     def _own(self, ranks: Iterable[int]) -> None:
         """Tell ranks that this process takes what they write; they need its id, since they outlive it."""
-        pid, near = os.getpid(), not isinstance(self.keeping, HeldPool)
+        pid, near = os.getpid(), self.keeping is None or self.keeping.near
         self.runs.post(TO_RANK, encode(Owner(pid, start_time(pid), near)), tuple(ranks))
 
     @property
     def _coordinator_was_replaced(self) -> bool:
         """Whether the coordinator died while no process had this pool."""
-        if isinstance(self.keeping, HeldPool):
-            return self.keeping.replaced
-        coordinator = self._base.coordinator
-        return isinstance(coordinator, AttachedCoordinator) and coordinator.replaced
+        return self.keeping is not None and self.keeping.replaced(self._base)
 
-    def _find(self) -> None:
+    def _find(self, keeping: KeptPool) -> None:
         """Take in the ranks that another process has started. Missing ones have ended while no process had the pool."""
-        ended: Mapping[int, Ended] = {}
-        if isinstance(self.keeping, HeldPool):
-            pids, ended = dict(self.keeping.living), self.keeping.ended
-        else:
-            pids = {
-                number: child.pid
-                for number, child in self._base.fork_server.children().items()
-                if number >= 0
-            }
+        pids, ended = dict(keeping.living(self._base)), keeping.ended()
         world = self.client.membership()
         wanted = tuple(rank for rank in world.expected or pids if rank not in world.leaving)
-        if self._coordinator_was_replaced and self.keeping is not None:
+        if keeping.replaced(self._base):
             # The successor has never heard of ranks that ended before it started: go by the pool's size. The process before this one may
             # have ended in the middle of a resize, and ranks live that it has not counted yet.
             uncounted = pids.keys() & set(world.expected)
-            known = {*range(self.keeping.size), *uncounted} - set(world.leaving)
+            known = {*range(keeping.size), *uncounted} - set(world.leaving)
             wanted = tuple(sorted(known))
         self.group.handle(Found(wanted, pids, world.leaving))
         for rank in set(wanted) - set(pids):
@@ -459,9 +440,7 @@ class PoolBase:
     def note_kept(self) -> None:
         """Write down that a process, or the size, has changed, for the process that attaches to the kept pool later."""
         if self.keeping is not None and not self._closed:
-            self.keeping.update(
-                self._base.coordinator, self._base.fork_server, len(self.group.members.wanted)
-            )
+            self.keeping.update(self._base, len(self.group.members.wanted))
 
     def came(self, how: str, ranks: Sequence[int]) -> None:
         """These ranks are new; if the pool has no other rank, none of them counts as a newcomer."""
@@ -587,17 +566,13 @@ class PoolBase:
         if self.keeping is None:
             self.close()
         elif self._claim_end():
-            held = isinstance(self.keeping, HeldPool)
             self.rebuilder.close()
-            self.companion.close(keep=not held)
+            self.companion.close(keep=self.keeping.near)
             with contextlib.suppress(CoordinatorLostError):  # what keeps the pool tells its ranks
                 self.runs.leave()
                 self.runs.post(TO_RANK, encode(Owner(0, 0)), tuple(self.group.pids()))
             self._end_runs("the notebook has let go of the pool; what runs there goes on")
-            if held:
-                self._base.release()
-            else:
-                self._base.leave()
+            self.keeping.disconnect(self._base)
             self.keeping.release()
             self.rebuilder.join()
 
@@ -615,7 +590,7 @@ class PoolBase:
 
     def close(self) -> None:
         """End everything. Idempotent; does nothing in a forked child of the pool's process."""
-        if isinstance(self.keeping, HeldPool) and self.keeping.lost:
+        if self.keeping is not None and self.keeping.lost:
             self.leave()  # it is another notebook's
             return
         if not self._claim_end():

@@ -1,6 +1,6 @@
-"""A pool that its launcher keeps, on what its ranks run on: the notebook's side of it.
+"""Kept pools as the process that uses them sees them, and those whose processes live on a cluster (today: Ray).
 
-What :class:`~hvdlab.kernel_ext.keeping.Keeping` is for a pool of this host.
+Those of this host are in :mod:`hvdlab.kernel_ext.keeping`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -18,7 +19,6 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.payloads import TO_RANK, Owner, encode
 from hvdlab.kernel_ext.prestart import Base, Prestart
 from hvdlab.launch import registry
-from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.kept import HeldJob, KeepRequest
 from hvdlab.launch.processes import start_time
 from hvdlab.launch.starter import Ended, RankObserver, Starter
@@ -70,12 +70,89 @@ class HeldCoordinator:
         self._near.close()
 
 
+class KeptPool(Protocol):
+    """A kept pool, while this process uses it.
+
+    Attributes:
+        near: Whether this host's fork server forked the ranks, and stays with them and the coordinator.
+    """
+
+    near: bool
+
+    @property
+    def name(self) -> str:
+        """The name that users know the pool by."""
+        ...
+
+    @property
+    def plane(self) -> str:
+        """The data plane that the user asked for."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks when this process began to use the pool, or as it was noted since."""
+        ...
+
+    @property
+    def ports(self) -> tuple[str, int]:
+        """``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
+        ...
+
+    @property
+    def lost(self) -> str:
+        """Why this process uses the pool no more although it did not let go of it; empty as long as it does."""
+        ...
+
+    def connect(self, deadline: Deadline) -> Base:
+        """Connect to the pool. Raises ``StartError``; the pool has no new process and no connection then."""
+        ...
+
+    def replaced(self, base: Base) -> bool:
+        """Return whether the coordinator was replaced while no process used the pool."""
+        ...
+
+    def living(self, base: Base) -> Mapping[int, int]:
+        """Return rank to process id of the ranks that lived when this process connected."""
+        ...
+
+    def ended(self) -> Mapping[int, Ended]:
+        """Return how the other ranks ended, as far as that is known."""
+        ...
+
+    def starter(self) -> Starter | None:
+        """Return the object that starts and ends ranks; ``None`` if that is the launcher's own."""
+        ...
+
+    def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
+        """Report what happens to ranks from now on, and why the pool is lost to this process if it is."""
+        ...
+
+    def update(self, base: Base, size: int) -> None:
+        """Note the pool's processes and the number of its ranks for the process that attaches later."""
+        ...
+
+    def disconnect(self, base: Base) -> None:
+        """Close the connections, and end the processes of this host that do not belong to the pool."""
+        ...
+
+    def release(self) -> None:
+        """Use the pool no more; it stays."""
+        ...
+
+    def forget(self) -> None:
+        """Note that the pool has ended."""
+        ...
+
+
 class HeldPool:
-    """A pool that its launcher keeps, while this process uses it. Made by :meth:`begin` and :meth:`claim`.
+    """A :class:`KeptPool` that its launcher keeps. Made by :meth:`begin` and :meth:`claim`.
 
     Attributes:
         launcher, name, plane: The names of the launcher, the pool and its data plane.
     """
+
+    near = False
 
     def __init__(self, job: HeldJob) -> None:
         self._job = job
@@ -126,22 +203,19 @@ class HeldPool:
         """How many ranks it had when this process began to use it."""
         return self._job.access.size
 
-    @property
-    def living(self) -> Mapping[int, int]:
-        """Rank to process of those that lived then."""
+    def living(self, base: Base) -> Mapping[int, int]:
+        """Return rank to process of those that lived then."""
         return self._job.access.living
 
-    @property
     def ended(self) -> Mapping[int, Ended]:
-        """How the others have ended, as far as that is known."""
+        """Return how the others have ended, as far as that is known."""
         return self._job.access.lost
 
-    @property
-    def replaced(self) -> bool:
-        """Whether the coordinator was replaced while no process used the pool."""
+    def replaced(self, base: Base) -> bool:
+        """Return whether the coordinator was replaced while no process used the pool."""
         return self._job.access.replaced
 
-    def connect(self, warm: Prestart | None, deadline: Deadline) -> Base:
+    def connect(self, deadline: Deadline, warm: Prestart | None = None) -> Base:
         """Connect to it. Raises ``StartError``; the processes of this host have ended then."""
         base: Base | None = None
         try:
@@ -173,9 +247,13 @@ class HeldPool:
         """Report what happens to ranks from now on, and why the pool is lost to this process if it is."""
         self._job.follow(ranks, lost)
 
-    def update(self, coordinator: object, fork_server: ForkServer, size: int) -> None:
+    def update(self, base: Base, size: int) -> None:
         """Note how many ranks it has."""
         self._job.resized(size)
+
+    def disconnect(self, base: Base) -> None:
+        """End the processes of this host, and close the connections."""
+        base.release()
 
     def release(self) -> None:
         """Use it no more; it stays."""

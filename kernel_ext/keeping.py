@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,12 +21,12 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.forked import PROGRAM_NAME
-from hvdlab.kernel_ext.held import HeldCoordinator
 from hvdlab.kernel_ext.prestart import Base
 from hvdlab.kernel_ext.registry import Kept, Process, Registry
 from hvdlab.launch.exits import describe_signal
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.processes import exit_status, open_process, readable
+from hvdlab.launch.starter import Ended, RankObserver
 
 ANSWER_WITHIN = 5.0
 """Seconds that a coordinator has to hand over its socket."""
@@ -118,11 +118,15 @@ class AttachedCoordinator:
 
 
 class Keeping:
-    """The registry's entry of a pool that this process uses.
+    """A :class:`~hvdlab.kernel_ext.held.KeptPool` of this host, by the registry's entry of it.
 
     Attributes:
         kept: What the entry says.
     """
+
+    near = True
+    lost = ""
+    """A pool of this host stays with the process that uses it."""
 
     def __init__(self, registry: Registry, kept: Kept) -> None:
         self._registry, self.kept = registry, kept
@@ -181,43 +185,54 @@ class Keeping:
         return cls(registry, registry.claim(name, _here()))
 
     def connect(self, deadline: Deadline) -> Base:
-        """Connect to what the pool stands on. Raises ``StartError``; then the pool has no owner any more."""
+        """Connect to the pool's processes. Raises ``StartError``."""
         if self.kept.version != __version__:
-            self.release()
             raise StartError(
                 f"the pool `{self.name}` runs hvdlab {self.kept.version}, which hvdlab {__version__} can't talk to; attach "
                 f"with that version, or end the pool by `hvdlab pools stop {self.name}`"
             )
+        # The fork server first: until a process attaches, it is the one that replaces a coordinator that dies.
+        warm = ForkServer.attach(self.kept.path, PROGRAM_NAME, deadline)
         coordinator: AttachedCoordinator | None = None
         try:
-            # The fork server first: until a process attaches, it is the one that replaces a coordinator that dies.
-            warm = ForkServer.attach(self.kept.path, PROGRAM_NAME, deadline)
-            try:
-                coordinator = AttachedCoordinator(self.kept)
-                client = _connect(self.kept, deadline)
-            except BaseException:
-                warm.detach()
-                raise
+            coordinator = AttachedCoordinator(self.kept)
+            client = _connect(self.kept, deadline)
         except BaseException:
+            warm.detach()
             if coordinator is not None:
                 coordinator.release()
-            self.release()
             raise
         return Base(warm, coordinator, client)
 
-    def update(
-        self,
-        coordinator: CoordinatorProcess | AttachedCoordinator | HeldCoordinator,
-        fork_server: ForkServer,
-        size: int,
-    ) -> None:
+    def replaced(self, base: Base) -> bool:
+        """Return whether the coordinator died while no process used the pool."""
+        return isinstance(base.coordinator, AttachedCoordinator) and base.coordinator.replaced
+
+    def living(self, base: Base) -> Mapping[int, int]:
+        """Return rank to process id of the ranks that the fork server has."""
+        return {number: child.pid for number, child in base.fork_server.children().items() if number >= 0}
+
+    def ended(self) -> Mapping[int, Ended]:
+        """Return nothing: the fork server reports the ends that it has seen."""
+        return {}
+
+    def starter(self) -> None:
+        """Return ``None``: the launcher's own starter starts ranks, by the fork server."""
+
+    def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
+        """Do nothing: the fork server's connection reports what happens to ranks."""
+
+    def update(self, base: Base, size: int) -> None:
         """Write changed processes, or a changed size, into the entry."""
-        kept = msgspec.structs.replace(
-            self.kept, coordinator=Process.of(coordinator.pid), warm=Process.of(fork_server.pid), size=size
-        )
+        coordinator, warm = Process.of(base.coordinator.pid), Process.of(base.fork_server.pid)
+        kept = msgspec.structs.replace(self.kept, coordinator=coordinator, warm=warm, size=size)
         if kept != self.kept:
             self.kept = kept
             self._registry.write(kept)
+
+    def disconnect(self, base: Base) -> None:
+        """Let go of the pool's processes."""
+        base.leave()
 
     def release(self) -> None:
         """Note that the pool has no owner any more."""

@@ -282,6 +282,12 @@ class Client:
             self._fill(recording)
         return recording
 
+    def last_seen(self, rank: int, since_ns: int) -> str:
+        """Return :meth:`Recording.last_seen` of a rank; empty if this process keeps no recording."""
+        with self._changed:
+            recording = self._recording
+        return "" if recording is None else recording.last_seen(rank, since_ns)
+
     def adopt(self, recording: Recording) -> None:
         """Let this empty recording be :attr:`recording`. Nothing happens if there is one already."""
         with self._changed:

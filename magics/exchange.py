@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
+from hvdlab.collectives.visible import visible
 from hvdlab.magics.arguments import MagicParser, documented, identifier, parse_ranks
 from hvdlab.magics.patience import patience
+from hvdlab.magics.progress import CellImportDisplay
 from hvdlab.magics.session import Session, as_usage_error, ranks_of
 
 
@@ -28,6 +32,24 @@ def push_parser() -> MagicParser:
     parser = MagicParser("%hvd_push", "Send variables of the notebook to all ranks, under the same names.")
     parser.add_argument("names", nargs="+", type=identifier, metavar="NAME", help="variables of the notebook")
     return parser
+
+
+class _ImportLines:
+    """A line of the running cell for each module that the values of a variable imported.
+
+    Args:
+        name: The variable.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @contextmanager
+    def importing(self, module: str) -> Iterator[None]:
+        """Show that this module is imported, and leave a line if that succeeded."""
+        with CellImportDisplay().importing(module):
+            yield
+        print(f"%hvd_pull {self._name} imported the module {visible(module)} into the notebook")
 
 
 @magics_class
@@ -53,7 +75,7 @@ class ExchangeMagics(Magics):
         for name in options.names:
             try:
                 with as_usage_error(), patience(pool, ranks, f"%hvd_pull {name}"):
-                    values = pool.pull(name, ranks)
+                    values = pool.pull(name, ranks, imports=_ImportLines(name))
             except LookupError as error:
                 raise UsageError(str(error)) from None
             pulled[name] = values[ranks[0]] if options.ranks and len(ranks) == 1 else values

@@ -62,15 +62,16 @@ class StartProgress:
 
 
 class CellImportDisplay:
-    """One line of the running cell that names a package while it is imported, and is gone afterwards.
+    """One line of the running cell that names a package while a module of it is imported, and is gone afterwards.
 
     It has no state, and does not keep results from being pickled.
     """
 
     @contextmanager
-    def importing(self, package: str) -> Iterator[None]:
-        """Show that this package is imported until the context is left."""
-        shell = get_ipython()
+    def importing(self, module: str) -> Iterator[None]:
+        """Show that this module's package is imported until the context is left, unless it was imported before."""
+        package = module.partition(".")[0]
+        shell = None if package in sys.modules else get_ipython()
         text = f"importing {visible(package)} …"
         if shell is not None and in_notebook(shell):
             publisher, area = CellPublisher(shell), f"hvdlab-import-{uuid.uuid4().hex}"

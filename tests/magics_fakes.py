@@ -182,7 +182,7 @@ class FakePool:
             for r in self.ranks
         ]
 
-    def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+    def pull(self, name: str, ranks: Sequence[int] | None = None, *, imports: Any = None) -> dict[int, Any]:
         return {r: self._ranks[r].variables[name] for r in ranks or self.ranks}
 
     def push(self, **values: Any) -> None:

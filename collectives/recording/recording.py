@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.errors import ProtocolError, shown_name
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import MOST_RANKS
@@ -251,6 +251,28 @@ class Recording:
         """Rows from ``number`` on (those before may have been dropped): the number of the first, and a copy."""
         with self._changed:
             return self._rows.since(number, most)
+
+    def last_seen(self, rank: int, since_ns: int) -> str:
+        """Return where a rank was seen last: in which collective, and at which line that was called.
+
+        Args:
+            rank: The rank.
+            since_ns: When its process was ready, by this process's ``CLOCK_MONOTONIC``. An earlier process may have had
+                the same rank.
+
+        Returns:
+            ``allreduce `grad`, cell [7] line 4``. It is empty if this process of the rank ended no collective whose record
+            is kept here, or if its clock can't be compared.
+        """
+        with self._changed:
+            rows = self._rows.newest_of(rank)
+            offset = self._alignment.offset(clock_domain())
+        if not len(rows) or offset is None or int(rows["arrival"][0]) < since_ns + offset[0]:
+            return ""
+        row = rows[0]
+        name, site = shown_name(self.names[row["name"]]), self.sites[row["name"]]
+        called = f"{OpKind(row['kind']).label} `{name}`" if name else OpKind(row["kind"]).label
+        return f"{called}, {site}" if site else called
 
     def clear(self) -> int:
         """Forget the rows, and in what is saved all that happened before now. Returns how many rows there were.

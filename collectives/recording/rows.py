@@ -149,6 +149,17 @@ class RowStore:
         self.begin = self.end
         return count
 
+    def newest_of(self, rank: int) -> Rows:
+        """Return a copy of the newest row of a rank that is kept; no row if there is none."""
+        filled = self._filled
+        for chunk in reversed(self._chunks):
+            places = np.flatnonzero(chunk["rank"][:filled] == rank)
+            if len(places):
+                newest: Rows = chunk[places[-1:]].copy()
+                return newest
+            filled = self.CHUNK
+        return np.empty(0, ROW)
+
     def since(self, number: int, most: int | None = None) -> tuple[int, Rows]:
         """Rows from ``number`` on, or from the oldest that is kept: the number of the first one, and a copy."""
         first = min(max(number, self.begin), self.end)

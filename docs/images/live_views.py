@@ -30,11 +30,9 @@ def step(number, late):
     hvd.metric('loss', 2.3 / (1 + number / 6) + 0.05 * torch.rand(1).item(), step=number)
 """
 TRAINING = "%%hvd_run\nfor number in range(24):\n    step(number, late=0.07)"
-REPAIRED = "%%hvd_run\nfor number in range(24, 48):\n    step(number, late=0)"
 LOAD = "import hvdlab\n%load_ext hvdlab"
 INIT = "%%hvd_run -np 4\nimport time, torch, hvdlab.torch as hvd\nhvd.init()\nhvd.barrier()"
-CELLS = [LOAD, INIT, STEP, "hvdlab.timeline()", "hvdlab.ranks()", TRAINING, REPAIRED]
-REPAIR = CELLS.index(REPAIRED)
+CELLS = [LOAD, INIT, STEP, "hvdlab.timeline()", "hvdlab.ranks()", TRAINING]
 
 
 def notebook(cells: list[str]) -> nbformat.NotebookNode:
@@ -57,8 +55,8 @@ def look(lab: LabPage) -> None:
 
 
 def take(lab: LabPage, name: str) -> None:
-    """The timeline, the ranks, one collective from near, and two cells compared."""
-    for cell in range(REPAIR):
+    """The timeline, the ranks, and one collective from near."""
+    for cell in range(len(CELLS)):
         lab.finish(cell)
     lab.page.wait_for_timeout(2500)
     view = lab.page.locator(".hvd-timeline")
@@ -78,31 +76,6 @@ def take(lab: LabPage, name: str) -> None:
     lab.page.mouse.click(x + target["x"], y + target["y"])
     look(lab)
     view.screenshot(path=HERE / f"timeline-{name}-zoomed.png")
-
-    lab.finish(REPAIR)
-    lab.page.evaluate(
-        """() => {
-            const { store, view, timeline } = document.querySelector('.hvd-timeline').hvdlab;
-            const begun = Math.min(...[...store.marks.values()].filter(mark => mark.text === '[6]').map(mark => mark.begin));
-            view.show(begun - 2e8, store.end + 2e8);
-            timeline.schedule();
-        }"""
-    )
-    look(lab)
-    for count in (6, 7):
-        place = lab.page.evaluate(
-            f"""() => {{
-                const {{ store, where, timeline }} = document.querySelector('.hvd-timeline').hvdlab;
-                const cell = [...store.marks.values()].find(mark => mark.text === '[{count}]');
-                return {{ x: where(0, (cell.begin + cell.end) / 2).x, y: timeline.scene.top - 12 }};
-            }}"""
-        )
-        x, y = canvas_corner(lab)
-        lab.page.mouse.click(x + place["x"], y + place["y"])
-        if count == 6:
-            lab.page.keyboard.press("c")
-    look(lab)
-    view.screenshot(path=HERE / f"timeline-{name}-compared.png")
 
 
 def shrink(path: Path) -> None:

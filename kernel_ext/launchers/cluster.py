@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, StartError
-from hvdlab.kernel_ext.launchers.attempts import AT_LATEST, SOON, Attempt, Attempts, Deaths
 from hvdlab.kernel_ext.launchers.loading import load_ipyparallel
 from hvdlab.kernel_ext.launchers.predecessor import Predecessor
 from hvdlab.launch.exits import describe
@@ -49,6 +48,8 @@ START_WITHIN = 40.0
 """Seconds that a controller has to start."""
 END_WITHIN = 5.0
 """Seconds that a killed controller has to end."""
+PAUSES = (0.0, 0.3, 1.0)
+"""Seconds to wait before each further attempt, if another program took a port after the controller had chosen it."""
 
 log = logging.getLogger(__name__)
 log.addHandler(
@@ -62,10 +63,9 @@ class Companion:
     Args:
         fork_server: Forks the controller.
         pids: Gives rank to process id of the ranks that the fork server forked.
-        connected: Called with the controller's connection information for engines (JSON) when it is up, with an empty
-            text when it has died, and again when another one has taken its place: engines join anew then. Must not block.
-        lost: Called with one line when a controller that was up has died, or its successor can't do all that it did. Must
-            not block.
+        connected: Called with the controller's connection information for engines (JSON) when it is up, and with an empty
+            text when it has died. Ranks join each controller. Must not block.
+        lost: Called with one line when a controller that was up has died. Must not block.
     """
 
     def __init__(
@@ -80,18 +80,14 @@ class Companion:
         self._starter: Starter | None = None
         # The cluster that an earlier process left, if it kept this pool.
         self._earlier = Predecessor.of(fork_server)
-        self._deaths = Deaths()
         self._serving: ForkControllerLauncher | None = None
         self._starting: asyncio.Task[Any] | None = None
-        self._follows = False  # whether the next controller takes the place of one that was up
-        self._told_down, self._last = False, ""
         self._lock = threading.Lock()
         self._cluster: Cluster | None = None
         self._engines: ForkEngineSetLauncher | None = None
         self._up: Future[str] | None = None
         self._loop = asyncio.new_event_loop()
         self._guarded: tuple[str, ...] = ()
-        self._timer: asyncio.TimerHandle | None = None
         self._closed = self._left = False
         self._thread = threading.Thread(target=self._run, name="hvdlab-ipyparallel", daemon=True)
         self._thread.start()
@@ -152,10 +148,8 @@ class Companion:
                     controller.is_up()
                 case Exited(number) if number == CONTROLLER:
                     controller.has_ended(event)
-                    alone = (
-                        self._fork_server.lost is None
-                    )  # else it ended with the fork server, whose end is reported
-                    self._call_soon(self._controller_ended, controller, event, alone)
+                    with_server = self._fork_server.lost is not None
+                    self._call_soon(self._controller_ended, controller, event, with_server)
         if isinstance(event, Exited) and event.number == CONTROLLER and self._earlier is not None:
             self._earlier.has_ended()
         self.ranks_changed()
@@ -210,11 +204,6 @@ class Companion:
             for path in () if self._left else self._guarded:
                 Path(path).unlink(missing_ok=True)
 
-    def _set_timer(self, seconds: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, self._bring_up_again)
-
     def new_cluster(self, **options: Any) -> Cluster:
         """Make the cluster object. The cluster's thread."""
         load_ipyparallel()
@@ -254,59 +243,40 @@ class Companion:
 
     async def _start(self) -> str:
         self._starting = asyncio.current_task()
-        if self._timer is not None:
-            self._timer.cancel()
         if self._earlier is not None and self._cluster is None:
-            self._follows = await self._earlier.end(self._fork_server)
-        again = self._follows
+            await self._earlier.end(self._fork_server)
         cluster = self._cluster or self.new_cluster()
         ours = not cluster.engines
-        try:
-            information, elsewhere = await self._start_controller(cluster, again=again)
-            if ours:
-                await self._take_over_ranks(cluster)
-        except (HvdlabError, RuntimeError, OSError, TimeoutError) as error:
-            if again:
-                self._stays_down(error)
-            raise
-        if self._serving is None:  # it has died meanwhile, and the next one is on its way
+        information = await self._start_controller(cluster)
+        if ours:
+            await self._take_over_ranks(cluster)
+        if self._serving is None:  # it has died meanwhile
             raise RuntimeError("ipyparallel's controller ended as soon as it was up")
-        if elsewhere or self._last not in ("", information):
-            self._lost(
-                "ipyparallel's controller listens on other ports now, since its old ones were not to be had; clients that were "
-                "made before can't reach it: make new ones with `pool.cluster.connect_client_sync()`"
-            )
-        elif self._told_down:
-            self._lost("ipyparallel's controller is up again")
-        self._told_down, self._last = False, information
         self._connected(information)
         return information
 
-    async def _start_controller(self, cluster: Cluster, *, again: bool) -> tuple[str, bool]:
-        """Returns the connection information for engines, and whether other ports had to be taken."""
-        attempts, attempt = Attempts(again=again), Attempt()
-        elsewhere = False
+    async def _start_controller(self, cluster: Cluster) -> str:
+        """Return the connection information for engines of a controller that was started."""
+        pauses = iter(PAUSES)
         while True:
-            await asyncio.sleep(attempt.wait)
-            elsewhere = elsewhere or attempt.elsewhere
             cluster.delay = 0
             try:
                 async with asyncio.timeout(START_WITHIN):
-                    return await self._start_once(cluster, again, attempt.elsewhere), elsewhere
+                    return await self._start_once(cluster)
             except (HvdlabError, RuntimeError, OSError, TimeoutError) as error:
                 failed = cluster.controller
                 if failed is None:
                     raise
                 await failed.surely_gone(END_WITHIN)
-                following = attempts.after(taken=failed.ports_taken)
-                if following is None or self._fork_server.lost is not None:
+                pause = next(pauses, None) if failed.ports_taken else None
+                if pause is None or self._fork_server.lost is not None:
                     raise
                 log.info("ipyparallel's controller is started again: %s", error)
-                attempt = following
+            await asyncio.sleep(pause)
 
-    async def _start_once(self, cluster: Cluster, reuse: bool, elsewhere: bool) -> str:
+    async def _start_once(self, cluster: Cluster) -> str:
         cluster.controller = None  # one that has died, or could not be started
-        await cluster.start_controller(fork_server=self._fork_server, reuse=reuse, elsewhere=elsewhere)
+        await cluster.start_controller(fork_server=self._fork_server)
         controller: ForkControllerLauncher = cluster.controller
         information = json.dumps((await controller.get_connection_info())["engine"])
         if controller.ended.done():
@@ -314,43 +284,27 @@ class Companion:
         self._serving = controller  # its end is `_controller_ended`'s business from now on
         return information
 
-    def _stays_down(self, error: Exception) -> None:
-        """A successor could not be started: say so once, and try again now and then."""
-        if self._closed:
-            return
-        if not self._told_down:
-            self._told_down = True
-            why = str(error).partition("\n")[0] or "it took too long"
-            self._lost(
-                f"ipyparallel's controller could not be started again: {why}; it is tried every {AT_LATEST:g} s, and when the "
-                "cluster is used; cells are not affected"
-            )
-        self._set_timer(AT_LATEST)
+    def _controller_ended(self, controller: ForkControllerLauncher, end: Exited, with_server: bool) -> None:
+        """Report that a controller that was up has died. The next use of the cluster starts another one.
 
-    def _controller_ended(self, controller: ForkControllerLauncher, end: Exited, alone: bool) -> None:
-        """A controller that was up has died: say so, and start another. One that is only being started is left to ``_start``."""
+        A controller that is only being started is left to ``_start``.
+        """
         cluster = self._cluster
         if cluster is None or controller is not self._serving or self._closed:
             return
         with self._lock:
             self._up = (
-                None  # first of all: a caller that uses the cluster from now on waits for the next controller
+                None  # first of all: a caller that uses the cluster from now on gets the next controller
             )
         self._serving = None
         self._connected("")
         controller.notify_stop({"exit_code": end.code, "pid": end.pid, "identifier": controller.identifier})
         cluster.controller = None
-        self._follows = True
-        pause = self._deaths.add(self._loop.time())
-        if alone:
-            soon = pause <= SOON
-            follows = (
-                "another one is being started"
-                if soon
-                else f"another one is started in {pause:g} s, or when the cluster is used"
-            )
-            self._lost(f"ipyparallel's controller ended: {describe(end)}; {follows}")
-        self._set_timer(pause)
+        why = "with the process that ranks are forked from" if with_server else f"({describe(end)})"
+        self._lost(
+            f"ipyparallel's controller ended {why}; cells are not affected, the next use of `pool.cluster` starts "
+            "another controller, and clients of ipyparallel have to be made again"
+        )
 
     async def _take_over_ranks(self, cluster: Cluster) -> None:
         pids = {str(rank): pid for rank, pid in self._pids().items()}
@@ -366,8 +320,6 @@ class Companion:
             cluster.update_cluster_file()
 
     async def _leave(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
             await asyncio.wait((self._starting,))

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 from ipyparallel.controller.app import IPController  # type: ignore[import-untyped]  # has no types
-from traitlets import Bool, default, observe
+from traitlets import default, observe
 from zmq.devices.monitoredqueuedevice import ThreadMonitoredQueue
 
 from hvdlab.kernel_ext.launchers import ports
@@ -68,11 +68,6 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
     """A controller that says on a socket when it is up, and hears there which engines have come and gone."""
 
     name = "ipcontroller"
-    engine_info: dict[str, Any]
-    client_info: dict[str, Any]
-    elsewhere: Bool[bool, bool | int] = Bool(
-        False, config=True, help="Whether one that reuses connection files takes other ports than they say."
-    )
     _last_client = float("-inf")
     _failure: BaseException | None = None
 
@@ -88,26 +83,8 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
 
     @default("ports")
     def _choose_ports(self) -> list[int]:
-        """Ports for what is not configured, without those of a predecessor, which some queues will get."""
-        inherited = [*self.engine_info.values(), *self.client_info.values()]
-        known = [port for value in inherited for port in (value if isinstance(value, list) else [value])]
-        return ports.choose(PORTS, avoid=known)
-
-    def load_secondary_config(self) -> None:
-        """Load a predecessor's connection files, if so configured."""
-        super().load_secondary_config()
-        if self.elsewhere and self.engine_info:
-            self.engine_info = {name: self._moved(name, "engine") for name in self.engine_info}
-            self.client_info = {name: self._moved(name, "client") for name in self.client_info}
-            self.client_info["registration"] = self.engine_info["registration"]
-            self.write_connection_files = True
-
-    def _moved(self, name: str, kind: str) -> Any:
-        """An entry of a connection file, with other ports if it is about ports."""
-        value = (self.engine_info if kind == "engine" else self.client_info)[name]
-        if isinstance(value, list):
-            return [self.next_port(kind) for _ in value]
-        return self.next_port(kind) if isinstance(value, int) else value
+        """Return ports for all queues."""
+        return ports.choose(PORTS)
 
     def init_hub(self) -> None:
         """Make the hub."""
@@ -162,7 +139,7 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
         signal.signal(signal.SIGTERM, self.handle_signal)
 
     def cleanup_connection_files(self) -> None:
-        """Leave them to the pool: the controller that takes this one's place, if the fork server died, needs them."""
+        """Leave them to the pool: they may be another controller's by now, which has the same names for its files."""
 
     def terminate_children(self) -> None:
         """Nothing to do: there are no child processes."""

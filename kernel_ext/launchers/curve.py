@@ -1,8 +1,8 @@
 """Keys by which ipyparallel's controller knows its clients and engines, and they it: CurveZMQ.
 
 Without it, ZeroMQ's ports take subscriptions from any process that reaches them, also from those of other users of this host.
-The public key lies in the controller's connection files, which only their user can read. A successor has the same pair of
-keys, so that engines and clients that exist stay connected.
+The public key lies in the controller's connection files, which only their user can read. All controllers of a cluster have the
+same pair of keys: the sockets of an engine, which live as long as it does, know one key.
 """
 
 from __future__ import annotations

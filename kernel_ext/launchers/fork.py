@@ -22,7 +22,7 @@ from ipyparallel.cluster.launcher import (  # type: ignore[import-untyped]  # ha
     NotRunning,
 )
 from traitlets import Any as AnyTrait
-from traitlets import Bool, Dict
+from traitlets import Dict
 
 from hvdlab.kernel_ext.launchers import curve, ports
 from hvdlab.launch.exits import describe
@@ -34,8 +34,6 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     Attributes:
         fork_server: The fork server.
-        reuse: Whether it takes the place of one that died: with its ports, so that engines and clients find it.
-        elsewhere: Whether it takes that one's place with other ports.
         forked, listening, ended: The pool completes them when the fork server reports these events.
     """
 
@@ -43,8 +41,6 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
     entrypoint_name = f"{__name__}.ForkControllerLauncher"
 
     fork_server: Any = AnyTrait()
-    reuse: Bool[bool, bool | int] = Bool()
-    elsewhere: Bool[bool, bool | int] = Bool()
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -54,15 +50,14 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
 
     @property
     def keys_file(self) -> Path:
-        """The file with the keys of this controller and of its successors."""
+        """The file with the keys of all controllers of this cluster."""
         return keys_file(self.profile_dir, self.cluster_id)
 
     async def start(self) -> None:
         """Have the fork server fork the controller; returns when it has a process id."""
         assert self.fork_server is not None
         environment = {**os.environ, **self.get_env(), **curve.environment(self.keys_file)}
-        reuse = ["--reuse", f"--PoolController.elsewhere={self.elsewhere}"] if self.reuse else []
-        argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN", *reuse)
+        argv = (*self.cluster_args, *self.controller_args, "--usethreads", "--log-level=WARN")
         self.fork_server.send(Fork.of(CONTROLLER, environment, os.getcwd(), sys.path, argv))
         self.pid = await outcome_of(self.forked)
         try:

@@ -1,8 +1,8 @@
-"""Ports for ipyparallel's controller, chosen so that its successor can have them again.
+"""Ports for ipyparallel's controller, outside the range that the system gives to any program that connects to somewhere.
 
-The system gives the ports of one range to any program that connects to somewhere or listens without naming a port. A port
-from there may have another owner a moment after its last one died; a port outside that range only gets another owner if a
-program names it.
+Ranks and clients go on connecting to a controller that has died. On a port of that range they could reach another program, or
+themselves: TCP connects a socket to itself if the system gives it the port that it connects to. A port outside that range only
+gets another owner if a program names it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import random
 import socket
-from collections.abc import Collection
 from pathlib import Path
 
 TAKEN = errno.EADDRINUSE
@@ -43,12 +42,11 @@ def candidates(given_away: range) -> range:
     return max((ports for ports in (below, above) if len(ports) >= ENOUGH), key=len, default=range(0))
 
 
-def choose(count: int, avoid: Collection[int] = (), among: range | None = None) -> list[int]:
+def choose(count: int, among: range | None = None) -> list[int]:
     """Choose free ports that the system does not give away. There may be fewer than ``count``, or none.
 
     Args:
         count: How many are wanted.
-        avoid: Ports not to choose.
         among: The ports to choose from; by default :func:`candidates` of this system.
     """
     among = candidates(outgoing()) if among is None else among
@@ -56,7 +54,7 @@ def choose(count: int, avoid: Collection[int] = (), among: range | None = None) 
     for port in random.SystemRandom().sample(among, min(len(among), 20 * count)):
         if len(found) == count:
             break
-        if port not in avoid and _is_free(port):
+        if _is_free(port):
             found.append(port)
     return found
 

@@ -15,7 +15,7 @@ from hvdlab.launch.forkserver.messages import CONTROLLER, Signal
 
 
 class Predecessor:
-    """An earlier cluster, whose place a new one takes: with its name and, if it was up, its ports.
+    """An earlier cluster, whose place a new one takes: with its name, and with its keys, which the ranks know.
 
     Args:
         identity: Its ``cluster_id`` and ``profile_dir``.
@@ -40,13 +40,8 @@ class Predecessor:
         if not self._gone.done():
             self._gone.set_result(None)
 
-    async def end(self, fork_server: ForkServer) -> bool:
-        """End the controller, if it lives. Returns whether its connection files are there.
-
-        By SIGKILL: an orderly end removes them.
-        """
+    async def end(self, fork_server: ForkServer) -> None:
+        """End the controller, if it lives."""
         if CONTROLLER in fork_server.children():
             fork_server.send(Signal(CONTROLLER, signal.SIGKILL))
             await asyncio.wrap_future(self._gone)
-        security, name = Path(self.identity["profile_dir"]) / "security", self.identity["cluster_id"]
-        return all((security / f"ipcontroller-{name}-{kind}.json").exists() for kind in ("client", "engine"))

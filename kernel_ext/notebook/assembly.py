@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -35,7 +36,11 @@ from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
-from hvdlab.kernel_ext.notebook.kept_pools import AttachedCoordinator, LauncherKeptPool, LocalKeptPool
+from hvdlab.kernel_ext.notebook.kept_pools import (
+    KeptPool,
+    LauncherKeptPool,
+    LocalKeptPool,
+)
 from hvdlab.kernel_ext.notebook.membership_history import ElasticState, MembershipChange, MembershipHistory
 from hvdlab.kernel_ext.notebook.output.recorder import TranscriptStore, kept_limit
 from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
@@ -149,7 +154,7 @@ class PoolParts:
         plane: str,
         hosts: str,
         options: Mapping[str, object],
-        keeping: LocalKeptPool | LauncherKeptPool | None = None,
+        keeping: KeptPool | None = None,
         *,
         begun: bool = False,
     ) -> None:
@@ -163,6 +168,8 @@ class PoolParts:
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._news: list[str] = []
+        #: Rank to the time at which its process was ready (``CLOCK_MONOTONIC``, ns).
+        self._ready_ns: dict[int, int] = {}
         self._closed = False
         self.joining = Joining(
             lambda rank, request: self.runs.post(JOIN, request.encode(), [rank]), failed=self._could_not_join
@@ -189,8 +196,8 @@ class PoolParts:
         self.transcripts = TranscriptStore(base.coordinator.directory / "output", kept_limit(os.environ))
         if keeping is not None:
             self.runs.interrupt_delay = INTERRUPT_DELAY
-        held = keeping if isinstance(keeping, LauncherKeptPool) else None
-        self._starter = launcher.starter(self._request(options), self) if held is None else held.starter()
+        starter = keeping.starter() if keeping is not None else None
+        self._starter = launcher.starter(self._request(options), self) if starter is None else starter
         self.companion.use(self._starter)
         self.group.use(self._starter)
         self.rebuilder = CoordinatorRecovery(
@@ -204,9 +211,9 @@ class PoolParts:
             near=launcher.forks,
         )
         if keeping is not None and not begun:
-            self._find()
-        if held is not None:
-            held.follow(self, self._lost_hold)
+            self._find(keeping)
+        if keeping is not None:
+            keeping.follow(self, self._lost_hold)
         base.client.on_membership(self.history.world)
         base.client.on_mail(JOINED, self._joined)
         base.fork_server.listen(self._hear, self._fork_server_lost)
@@ -243,7 +250,7 @@ class PoolParts:
             base = (
                 cls._base_here(found, hosts, keep is not None, warm, deadline)
                 if held is None
-                else held.connect(warm, deadline)
+                else held.connect(deadline, warm)
             )
         except BaseException:
             if held is not None:
@@ -290,25 +297,17 @@ class PoolParts:
         show: takeover.Show | None = None,
     ) -> PoolParts:
         """Take over a pool that was kept. Raises what ``Pool.attach`` does, and has left the pool as it was then."""
-        keeping = (
+        keeping: KeptPool = (
             LocalKeptPool.claim(name) if launcher == names.LOCAL else LauncherKeptPool.claim(name, launcher)
         )
-        progress("finding the ranks")
-        if isinstance(keeping, LocalKeptPool):
-            base = keeping.connect(deadline)
-        else:
-            try:
-                base = keeping.connect(None, deadline)
-            except BaseException:
-                keeping.release()
-                raise
+        base: PoolProcesses | None = None
         try:
+            progress("finding the ranks")
+            base = keeping.connect(deadline)
             self = cls(base, names.find(launcher), keeping.plane, "", {}, keeping)
         except BaseException:
-            if isinstance(keeping, LauncherKeptPool):
-                base.release()
-            else:
-                base.leave()
+            if base is not None:
+                keeping.disconnect(base)
             keeping.release()
             raise
         try:
@@ -361,35 +360,24 @@ class PoolParts:
 
     def _own(self, ranks: Iterable[int]) -> None:
         """Tell ranks that this process takes what they write; they need its id, since they outlive it."""
-        pid, near = os.getpid(), not isinstance(self.keeping, LauncherKeptPool)
+        pid, near = os.getpid(), self.keeping is None or self.keeping.near
         self.runs.post(TO_RANK, encode(SetOwner(pid, start_time(pid), near)), tuple(ranks))
 
     @property
     def _coordinator_was_replaced(self) -> bool:
         """Whether the coordinator died while no process had this pool."""
-        if isinstance(self.keeping, LauncherKeptPool):
-            return self.keeping.replaced
-        coordinator = self._base.coordinator
-        return isinstance(coordinator, AttachedCoordinator) and coordinator.replaced
+        return self.keeping is not None and self.keeping.replaced(self._base)
 
-    def _find(self) -> None:
+    def _find(self, keeping: KeptPool) -> None:
         """Take in the ranks that another process has started. Missing ones have ended while no process had the pool."""
-        ended: Mapping[int, Ended] = {}
-        if isinstance(self.keeping, LauncherKeptPool):
-            pids, ended = dict(self.keeping.living), self.keeping.ended
-        else:
-            pids = {
-                number: child.pid
-                for number, child in self._base.fork_server.children().items()
-                if number >= 0
-            }
+        pids, ended = dict(keeping.living(self._base)), keeping.ended()
         world = self.client.membership()
         wanted = tuple(rank for rank in world.expected or pids if rank not in world.leaving)
-        if self._coordinator_was_replaced and self.keeping is not None:
+        if keeping.replaced(self._base):
             # The successor has never heard of ranks that ended before it started: go by the pool's size. The process before this one may
             # have ended in the middle of a resize, and ranks live that it has not counted yet.
             uncounted = pids.keys() & set(world.expected)
-            known = {*range(self.keeping.size), *uncounted} - set(world.leaving)
+            known = {*range(keeping.size), *uncounted} - set(world.leaving)
             wanted = tuple(sorted(known))
         self.group.handle(RanksAdopted(wanted, pids, world.leaving))
         for rank in set(wanted) - set(pids):
@@ -469,6 +457,7 @@ class PoolParts:
     def _is_ready(self, rank: int) -> None:
         if self.keeping is not None:
             self._own([rank])
+        self._ready_ns[rank] = time.monotonic_ns()
         self.joining.add([rank])
         self.history.announce()
 
@@ -476,6 +465,9 @@ class PoolParts:
         self.joining.gone(rank)
         member = self.group.members.get(rank)
         tail, detail = (member.tail, member.detail) if member is not None else ("", "")
+        ready = self._ready_ns.pop(rank, None)
+        if ready is not None and (seen := self.client.last_seen(rank, ready)):
+            detail = f"{detail}; last seen in {seen}" if detail else f"last seen in {seen}"
         self._note_end("died", rank, reason)
         self.runs.rank_died(rank, reason, tail, detail)
 
@@ -518,9 +510,7 @@ class PoolParts:
     def note_kept(self) -> None:
         """Write down that a process, or the size, has changed, for the process that attaches to the kept pool later."""
         if self.keeping is not None and not self._closed:
-            self.keeping.update(
-                self._base.coordinator, self._base.fork_server, len(self.group.members.wanted)
-            )
+            self.keeping.update(self._base, len(self.group.members.wanted))
 
     def came(self, how: str, ranks: Sequence[int]) -> None:
         """These ranks are new; if the pool has no other rank, none of them counts as a newcomer."""
@@ -685,17 +675,13 @@ class PoolParts:
         if self.keeping is None:
             self.close()
         elif self._claim_end():
-            held = isinstance(self.keeping, LauncherKeptPool)
             self.rebuilder.close()
-            self.companion.close(keep=not held)
+            self.companion.close(keep=self.keeping.near)
             with contextlib.suppress(CoordinatorLostError):  # what keeps the pool tells its ranks
                 self.runs.leave()
                 self.runs.post(TO_RANK, encode(SetOwner(0, 0)), tuple(self.group.pids()))
             self._end_runs("the notebook has let go of the pool; what runs there goes on")
-            if held:
-                self._base.release()
-            else:
-                self._base.leave()
+            self.keeping.disconnect(self._base)
             self.keeping.release()
             self.rebuilder.join()
 
@@ -713,7 +699,7 @@ class PoolParts:
 
     def close(self) -> None:
         """End everything. Idempotent; does nothing in a forked child of the pool's process."""
-        if isinstance(self.keeping, LauncherKeptPool) and self.keeping.lost:
+        if self.keeping is not None and self.keeping.lost:
             self.leave()  # it is another notebook's
             return
         if not self._claim_end():

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -127,12 +128,91 @@ class AttachedCoordinator:
             os.waitpid(self._first, os.WNOHANG)
 
 
+class KeptPool(Protocol):
+    """A kept pool, while this process uses it.
+
+    Attributes:
+        near: Whether this host's fork server forked the ranks, and stays with them and the coordinator.
+    """
+
+    near: bool
+
+    @property
+    def name(self) -> str:
+        """The name that users know the pool by."""
+        ...
+
+    @property
+    def plane(self) -> str:
+        """The data plane that the user asked for."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks when this process began to use the pool, or as it was noted since."""
+        ...
+
+    @property
+    def ports(self) -> tuple[str, int]:
+        """``MASTER_ADDR`` and ``MASTER_PORT`` of its ranks."""
+        ...
+
+    @property
+    def lost(self) -> str:
+        """Why this process uses the pool no more although it did not let go of it; empty as long as it does."""
+        ...
+
+    def connect(self, deadline: Deadline) -> PoolProcesses:
+        """Connect to the pool. Raises ``StartError``; the pool has no new process and no connection then."""
+        ...
+
+    def replaced(self, base: PoolProcesses) -> bool:
+        """Return whether the coordinator was replaced while no process used the pool."""
+        ...
+
+    def living(self, base: PoolProcesses) -> Mapping[int, int]:
+        """Return rank to process id of the ranks that lived when this process connected."""
+        ...
+
+    def ended(self) -> Mapping[int, Ended]:
+        """Return how the other ranks ended, as far as that is known."""
+        ...
+
+    def starter(self) -> Starter | None:
+        """Return the object that starts and ends ranks; ``None`` if that is the launcher's own."""
+        ...
+
+    def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
+        """Report what happens to ranks from now on, and why the pool is lost to this process if it is."""
+        ...
+
+    def update(self, base: PoolProcesses, size: int) -> None:
+        """Note the pool's processes and the number of its ranks for the process that attaches later."""
+        ...
+
+    def disconnect(self, base: PoolProcesses) -> None:
+        """Close the connections, and end the processes of this host that do not belong to the pool."""
+        ...
+
+    def release(self) -> None:
+        """Use the pool no more; it stays."""
+        ...
+
+    def forget(self) -> None:
+        """Note that the pool has ended."""
+        ...
+
+
 class LocalKeptPool:
-    """The registry's entry of a pool that this process uses.
+    """A :class:`KeptPool` of this host, by the registry's entry of it.
 
     Attributes:
         kept: What the entry says.
     """
+
+    near = True
+    lost = ""
+    """A pool of this host stays with the process that uses it."""
 
     def __init__(self, registry: KeptPoolRegistry, kept: KeptPoolEntry) -> None:
         self._registry, self.kept = registry, kept
@@ -198,43 +278,54 @@ class LocalKeptPool:
         return cls(registry, registry.claim(name, _here()))
 
     def connect(self, deadline: Deadline) -> PoolProcesses:
-        """Connect to what the pool stands on. Raises ``StartError``; then the pool has no owner any more."""
+        """Connect to the pool's processes. Raises ``StartError``."""
         if self.kept.version != __version__:
-            self.release()
             raise StartError(
                 f"the pool `{self.name}` runs hvdlab {self.kept.version}, which hvdlab {__version__} can't talk to; attach "
                 f"with that version, or end the pool by `hvdlab pools stop {self.name}`"
             )
+        # The fork server first: until a process attaches, it is the one that replaces a coordinator that dies.
+        warm = ForkServer.attach(self.kept.path, PROGRAM_NAME, deadline)
         coordinator: AttachedCoordinator | None = None
         try:
-            # The fork server first: until a process attaches, it is the one that replaces a coordinator that dies.
-            warm = ForkServer.attach(self.kept.path, PROGRAM_NAME, deadline)
-            try:
-                coordinator = AttachedCoordinator(self.kept)
-                client = _connect(self.kept, deadline)
-            except BaseException:
-                warm.detach()
-                raise
+            coordinator = AttachedCoordinator(self.kept)
+            client = _connect(self.kept, deadline)
         except BaseException:
+            warm.detach()
             if coordinator is not None:
                 coordinator.release()
-            self.release()
             raise
         return PoolProcesses(warm, coordinator, client)
 
-    def update(
-        self,
-        coordinator: CoordinatorProcess | AttachedCoordinator | LauncherKeptCoordinator,
-        fork_server: ForkServer,
-        size: int,
-    ) -> None:
+    def replaced(self, base: PoolProcesses) -> bool:
+        """Return whether the coordinator died while no process used the pool."""
+        return isinstance(base.coordinator, AttachedCoordinator) and base.coordinator.replaced
+
+    def living(self, base: PoolProcesses) -> Mapping[int, int]:
+        """Return rank to process id of the ranks that the fork server has."""
+        return {number: child.pid for number, child in base.fork_server.children().items() if number >= 0}
+
+    def ended(self) -> Mapping[int, Ended]:
+        """Return nothing: the fork server reports the ends that it has seen."""
+        return {}
+
+    def starter(self) -> None:
+        """Return ``None``: the launcher's own starter starts ranks, by the fork server."""
+
+    def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
+        """Do nothing: the fork server's connection reports what happens to ranks."""
+
+    def update(self, base: PoolProcesses, size: int) -> None:
         """Write changed processes, or a changed size, into the entry."""
-        kept = msgspec.structs.replace(
-            self.kept, coordinator=Process.of(coordinator.pid), warm=Process.of(fork_server.pid), size=size
-        )
+        coordinator, warm = Process.of(base.coordinator.pid), Process.of(base.fork_server.pid)
+        kept = msgspec.structs.replace(self.kept, coordinator=coordinator, warm=warm, size=size)
         if kept != self.kept:
             self.kept = kept
             self._registry.write(kept)
+
+    def disconnect(self, base: PoolProcesses) -> None:
+        """Let go of the pool's processes."""
+        base.leave()
 
     def release(self) -> None:
         """Note that the pool has no owner any more."""
@@ -326,11 +417,13 @@ class LauncherKeptCoordinator:
 
 
 class LauncherKeptPool:
-    """A pool that its launcher keeps, while this process uses it. Made by :meth:`begin` and :meth:`claim`.
+    """A :class:`KeptPool` that its launcher keeps. Made by :meth:`begin` and :meth:`claim`.
 
     Attributes:
         launcher, name, plane: The names of the launcher, the pool and its data plane.
     """
+
+    near = False
 
     def __init__(self, job: HeldJob) -> None:
         self._job = job
@@ -381,22 +474,19 @@ class LauncherKeptPool:
         """How many ranks it had when this process began to use it."""
         return self._job.access.size
 
-    @property
-    def living(self) -> Mapping[int, int]:
-        """Rank to process of those that lived then."""
+    def living(self, base: PoolProcesses) -> Mapping[int, int]:
+        """Return rank to process of those that lived then."""
         return self._job.access.living
 
-    @property
     def ended(self) -> Mapping[int, Ended]:
-        """How the others have ended, as far as that is known."""
+        """Return how the others have ended, as far as that is known."""
         return self._job.access.lost
 
-    @property
-    def replaced(self) -> bool:
-        """Whether the coordinator was replaced while no process used the pool."""
+    def replaced(self, base: PoolProcesses) -> bool:
+        """Return whether the coordinator was replaced while no process used the pool."""
         return self._job.access.replaced
 
-    def connect(self, warm: Prestart | None, deadline: Deadline) -> PoolProcesses:
+    def connect(self, deadline: Deadline, warm: Prestart | None = None) -> PoolProcesses:
         """Connect to it. Raises ``StartError``; the processes of this host have ended then."""
         base: PoolProcesses | None = None
         try:
@@ -428,9 +518,13 @@ class LauncherKeptPool:
         """Report what happens to ranks from now on, and why the pool is lost to this process if it is."""
         self._job.follow(ranks, lost)
 
-    def update(self, coordinator: object, fork_server: ForkServer, size: int) -> None:
+    def update(self, base: PoolProcesses, size: int) -> None:
         """Note how many ranks it has."""
         self._job.resized(size)
+
+    def disconnect(self, base: PoolProcesses) -> None:
+        """End the processes of this host, and close the connections."""
+        base.release()
 
     def release(self) -> None:
         """Use it no more; it stays."""

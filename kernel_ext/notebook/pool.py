@@ -20,7 +20,7 @@ from hvdlab.kernel_ext.notebook import checks
 from hvdlab.kernel_ext.notebook.assembly import PoolParts, Progress
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
-from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.results import CellResults, ImportDisplay
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds
 from hvdlab.kernel_ext.notebook.kept_pools import launcher_of
@@ -322,14 +322,23 @@ class Pool:
         """
         transfer.push(self._base.runs.questions, values, self._chosen(ranks), near=self._near())
 
-    def pull(self, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
-        """The value of a variable or expression on these ranks (by default all), by rank.
+    def pull(
+        self, name: str, ranks: Sequence[int] | None = None, *, imports: ImportDisplay | None = None
+    ) -> dict[int, Any]:
+        """Return the value of a variable or expression on these ranks (by default all), by rank.
+
+        Args:
+            name: The variable or expression.
+            ranks: The ranks.
+            imports: Shows which modules the values import in this process; None shows nothing.
 
         Raises:
             InvalidRequestError: One of these ranks is lost or does not exist.
             LookupError: The value does not exist on a rank, can't be sent, or there is no memory for it in this process.
         """
-        return transfer.pull(self._base.runs.questions, name, self._chosen(ranks), near=self._near())
+        return transfer.pull(
+            self._base.runs.questions, name, self._chosen(ranks), near=self._near(), imports=imports
+        )
 
     def _near(self) -> set[int]:
         return self._base.near()

@@ -159,16 +159,22 @@ class SyncResult:
 
 
 def why_unknown(newcomers: Mapping[int, UnsyncedRank], ranks: Sequence[int]) -> str:
-    """Why a name is unknown on some of ``ranks``, if they came later, and what to do; empty if none of them did."""
+    """Return why a name is unknown on those of ``ranks`` that came later, and what to do; empty if none of them did."""
     came = [rank for rank in ranks if rank in newcomers]
     if not came:
         return ""
-    one = newcomers[came[0]]
-    at = time.strftime("%H:%M:%S", time.localtime(one.when))
+    ways: dict[str, list[int]] = {}
+    for rank in came:
+        at = time.strftime("%H:%M:%S", time.localtime(newcomers[rank].when))
+        ways.setdefault(f"by {newcomers[rank].how} at {at}", []).append(rank)
+    (first, whose), *others = ways.items()
+    causes = [f"{format_ranks(whose)} came later, {first}"]
+    causes += [f"{format_ranks(each)} {way}" for way, each in others]
     has = "has" if len(came) == 1 else "have"
+    lacking = f"; they {has}" if others else f", and {has}"
     them = "it" if len(came) == 1 else "them"
     return (
-        f"{format_ranks(came)} came later, by {one.how} at {at}, and {has} nothing that earlier cells made; "
+        f"{'; '.join(causes)}{lacking} nothing that earlier cells made; "
         f"`%hvd_pool sync {compact_ranks(came)}` brings {them} what the others know, and so does `%%hvd_run --sync` before its cell"
     )
 

@@ -46,6 +46,9 @@ def _spare_debugger() -> None:
         del sys.modules["debugpy"]
 
 
+SELDOM = 30_000
+"""Milliseconds between two attempts to connect to a controller, once it has not answered for a while."""
+
 _spare_debugger()  # here, so that it is done once, before the ranks are forked
 
 
@@ -96,6 +99,8 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
         self.links = Links()
 
         def watched(socket: Any, *args: Any, **kwargs: Any) -> Any:
+            # ZeroMQ goes on trying to reach a controller that has died, ten times a second by default. None comes back there.
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, SELDOM)
             if socket.type == zmq.ROUTER:
                 # The controller's queues have the same names as their predecessors', whose connections may still be
                 # about to end: then ZeroMQ would not let the new ones have these names.
@@ -133,9 +138,7 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
             raise JoinFailed(f"the connections to the controller are not up after {self.timeout:g} s")
 
     async def register_again(self, connection: str) -> None:
-        """Register this engine with a controller that took the place of the one that had it.
-
-        If the new controller listens where its predecessor did, ZeroMQ connects the engine's sockets to it by itself.
+        """Register this engine with another controller.
 
         Raises:
             JoinFailed: The controller can't be reached from here, or does not take this engine in.
@@ -150,13 +153,13 @@ class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is u
             raise JoinFailed(f"the controller calls it engine {answer['id']}")
 
     async def _turn_to(self, connection: str) -> None:
-        """Connect the sockets of the kernel, which stays as it is, to a controller that listens elsewhere."""
+        """Connect the sockets of the kernel, which stays as it is, to another controller."""
         before, after = self.connection_info, json.loads(connection)
         protocol, host = after["interface"].split("://")
         after["interface"] = f"{protocol}://{disambiguate_ip_address(host, self.location)}"
         if self.using_ssh or after.get("curve_serverkey") != before.get("curve_serverkey"):
             raise JoinFailed(
-                "the new controller listens elsewhere, out of reach; restart the rank to join it"
+                "the new controller is out of reach of this rank's sockets; restart the rank to join it"
             )
         await self._on_each_socket("disconnect", before)
         self.links.forget()

@@ -162,26 +162,20 @@ def test_the_minimap_moves_and_sizes_what_is_in_view(page: Page) -> None:
     assert page.evaluate("view.view.from") == 0
 
 
-def test_two_cells_are_compared(page: Page) -> None:
+def test_the_time_of_a_cell_is_chosen_by_a_click(page: Page) -> None:
     y = page.evaluate("view.scene.top") - 12  # the track of cells is above the first host's heading
     x = page.evaluate("view.api.where(0, 250e6).x")
     page.mouse.move(*canvas_point(page, x, y))
     assert page.locator(".hvd-tip").inner_text() == "cell [7]\nranks 0, 1 · 499 ms"
     page.mouse.click(*canvas_point(page, x, y))
     assert details(page).startswith("Selection: 50 collectives in 499 ms")
-    page.get_by_role("button", name="Compare with the stretch that is chosen next").click()
-    assert "Choose another stretch" in details(page)
+    assert "100 ms · last in 50 of 50" in page.locator(".hvd-bars tr").nth(1).inner_text()
     page.mouse.click(*canvas_point(page, page.evaluate("view.api.where(0, 750e6).x"), y))
-    text = details(page)
-    assert text.startswith("A 50 collectives in 499 ms · B 50 collectives in")
-    rows = page.locator(".hvd-compare tbody").first.locator("tr")
-    assert rows.nth(0).inner_text().split("\t")[2:4] == ["A", "45"]
-    assert "6.00 ms" not in rows.nth(0).inner_text()
-    ranks = page.locator(".hvd-bars tbody").nth(1).inner_text()
-    assert "100 ms · last in 50 of 50" in ranks
-    assert "299 ms · last in 50 of 50+199 %" in ranks  # the cell began 1 ms after the first arrival
-    page.get_by_role("button", name="Compare no more").click()
-    assert details(page).startswith("In view: 100 collectives")
+    assert details(page).startswith("Selection: 50 collectives in")
+    # The cell began 1 ms after the first arrival.
+    assert "299 ms · last in 50 of 50" in page.locator(".hvd-bars tr").nth(1).inner_text()
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".hvd-details :text('In view')")
 
 
 def test_stretches_are_chosen_with_keys_alone(page: Page) -> None:
@@ -189,10 +183,9 @@ def test_stretches_are_chosen_with_keys_alone(page: Page) -> None:
     page.evaluate("view.view.show(0, 100e6); view.schedule()")
     page.keyboard.press("m")
     assert details(page).startswith("Selection: 10 collectives in 100 ms")
-    page.keyboard.press("c")
     page.keyboard.press("Shift+D")
     page.keyboard.press("m")
-    assert details(page).startswith("A 10 collectives in 100 ms · B 10 collectives in 100 ms")
+    assert details(page).startswith("Selection: 10 collectives in 100 ms")
     page.keyboard.press("f")
     page.keyboard.press("z")
     assert page.evaluate("view.view.length") == pytest.approx(116e6, rel=0.01)
@@ -254,7 +247,7 @@ def test_what_is_not_known_is_said(page: Page) -> None:
     page.locator(".hvd-plot canvas").focus()
     page.keyboard.press("?")
     help_box = page.get_by_role("note", name="Keys")
-    assert "compare the chosen stretch with the next" in help_box.inner_text()
+    assert "choose a stretch; choose what is in view" in help_box.inner_text()
     page.keyboard.press("Escape")
     assert help_box.is_hidden()
 

@@ -402,8 +402,12 @@ class Campaign:
     def _join(self) -> None:
         """Let all ranks be ipyparallel's engines, as they become in quiet moments: that takes descriptors and threads."""
         pool = self.pool
-        assert pool.cluster is not None
-        if not census.settled(lambda: pool._base.joining.joined != frozenset(pool.ranks), self.hang_after):
+
+        def lacks_engines() -> bool:
+            assert pool.cluster is not None  # starts a controller if the last one has died
+            return pool._base.joining.joined != frozenset(pool.ranks)
+
+        if not census.settled(lacks_engines, self.hang_after):
             raise Hang(
                 f"only ranks {sorted(pool._base.joining.joined)} of {pool.ranks} have joined ipyparallel"
             )

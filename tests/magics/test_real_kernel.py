@@ -293,6 +293,25 @@ def test_a_background_cell_that_fails_says_so(kernel: LiveKernel) -> None:
     assert _plain(cell.text("stderr")).startswith("ranks 0-3 failed with the same error:")
 
 
+def test_the_report_of_a_death_names_the_last_collective_that_was_recorded(kernel: LiveKernel) -> None:
+    kill = "%%hvd_run\nimport os, signal\nif os.environ['RANK'] == '3': os.kill(os.getpid(), signal.SIGKILL)"
+    kernel.run(
+        "%%hvd_run\nimport numpy as np\nimport hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\n"
+        "context.init()\n"
+        "hvd.allreduce(np.ones(3), name='grad')"
+    )
+    assert kernel.run("import hvdlab; recording = hvdlab.pool().client.gathered()").error is None
+    cell = kernel.run(kill)
+    assert cell.error is not None
+    report = "\n".join(cell.error["traceback"])
+    assert re.search(r"last seen in allreduce `grad`, cell \[\d+\] line 6", report), report
+    assert kernel.run("%hvd_pool repair").error is None
+    cell = kernel.run(kill)
+    assert cell.error is not None
+    assert "last seen" not in "\n".join(cell.error["traceback"]), "the process before had the rank then"
+    assert kernel.run("%hvd_pool repair").error is None
+
+
 def test_the_death_of_a_rank_is_told_and_repaired(kernel: LiveKernel) -> None:
     cell = kernel.run("%%hvd_run\nimport signal\nif rank == 3: os.kill(os.getpid(), signal.SIGKILL)")
     assert cell.error is not None
@@ -316,6 +335,27 @@ def test_variables_travel(kernel: LiveKernel) -> None:
     kernel.run("y = {'a': 1}\n%hvd_push y")
     assert kernel.run("%%hvd_run\nprint(y)").lines() == ["[0-3] {'a': 1}"]
     assert "UsageError" in kernel.run("%hvd_pull nothing_here").text("stderr")
+
+
+def test_a_module_that_a_pulled_value_imports_is_named_once(kernel: LiveKernel) -> None:
+    for name in ("pulled_class", "pulled_module", "pulled_in_vain"):
+        (kernel.directory / f"{name}.py").write_text("class Point: pass\n")
+    imports = "import sys; sys.path.insert(0, '')\nimport pulled_class, pulled_module, pulled_in_vain"
+    values = (
+        "p = [pulled_class.Point()] * 2\nm = {'module': pulled_module, 'list': p}\nv = pulled_in_vain.Point()"
+    )
+    assert kernel.run(f"%%hvd_run\n{imports}\n{values}").error is None
+    assert kernel.run("%hvd_pull p").lines() == [
+        "%hvd_pull p imported the module pulled_class into the notebook"
+    ]
+    assert kernel.run("%hvd_pull p").lines() == []
+    lines = kernel.run("%hvd_pull m p").lines()
+    assert lines == ["%hvd_pull m imported the module pulled_module into the notebook"]
+    assert kernel.run("import sys; print(m[3]['module'] is sys.modules['pulled_module'])").lines() == ["True"]
+    (kernel.directory / "pulled_in_vain.py").write_text("raise OSError('broken')\n")
+    failed = kernel.run("%hvd_pull v")
+    assert "UsageError: broken" in failed.text("stderr")
+    assert failed.lines() == []
 
 
 def test_completion_and_inspection_come_from_the_first_rank(kernel: LiveKernel) -> None:

@@ -1,7 +1,5 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { change } from '../src/draw/format.ts';
-import { compare } from '../src/model/comparison.ts';
 import { Groups } from '../src/model/groups.ts';
 import { extentOf, Happenings } from '../src/model/happenings.ts';
 import { Overview, addCoverage } from '../src/model/overview.ts';
@@ -197,21 +195,4 @@ test('who came before a stretch in which it finished holds nobody up in it', () 
   rounds(store, 0, 2, 2, 10, 100);
   assert.deepEqual(statistics(store, 50, 150).ranks.map(one => [one.timesLast, one.heldUp]), [[0, 0], [1, 0]]);
   assert.deepEqual(statistics(store, 5, 150).ranks.map(one => [one.timesLast, one.heldUp]), [[0, 0], [1, 5]]);
-});
-
-test('two stretches are compared name by name and rank by rank', () => {
-  const store = new Store();
-  store.names.push('grad', 'loss');
-  store.sites.push('', 'cell [7] line 4');
-  rounds(store, 0, 10, 2, 10, 100, 1);
-  rounds(store, 10, 10, 2, 40, 300, 1);
-  rounds(store, 20, 5, 2, 10, 50, 2);
-  const found = compare(statistics(store, 0, 10_000), statistics(store, 10_000, 30_000));
-  assert.deepEqual(found.names.map(one => [one.name, one.site, one.a?.p50 ?? null, one.b?.p50 ?? null]), [
-    ['grad', 'cell [7] line 4', 100, 300],
-    ['loss', '', null, 50],
-  ]);
-  assert.deepEqual([found.a.operations, found.b.operations], [10, 15]);
-  assert.deepEqual(found.ranks.map(one => [one.rank, one.a?.heldUp, one.b?.heldUp]), [[0, 0, 0], [1, 100, 450]]);
-  assert.deepEqual([change(100, 300), change(300, 100), change(5, 100), change(0, 4), change(7, 7)], ['+200 %', '−67 %', '×20', '', '']);
 });

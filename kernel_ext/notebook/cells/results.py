@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol, overload
 
 from hvdlab.collectives.errors import format_ranks
@@ -20,6 +22,8 @@ from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Display
 
 _WAITED = re.compile(r"ranks? [\d,-]+ waited; ")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_MODULE_BY_NAME = ("cloudpickle.cloudpickle", "subimport")
+"""The function by which cloudpickle's pickles refer to a module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +80,39 @@ class NoValue(IndexError):
 class ImportDisplay(Protocol):
     """Display of the imports that values need."""
 
-    def importing(self, package: str) -> AbstractContextManager[None]:
-        """Show that this package is imported until the context is left."""
+    def importing(self, module: str) -> AbstractContextManager[None]:
+        """Show that this module is imported until the context is left, by an exception if the import fails."""
 
 
-class _ValueUnpickler(pickle.Unpickler):
-    """Unpickler that shows which package it imports: torch takes seconds, for a tensor of three elements too."""
+class ValueUnpickler(pickle.Unpickler):
+    """Unpickler that shows which modules it imports: torch takes seconds, for a tensor of three elements too.
 
-    def __init__(self, raw: bytes, display: ImportDisplay) -> None:
-        super().__init__(io.BytesIO(raw))
+    Args:
+        stream: The pickle.
+        display: Shows the imports.
+        buffers: The buffers that belong to the pickle, in its order.
+    """
+
+    def __init__(
+        self, stream: bytes | bytearray, display: ImportDisplay, buffers: Iterable[bytearray] = ()
+    ) -> None:
+        super().__init__(io.BytesIO(stream), buffers=buffers)
         self._display = display
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        package = module_name.partition(".")[0]
-        if package in sys.modules:
+        if (module_name, global_name) == _MODULE_BY_NAME:
+            return self._find_module
+        if module_name in sys.modules:
             return super().find_class(module_name, global_name)
-        with self._display.importing(package):
+        with self._display.importing(module_name):
             return super().find_class(module_name, global_name)
+
+    def _find_module(self, name: str) -> ModuleType:
+        """Return a module that the value refers to, and import it if that was not done yet."""
+        if name not in sys.modules:
+            with self._display.importing(name):
+                importlib.import_module(name)
+        return sys.modules[name]
 
 
 def one_line(error: CellError) -> str:
@@ -296,7 +316,7 @@ class CellResults(Sequence[Any]):
     def _unpickled(self, raw: bytes) -> Any:
         if self.import_display is None:
             return pickle.loads(raw)  # noqa: S301
-        return _ValueUnpickler(raw, self.import_display).load()
+        return ValueUnpickler(raw, self.import_display).load()
 
     def _why_missing(self, rank: int) -> str:
         if rank in self.errors:

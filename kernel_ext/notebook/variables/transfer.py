@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import cloudpickle  # type: ignore[import-untyped]  # no stubs
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import HvdlabError, format_ranks
+from hvdlab.kernel_ext.notebook.cells.results import ImportDisplay, ValueUnpickler
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.wire.pickling import INLINE, dump_parts
 from hvdlab.kernel_ext.wire.shared_buffer import NOT_SHARED, SharedBuffer, SharedBufferReader
@@ -45,9 +46,21 @@ LOST = "it is lost"
 
 
 def pull(
-    questions: RankRequests, name: str, ranks: Sequence[int], *, near: Collection[int] = ()
+    questions: RankRequests,
+    name: str,
+    ranks: Sequence[int],
+    *,
+    near: Collection[int] = (),
+    imports: ImportDisplay | None = None,
 ) -> dict[int, Any]:
-    """The value of an expression on these ranks, by rank; ``near`` are ranks whose memory this process can look into.
+    """Return the value of an expression on these ranks, by rank.
+
+    Args:
+        questions: Asks the ranks.
+        name: The expression.
+        ranks: The ranks.
+        near: Ranks whose memory this process can look into.
+        imports: Shows which modules the values import here; None shows nothing.
 
     Raises:
         LookupError: The value does not exist on a rank, can't be sent, or there is no room for it here.
@@ -78,10 +91,16 @@ def pull(
         # The bytes come from a rank that this pool started: code that the user runs with the same rights.
         if rank in parts:
             stream, *buffers = parts.pop(rank)
-            values[rank] = pickle.loads(stream, buffers=buffers)  # noqa: S301
+            values[rank] = _unpickled(stream, buffers, imports)
         elif answer.pickles[0] is not None:
-            values[rank] = pickle.loads(answer.pickles[0])  # noqa: S301
+            values[rank] = _unpickled(answer.pickles[0], (), imports)
     return values
+
+
+def _unpickled(stream: bytes | bytearray, buffers: Iterable[bytearray], imports: ImportDisplay | None) -> Any:
+    if imports is None:
+        return pickle.loads(stream, buffers=buffers)  # noqa: S301
+    return ValueUnpickler(stream, imports, buffers).load()
 
 
 def _fetch_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -409,3 +410,29 @@ def test_the_rows_that_are_kept_are_the_newest_whatever_memory_they_lie_in() -> 
         assert begin == store.begin
         assert (kept["arrival"] == np.arange(begin, first + 5000)).all()
     assert store.begin > 0
+
+
+def test_where_a_rank_was_seen_last() -> None:
+    clock = clock_domain()
+    first, second = (
+        span("grad", 1, START, START + 9, START + 10),
+        span("loss", 2, START + 20, START + 29, START + 30),
+    )
+    recording = fed(
+        (0, [world(2), replace(first, site="cell [3] line 5"), replace(second, site="cell [3] line 6")]),
+        (1, [world(2), replace(first, site="cell [3] line 5")]),
+        (2, [world(2), replace(second, name="", kind=OpKind.BARRIER)]),
+        clock=clock,
+    )
+    assert recording.last_seen(0, START) == "allreduce `loss`, cell [3] line 6"
+    assert recording.last_seen(1, START) == "allreduce `grad`, cell [3] line 5"
+    assert recording.last_seen(2, START) == "barrier"
+    assert recording.last_seen(3, START) == ""
+    assert recording.last_seen(0, START + 21) == "", "the process before had the rank then"
+    recording.feed(
+        1, encode(1, [span("x", number, START, START, START) for number in range(2, 20_000)], clock=clock)
+    )
+    assert recording.last_seen(0, START) == "allreduce `loss`, cell [3] line 6"
+    assert recording.last_seen(1, START) == "allreduce `x`"
+    recording.clear()
+    assert recording.last_seen(0, START) == ""

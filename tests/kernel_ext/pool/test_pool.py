@@ -261,7 +261,7 @@ def test_a_pool_that_is_used_by_cells_alone_has_no_controller(start_pool: StartP
     pool.run("1")
     warm = pool._base._base.fork_server
     assert set(warm.children()) == {0, 1}
-    assert pool._base.companion._timer is None
+    assert pool._base.companion._cluster is None
     ranks = [psutil.Process(pid) for pid in pool._base.group.pids().values()]
     assert [one.net_connections("inet") for one in (*ranks, psutil.Process(warm.pid))] == [[], [], []]
 

@@ -1,4 +1,4 @@
-"""A pool whose coordinator, fork server or controller is killed goes on with the ranks that live."""
+"""A pool whose coordinator or fork server is killed goes on with the ranks that live."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-import zmq
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.membership import Membership
@@ -403,30 +402,6 @@ def test_a_fork_server_that_can_not_be_replaced_ends_the_pool(
     assert set(run.wait(30).deaths) == {0}
     with pytest.raises(StartError, match=r"broken down:.*forked from ended \(killed by SIGKILL\).*no memory"):
         watched.pool.run("1")
-
-
-# -- ipyparallel's controller -------------------------------------------------------------------------------------
-
-
-@pytest.mark.soak
-def test_the_controller_dies_and_comes_up_again(start_pool: StartPool) -> None:
-    watched = Watched(start_pool(2))
-    pool = watched.pool
-    with pool.cluster.connect_client_sync() as client:
-        client.wait_for_engines(2, timeout=30)
-    out = Recorder()
-    run = pool.start_run("print('on', flush=True)\nwhile True: time.sleep(0.01)", out=out)
-    out.wait_for("on", ranks=(0, 1))
-    (controller,) = [p for p in psutil.Process(watched.warm).children() if p.name() == "hvd-controller"]
-    controller.kill()
-    out.wait_for_note("ipyparallel's controller ended: killed by SIGKILL")
-    run.interrupt()
-    run.wait(30)
-    with pool.cluster.connect_client_sync() as client:
-        client.wait_for_engines(2, timeout=60)
-        assert client[:].apply_sync(os.getpid) == list(watched.pids.values())
-    zmq.Context.instance().destroy(linger=0)
-    watched.check()
 
 
 def test_only_the_rank_that_is_restarted_is_new(start_pool: StartPool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -225,6 +226,18 @@ def test_what_is_said() -> None:
         "and has nothing that earlier cells made; `%hvd_pool sync 3` brings it what the others know, and so does "
         "`%%hvd_run --sync` before its cell"
     )
+    several = {
+        1: UnsyncedRank("resize", 0.0),
+        2: UnsyncedRank("repair", 0.0),
+        4: UnsyncedRank("resize", 0.0),
+        5: UnsyncedRank("resize", 90.0),
+    }
+    first, later = (time.strftime("%H:%M:%S", time.localtime(when)) for when in (0.0, 90.0))
+    assert why_unknown(several, [0, 1, 2, 4, 5]).startswith(
+        f"ranks 1,4 came later, by resize at {first}; rank 2 by repair at {first}; rank 5 by resize at {later}; they have "
+        "nothing that earlier cells made; `%hvd_pool sync 1,2,4,5` brings them what the others know"
+    )
+    assert "ranks 1,4 came later, by resize at " in why_unknown(several, [1, 4])
     done = SyncResult(0, (3,), ("x",), (), {"lock": "TypeError: no"}, 2048, 0.25)
     assert str(done) == (
         "rank 3 has what rank 0 knows: 1 variable and 0 modules, 2.0 KiB in 0.2 s\nnot brought: lock (TypeError: no)"

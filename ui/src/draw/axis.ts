@@ -43,40 +43,22 @@ export function drawDropped(surface: Surface, gone: number): void {
   write(surface, text, x - 8, surface.top + 13, css(palette.faint), '11px', 'right');
 }
 
-export interface Chosen {
-  from: number;
-  to: number;
-  /** What it is called beside its length. */
-  name: string;
-}
-
-/** Stretches of time that are chosen: what is between them is dimmed. */
-export function drawChosen(surface: Surface, stretches: readonly Chosen[]): void {
-  if (!stretches.length) return;
-  const { context: g, palette, gutter, width } = surface;
-  const inside = (x: number) => Math.max(gutter, Math.min(width, x));
-  g.fillStyle = css(palette.background, 0.55);
-  let at = gutter;
-  for (const { from, to } of [...stretches].sort((a, b) => a.from - b.from)) {
-    const left = inside(surface.x(from));
-    if (left > at) g.fillRect(at, AXIS, left - at, surface.height - AXIS);
-    at = Math.max(at, inside(surface.x(to)));
-  }
-  g.fillRect(at, AXIS, width - at, surface.height - AXIS);
-  for (const one of stretches) drawEnds(surface, one);
-}
-
-function drawEnds(surface: Surface, { from, to, name }: Chosen): void {
+/** A stretch of time that is chosen: what is beside it is dimmed. */
+export function drawChosen(surface: Surface, from: number, to: number): void {
   const { context: g, palette, gutter, width } = surface;
   const [begin, end] = [surface.x(from), surface.x(to)];
+  const inside = (x: number) => Math.max(gutter, Math.min(width, x));
+  g.fillStyle = css(palette.background, 0.55);
+  g.fillRect(gutter, AXIS, inside(begin) - gutter, surface.height - AXIS);
+  g.fillRect(inside(end), AXIS, width - inside(end), surface.height - AXIS);
   const [left, right] = [Math.max(gutter, begin), Math.min(width, end)];
   if (right < gutter || left > width) return;
   g.fillStyle = css(palette.text, 0.8);
   if (begin >= gutter) g.fillRect(begin, AXIS - 6, 1, surface.height);
   if (end <= width + 0.5) g.fillRect(end - 1, AXIS - 6, 1, surface.height);
   g.fillRect(left, AXIS - 6, Math.max(1, right - left), 2);
-  const text = [name, right - left > 60 + 12 * name.length && duration(to - from)].filter(Boolean).join(' · ');
-  if (!text) return;
+  if (right - left <= 60) return;
+  const text = duration(to - from);
   const room = text.length * 6.4 + 8;
   const middle = Math.max(gutter + room / 2, Math.min(width - room / 2, (left + right) / 2));
   g.fillStyle = css(palette.background, 0.9);

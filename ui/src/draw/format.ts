@@ -71,14 +71,6 @@ export function count(n: number): string {
   return grouped.format(n).replaceAll(',', '\u2009');
 }
 
-/** How much more or less `b` is than `a`: `+87 %`, `×12`; empty if it is as much or that can't be said. */
-export function change(a: number, b: number): string {
-  if (!Number.isFinite(a) || !Number.isFinite(b) || !a) return '';
-  if (b / a >= 10) return `×${Math.round(b / a)}`;
-  const percent = Math.round((b / a - 1) * 100);
-  return percent ? `${percent > 0 ? '+' : '−'}${Math.abs(percent)} %` : '';
-}
-
 export function ranks(list: readonly number[]): string {
   const parts: string[] = [];
   for (let i = 0; i < list.length; ) {

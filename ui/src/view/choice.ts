@@ -10,7 +10,7 @@ import { t } from './texts.ts';
 
 /** What is chosen and pointed at, and how one gets from one to the next. */
 export class Choice {
-  readonly overlay: Overlay = { hover: null, selected: null, range: null, pinned: null, found: null, focus: null };
+  readonly overlay: Overlay = { hover: null, selected: null, range: null, found: null, focus: null };
   private readonly scene: Scene;
   private readonly store: Store;
   private readonly say: (text: string) => void;
@@ -61,25 +61,16 @@ export class Choice {
     this.overlay.range = [from, to];
   }
 
-  /** Keeps the chosen stretch to compare the next one with; without one, ends that. */
-  pin(): void {
-    const { overlay } = this;
-    if (!overlay.range && !overlay.pinned) this.between(...this.scene.view.seen);
-    overlay.pinned = overlay.range;
-    overlay.range = null;
-    this.say(overlay.pinned ? t('Kept as A. Choose another stretch to compare it with.') : t('Nothing is compared any more.'));
-  }
-
   forget(): void {
     const { overlay } = this;
-    overlay.selected = overlay.range = overlay.pinned = null;
+    overlay.selected = overlay.range = null;
   }
 
   /** The stretch of time that is chosen. */
   get stretch(): [number, number] | null {
-    const { selected, range, pinned } = this.overlay;
+    const { selected, range } = this.overlay;
     if (range) return range;
-    if (!selected) return pinned;
+    if (!selected) return null;
     const k = indexOf(selected);
     if (k < 0) return null;
     const { lane } = selected;

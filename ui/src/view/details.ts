@@ -42,7 +42,7 @@ function lastText(store: Store, came: Arrivals): string {
 }
 
 /** A line of code; a button if there is a way to go there. Collectives of hvdlab's own have words in place of a line. */
-export function siteNode(site: string, { open }: Actions): HTMLElement {
+function siteNode(site: string, { open }: Actions): HTMLElement {
   if (!open || !/(:| line )\d+$/.test(site)) return h('span', { class: 'hvd-site' }, site);
   const link = button(site, t('Go to %1 (O)', site), () => open(site));
   link.className = 'hvd-site hvd-link';
@@ -117,7 +117,7 @@ export function operationPanel(store: Store, hit: Hit, palette: Palette, actions
   return [left, h('section', {}, h('h4', {}, t('Arrival of each rank')), ...longest(rows))];
 }
 
-export function swatch(palette: Palette, kind: number): HTMLElement {
+function swatch(palette: Palette, kind: number): HTMLElement {
   return h('i', { class: 'hvd-swatch', style: `background:${css(palette.kinds[kind] ?? palette.kinds[0])}` });
 }
 
@@ -149,7 +149,7 @@ function bars(rows: readonly Bar[]): HTMLElement {
 }
 
 /** The figures of a name, in the order of the table's columns, each with an explanation. */
-export function columnTitles(): [name: string, title: string][] {
+function columnTitles(): [name: string, title: string][] {
   return [
     [t('count'), t('Collectives of this name; one that all ranks take part in counts once')],
     [t('total'), t('Time in these collectives, mean of the ranks')],
@@ -162,7 +162,7 @@ export function columnTitles(): [name: string, title: string][] {
 }
 
 /** How long others waited for a rank, and to how many of all collectives it came last. */
-export function heldUpText(one: RankStatistics, operations: number): string {
+function heldUpText(one: RankStatistics, operations: number): string {
   return one.timesLast ? `${duration(one.heldUp)} · ${t('last in %1 of %2', count(one.timesLast), count(operations))}` : t('never last');
 }
 

@@ -13,7 +13,6 @@ const lines = () => [
   [t('X, click on a host'), t('collapse or open a host; Shift: all')],
   [t('Shift + drag, M'), t('choose a stretch; choose what is in view')],
   [t('click on a cell'), t('choose the time in which it ran')],
-  [t('C'), t('compare the chosen stretch with the next')],
   [t('Z'), t('zoom to what is chosen')],
   [t('O'), t('go to the line of code')],
   [t('G'), t('show or hide the charts')],

@@ -25,7 +25,6 @@ export function actionOf(key: string, shift: boolean, view: Viewport, choice: Ch
     end: () => view.toEnd(),
     ' ': () => view.follow(!view.following),
     m: () => choice.between(...view.seen),
-    c: () => choice.pin(),
     z: () => choice.zoom(),
     x: () => choice.toggle(shift),
     o: () => commands.open(),

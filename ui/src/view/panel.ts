@@ -1,9 +1,7 @@
 import { count } from '../draw/format.ts';
 import type { Palette } from '../draw/palette.ts';
-import { compare } from '../model/comparison.ts';
 import { statistics } from '../model/statistics.ts';
 import type { Choice } from './choice.ts';
-import { comparisonPanel } from './comparison.ts';
 import { operationPanel, statisticsPanel } from './details.ts';
 import { button, h } from './dom.ts';
 import { indexOf } from './hits.ts';
@@ -44,18 +42,12 @@ export class Panel {
 
   private nodes(palette: Palette): Node[] {
     const { store, view } = this.scene;
-    const { selected, range, pinned, found } = this.choice.overlay;
+    const { selected, range, found } = this.choice.overlay;
     if (selected && indexOf(selected) >= 0) return operationPanel(store, selected, palette, this.actions);
     const names = found?.names;
-    if (pinned && range) {
-      const both = compare(statistics(store, ...pinned, names), statistics(store, ...range, names));
-      return comparisonPanel(both, palette, this.actions, this.button(t('End (C)'), t('Compare no more'), () => this.choice.forget()));
-    }
-    if (range || pinned) {
-      const todo = range
-        ? [this.button(t('Compare (C)'), t('Compare with the stretch that is chosen next'), () => this.choice.pin()), this.button(t('Zoom (Z)'), t('Show only this'), () => this.choice.zoom())]
-        : [h('span', { class: 'hvd-hint' }, t('Choose another stretch to compare it with: Shift + drag, a cell, or M for what is in view'))];
-      return statisticsPanel(statistics(store, ...(range ?? pinned!), names), palette, range ? t('Selection') : 'A', this.actions, todo);
+    if (range) {
+      const zoom = this.button(t('Zoom (Z)'), t('Show only this'), () => this.choice.zoom());
+      return statisticsPanel(statistics(store, ...range, names), palette, t('Selection'), this.actions, [zoom]);
     }
     const rows = store.lanes.reduce((sum, lane) => sum + (lane.n ? lane.n * Math.min(1, view.length / Math.max(1, store.end - store.begin)) : 0), 0);
     if (rows > LIVE_ROWS) return [h('span', { class: 'hvd-faint' }, t('%1 spans in view: Shift-drag over a stretch for its statistics', count(Math.round(rows))))];

@@ -20,8 +20,6 @@ export interface Overlay {
   hover: Hit | null;
   selected: Hit | null;
   range: [number, number] | null;
-  /** What `range` is compared with. */
-  pinned: [number, number] | null;
   found: FoundTracks | null;
   /** Where the keys are. */
   focus: Lane | Heading['group'] | null;
@@ -145,9 +143,7 @@ export class Scene implements Surface {
       if (overlay.focus === group) this.focused(this.top + y, height - 2);
       drawHeading(this, group, { y: this.top + y, height });
     }
-    const { pinned, range } = overlay;
-    const stretches = [pinned && { from: pinned[0], to: pinned[1], name: 'A' }, range && { from: range[0], to: range[1], name: pinned ? 'B' : '' }];
-    drawChosen(this, stretches.filter(one => one !== null));
+    if (overlay.range) drawChosen(this, ...overlay.range);
     for (const hit of [overlay.selected, overlay.hover]) if (hit) this.emphasis(hit, hit !== overlay.hover);
   }
 

@@ -261,8 +261,8 @@ export class Timeline {
   }
 
   private get chosen() {
-    const { selected, range, pinned } = this.choice.overlay;
-    return [selected, range, pinned];
+    const { selected, range } = this.choice.overlay;
+    return [selected, range];
   }
 
   private hover(x: number, y: number): void {

@@ -120,7 +120,6 @@
 .hvd-view h4 .hvd-link { margin-left: 8px; font-size: 11px; }
 .hvd-view .hvd-site { color: var(--hvd-faint); font-size: 11.5px; white-space: nowrap; }
 .hvd-view .hvd-site.hvd-link { border: 0; padding: 0; color: var(--hvd-link); text-decoration: underline; text-underline-offset: 2px; text-decoration-thickness: 1px; }
-.hvd-hint { margin-left: 8px; font-weight: 400; color: var(--hvd-faint); }
 .hvd-buttons button[aria-pressed="true"] { background: var(--hvd-fill); }
 .hvd-buttons button:hover { background: var(--hvd-fill); }
 .hvd-view :focus-visible { outline: 2px solid var(--hvd-work); outline-offset: -2px; }
@@ -178,8 +177,6 @@
 .hvd-details:empty { display: none; }
 .hvd-details section { flex: 1 1 260px; min-width: 0; }
 .hvd-details .hvd-names { flex: 4 1 640px; overflow-x: auto; }
-.hvd-details .hvd-both { flex: 4 1 700px; }
-.hvd-details .hvd-both + section { flex: 1 1 320px; }
 .hvd-view h4 { margin: 0 0 5px; padding: 0; font-size: 12px; font-weight: 600; }
 .hvd-view h4 code { font-size: 12px; background: none; color: inherit; }
 .hvd-view table { border-collapse: collapse; margin: 0; width: 100%; font-size: 12px; color: inherit; border: 0; }
@@ -199,12 +196,6 @@
 .hvd-strong .hvd-track span { background: var(--hvd-late); opacity: 1; }
 .hvd-view .hvd-names .hvd-at { text-align: left; }
 .hvd-view .hvd-names thead th.hvd-at:nth-child(n + 3) { text-align: left; }
-.hvd-view .hvd-compare tbody + tbody tr:first-child > * { padding-top: 6px; }
-.hvd-view .hvd-compare tbody th, .hvd-view .hvd-compare tbody td[rowspan] { vertical-align: top; }
-.hvd-view .hvd-compare thead th:nth-child(n + 4) { text-align: right; }
-.hvd-change { margin-left: 6px; font-size: 11px; color: var(--hvd-faint); }
-.hvd-change[data-tone="worse"] { color: var(--hvd-late-text); font-weight: 600; }
-.hvd-change[data-tone="better"] { color: var(--hvd-good); font-weight: 600; }
 .hvd-scroll { overflow-x: auto; padding: 4px 12px 10px; }
 .hvd-view.hvd-ranks th, .hvd-view.hvd-ranks td { text-align: left; padding: 3px 14px 3px 0; }
 .hvd-view.hvd-ranks td > div.hvd-faint { max-width: 36ch; min-width: 18ch; white-space: normal; overflow-wrap: anywhere; }
@@ -215,7 +206,7 @@
 .hvd-unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
 /* Little room: what says most about a tensor stays in sight. */
 .hvd-view[data-room="little"] .hvd-names .hvd-at,
-.hvd-view[data-room="little"] .hvd-names:not(.hvd-both) tr > :nth-last-child(-n + 5) { display: none; }
+.hvd-view[data-room="little"] .hvd-names tr > :nth-last-child(-n + 5) { display: none; }
 .hvd-view[data-room="little"] .hvd-names th { max-width: 130px; }
 
 .hvd-charts-view { position: relative; outline-offset: -2px; }

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.reduce.halves import BLOCK, conversion_of
+from hvdlab.collectives.reduce.fold import HALF_BLOCK, conversion_of
 
 _COMPUTE: dict[DType, np.dtype[Any]] = {
     DType.F16: np.dtype(np.float32),
@@ -31,8 +31,8 @@ def widen(source: HostArray, target: HostArray, dtype: DType) -> None:
         np.copyto(target, source, casting="unsafe")
         return
     convert = conversion_of(dtype).widen
-    for start in range(0, len(source), BLOCK):
-        convert(source[start : start + BLOCK], target[start : start + BLOCK])
+    for start in range(0, len(source), HALF_BLOCK):
+        convert(source[start : start + HALF_BLOCK], target[start : start + HALF_BLOCK])
 
 
 def narrow(source: HostArray, target: HostArray, dtype: DType) -> None:
@@ -42,8 +42,8 @@ def narrow(source: HostArray, target: HostArray, dtype: DType) -> None:
             np.copyto(target, source, casting="unsafe")
             return
         convert = conversion_of(dtype).narrow
-        for start in range(0, len(source), BLOCK):
-            convert(source[start : start + BLOCK], target[start : start + BLOCK])
+        for start in range(0, len(source), HALF_BLOCK):
+            convert(source[start : start + HALF_BLOCK], target[start : start + HALF_BLOCK])
 
 
 def _is_wide_half(buffer: HostArray, dtype: DType) -> bool:

@@ -1,7 +1,7 @@
 """The direct way: collectives that a rank waits for, agreed on by the members of a host in shared memory, without the coordinator.
 
 Most programs ask for the same on all ranks in the same order, so a rank posts what it asks for on the :mod:`board
-<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, the request is agreed; each member
+<hvdlab.collectives.planes.shm.agreement_board>` and waits a little. If all members have posted the same, the request is agreed; each member
 computes the result itself, or, if the tensor is too large for the board or on a device, they go to the plane. All else goes through the
 coordinator: as soon as one member asks for something else, or a member has waited for :data:`PATIENCE` and had the coordinator ask
 the others to decline, all members announce what they want. So it is still the coordinator that finds mismatches, missing ranks,

@@ -15,7 +15,7 @@ from hvdlab.collectives.engine.entry import ENDED, Entry, signature_of
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.small import BYTES, Folds
 from hvdlab.collectives.planes.buffers import HOST, HostArray, host_view
-from hvdlab.collectives.planes.shm.board import DECLINED, Board
+from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
 from hvdlab.collectives.protocol.messages import Member
 
 PLANS = 1024
@@ -57,7 +57,7 @@ class Plan:
 
     __slots__ = ("digest", "parts")
 
-    def __init__(self, request: Request, name: str, board: Board) -> None:
+    def __init__(self, request: Request, name: str, board: AgreementBoard) -> None:
         shape = () if request.input is None else request.input.shape
         encoded = msgspec.msgpack.encode(signature_of(request, name, shape))
         digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
@@ -93,7 +93,9 @@ class Seat:
         folds: Scratch memory of the thread whose request is posted.
     """
 
-    def __init__(self, board: Board, process_set: int, index: int, members: Sequence[Member]) -> None:
+    def __init__(
+        self, board: AgreementBoard, process_set: int, index: int, members: Sequence[Member]
+    ) -> None:
         self.board = board
         self.process_set, self.index = process_set, index
         self.ranks = tuple(member.rank for member in members)
@@ -212,7 +214,7 @@ class Seat:
         """Only these of the members' processes post anything: do not wait for the others, which have ended or have no board."""
         if self._posted is not None or not self._over:  # else the board's memory is freed already
             gone = [index for index, pid in enumerate(self._pids) if pid not in pids]
-            self.board.count_out(gone)
+            self.board.mark_departed(gone)
 
     def abort(self) -> Entry | None:
         """The epoch ends at once: a thread that waits at the board gets ``PlaneAborted``.

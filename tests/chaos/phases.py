@@ -19,24 +19,18 @@ _GLOO = "hvdlab.collectives.planes.gloo"
 _STAGING = "hvdlab.collectives.planes.staging"
 _CUDA = "hvdlab.collectives.planes.cuda.group"
 _ENDPOINT = ("hvdlab.collectives.protocol.endpoint", "Endpoint", "send")
-_SHM_STEPS = (
-    ("reductions", "SlicedReduction"),
-    ("exchanges", "AllGather"),
-    ("exchanges", "Broadcast"),
-    ("exchanges", "AllToAll"),
-    ("exchanges", "ReduceScatter"),
-)
+_SHM_STEPS = ("SlicedReduction", "AllGather", "Broadcast", "AllToAll", "ReduceScatter")
 
 PLACES: dict[str, dict[str, list[Place]]] = {
     "shm": {
         "announce": [(*_ENDPOINT, False)],
         "negotiate": [(*_ENDPOINT, True)],
-        "pack": [(f"{_SHM}.{module}", name, "fill", False) for module, name in _SHM_STEPS],
+        "pack": [(f"{_SHM}.schedules", name, "fill", False) for name in _SHM_STEPS],
         "transfer": [
-            (f"{_SHM}.reductions", "SlicedReduction", "fold", False),
+            (f"{_SHM}.schedules", "SlicedReduction", "fold", False),
             (f"{_SHM}.signals", "Signals", "wait", False),
         ],
-        "unpack": [(f"{_SHM}.{module}", name, "take", False) for module, name in _SHM_STEPS],
+        "unpack": [(f"{_SHM}.schedules", name, "take", False) for name in _SHM_STEPS],
     },
     "gloo": {
         "announce": [(*_ENDPOINT, False)],

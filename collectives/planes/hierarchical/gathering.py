@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.hierarchical.topology import Topology
-from hvdlab.collectives.planes.shm.chunks import slice_bounds
+from hvdlab.collectives.planes.shm.layout import slice_bounds
 
 GRAIN = 64
 """Pieces are cut at multiples of this many bytes."""

@@ -30,7 +30,7 @@ from hvdlab.collectives.planes.hierarchical.routing import Routing
 from hvdlab.collectives.planes.hierarchical.topology import Topology
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.parts import Parts
-from hvdlab.collectives.planes.shm.chunks import slice_bounds
+from hvdlab.collectives.planes.shm.layout import slice_bounds
 from hvdlab.collectives.planes.staging import Scratch, narrow, widen
 
 SMALL_BYTES = 16 * 1024

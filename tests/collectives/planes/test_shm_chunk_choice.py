@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Phases, PlaneContext
 from hvdlab.collectives.planes.shm import ShmPlane
-from hvdlab.collectives.planes.shm.chunk_choice import ROUNDS, TRIAL_BYTES, ChunkChoice
-from hvdlab.collectives.planes.shm.chunks import part
-from hvdlab.collectives.planes.shm.layout import segment_size, slot_bytes
+from hvdlab.collectives.planes.shm.layout import part, segment_size, slot_bytes
+from hvdlab.collectives.planes.shm.plane import ROUNDS, TRIAL_BYTES, ChunkChoice
 
 KIB = 1024
 

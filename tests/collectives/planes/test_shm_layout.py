@@ -5,12 +5,16 @@ import sys
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvdlab.collectives.planes.shm.layout import (
     CHUNK_BYTES,
     SLOTS,
-    BoardLayout,
+    AgreementBoardLayout,
+    ChunkSlice,
     Layout,
+    cut,
     layout_from,
     segment_size,
 )
@@ -28,7 +32,7 @@ def test_nothing_overlaps(members: int) -> None:
 
 @pytest.mark.parametrize("members", [1, 2, 3, 8, 65])
 def test_the_board_lies_behind_the_slots_and_nothing_of_it_overlaps(members: int) -> None:
-    layout, board = Layout(members, chunk_bytes=8192, slots=5), BoardLayout(members)
+    layout, board = Layout(members, chunk_bytes=8192, slots=5), AgreementBoardLayout(members)
     rows = [(board.row(n), board.row(n) + members * 8) for n in range(5)]
     tensors = [(board.area(parity), board.area(parity) + members * 4096) for parity in range(2)]
     areas = [(0, 4), *rows, *tensors]
@@ -70,3 +74,28 @@ def test_the_coordinator_can_size_a_segment_without_numpy() -> None:
         "from hvdlab.collectives.reduce.support import check_supported; assert 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 16))
+def test_every_element_is_in_one_chunk_and_the_chunks_are_full(lengths: list[int], chunk: int) -> None:
+    chunks = list(cut(lengths, chunk))
+    found = sorted(
+        (piece.buffer, element)
+        for pieces in chunks
+        for piece in pieces
+        for element in range(piece.start, piece.start + piece.length)
+    )
+    assert found == [(buffer, element) for buffer, length in enumerate(lengths) for element in range(length)]
+    for pieces in chunks:
+        ends = [piece.at + piece.length for piece in pieces]
+        assert [piece.at for piece in pieces] == [0, *ends[:-1]]
+        assert ends[-1] == chunk or pieces is chunks[-1]
+    assert len(chunks) == -(-sum(lengths) // chunk)
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 16))
+def test_whole_chunks_of_a_buffer_are_its_own(lengths: list[int], chunk: int) -> None:
+    alone = [pieces[0] for pieces in cut(lengths, chunk) if pieces[0].length == chunk]
+    for buffer, length in enumerate(lengths):
+        for start in range(0, length - chunk + 1, chunk):
+            assert ChunkSlice(buffer, start, 0, chunk) in alone

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlab.collectives.planes.shm.pipeline import (
-    Stage,
+from hvdlab.collectives.planes.shm.schedules import (
+    PipelineStage,
     ahead_of_three,
     ahead_of_two,
     three_stages,
@@ -60,20 +60,20 @@ def member(
         for stage, offset in order:
             step = base + offset
             slot = step % memory.slots
-            if stage is Stage.FILL:
+            if stage is PipelineStage.FILL:
                 memory.filled[index][slot] = step
                 memory.folded[index][slot] = -1  # the result of a slice lies in the slot too
                 yield
                 memory.counters[ARRIVED][index] = step + 1
                 continue
-            row = REDUCED if operation.folding and stage is Stage.TAKE else ARRIVED
+            row = REDUCED if operation.folding and stage is PipelineStage.TAKE else ARRIVED
             while min(memory.counters[row]) < step + 1:
                 yield
             table = memory.folded if row == REDUCED else memory.filled
             memory.expect(table, step)
             yield
             memory.expect(table, step)  # still there at the end of reading
-            if stage is Stage.FOLD:
+            if stage is PipelineStage.FOLD:
                 memory.folded[index][slot] = step
                 yield
                 memory.counters[REDUCED][index] = step + 1
@@ -127,12 +127,14 @@ def test_the_replay_finds_a_member_that_runs_too_far_ahead(slots: int, folding: 
 def test_each_stage_of_each_step_comes_once_and_in_order(steps: int, ahead: int) -> None:
     three = list(three_stages(steps, ahead))
     two = list(two_stages(steps, ahead))
-    for stage in Stage:
+    for stage in PipelineStage:
         assert [k for s, k in three if s is stage] == list(range(steps))
     assert (
-        [k for s, k in two if s is Stage.FILL] == [k for s, k in two if s is Stage.TAKE] == list(range(steps))
+        [k for s, k in two if s is PipelineStage.FILL]
+        == [k for s, k in two if s is PipelineStage.TAKE]
+        == list(range(steps))
     )
     for order in (two, three):
         place = {event: i for i, event in enumerate(order)}
         for step in range(steps):
-            assert place[Stage.FILL, step] < place[Stage.TAKE, step]
+            assert place[PipelineStage.FILL, step] < place[PipelineStage.TAKE, step]

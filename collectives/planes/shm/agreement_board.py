@@ -8,16 +8,16 @@ Why all members see the same
 ----------------------------
 * A post is one member's own word, written once, and never taken back. So whether the n-th request is agreed is a function of
   words that no longer change once all of them are there: there is nothing to decide, and no member that decides.
-* A member that does something else posts as well, by :meth:`Board.decline`: a digest that equals none. That ends the waits of the others at
+* A member that does something else posts as well, by :meth:`AgreementBoard.decline`: a digest that equals none. That ends the waits of the others at
   the board; the coordinator asks for it when a member has waited for long.
-* A member that leaves for good (:meth:`Board.retire`) counts as having posted everything, and agreed to nothing from then on. So does one
-  whose process is gone, and with it all threads that wrote its words: the others write them then, all the same (:meth:`Board.count_out`).
+* A member that leaves for good (:meth:`AgreementBoard.retire`) counts as having posted everything, and agreed to nothing from then on. So does one
+  whose process is gone, and with it all threads that wrote its words: the others write them then, all the same (:meth:`AgreementBoard.mark_departed`).
 
 Why nothing is overwritten too early
 ------------------------------------
 Digests and tensors have two places, by the parity of n. A member that posts n + 2 has seen all posts of n + 1; a member that has posted
 n + 1 has read what it needed of n, since it posts (and declines) only between its requests. So the place of n is free when n + 2 is
-written. A member that has declined n without having waited for it looks first whether all have posted n (:attr:`Board.vacant`).
+written. A member that has declined n without having waited for it looks first whether all have posted n (:attr:`AgreementBoard.vacant`).
 
 What a member that waits sees is ordered by :mod:`signals`: the count of posts is stored after digest and tensor, and read before them.
 """
@@ -35,7 +35,7 @@ import numpy as np
 
 from hvdlab.collectives.planes.base import PlaneBroken
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.planes.shm.layout import LINE, PAGE, WORD, BoardLayout
+from hvdlab.collectives.planes.shm.layout import LINE, PAGE, WORD, AgreementBoardLayout
 from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 
 MEMBERS = 128
@@ -46,8 +46,8 @@ _FOR_EVER = (1 << 62) - 1
 """More posts than there can be. (The words hold it twice over.)"""
 
 
-class Board:
-    """One member's view. ``post``, ``decline`` and ``retire`` are called under the engine's lock.
+class AgreementBoard:
+    """View that one member has of the board. ``post``, ``decline`` and ``retire`` are called under the engine's lock.
 
     Args:
         memory: Descriptor of the process set's segment; it stays the caller's.
@@ -63,7 +63,7 @@ class Board:
     """
 
     def __init__(self, memory: int, offset: int, members: int, index: int, epoch: int) -> None:
-        layout = BoardLayout(members)
+        layout = AgreementBoardLayout(members)
         self.epoch, self.members, self.number = epoch, members, 0
         self._index = index
         self._memory = mmap.mmap(memory, layout.size, offset=offset)
@@ -76,7 +76,7 @@ class Board:
         self._retired = False
 
     def complete(self, number: int) -> bool:
-        """Whether all members have posted or declined their ``number``-th request."""
+        """Return whether all members have posted or declined their ``number``-th request."""
         return min(self._signals.arrived) >= number
 
     @property
@@ -105,7 +105,7 @@ class Board:
         return number
 
     def tensors(self, parity: int, size: int) -> HostArray:
-        """The members' tensors of requests of this parity that have so many bytes: a row of them for each member.
+        """Return the members' tensors of requests of this parity that have so many bytes: a row of them for each member.
 
         The rows are as close to each other as the size allows: a member that reads those of a hundred others would else have a
         hundred pages to find. So the places of members that post different sizes overlap; but then they ask for different things, and
@@ -142,7 +142,7 @@ class Board:
         return True
 
     def agreed(self, number: int) -> bool:
-        """Whether all have posted the same ``number``-th request. Call it only when :meth:`complete` is true for that number."""
+        """Return whether all have posted the same ``number``-th request. Call it only when :meth:`complete` is true for that number."""
         asked = self._signals.declared(number & 1)
         mine = asked[self._index]
         # Compared as bytes, and zeros all at once, since each of many members looks at the words of all.
@@ -151,8 +151,8 @@ class Board:
         retired = self._signals.reduced
         return not any(retired) or not any(0 < first <= number for first in retired)
 
-    def count_out(self, members: Sequence[int]) -> None:
-        """These members' processes are gone, by their positions: they have declined whatever they had not posted.
+    def mark_departed(self, members: Sequence[int]) -> None:
+        """Decline for members whose processes are gone, given by position, whatever they had not posted.
 
         Any thread but one that posts. Several members may do it at a time, and write the same.
         """
@@ -181,11 +181,11 @@ def _distance(size: int) -> int:
     return -(-size // LINE) * LINE
 
 
-def map_board(memory: int, offset: int, members: int, index: int, epoch: int) -> Board | None:
-    """The board in this segment, or ``None`` if it has no room for one, or can't be mapped."""
-    if offset % PAGE or os.fstat(memory).st_size < offset + BoardLayout(members).size:
+def map_board(memory: int, offset: int, members: int, index: int, epoch: int) -> AgreementBoard | None:
+    """Return the board in this segment, or ``None`` if it has no room for one, or can't be mapped."""
+    if offset % PAGE or os.fstat(memory).st_size < offset + AgreementBoardLayout(members).size:
         return None
     try:
-        return Board(memory, offset, members, index, epoch)
+        return AgreementBoard(memory, offset, members, index, epoch)
     except OSError:  # no descriptors: `Lacking` and the plane handle and report that
         return None

@@ -16,12 +16,12 @@ import pytest
 
 from effort import examples
 from hvdlab.collectives.planes.base import PlaneAborted
-from hvdlab.collectives.planes.shm.board import DECLINED, Board, map_board
-from hvdlab.collectives.planes.shm.layout import PAGE, BoardLayout
+from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard, map_board
+from hvdlab.collectives.planes.shm.layout import PAGE, AgreementBoardLayout
 from patience import PATIENCE
 from threads import asleep, in_threads
 
-Boards = list[Board]
+Boards = list[AgreementBoard]
 Post = int | str
 """A digest, or ``leave``: the member goes."""
 
@@ -32,7 +32,7 @@ def make() -> Iterator[Callable[[int], Boards]]:
 
     def boards(members: int) -> Boards:
         with tempfile.TemporaryFile() as file:
-            file.truncate(PAGE + BoardLayout(members).size)
+            file.truncate(PAGE + AgreementBoardLayout(members).size)
             new = [map_board(file.fileno(), PAGE, members, index, 1) for index in range(members)]
         found = [board for board in new if board is not None]
         assert len(found) == members
@@ -61,7 +61,7 @@ def expected(scripts: Sequence[Sequence[Post]], number: int) -> bool:
 class Member:
     """Follows its script, and looks at what was agreed whenever it may."""
 
-    def __init__(self, board: Board, index: int, scripts: Sequence[Sequence[Post]]) -> None:
+    def __init__(self, board: AgreementBoard, index: int, scripts: Sequence[Sequence[Post]]) -> None:
         self.board, self._index, self._scripts = board, index, scripts
         self._left = list(scripts[index])
         self._there = True  # has not gone
@@ -155,7 +155,7 @@ def test_threads_meet_wake_each_other_and_agree(
 ) -> None:
     rounds, seen = examples(rounds), [list[bool]() for _ in range(members)]
 
-    def meet(board: Board, index: int) -> None:
+    def meet(board: AgreementBoard, index: int) -> None:
         chance = random.Random(index)
         for _ in range(rounds):
             number = board.number + 1
@@ -182,7 +182,7 @@ def test_a_wait_ends_by_an_abort_by_whoever_goes_and_by_whoever_is_gone(
 ) -> None:
     waits: list[object] = []
 
-    def wait(board: Board, ends: Callable[[], None]) -> None:
+    def wait(board: AgreementBoard, ends: Callable[[], None]) -> None:
         number = board.post(5, None)
         thread = threading.Thread(target=lambda: (asleep(main), ends()))
         main = threading.get_native_id()
@@ -198,7 +198,7 @@ def test_a_wait_ends_by_an_abort_by_whoever_goes_and_by_whoever_is_gone(
     one, other = make(2)
     wait(one, other.retire)
     one, other = make(2)
-    wait(one, partial(one.count_out, [1]))
+    wait(one, partial(one.mark_departed, [1]))
     assert waits == ["aborted", (True, False), (True, False)]
 
 
@@ -207,8 +207,8 @@ def test_what_was_posted_before_its_member_was_gone_counts(make: Callable[[int],
     for board in (other, third):
         board.post(5, None)
     for board in (one, third):
-        board.count_out([1])  # whoever hears of it writes the same
-        board.count_out([1])
+        board.mark_departed([1])  # whoever hears of it writes the same
+        board.mark_departed([1])
     number = one.post(5, None)
     for board in (one, third):
         assert board.wait(number, 0)
@@ -230,7 +230,7 @@ def test_a_wait_gives_up_in_time_and_can_be_gone_on_with(make: Callable[[int], B
 
 def test_a_segment_without_room_has_no_board(tmp_path: Path) -> None:
     file = tmp_path / "segment"
-    file.write_bytes(bytes(PAGE + BoardLayout(2).size))
+    file.write_bytes(bytes(PAGE + AgreementBoardLayout(2).size))
     descriptor = os.open(file, os.O_RDWR)
     try:
         assert map_board(descriptor, 2 * PAGE, 2, 0, 1) is None

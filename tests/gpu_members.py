@@ -13,7 +13,7 @@ import pytest
 
 from fake_cuda import FakeCuda, FakeGpus, bytes_at
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import KeyValue, Phases, Plane
+from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, Plane
 from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, buffer_on_stream
 from patience import PATIENCE
@@ -65,7 +65,7 @@ def value_of(buffer: CudaBuffer) -> float:
 
 def begun(plane: Plane, buffer: CudaBuffer, factor: float = 2.0) -> Any:
     """An allreduce in place."""
-    return plane.start_allreduce([buffer], [buffer], DType.F32, ReduceOp.SUM, factor, 1.0, Phases())
+    return plane.start_allreduce([buffer], [buffer], DType.F32, ReduceOp.SUM, factor, 1.0, PhaseTimes())
 
 
 def outcome(completion: Any) -> Exception | None:

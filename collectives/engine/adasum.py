@@ -12,7 +12,7 @@ from time import monotonic_ns
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.reduce.adasum import Segment, combine, levels, narrowed, products, widened
@@ -25,7 +25,7 @@ def allreduce_adasum(
     dtype: DType,
     prescale: float,
     postscale: float,
-    phases: Phases,
+    phases: PhaseTimes,
 ) -> None:
     """Reduce fused tensors by Adasum, each tensor on its own; arguments and guarantees are those of a plane's allreduce.
 
@@ -63,7 +63,7 @@ def _reduce_slices(
     dtype: DType,
     prescale: float,
     postscale: float,
-    phases: Phases,
+    phases: PhaseTimes,
 ) -> HostArray:
     """This member's slice of the result, from the slices of all members (one in each row)."""
     with np.errstate(all="ignore"):
@@ -93,7 +93,7 @@ def _segments(tensors: Sequence[HostArray], begin: int, length: int) -> list[Seg
     return segments
 
 
-def _timed_concatenation(buffers: Sequence[HostArray], phases: Phases) -> HostArray:
+def _timed_concatenation(buffers: Sequence[HostArray], phases: PhaseTimes) -> HostArray:
     start = monotonic_ns()
     packed = np.concatenate(buffers)
     phases.pack += monotonic_ns() - start

@@ -34,7 +34,7 @@ from hvdlab.collectives.engine.slots import PlaneSlot
 from hvdlab.collectives.engine.small import run_parts
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import CauseKind
-from hvdlab.collectives.planes.base import Phases, PlaneAborted
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted
 from hvdlab.collectives.planes.buffers import host_view
 
 PATIENCE = 0.02
@@ -129,7 +129,7 @@ class Direct:
         self._guarded.finish_posted(handle, posting, result)
         if self._spans.enabled:
             batch = batch_of(handle, posting)
-            if self._spans.batch(batch, handle.received, monotonic_ns(), Phases()):
+            if self._spans.batch(batch, handle.received, monotonic_ns(), PhaseTimes()):
                 self._schedule_events()
 
     def _wait(self, handle: Handle, posting: Posting, limit: Limit | None) -> None:

@@ -37,7 +37,7 @@ from hvdlab.collectives.engine.waiting import Waiter
 from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError
 from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import KeyValue, Phases
+from hvdlab.collectives.planes.base import KeyValue, PhaseTimes
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
@@ -332,7 +332,7 @@ class Engine(Groups):
         batch: int,
         nbytes: int,
         times: tuple[int, int, int],
-        phases: Phases,
+        phases: PhaseTimes,
         ok: bool,
     ) -> None:
         """Record what was asked of a parameter server, and see to it that it is sent.

@@ -26,9 +26,8 @@ from hvdlab.collectives.engine.operations import run_batch, run_message, source_
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.slots import PlaneSlot, Scope
 from hvdlab.collectives.engine.small import Folds, run_small
-from hvdlab.collectives.planes.base import Phases, PlaneAborted
+from hvdlab.collectives.planes.base import Completion, PhaseTimes, PlaneAborted
 from hvdlab.collectives.planes.buffers import HOST
-from hvdlab.collectives.planes.completion import Completion
 
 Close = Callable[[], None]
 Job = RunBatch | Close
@@ -37,9 +36,11 @@ Job = RunBatch | Close
 class Outcomes(Protocol):
     """Receives how batches end. Called by the thread that ran them."""
 
-    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None: ...
+    def batch_done(
+        self, batch: RunBatch, results: list[Result], started: int, phases: PhaseTimes
+    ) -> None: ...
 
-    def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None: ...
+    def batch_unfinished(self, batch: RunBatch, started: int, phases: PhaseTimes) -> None: ...
 
     def batch_failed(self, batch: RunBatch, error: Exception) -> None: ...
 
@@ -164,7 +165,7 @@ class Executor:
 
     def _run(self, lane: Lane, batch: RunBatch) -> None:
         slot = self._slots.get((batch.process_set, batch.epoch, batch.device))
-        phases = Phases()
+        phases = PhaseTimes()
         if slot is None or slot.aborted:
             self._outcomes.batch_unfinished(batch, 0, phases)
             return  # the abort of its epoch ends the batch's handles
@@ -218,7 +219,7 @@ class Executor:
         batch: RunBatch,
         results: list[Result],
         started: int,
-        phases: Phases,
+        phases: PhaseTimes,
         error: Exception | None,
     ) -> None:
         """A batch has ended that went on without a thread of the executor. Any thread, perhaps the plane's own."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.reduce.integers import WideReduction
@@ -21,7 +21,7 @@ def allreduce_wide(
     op: ReduceOp,
     prescale: float,
     postscale: float,
-    phases: Phases,
+    phases: PhaseTimes,
 ) -> None:
     """Arguments and guarantees are those of a plane's allreduce; ``op`` may also be AVERAGE."""
     wide = WideReduction(dtype, op, plane.context.size, prescale, postscale)
@@ -40,7 +40,7 @@ def reducescatter_wide(
     op: ReduceOp,
     prescale: float,
     postscale: float,
-    phases: Phases,
+    phases: PhaseTimes,
 ) -> None:
     """Arguments and guarantees are those of a plane's reducescatter; ``op`` may also be AVERAGE."""
     wide = WideReduction(dtype, op, plane.context.size, prescale, postscale)

@@ -12,18 +12,17 @@ from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.integers import allreduce_wide, reducescatter_wide
 from hvdlab.collectives.engine.joined import Zeros
 from hvdlab.collectives.engine.request import Request, Result
-from hvdlab.collectives.planes.base import Phases, Plane
+from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane
 from hvdlab.collectives.planes.buffers import Buffer, Tensor, buffer_of, host_view
-from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.pairs import Pairs
+from hvdlab.collectives.planes.subgroups import PeerPlanes
 from hvdlab.collectives.reduce.integers import needs_width
 
 Tables = tuple[tuple[int, ...], ...]
 Begun = tuple[Result, Completion | None]
 
 
-def run_batch(plane: Plane, batch: RunBatch, phases: Phases) -> tuple[list[Result], Completion | None]:
+def run_batch(plane: Plane, batch: RunBatch, phases: PhaseTimes) -> tuple[list[Result], Completion | None]:
     """Begin a batch.
 
     Returns:
@@ -45,7 +44,7 @@ def run_batch(plane: Plane, batch: RunBatch, phases: Phases) -> tuple[list[Resul
 
 
 def _allreduce(
-    plane: Plane, entries: Sequence[Entry], phases: Phases
+    plane: Plane, entries: Sequence[Entry], phases: PhaseTimes
 ) -> tuple[list[Result], Completion | None]:
     first = entries[0].request
     op, postscale = first.op, first.postscale
@@ -80,7 +79,7 @@ def _allreduce(
     return results, plane.start_allreduce(ins, outs, dtype, op, first.prescale, postscale, phases)
 
 
-def _allgather(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+def _allgather(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
     source, rest = _rows_first(request)
     width = math.prod(rest)
     rows = [row[0] for row in table]
@@ -91,7 +90,7 @@ def _allgather(plane: Plane, request: Request, table: Tables, phases: Phases) ->
     return Result(out, None, table), completion
 
 
-def _broadcast(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+def _broadcast(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
     source = request.input
     assert source is not None
     out = _output(plane, request, source.shape)
@@ -104,7 +103,7 @@ def _broadcast(plane: Plane, request: Request, table: Tables, phases: Phases) ->
     return Result(out), completion
 
 
-def _reducescatter(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+def _reducescatter(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
     assert request.input is not None
     source, rest = _rows_first(request)
     width = math.prod(rest)
@@ -130,7 +129,7 @@ def _reducescatter(plane: Plane, request: Request, table: Tables, phases: Phases
     return Result(out), completion
 
 
-def _alltoall(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+def _alltoall(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
     source, rest = _rows_first(request)
     width = math.prod(rest)
     index = plane.context.index
@@ -146,7 +145,7 @@ def _alltoall(plane: Plane, request: Request, table: Tables, phases: Phases) -> 
     return Result(out, received, table), completion
 
 
-def _barrier(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+def _barrier(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
     return Result(), plane.start_barrier(phases)
 
 
@@ -158,7 +157,7 @@ def source_of(batch: RunBatch) -> int:
     )  # the order says which one a receive from any rank gets
 
 
-def run_message(pairs: Pairs, request: Request, sender: int, phases: Phases) -> Result:
+def run_message(pairs: PeerPlanes, request: Request, sender: int, phases: PhaseTimes) -> Result:
     """Send a message, or receive one of the rank ``sender``. When this returns, the receiver has it, or the sender's buffer has been read.
 
     Blocks and raises as planes do.
@@ -195,7 +194,7 @@ def _output(plane: Plane, request: Request, shape: tuple[int, ...]) -> Tensor:
     return plane.empty(shape, request.dtype)
 
 
-_ONE_BY_ONE: dict[OpKind, Callable[[Plane, Request, Tables, Phases], Begun]] = {
+_ONE_BY_ONE: dict[OpKind, Callable[[Plane, Request, Tables, PhaseTimes], Begun]] = {
     OpKind.ALLGATHER: _allgather,
     OpKind.BROADCAST: _broadcast,
     OpKind.REDUCESCATTER: _reducescatter,

@@ -9,7 +9,7 @@ from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.guarded import GuardedState
 from hvdlab.collectives.engine.request import Result
 from hvdlab.collectives.engine.spans import SpanLog
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 
 _monotonic_ns = time.monotonic_ns
 
@@ -26,14 +26,14 @@ class BatchOutcomes:
     def __init__(self, guarded: GuardedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
         self._guarded, self._spans, self._schedule_events = guarded, spans, schedule_events
 
-    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None:
+    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: PhaseTimes) -> None:
         """A batch was executed. Called by whichever thread ran it."""
         finished = _monotonic_ns()
         self._guarded.finish(batch, results)
         if self._spans.batch(batch, started, finished, phases):
             self._schedule_events()
 
-    def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None:
+    def batch_unfinished(self, batch: RunBatch, started: int, phases: PhaseTimes) -> None:
         """A batch was not executed to its end; ``started`` is 0 if it was not begun. Its handles are ended elsewhere."""
         if self._spans.batch(batch, started, _monotonic_ns(), phases, ok=False):
             self._schedule_events()

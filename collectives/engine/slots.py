@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 
 from hvdlab.collectives.planes.base import Plane, PlaneAborted, PlaneContext
-from hvdlab.collectives.planes.pairs import Pairs
 from hvdlab.collectives.planes.registry import plane_class
+from hvdlab.collectives.planes.subgroups import PeerPlanes
 
 CONNECT_TIMEOUT = 30.0
 
@@ -45,7 +45,7 @@ class PlaneSlot:
         self.aborted = False
         self.error: Exception | None = None
         self._on_abort = on_abort
-        self._pairs: Pairs | None = None
+        self._pairs: PeerPlanes | None = None
         self._connected = False
         self._closed = False
         self._slice = 0
@@ -64,12 +64,12 @@ class PlaneSlot:
             plane.tune(self._slice)
         return plane
 
-    def pairs(self) -> Pairs:
+    def pairs(self) -> PeerPlanes:
         """What members exchange messages by. The plane itself need not be open, since the other members have no part in a message."""
         pairs = self._pairs
         if pairs is None:
             timeout = float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT))
-            pairs = self._pairs = Pairs(self.name, self.context, timeout)
+            pairs = self._pairs = PeerPlanes(self.name, self.context, timeout)
         if self.aborted:  # read after ``_pairs`` was stored, as in open()
             raise PlaneAborted(f"epoch {self.context.epoch} has ended")
         return pairs

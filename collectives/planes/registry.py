@@ -14,7 +14,7 @@ from hvdlab.collectives.planes.host import HostPlane
 
 _CLASSES: dict[str, tuple[str, str, str]] = {
     # name: module, class, package that must be installed; a plane for a device class is called "device/plane"
-    "local": ("hvdlab.collectives.planes.local", "LocalPlane", ""),
+    "local": ("hvdlab.collectives.planes.host", "LocalPlane", ""),
     "shm": ("hvdlab.collectives.planes.shm", "ShmPlane", ""),
     "gloo": ("hvdlab.collectives.planes.gloo", "GlooPlane", "torch"),
     "mpi": ("hvdlab.collectives.planes.mpi", "MpiPlane", "mpi4py"),

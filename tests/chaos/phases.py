@@ -16,7 +16,7 @@ Place = tuple[str, str, str, bool]
 
 _SHM = "hvdlab.collectives.planes.shm"
 _GLOO = "hvdlab.collectives.planes.gloo"
-_STAGING = "hvdlab.collectives.planes.staging"
+_STAGING = "hvdlab.collectives.planes.host"
 _CUDA = "hvdlab.collectives.planes.cuda.group"
 _ENDPOINT = ("hvdlab.collectives.protocol.endpoint", "Endpoint", "send")
 _SHM_STEPS = ("SlicedReduction", "AllGather", "Broadcast", "AllToAll", "ReduceScatter")

@@ -37,8 +37,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken
-from hvdlab.collectives.planes.completion import Pending
+from hvdlab.collectives.planes.base import PendingCompletion, PhaseTimes, PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.cuda.allocations import Exports, Imports
 from hvdlab.collectives.planes.cuda.board import QUIET, READY, RING, STOPPED, TENSORS, Array64, Board
 from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed, Launch
@@ -90,8 +89,8 @@ class _Begun(NamedTuple):
     ready: int | None
     done: int | None
     back: Sequence[_CopyBack]
-    pending: Pending
-    phases: Phases
+    pending: PendingCompletion
+    phases: PhaseTimes
     started: int
     operation: Operation
 
@@ -139,7 +138,7 @@ class Group:
         self._progress = threading.Condition(self._guard)
         self.stopped = False
         #: Operations that were begun and have not ended, by number. Under ``_guard``.
-        self._under_way: dict[int, Pending] = {}
+        self._under_way: dict[int, PendingCompletion] = {}
         #: After a stop: no GPU writes to the members' tensors any more, as far as can be known.
         self._quiet = threading.Event()
         self._drainer: threading.Thread | None = None
@@ -184,7 +183,7 @@ class Group:
 
     # -- operations -------------------------------------------------------------------------------------------------
 
-    def run(self, operation: Operation, phases: Phases, started: int) -> Pending:
+    def run(self, operation: Operation, phases: PhaseTimes, started: int) -> PendingCompletion:
         """Begin an operation; its outputs are there when what is returned ends.
 
         ``started`` is when the collective began, by ``time.monotonic_ns()``.
@@ -202,7 +201,7 @@ class Group:
             except DeviceFailed as error:
                 raise PlaneBroken(f"the GPU of this rank: {error}") from error
 
-    def _begin(self, operation: Operation, phases: Phases, started: int) -> Pending:
+    def _begin(self, operation: Operation, phases: PhaseTimes, started: int) -> PendingCompletion:
         device, stream = self._device, self._stream
         number = self._number + 1
         self._await_place(number)
@@ -226,7 +225,7 @@ class Group:
         if self._worker is not None:
             self._worker.work(number, operation)
             done = self._record(self._worker.stream)
-        pending = Pending()
+        pending = PendingCompletion()
         with self._guard:
             self._under_way[number] = pending
         self._ends.put(_Begun(number, ready, done, back, pending, phases, started, operation))

@@ -10,9 +10,8 @@ from typing import ClassVar
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import segment
-from hvdlab.collectives.planes.base import Phases, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import Completion, PhaseTimes, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import Buffer
-from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.cuda.board import TENSORS, BoardLayout
 from hvdlab.collectives.planes.cuda.device import Device
 from hvdlab.collectives.planes.cuda.gpu_plane import GpuPlane, cuda_buffer
@@ -81,9 +80,9 @@ class CudaPlane(GpuPlane[Group]):
         assert me.store is not None
         size = BoardLayout(me.size).size
         if me.index == 0:
-            descriptor = segment.offer(me.store, f"hvdlab-cuda-{me.process_set}-{me.epoch}", size)
+            descriptor = segment.publish_memfd(me.store, f"hvdlab-cuda-{me.process_set}-{me.epoch}", size)
         else:
-            descriptor = segment.accept(me.store, max(0.0, deadline - time.monotonic()))
+            descriptor = segment.open_memfd(me.store, max(0.0, deadline - time.monotonic()))
         try:
             shared = mmap.mmap(descriptor, size)
             # The first member's descriptor stays open until all members have opened the memory by the descriptor's number.
@@ -105,7 +104,7 @@ class CudaPlane(GpuPlane[Group]):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> Completion | None:
         started = time.monotonic_ns()
         pairs = [(cuda_buffer(i), cuda_buffer(o)) for i, o in zip(ins, outs, strict=True) if i.nbytes]
@@ -128,13 +127,13 @@ class CudaPlane(GpuPlane[Group]):
         return last
 
     def start_allgather(
-        self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases
+        self, send: Buffer, counts: Sequence[int], out: Buffer, phases: PhaseTimes
     ) -> Completion | None:
         jobs = AllgatherJobs(tuple(count * out.dtype.itemsize for count in counts))
         return self._run(Operation([cuda_buffer(send)], [cuda_buffer(out)], jobs), phases)
 
     def start_broadcast(
-        self, source: Buffer | None, out: Buffer, root: int, phases: Phases
+        self, source: Buffer | None, out: Buffer, root: int, phases: PhaseTimes
     ) -> Completion | None:
         if not out.nbytes:
             return None
@@ -150,7 +149,7 @@ class CudaPlane(GpuPlane[Group]):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> Completion | None:
         return self._run(
             Operation(
@@ -171,16 +170,16 @@ class CudaPlane(GpuPlane[Group]):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: Buffer,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> Completion | None:
         jobs = AlltoallJobs(out.dtype.itemsize)
         return self._run(
             Operation([cuda_buffer(send)], [cuda_buffer(out)], jobs, numbers=list(send_counts)), phases
         )
 
-    def start_barrier(self, phases: Phases) -> Completion | None:
+    def start_barrier(self, phases: PhaseTimes) -> Completion | None:
         return self._run(Operation([], [], AllreduceJobs(())), phases)
 
-    def _run(self, operation: Operation, phases: Phases, started: int = 0) -> Completion:
+    def _run(self, operation: Operation, phases: PhaseTimes, started: int = 0) -> Completion:
         group = self._joined((*operation.ins, *operation.outs))
         return group.run(operation, phases, started or time.monotonic_ns())

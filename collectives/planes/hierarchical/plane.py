@@ -22,16 +22,15 @@ from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.hierarchical.gathering import Gathering
 from hvdlab.collectives.planes.hierarchical.outer_thread import OuterThread
 from hvdlab.collectives.planes.hierarchical.routing import Routing
 from hvdlab.collectives.planes.hierarchical.topology import Topology
-from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.parts import Parts
+from hvdlab.collectives.planes.host import HostPlane, Scratch, narrow, widen
 from hvdlab.collectives.planes.shm.layout import slice_bounds
-from hvdlab.collectives.planes.staging import Scratch, narrow, widen
+from hvdlab.collectives.planes.subgroups import SubgroupPlanes
 
 SMALL_BYTES = 16 * 1024
 """Up to this size every carrier sends the whole tensor: a step less within the host, for more bytes between hosts."""
@@ -60,7 +59,7 @@ class HierarchicalPlane(HostPlane):
     def __init__(self, context: PlaneContext) -> None:
         super().__init__(context)
         self._topology = Topology.of(context.hosts, context.index)
-        self._parts = Parts(context)
+        self._subgroups = SubgroupPlanes(context)
         self._flat_kinds = tuple(filter(None, context.options.get("flat", "").split(",")))
         self._inner: HostPlane
         self._outer: HostPlane | None = None
@@ -68,7 +67,7 @@ class HierarchicalPlane(HostPlane):
         self._flat: HostPlane | None = None
         self._packed, self._slice, self._whole = Scratch(), Scratch(), Scratch()
         # One thread of a process calls MPI at a time.
-        overlaps = self._parts.outer_name == "gloo"
+        overlaps = self._subgroups.outer_name == "gloo"
         self._block_bytes = int(context.options.get("block_bytes", BLOCK_BYTES)) if overlaps else 0
         self._outer_thread = OuterThread()
 
@@ -87,19 +86,19 @@ class HierarchicalPlane(HostPlane):
             raise PlaneBroken(f"hierarchical plane: {error}") from error
 
     def _connect(self, deadline: Deadline) -> None:
-        top, me, parts = self._topology, self.context, self._parts
-        self._inner = parts.inner(top.here, top.local, f"host{top.host}/", deadline)
+        top, me, subgroups = self._topology, self.context, self._subgroups
+        self._inner = subgroups.inner(top.here, top.local, f"host{top.host}/", deadline)
         if len(top.hosts) == 1:
             self._alone = self._inner
             return
         # Loaded also on members that don't carry: MPI only begins when all processes load it.
-        registry.plane_class(parts.outer_name)
+        registry.plane_class(subgroups.outer_name)
         if top.carries:
-            self._outer = parts.outer(top.column(top.local), top.host, f"column{top.local}/", deadline)
+            self._outer = subgroups.outer(top.column(top.local), top.host, f"column{top.local}/", deadline)
         if top.even and len(top.here) == 1:
             self._alone = self._outer
         elif self._flat_kinds:
-            self._flat = parts.outer(range(me.size), me.index, "flat/", deadline)
+            self._flat = subgroups.outer(range(me.size), me.index, "flat/", deadline)
 
     def tune(self, slice_bytes: int) -> None:
         self._inner.tune(slice_bytes)
@@ -114,7 +113,7 @@ class HierarchicalPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         self._check()
         direct = self._alone or (self._flat if "allreduce" in self._flat_kinds else None)
@@ -126,7 +125,7 @@ class HierarchicalPlane(HostPlane):
             return
         wide = _WIDE.get(dtype, dtype)
         packed = self._pack(ins, total, dtype, wide, phases)
-        if self._topology.even and self._parts.outer_name == "gloo" and packed.nbytes <= SMALL_BYTES:
+        if self._topology.even and self._subgroups.outer_name == "gloo" and packed.nbytes <= SMALL_BYTES:
             whole = self._reduce_whole(packed, wide, op, prescale, postscale, phases)
             _hand_out(whole, outs, dtype, phases)
             return
@@ -136,7 +135,7 @@ class HierarchicalPlane(HostPlane):
             _hand_out(result, outs, dtype, phases)
 
     def _pack(
-        self, ins: Sequence[HostArray], total: int, dtype: DType, wide: DType, phases: Phases
+        self, ins: Sequence[HostArray], total: int, dtype: DType, wide: DType, phases: PhaseTimes
     ) -> HostArray:
         """The inputs one after another, in the wide type; a single input that has that type is returned itself."""
         if len(ins) == 1 and wide is dtype:
@@ -151,7 +150,13 @@ class HierarchicalPlane(HostPlane):
         return packed
 
     def _reduce_whole(
-        self, packed: HostArray, wide: DType, op: ReduceOp, prescale: float, postscale: float, phases: Phases
+        self,
+        packed: HostArray,
+        wide: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: PhaseTimes,
     ) -> HostArray:
         """Each column reduces the whole for itself: from equal inputs, in the same order of hosts, so to equal bits."""
         assert self._outer is not None
@@ -168,7 +173,7 @@ class HierarchicalPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         """Reduce a slice per carrier within the host, each slice in its column, then gather the slices: block by block.
 
@@ -201,7 +206,7 @@ class HierarchicalPlane(HostPlane):
         return slice_bounds(len(packed), count, _GRAIN)
 
     def _begin_outer(
-        self, mine: HostArray, wide: DType, op: ReduceOp, postscale: float, phases: Phases, blocks: int
+        self, mine: HostArray, wide: DType, op: ReduceOp, postscale: float, phases: PhaseTimes, blocks: int
     ) -> Future[None] | None:
         """Reduce a slice in its column: now if it is the only one, else on the outer plane's thread."""
         if self._outer is None:
@@ -210,7 +215,7 @@ class HierarchicalPlane(HostPlane):
         if blocks == 1:
             reduce(phases)
             return None
-        return self._outer_thread.submit(partial(reduce, Phases()))
+        return self._outer_thread.submit(partial(reduce, PhaseTimes()))
 
     def _gather_slices(
         self,
@@ -219,7 +224,7 @@ class HierarchicalPlane(HostPlane):
         reduced: Future[None] | None,
         result: HostArray,
         dtype: DType,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         """Gather the slices of a block within the host, once this member's one is reduced."""
         if reduced is not None:
@@ -243,7 +248,7 @@ class HierarchicalPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         self._check()
         if self._alone is not None:
@@ -271,7 +276,7 @@ class HierarchicalPlane(HostPlane):
         narrow(mine, out, dtype)
         phases.unpack += monotonic_ns() - start
 
-    def _to_owners(self, mine: HostArray, counts: Sequence[int], phases: Phases) -> HostArray:
+    def _to_owners(self, mine: HostArray, counts: Sequence[int], phases: PhaseTimes) -> HostArray:
         """Within the host, hand the slices that a carrier reduced to the members that they are for."""
         top = self._topology
         served = top.served(top.local, top.host) if top.carries else ()
@@ -284,7 +289,7 @@ class HierarchicalPlane(HostPlane):
 
     # -- moving ---------------------------------------------------------------------------------------------------
 
-    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: PhaseTimes) -> None:
         self._check()
         direct = self._alone or (self._flat if "allgather" in self._flat_kinds else None)
         if direct is not None:
@@ -310,7 +315,7 @@ class HierarchicalPlane(HostPlane):
         plan.place(gathered, out.view(np.uint8))
         phases.unpack += monotonic_ns() - start
 
-    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: PhaseTimes) -> None:
         self._check()
         if self._alone is not None:
             self._alone.broadcast(buffer, root, phases)
@@ -335,7 +340,7 @@ class HierarchicalPlane(HostPlane):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: HostArray,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         self._check()
         if self._alone is not None:
@@ -350,7 +355,7 @@ class HierarchicalPlane(HostPlane):
             phases,
         )
 
-    def barrier(self, phases: Phases) -> None:
+    def barrier(self, phases: PhaseTimes) -> None:
         self._check()
         if self._alone is not None:
             self._alone.barrier(phases)
@@ -363,21 +368,21 @@ class HierarchicalPlane(HostPlane):
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        if self._parts.aborted:
+        if self._subgroups.aborted:
             raise PlaneAborted
 
     @property
     def gave_up(self) -> bool:
         """Whether an aborted operation of a library did not end, and was left to the library with all that it holds."""
-        return self._parts.gave_up
+        return self._subgroups.gave_up
 
     def abort(self) -> None:
-        self._parts.abort()
+        self._subgroups.abort()
 
     def close(self) -> None:
         self.abort()
         self._outer_thread.close()
-        self._parts.close()
+        self._subgroups.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +401,7 @@ class _Block:
         return cls(low, high, counts + [0] * (len(top.here) - len(counts)))
 
 
-def _hand_out(result: HostArray, outs: Sequence[HostArray], dtype: DType, phases: Phases) -> None:
+def _hand_out(result: HostArray, outs: Sequence[HostArray], dtype: DType, phases: PhaseTimes) -> None:
     """Copy the pieces of a result to the outputs, rounding where they are of a narrower type."""
     start = monotonic_ns()
     at = 0

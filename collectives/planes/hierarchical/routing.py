@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.hierarchical.topology import Topology
 from hvdlab.collectives.planes.host import HostPlane
@@ -32,7 +32,12 @@ class Routing:
     outer: HostPlane | None
 
     def exchange(
-        self, send: HostArray, sizes: Sequence[int], expected: Sequence[int], out: HostArray, phases: Phases
+        self,
+        send: HostArray,
+        sizes: Sequence[int],
+        expected: Sequence[int],
+        out: HostArray,
+        phases: PhaseTimes,
     ) -> None:
         """An alltoall of bytes: ``sizes[j]`` to member ``j``, ``expected[i]`` from member ``i``."""
         top = self.topology
@@ -64,11 +69,11 @@ class Routing:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _exchange_here(self, sent: list[HostArray], received: list[HostArray], phases: Phases) -> None:
+    def _exchange_here(self, sent: list[HostArray], received: list[HostArray], phases: PhaseTimes) -> None:
         here = self.topology.here
         self._inner_alltoall([sent[m] for m in here], [received[m] for m in here], phases)
 
-    def _announce(self, sizes: Sequence[int], phases: Phases) -> list[list[int]]:
+    def _announce(self, sizes: Sequence[int], phases: PhaseTimes) -> list[list[int]]:
         """Sizes of the pieces that each member of this host sends through this carrier, by receiver as in ``_served``."""
         top = self.topology
         tables = [np.array([sizes[m] for m in self._served(c)], _SIZE) for c in range(top.columns)]
@@ -80,7 +85,7 @@ class Routing:
         return [[int(size) for size in row] for row in received]
 
     def _to_carriers(
-        self, sent: list[HostArray], announced: list[list[int]], phases: Phases
+        self, sent: list[HostArray], announced: list[list[int]], phases: PhaseTimes
     ) -> list[list[HostArray]]:
         """The pieces of each member of this host that this carrier is to carry, by receiver as in ``_served``."""
         top = self.topology
@@ -93,7 +98,7 @@ class Routing:
         return [_cut(parcel, row) for parcel, row in zip(arrived, announced, strict=True)]
 
     def _between_hosts(
-        self, outer: HostPlane, carried: list[list[HostArray]], announced: list[list[int]], phases: Phases
+        self, outer: HostPlane, carried: list[list[HostArray]], announced: list[list[int]], phases: PhaseTimes
     ) -> list[HostArray]:
         """The pieces that arrive at this carrier: by host, sender of that host, and receiver of this host."""
         top = self.topology
@@ -121,7 +126,7 @@ class Routing:
         return pieces
 
     def _to_receivers(
-        self, arrived: list[HostArray], expected: Sequence[int], phases: Phases
+        self, arrived: list[HostArray], expected: Sequence[int], phases: PhaseTimes
     ) -> list[HostArray]:
         """Hand over what arrived for other members of this host; returns this member's pieces by sender."""
         top, sources = self.topology, self._remote_sources()
@@ -136,13 +141,13 @@ class Routing:
         return _cut(incoming[top.local % top.columns], sizes)
 
     def _inner_alltoall(
-        self, sent: Sequence[HostArray], received: Sequence[HostArray], phases: Phases
+        self, sent: Sequence[HostArray], received: Sequence[HostArray], phases: PhaseTimes
     ) -> None:
         _alltoall(self.inner, sent, received, phases)
 
 
 def _alltoall(
-    plane: HostPlane, sent: Sequence[HostArray], received: Sequence[HostArray], phases: Phases
+    plane: HostPlane, sent: Sequence[HostArray], received: Sequence[HostArray], phases: PhaseTimes
 ) -> None:
     """An alltoall of separate buffers of bytes, one for each member."""
     out = np.empty(sum(len(r) for r in received), np.uint8)

@@ -31,8 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken
-from hvdlab.collectives.planes.completion import Pending
+from hvdlab.collectives.planes.base import PendingCompletion, PhaseTimes, PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed, Launch
 from hvdlab.collectives.planes.cuda.gpus import CudaBuffer
 from hvdlab.collectives.planes.cuda.jobs import table_of
@@ -75,8 +74,8 @@ class _Enqueued(NamedTuple):
 
     number: int
     event: int
-    pending: Pending
-    phases: Phases
+    pending: PendingCompletion
+    phases: PhaseTimes
     started: int
     tensors: Sequence[CudaBuffer]
 
@@ -115,7 +114,7 @@ class NcclGroup:
         #: What failed, if that is why the group has stopped.
         self._failure = ""
         #: Operations that were begun and have not ended, by number. Under ``_guard``.
-        self._under_way: dict[int, Pending] = {}
+        self._under_way: dict[int, PendingCompletion] = {}
         #: After a stop: the GPU writes to the tensors no more, as far as can be known.
         self._quiet = threading.Event()
         self._drainer: threading.Thread | None = None
@@ -176,8 +175,8 @@ class NcclGroup:
     # -- operations -------------------------------------------------------------------------------------------------
 
     def run(
-        self, enqueue: Callable[[], None], tensors: Sequence[CudaBuffer], phases: Phases, started: int
-    ) -> Pending:
+        self, enqueue: Callable[[], None], tensors: Sequence[CudaBuffer], phases: PhaseTimes, started: int
+    ) -> PendingCompletion:
         """Begin an operation; its outputs are there when what is returned ends.
 
         Args:
@@ -204,8 +203,8 @@ class NcclGroup:
             raise
 
     def _begin(
-        self, enqueue: Callable[[], None], tensors: Sequence[CudaBuffer], phases: Phases, started: int
-    ) -> Pending:
+        self, enqueue: Callable[[], None], tensors: Sequence[CudaBuffer], phases: PhaseTimes, started: int
+    ) -> PendingCompletion:
         device, number = self._device, self._number + 1
         self._await_place(number)
         self._number, self._table_bytes = number, 0
@@ -213,7 +212,7 @@ class NcclGroup:
         enqueue()
         event = self._events.pop() if self._events else self._new_event()
         device.record(event, self.stream)
-        pending = Pending()
+        pending = PendingCompletion()
         with self._guard:
             self._under_way[number] = pending
         self._ends.put(_Enqueued(number, event, pending, phases, started, tensors))

@@ -10,9 +10,8 @@ from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import Completion, PhaseTimes
 from hvdlab.collectives.planes.buffers import Buffer
-from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.cuda.device import Device
 from hvdlab.collectives.planes.cuda.gpu_plane import GpuPlane, cuda_buffer
 from hvdlab.collectives.planes.cuda.gpus import CudaBuffer
@@ -104,7 +103,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> Completion | None:
         started = time.monotonic_ns()
         how = _reduction(dtype, op, prescale, postscale)
@@ -117,7 +116,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
         return last
 
     def start_allgather(
-        self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases
+        self, send: Buffer, counts: Sequence[int], out: Buffer, phases: PhaseTimes
     ) -> Completion | None:
         sizes = [count * out.dtype.itemsize for count in counts]
         source, target = cuda_buffer(send), cuda_buffer(out)
@@ -126,7 +125,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
         )
 
     def start_broadcast(
-        self, source: Buffer | None, out: Buffer, root: int, phases: Phases
+        self, source: Buffer | None, out: Buffer, root: int, phases: PhaseTimes
     ) -> Completion | None:
         if not out.nbytes:
             return None
@@ -147,7 +146,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> Completion | None:
         how = _reduction(dtype, op, prescale, postscale)
         source, target = cuda_buffer(send), cuda_buffer(out)
@@ -160,7 +159,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: Buffer,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> Completion | None:
         source, target, itemsize = cuda_buffer(send), cuda_buffer(out), out.dtype.itemsize
 
@@ -173,7 +172,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
 
         return self._run(steps, [source, target], phases)
 
-    def start_barrier(self, phases: Phases) -> Completion | None:
+    def start_barrier(self, phases: PhaseTimes) -> Completion | None:
         def steps(member: Member) -> None:
             group = member.group
             word = group.scratch(LINE)
@@ -185,7 +184,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
         self,
         steps: Callable[[Member], None],
         tensors: Sequence[CudaBuffer],
-        phases: Phases,
+        phases: PhaseTimes,
         started: int = 0,
     ) -> Completion:
         group = self._joined(tensors)

@@ -25,7 +25,7 @@ import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.shm.layout import (
@@ -155,7 +155,7 @@ class ShmPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         self._check()
         fold = self._folds.get((dtype, op)) or self._make_fold(dtype, op)
@@ -183,7 +183,7 @@ class ShmPlane(HostPlane):
         fold: Fold,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> int:
         """Reduce as much as trials of chunks' sizes need. Returns the number of elements."""
         total, count, done = sum(len(b) for b in ins), TRIAL_BYTES // dtype.itemsize, 0
@@ -219,7 +219,7 @@ class ShmPlane(HostPlane):
         prescale: float,
         postscale: float,
         chunk: int,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         """Allreduce in chunks of ``chunk`` elements."""
         if self._size == 2 and prescale == 1.0 and is_direct(dtype):
@@ -245,7 +245,13 @@ class ShmPlane(HostPlane):
         self._slice = max(slice_bytes // PAGE * PAGE, least) if slice_bytes else 0
 
     def _reduce_small(
-        self, source: HostArray, out: HostArray, fold: Fold, prescale: float, postscale: float, phases: Phases
+        self,
+        source: HostArray,
+        out: HostArray,
+        fold: Fold,
+        prescale: float,
+        postscale: float,
+        phases: PhaseTimes,
     ) -> None:
         start = monotonic_ns()
         step, signals = self._step, self._signals
@@ -261,12 +267,12 @@ class ShmPlane(HostPlane):
         phases.wait += waited - packed
         phases.transfer += monotonic_ns() - waited
 
-    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: PhaseTimes) -> None:
         sizes = [c * out.itemsize for c in counts]
         work = AllGather(_bytes(send), sizes, _bytes(out), self._index, self._default)
         self._run(work, self._slots.whole(_BYTE), phases)
 
-    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: PhaseTimes) -> None:
         work = Broadcast(_bytes(buffer), root, self._index, self._default)
         self._run(work, self._slots.whole(_BYTE), phases)
 
@@ -280,7 +286,7 @@ class ShmPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         fold = self._folds.get((dtype, op)) or self._make_fold(dtype, op)
         place = self._place() // dtype.itemsize
@@ -293,7 +299,7 @@ class ShmPlane(HostPlane):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: HostArray,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         self._check()
         item = out.itemsize
@@ -314,7 +320,7 @@ class ShmPlane(HostPlane):
         """Bytes of a slot for each member, in whole cache lines."""
         return self._default // self._size // LINE * LINE
 
-    def barrier(self, phases: Phases) -> None:
+    def barrier(self, phases: PhaseTimes) -> None:
         self._check()
         start = monotonic_ns()
         self._step += 1
@@ -322,11 +328,11 @@ class ShmPlane(HostPlane):
         self._signals.wait(ARRIVED, self._step)
         phases.wait += monotonic_ns() - start
 
-    def _run(self, work: Steps, views: list[StepViews], phases: Phases) -> None:
+    def _run(self, work: Steps, views: list[StepViews], phases: PhaseTimes) -> None:
         self._check()
         self._drive(work, 0, work.steps, views, phases)
 
-    def _drive(self, work: Steps, first: int, stop: int, views: list[StepViews], phases: Phases) -> None:
+    def _drive(self, work: Steps, first: int, stop: int, views: list[StepViews], phases: PhaseTimes) -> None:
         """Run steps ``first`` to ``stop`` (not included) of ``work`` in two stages."""
         signals, slots, base = self._signals, self._layout.slots, self._step - first
         now = monotonic_ns()
@@ -348,7 +354,7 @@ class ShmPlane(HostPlane):
                 phases.transfer += now - waited
         self._step += max(0, stop - first)
 
-    def _run_folding(self, work: Folding, views: list[StepViews], phases: Phases) -> None:
+    def _run_folding(self, work: Folding, views: list[StepViews], phases: PhaseTimes) -> None:
         """Run all steps of ``work`` in three stages."""
         signals, slots, base = self._signals, self._layout.slots, self._step
         now = monotonic_ns()

@@ -14,7 +14,7 @@ from fake_cuda import FakeCuda, bytes_at
 from gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, value_of
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.cuda.board import RING, TENSORS
 from hvdlab.collectives.planes.cuda.device import DeviceFailed
@@ -86,7 +86,7 @@ def test_more_tensors_than_an_operation_takes_become_several(alone: CudaPlane, g
     numbers = bytes_at(pointer, 4 * (TENSORS + 3)).view(np.float32)
     numbers[:] = 3.0
     each = [CudaBuffer(pointer + 4 * i, (1,), DType.F32) for i in range(TENSORS + 3)]
-    phases = Phases()
+    phases = PhaseTimes()
     completion = alone.start_allreduce(each, each, DType.F32, ReduceOp.SUM, 2.0, 1.0, phases)
     assert outcome(completion) is None
     assert (numbers == 6.0).all()
@@ -116,7 +116,7 @@ def test_a_rank_that_has_joined_takes_part_with_zeros_that_are_freed_afterwards(
     zeros = alone.zeros((COUNT,), DType.F32)
     result = alone.empty((COUNT,), DType.F32)
     bytes_at(result.pointer, result.nbytes)[:] = 255
-    completion = alone.start_allreduce([zeros], [result], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+    completion = alone.start_allreduce([zeros], [result], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
     assert outcome(completion) is None
     assert not bytes_at(result.pointer, result.nbytes).any()
     ours = len(gpu._memory) - held - 2

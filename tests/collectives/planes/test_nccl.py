@@ -19,8 +19,7 @@ from gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, val
 from hvdlab.collectives import basics
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.completion import Completion
+from hvdlab.collectives.planes.base import Completion, PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.cuda import gpus
 from hvdlab.collectives.planes.cuda.device import DeviceFailed
 from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, buffer_on_stream
@@ -56,7 +55,9 @@ def connected(members: int, epoch: int = 0) -> list[NcclPlane]:
     with ThreadPoolExecutor(members) as pool:
         for plane in made:
             plane.connect(PATIENCE)
-        assert list(pool.map(lambda plane: outcome(plane.start_barrier(Phases())), made)) == [None] * members
+        assert (
+            list(pool.map(lambda plane: outcome(plane.start_barrier(PhaseTimes())), made)) == [None] * members
+        )
     return made
 
 
@@ -145,7 +146,7 @@ def test_more_tensors_than_are_packed_together_become_several_operations(
     numbers = bytes_at(pointer, 4 * (TENSORS + 3)).view(np.float32)
     numbers[:] = 3.0
     each = [CudaBuffer(pointer + 4 * i, (1,), DType.F32) for i in range(TENSORS + 3)]
-    phases = Phases()
+    phases = PhaseTimes()
     completion = alone.start_allreduce(each, each, DType.F32, ReduceOp.SUM, 2.0, 1.5, phases)
     assert outcome(completion) is None
     assert (numbers == 9.0).all()
@@ -161,7 +162,7 @@ def test_what_our_kernels_add_goes_through_in_blocks(
     inputs = [array_on(gpu, array, DType.F16) for array in arrays]
     outs = [array_on(gpu, np.zeros_like(array), DType.F16) for array in arrays]
     completions = [
-        plane.start_allreduce([source], [out], DType.F16, ReduceOp.SUM, 1.0, 0.5, Phases())
+        plane.start_allreduce([source], [out], DType.F16, ReduceOp.SUM, 1.0, 0.5, PhaseTimes())
         for plane, source, out in zip(two, inputs, outs, strict=True)
     ]
     assert [outcome(completion) for completion in completions] == [None, None]
@@ -171,7 +172,7 @@ def test_what_our_kernels_add_goes_through_in_blocks(
     counts = [700, 303]
     slices = [array_on(gpu, np.zeros(count, np.float16), DType.F16) for count in counts]
     completions = [
-        plane.start_reducescatter(source, counts, out, DType.F16, ReduceOp.SUM, 1.0, 0.5, Phases())
+        plane.start_reducescatter(source, counts, out, DType.F16, ReduceOp.SUM, 1.0, 0.5, PhaseTimes())
         for plane, source, out in zip(two, inputs, slices, strict=True)
     ]
     assert [outcome(completion) for completion in completions] == [None, None]
@@ -184,7 +185,7 @@ def test_a_maximum_keeps_nans_which_nccls_would_lose(two: list[NcclPlane], gpu: 
     tensors = [on_gpu(gpu, 1.0), on_gpu(gpu, 2.0)]
     bytes_at(tensors[0].pointer, 4).view(np.float32)[0] = np.nan
     completions: list[Completion | None] = [
-        plane.start_allreduce([tensor], [tensor], DType.F32, ReduceOp.MAX, 1.0, 1.0, Phases())
+        plane.start_allreduce([tensor], [tensor], DType.F32, ReduceOp.MAX, 1.0, 1.0, PhaseTimes())
         for plane, tensor in zip(two, tensors, strict=True)
     ]
     assert [outcome(completion) for completion in completions] == [None, None]
@@ -214,7 +215,7 @@ def test_a_rank_that_has_joined_takes_part_with_zeros_that_are_freed_afterwards(
     zeros = alone.zeros((COUNT,), DType.F32)
     result = alone.empty((COUNT,), DType.F32)
     bytes_at(result.pointer, result.nbytes)[:] = 255
-    completion = alone.start_allreduce([zeros], [result], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+    completion = alone.start_allreduce([zeros], [result], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
     assert outcome(completion) is None
     assert not bytes_at(result.pointer, result.nbytes).any()
     del zeros, result, completion
@@ -297,7 +298,7 @@ def test_what_other_members_get_while_they_have_not_learned_of_an_abort_is_right
     mine, other = (array_on(gpu, np.full(COUNT, value, np.float16), DType.F16) for value in (1.0, 2.0))
     mine.after = gpus.StreamMark(gpu, stream)
     completions = [
-        plane.start_allreduce([tensor], [tensor], DType.F16, ReduceOp.SUM, 1.0, 1.0, Phases())
+        plane.start_allreduce([tensor], [tensor], DType.F16, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
         for plane, tensor in zip(two, (mine, other), strict=True)
     ]
     two[1].abort()  # while its kernel waits for the other member's share, and before it hands out its own
@@ -327,7 +328,7 @@ def test_a_member_that_does_not_come_is_not_awaited_for_ever(gpu: FakeCuda) -> N
     plane = NcclPlane(PlaneContext(0, 0, 0, 2, (0, 1), ("here",) * 2, Store()))
     plane.connect(0.05)
     with pytest.raises(PlaneBroken, match=r"in time.*HVDLAB_CUDA_PLANE=ipc"):
-        plane.start_barrier(Phases())
+        plane.start_barrier(PhaseTimes())
     plane.close()
 
 
@@ -335,7 +336,7 @@ def test_an_abort_ends_the_wait_for_members(gpu: FakeCuda) -> None:
     plane = NcclPlane(PlaneContext(0, 0, 0, 2, (0, 1), ("here",) * 2, Store()))
     plane.connect(PATIENCE)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(plane.start_barrier, Phases())
+        joining = pool.submit(plane.start_barrier, PhaseTimes())
         plane.abort()
         assert isinstance(joining.exception(PATIENCE), PlaneAborted)
     plane.close()
@@ -391,7 +392,7 @@ def test_a_gpu_that_is_out_of_memory_breaks_the_plane_with_the_drivers_word(
 
     monkeypatch.setattr(gpu, "allocate", full)
     with pytest.raises(PlaneBroken, match="out of memory"):
-        alone.start_allreduce(tensors, tensors, DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+        alone.start_allreduce(tensors, tensors, DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
     with pytest.raises(PlaneBroken, match="out of memory"):
         begun(alone, tensors[0])
 

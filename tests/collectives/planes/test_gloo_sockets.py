@@ -1,4 +1,4 @@
-"""Looking at a process's own sockets leaves no descriptor behind, whatever other threads open and close meanwhile."""
+"""The sockets of Gloo. Looking at a process's own sockets leaves no descriptor behind, whatever other threads open and close meanwhile."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import FrameType
 import pytest
 
 import ordinary_user
-from hvdlab.collectives.planes import sockets
-from hvdlab.collectives.planes.sockets import connections, listeners, shut_doors
+from hvdlab.collectives.planes import gloo
+from hvdlab.collectives.planes.gloo import block_listeners, connections, listeners
 
 
 def test_a_listener_is_found_by_its_address() -> None:
@@ -55,7 +55,7 @@ def shut_and_try(family: socket.AddressFamily, host: str) -> tuple[bool, bool, b
         before = lets_in(family, address)
         server.accept()[0].close()
         with socket.create_connection(address) as caller, server.accept()[0] as callee:
-            assert shut_doors({address}) == set()
+            assert block_listeners({address}) == set()
             after = lets_in(family, address)
             caller.sendall(b"data")
             return before, after, callee.recv(4)
@@ -73,17 +73,17 @@ def test_an_ordinary_user_can_shut_it_too(family: socket.AddressFamily, host: st
 
 
 def test_a_signature_shuts_it_without_a_filter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_SO_ATTACH_FILTER", -1)
+    monkeypatch.setattr(gloo, "_SO_ATTACH_FILTER", -1)
     for family, host in FAMILIES:
         assert shut_and_try(family, host) == (True, False, b"data")
 
 
 def test_a_door_that_can_not_be_shut_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_SO_ATTACH_FILTER", -1)
-    monkeypatch.setattr(sockets, "_TCP_MD5SIG_EXT", -1)
+    monkeypatch.setattr(gloo, "_SO_ATTACH_FILTER", -1)
+    monkeypatch.setattr(gloo, "_TCP_MD5SIG_EXT", -1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()[:2]
-        assert shut_doors({address}) == {address}
+        assert block_listeners({address}) == {address}
 
 
 def test_numbers_that_change_their_meaning_leave_nothing_open() -> None:

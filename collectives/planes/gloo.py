@@ -257,10 +257,10 @@ class GlooPlane(HostPlane):
     def abort(self) -> None:
         self._aborted.set()
         if not self._busy:  # else the thread in _wait() does it in a moment
-            self._part()
+            self._half_close()
         self._settled.set()
 
-    def _part(self) -> None:
+    def _half_close(self) -> None:
         """Send nothing more: members that are in the middle of an operation get all that this one has sent for it, then the end."""
         if self._group is None:  # it is being connected, or nothing is left of it
             self._disconnect(socket.SHUT_RDWR)
@@ -314,7 +314,7 @@ class GlooPlane(HostPlane):
         operation and its group are left to Gloo; nothing can arrive on sockets that are shut down, so no buffer changes any more.
         """
         # Set before this thread looks for an abort, while abort() sets its flag before it reads this: at least one of the two
-        # calls _part().
+        # calls _half_close().
         self._busy = True
         try:
             with self._failures():
@@ -333,7 +333,7 @@ class GlooPlane(HostPlane):
         finally:
             self._busy = False
             if self._aborted.is_set():
-                self._part()
+                self._half_close()
 
     def _ends(self, work: Any) -> bool:
         """Whether the operation has ended, or ends after an abort, in whatever way.

@@ -1,18 +1,20 @@
 """The hierarchical plane: every operation is composed of operations within hosts and operations between hosts.
 
 Data travels between hosts once it has been reduced (or gathered) within them, each carrier's share in its own column; see
-:mod:`topology`. f16 and bf16 are widened once at the beginning and rounded once at the end, so partial sums are float32 in
+:mod:`routing`. f16 and bf16 are widened once at the beginning and rounded once at the end, so partial sums are float32 in
 both planes. Scales are applied once: ``prescale`` by the first reduction of a value, ``postscale`` by the last.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from queue import SimpleQueue
 from time import monotonic_ns
 from typing import ClassVar, Self
 
@@ -24,10 +26,7 @@ from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.planes.hierarchical.gathering import Gathering
-from hvdlab.collectives.planes.hierarchical.outer_thread import OuterThread
-from hvdlab.collectives.planes.hierarchical.routing import Routing
-from hvdlab.collectives.planes.hierarchical.topology import Topology
+from hvdlab.collectives.planes.hierarchical.routing import Gathering, Routing, Topology
 from hvdlab.collectives.planes.host import HostPlane, Scratch, narrow, widen
 from hvdlab.collectives.planes.shm.layout import slice_bounds
 from hvdlab.collectives.planes.subgroups import SubgroupPlanes
@@ -44,7 +43,7 @@ _WIDE = {DType.F16: DType.F32, DType.BF16: DType.F32}
 
 
 class HierarchicalPlane(HostPlane):
-    """A data plane for several hosts with several members each.
+    """Data plane for several hosts with several members each.
 
     Reductions of large tensors are cut into blocks, so that the network works on one while memory works on the others.
 
@@ -137,7 +136,7 @@ class HierarchicalPlane(HostPlane):
     def _pack(
         self, ins: Sequence[HostArray], total: int, dtype: DType, wide: DType, phases: PhaseTimes
     ) -> HostArray:
-        """The inputs one after another, in the wide type; a single input that has that type is returned itself."""
+        """Return the inputs one after another, in the wide type; a single input that has that type is returned itself."""
         if len(ins) == 1 and wide is dtype:
             return ins[0]
         start = monotonic_ns()
@@ -387,7 +386,7 @@ class HierarchicalPlane(HostPlane):
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Elements ``low`` to ``high`` (not included) of a tensor, and how many of them each member of the host reduces."""
+    """Block of a tensor: elements ``low`` to ``high`` (not included) of a tensor, and how many of them each member of the host reduces."""
 
     low: int
     high: int
@@ -395,7 +394,7 @@ class _Block:
 
     @classmethod
     def of(cls, top: Topology, low: int, high: int) -> Self:
-        """The block with a slice for each column."""
+        """Return the block with a slice for each column."""
         bounds = slice_bounds(high - low, top.columns, _GRAIN)
         counts = [stop - start for start, stop in pairwise(bounds)]
         return cls(low, high, counts + [0] * (len(top.here) - len(counts)))
@@ -422,3 +421,46 @@ def _permute(
     for member in order:
         widen(send[starts[member] : starts[member + 1]], packed[at : at + counts[member]], dtype)
         at += counts[member]
+
+
+_Operation = tuple[Callable[[], None], "Future[None]"]
+
+
+class OuterThread:
+    """Thread of the outer plane: calls operations one after another. Belongs to the executor's thread, but for what the operations do.
+
+    The network works on one block while the executor's thread works on others within the host. The thread begins with the first operation. It is a daemon, since a library that can't end an operation must not keep the
+    process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._operations: SimpleQueue[_Operation | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, operation: Callable[[], None]) -> Future[None]:
+        """Have an operation called after those before it. The future has its end, or the error that it raised."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hvdlab-outer", daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._operations.put((operation, future))
+        return future
+
+    def _run(self) -> None:
+        while (item := self._operations.get()) is not None:
+            operation, future = item
+            try:
+                operation()
+            # Whatever it is, it is the executor's, which waits for the future.
+            except BaseException as error:  # noqa: BLE001
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del item, operation, future  # their buffers are not kept until the next one
+
+    def close(self) -> None:
+        """Wait for the end of the operations, which the caller has aborted, and of the thread. Idempotent."""
+        if self._thread is not None:
+            self._operations.put(None)
+            self._thread.join()
+            self._thread = None

@@ -17,8 +17,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.planes import segment
 from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
-from hvdlab.collectives.planes.hierarchical.gathering import Gathering
-from hvdlab.collectives.planes.hierarchical.topology import Topology
+from hvdlab.collectives.planes.hierarchical.routing import Gathering, Topology
 from ranks import Ranks
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)

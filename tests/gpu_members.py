@@ -14,8 +14,8 @@ import pytest
 from fake_cuda import FakeCuda, FakeGpus, bytes_at
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, Plane
-from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, buffer_on_stream
+from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, buffer_on_stream
 from patience import PATIENCE
 
 COUNT = 1000
@@ -44,9 +44,9 @@ class Store(KeyValue):
 def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A GPU that this process seems to have."""
     found = FakeGpus()
-    monkeypatch.setattr(gpus, "gpus", lambda: found)
-    monkeypatch.setattr(gpus, "why_missing", lambda: None)
-    monkeypatch.setenv(gpus.SWITCH, "1")
+    monkeypatch.setattr(gpu_plane, "gpus", lambda: found)
+    monkeypatch.setattr(gpu_plane, "why_missing", lambda: None)
+    monkeypatch.setenv(gpu_plane.SWITCH, "1")
     yield found.device
     for pointer in list(found.device._memory):
         found.device.free(pointer)

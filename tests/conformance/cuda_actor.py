@@ -18,11 +18,11 @@ from conformance.actor import Array, CollectiveActor, PlaneActor
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, StreamMark
-from hvdlab.collectives.planes.cuda.plane import CudaPlane
+from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, StreamMark
+from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
+from hvdlab.collectives.planes.gpu.nccl_plane import NcclPlane
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.nccl.plane import NcclPlane
 
 
 def fake_actor(target: str, context: PlaneContext) -> CollectiveActor:
@@ -114,7 +114,7 @@ class ThroughGpu(HostPlane):
 
     def connect(self, timeout: float) -> None:
         self._plane.connect(timeout)
-        self._memory.use(gpus.gpus().open(0))
+        self._memory.use(gpu_plane.gpus().open(0))
         self.barrier(PhaseTimes())
 
     def allreduce(

@@ -26,7 +26,7 @@ from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.planes.hierarchical.routing import Gathering, Routing, Topology
+from hvdlab.collectives.planes.hierarchical.routing import GatherPlan, Routing, Topology
 from hvdlab.collectives.planes.host import HostPlane, Scratch, narrow, widen
 from hvdlab.collectives.planes.shm.layout import slice_bounds
 from hvdlab.collectives.planes.subgroups import SubgroupPlanes
@@ -297,7 +297,7 @@ class HierarchicalPlane(HostPlane):
         if not sum(counts):
             return
         top, item = self._topology, out.itemsize
-        plan = Gathering.of(top, [c * item for c in counts])
+        plan = GatherPlan.of(top, [c * item for c in counts])
         piece = send.view(np.uint8)
         if not top.even:
             sizes = [plan.sizes[m] for m in top.here]

@@ -97,7 +97,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
+class GatherPlan:
     """Plan of one allgather, in bytes.
 
     Attributes:
@@ -110,7 +110,7 @@ class Gathering:
     bounds: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, topology: Topology, sizes: Sequence[int]) -> Gathering:
+    def of(cls, topology: Topology, sizes: Sequence[int]) -> GatherPlan:
         bounds = []
         for members in topology.hosts:
             parts = [sizes[m] for m in members]

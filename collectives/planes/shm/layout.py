@@ -62,7 +62,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout(Words):
+class SegmentLayout(Words):
     """Offsets in bytes within a segment for ``members`` members.
 
     Attributes:
@@ -120,13 +120,13 @@ def segment_size(members: int, chunk_bytes: int | None = None, slots: int = SLOT
         ValueError: Fewer than 1 member or 5 slots, or chunks that are not whole pages or too small for the members.
     """
     chunk_bytes = slot_bytes(members) if chunk_bytes is None else chunk_bytes
-    return Layout(members, chunk_bytes, slots).size + AgreementBoardLayout(members).size
+    return SegmentLayout(members, chunk_bytes, slots).size + AgreementBoardLayout(members).size
 
 
-def layout_from(options: Mapping[str, str], members: int) -> Layout:
+def layout_from(options: Mapping[str, str], members: int) -> SegmentLayout:
     """Return the layout for ``PlaneContext.options`` (``chunk_bytes``, ``slots``); all members must have the same."""
     chunk_bytes = int(options.get("chunk_bytes", slot_bytes(members)))
-    return Layout(members, chunk_bytes, int(options.get("slots", SLOTS)))
+    return SegmentLayout(members, chunk_bytes, int(options.get("slots", SLOTS)))
 
 
 def _round_up(value: int, unit: int) -> int:

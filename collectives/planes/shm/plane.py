@@ -33,7 +33,7 @@ from hvdlab.collectives.planes.shm.layout import (
     LINE,
     PAGE,
     PAIR_CHUNK_BYTES,
-    Layout,
+    SegmentLayout,
     layout_from,
     part,
 )
@@ -41,11 +41,11 @@ from hvdlab.collectives.planes.shm.schedules import (
     AllGather,
     AllToAll,
     Broadcast,
-    Folding,
+    FoldingOperation,
     PipelineStage,
     ReduceScatter,
     SlicedReduction,
-    Steps,
+    SteppedOperation,
     StepViews,
     TwoMemberReduction,
     ahead_of_three,
@@ -328,11 +328,13 @@ class ShmPlane(HostPlane):
         self._signals.wait(ARRIVED, self._step)
         phases.wait += monotonic_ns() - start
 
-    def _run(self, work: Steps, views: list[StepViews], phases: PhaseTimes) -> None:
+    def _run(self, work: SteppedOperation, views: list[StepViews], phases: PhaseTimes) -> None:
         self._check()
         self._drive(work, 0, work.steps, views, phases)
 
-    def _drive(self, work: Steps, first: int, stop: int, views: list[StepViews], phases: PhaseTimes) -> None:
+    def _drive(
+        self, work: SteppedOperation, first: int, stop: int, views: list[StepViews], phases: PhaseTimes
+    ) -> None:
         """Run steps ``first`` to ``stop`` (not included) of ``work`` in two stages."""
         signals, slots, base = self._signals, self._layout.slots, self._step - first
         now = monotonic_ns()
@@ -354,7 +356,7 @@ class ShmPlane(HostPlane):
                 phases.transfer += now - waited
         self._step += max(0, stop - first)
 
-    def _run_folding(self, work: Folding, views: list[StepViews], phases: PhaseTimes) -> None:
+    def _run_folding(self, work: FoldingOperation, views: list[StepViews], phases: PhaseTimes) -> None:
         """Run all steps of ``work`` in three stages."""
         signals, slots, base = self._signals, self._layout.slots, self._step
         now = monotonic_ns()
@@ -418,7 +420,7 @@ def _bytes(buffer: HostArray) -> HostArray:
 class Slots:
     """Views of all members' slots as arrays of one element type, by slot number and member."""
 
-    def __init__(self, memory: mmap.mmap, layout: Layout) -> None:
+    def __init__(self, memory: mmap.mmap, layout: SegmentLayout) -> None:
         self._layout = layout
         self._bytes = np.frombuffer(memory, np.uint8)
         self._whole: dict[np.dtype[Any], list[StepViews]] = {}

@@ -83,7 +83,7 @@ StepViews = tuple[HostArray, ...]
 """The slots of one step, by member."""
 
 
-class Steps(Protocol):
+class SteppedOperation(Protocol):
     """Operation of ``steps`` steps, each at most one slot of every member. Steps come in order.
 
     ``slots`` are the slots of the step, by member, in the type that the operation works in.
@@ -99,7 +99,7 @@ class Steps(Protocol):
         """Get what this member needs from all slots, which are full."""
 
 
-class Folding(Steps, Protocol):
+class FoldingOperation(SteppedOperation, Protocol):
     """Operation in which each member reduces a slice of every step for all."""
 
     def fold(self, step: int, slots: StepViews) -> None:

@@ -17,7 +17,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.planes import segment
 from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
-from hvdlab.collectives.planes.hierarchical.routing import Gathering, Topology
+from hvdlab.collectives.planes.hierarchical.routing import GatherPlan, Topology
 from ranks import Ranks
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
@@ -66,7 +66,7 @@ def test_gathered_pieces_end_up_in_the_order_of_the_members(hosts: list[str], da
     sizes = data.draw(st.lists(st.integers(0, 300), min_size=len(hosts), max_size=len(hosts)))
     parts = [np.full(size, member, np.uint8) for member, size in enumerate(sizes)]
     top = Topology.of(hosts, 0)
-    plan = Gathering.of(top, sizes)
+    plan = GatherPlan.of(top, sizes)
     assert all(low <= high for bounds in plan.bounds for low, high in pairwise(bounds))
     blocks = [np.concatenate([parts[m] for m in members]) for members in top.hosts]
     columns = [

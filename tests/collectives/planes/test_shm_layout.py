@@ -13,7 +13,7 @@ from hvdlab.collectives.planes.shm.layout import (
     SLOTS,
     AgreementBoardLayout,
     ChunkSlice,
-    Layout,
+    SegmentLayout,
     cut,
     layout_from,
     segment_size,
@@ -22,7 +22,7 @@ from hvdlab.collectives.planes.shm.layout import (
 
 @pytest.mark.parametrize("members", [1, 2, 3, 8, 65])
 def test_nothing_overlaps(members: int) -> None:
-    layout = Layout(members, chunk_bytes=8192, slots=5)
+    layout = SegmentLayout(members, chunk_bytes=8192, slots=5)
     rows = [(layout.row(n), layout.row(n) + members * 8) for n in range(5)]
     slots = [(layout.slot(m, s), layout.slot(m, s) + 8192) for m in range(members) for s in range(5)]
     areas = [(0, 4), *rows, *slots]
@@ -32,7 +32,7 @@ def test_nothing_overlaps(members: int) -> None:
 
 @pytest.mark.parametrize("members", [1, 2, 3, 8, 65])
 def test_the_board_lies_behind_the_slots_and_nothing_of_it_overlaps(members: int) -> None:
-    layout, board = Layout(members, chunk_bytes=8192, slots=5), AgreementBoardLayout(members)
+    layout, board = SegmentLayout(members, chunk_bytes=8192, slots=5), AgreementBoardLayout(members)
     rows = [(board.row(n), board.row(n) + members * 8) for n in range(5)]
     tensors = [(board.area(parity), board.area(parity) + members * 4096) for parity in range(2)]
     areas = [(0, 4), *rows, *tensors]
@@ -42,7 +42,7 @@ def test_the_board_lies_behind_the_slots_and_nothing_of_it_overlaps(members: int
 
 
 def test_counters_start_on_cache_lines_and_the_segment_on_pages() -> None:
-    layout = Layout(9)
+    layout = SegmentLayout(9)
     assert all(layout.row(n) % 64 == 0 for n in range(5))
     assert layout.size % 4096 == 0
     assert layout.size >= 9 * CHUNK_BYTES * SLOTS
@@ -64,8 +64,8 @@ def test_impossible_layouts_are_refused(arguments: tuple[int, ...], word: str) -
 
 
 def test_options_override_the_defaults() -> None:
-    assert layout_from({}, 2) == Layout(2)
-    assert layout_from({"chunk_bytes": "65536", "slots": "8"}, 2) == Layout(2, 65536, 8)
+    assert layout_from({}, 2) == SegmentLayout(2)
+    assert layout_from({"chunk_bytes": "65536", "slots": "8"}, 2) == SegmentLayout(2, 65536, 8)
 
 
 def test_the_coordinator_can_size_a_segment_without_numpy() -> None:

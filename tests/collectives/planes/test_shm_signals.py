@@ -13,12 +13,12 @@ import pytest
 
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
 from hvdlab.collectives.planes.shm import signals as signals_module
-from hvdlab.collectives.planes.shm.layout import Layout
+from hvdlab.collectives.planes.shm.layout import SegmentLayout
 from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, Signals
 from patience import PATIENCE
 from threads import asleep, in_threads
 
-LAYOUT = Layout(3, 4096, 5)
+LAYOUT = SegmentLayout(3, 4096, 5)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The plane: from collectives to operations of a :class:`~hvdlab.collectives.planes.cuda.group.Group`."""
+"""The plane: from collectives to operations of a :class:`~hvdlab.collectives.planes.gpu.ipc_group.IpcGroup`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import segment
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import Buffer
-from hvdlab.collectives.planes.cuda.board import TENSORS, BoardLayout
-from hvdlab.collectives.planes.cuda.device import Device
-from hvdlab.collectives.planes.cuda.gpu_plane import GpuPlane, cuda_buffer
-from hvdlab.collectives.planes.cuda.group import Group
-from hvdlab.collectives.planes.cuda.jobs import MOST_ADDRESSES
-from hvdlab.collectives.planes.cuda.links import links_between
-from hvdlab.collectives.planes.cuda.operation import (
+from hvdlab.collectives.planes.gpu.device import Device
+from hvdlab.collectives.planes.gpu.gpu_plane import GpuPlane, cuda_buffer, links_between
+from hvdlab.collectives.planes.gpu.ipc_group import IpcGroup
+from hvdlab.collectives.planes.gpu.ipc_memory import TENSORS, GpuAnnouncementsLayout
+from hvdlab.collectives.planes.gpu.jobs import (
+    MOST_ADDRESSES,
     AllgatherJobs,
     AllreduceJobs,
     AlltoallJobs,
     BroadcastJobs,
-    Operation,
+    GpuOperation,
     ReducescatterJobs,
 )
 from hvdlab.collectives.planes.links import Links
 
 
-class CudaPlane(GpuPlane[Group]):
+class CudaPlane(GpuPlane[IpcGroup]):
     """A data plane for ranks of one host that share a GPU, or whose GPUs reach each other's memory.
 
     The members join at the first operation, which says on which GPU this one's tensors are. Reductions add in the order of the
@@ -48,9 +47,9 @@ class CudaPlane(GpuPlane[Group]):
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
-    def _join(self, device: Device, deadline: float) -> Group:
+    def _join(self, device: Device, deadline: float) -> IpcGroup:
         workers = self._workers(device, deadline)
-        return Group(device, self._memory(deadline), self.context.index, self.context.size, workers)
+        return IpcGroup(device, self._memory(deadline), self.context.index, self.context.size, workers)
 
     def _workers(self, device: Device, deadline: float) -> list[int]:
         """The positions of the workers. Raises ``PlaneBroken`` if this member's GPU does not reach the memory of all members."""
@@ -78,7 +77,7 @@ class CudaPlane(GpuPlane[Group]):
     def _memory(self, deadline: float) -> mmap.mmap:
         me = self.context
         assert me.store is not None
-        size = BoardLayout(me.size).size
+        size = GpuAnnouncementsLayout(me.size).size
         if me.index == 0:
             descriptor = segment.publish_memfd(me.store, f"hvdlab-cuda-{me.process_set}-{me.epoch}", size)
         else:
@@ -112,7 +111,7 @@ class CudaPlane(GpuPlane[Group]):
         for start in range(0, len(pairs), TENSORS):
             some = pairs[start : start + TENSORS]
             last = self._run(
-                Operation(
+                GpuOperation(
                     [i for i, _ in some],
                     [o for _, o in some],
                     AllreduceJobs(tuple(i.nbytes // dtype.itemsize for i, _ in some)),
@@ -130,7 +129,7 @@ class CudaPlane(GpuPlane[Group]):
         self, send: Buffer, counts: Sequence[int], out: Buffer, phases: PhaseTimes
     ) -> Completion | None:
         jobs = AllgatherJobs(tuple(count * out.dtype.itemsize for count in counts))
-        return self._run(Operation([cuda_buffer(send)], [cuda_buffer(out)], jobs), phases)
+        return self._run(GpuOperation([cuda_buffer(send)], [cuda_buffer(out)], jobs), phases)
 
     def start_broadcast(
         self, source: Buffer | None, out: Buffer, root: int, phases: PhaseTimes
@@ -138,7 +137,7 @@ class CudaPlane(GpuPlane[Group]):
         if not out.nbytes:
             return None
         jobs = BroadcastJobs(out.nbytes, root)
-        return self._run(Operation([cuda_buffer(source or out)], [cuda_buffer(out)], jobs), phases)
+        return self._run(GpuOperation([cuda_buffer(source or out)], [cuda_buffer(out)], jobs), phases)
 
     def start_reducescatter(
         self,
@@ -152,7 +151,7 @@ class CudaPlane(GpuPlane[Group]):
         phases: PhaseTimes,
     ) -> Completion | None:
         return self._run(
-            Operation(
+            GpuOperation(
                 [cuda_buffer(send)],
                 [cuda_buffer(out)],
                 ReducescatterJobs(tuple(counts), dtype.itemsize),
@@ -174,12 +173,12 @@ class CudaPlane(GpuPlane[Group]):
     ) -> Completion | None:
         jobs = AlltoallJobs(out.dtype.itemsize)
         return self._run(
-            Operation([cuda_buffer(send)], [cuda_buffer(out)], jobs, numbers=list(send_counts)), phases
+            GpuOperation([cuda_buffer(send)], [cuda_buffer(out)], jobs, numbers=list(send_counts)), phases
         )
 
     def start_barrier(self, phases: PhaseTimes) -> Completion | None:
-        return self._run(Operation([], [], AllreduceJobs(())), phases)
+        return self._run(GpuOperation([], [], AllreduceJobs(())), phases)
 
-    def _run(self, operation: Operation, phases: PhaseTimes, started: int = 0) -> Completion:
+    def _run(self, operation: GpuOperation, phases: PhaseTimes, started: int = 0) -> Completion:
         group = self._joined((*operation.ins, *operation.outs))
         return group.run(operation, phases, started or time.monotonic_ns())

@@ -15,11 +15,11 @@ from gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, val
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.board import RING, TENSORS
-from hvdlab.collectives.planes.cuda.device import DeviceFailed
-from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, buffer_on_stream
-from hvdlab.collectives.planes.cuda.plane import CudaPlane
+from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.planes.gpu.device import DeviceFailed
+from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, buffer_on_stream
+from hvdlab.collectives.planes.gpu.ipc_memory import RING, TENSORS
+from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
 from patience import PATIENCE
 
 
@@ -157,7 +157,7 @@ def test_nothing_waits_for_a_context_that_is_gone(
     buffer, stream, computed = on_gpu(gpu, 1.0), gpu.new_stream(), threading.Event()
     assert outcome(begun(alone, buffer)) is None
     gpu._put(stream, lambda: computed.wait() and None)
-    buffer.after = gpus.StreamMark(gpu, stream)
+    buffer.after = gpu_plane.StreamMark(gpu, stream)
     completion = begun(alone, buffer)
 
     def gone(self: FakeCuda) -> None:
@@ -219,11 +219,13 @@ def test_unless_it_is_asked_for_it_is_offered_where_one_gpu_is(
 ) -> None:
     for number in range(count):
         (tmp_path / f"0000:0{number}:00.0").mkdir()
-    monkeypatch.setattr(gpus, "GPUS", str(tmp_path))
+    monkeypatch.setattr(gpu_plane, "GPUS", str(tmp_path))
     monkeypatch.delenv("HVDLAB_CUDA")
     assert ("cuda/ipc" in registry.offered()) == (count == 1)
     if count != 1:
-        assert f"unless HVDLAB_CUDA=1 (this machine shows {count} GPUs)" in (gpus.why_off("cuda/ipc") or "")
+        assert f"unless HVDLAB_CUDA=1 (this machine shows {count} GPUs)" in (
+            gpu_plane.why_off("cuda/ipc") or ""
+        )
     assert "cuda/nccl" not in registry.offered()
     assert "has to be asked for by HVDLAB_CUDA=1" in (registry.why_unavailable("cuda/nccl") or "")
     monkeypatch.setenv("HVDLAB_CUDA", "1")
@@ -231,9 +233,9 @@ def test_unless_it_is_asked_for_it_is_offered_where_one_gpu_is(
 
 
 def test_without_a_driver_or_its_bindings_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gpus.SWITCH, "1")
-    monkeypatch.setattr(gpus, "DRIVERS", ("/nothing",))
-    assert "no NVIDIA driver" in (gpus.why_off("cuda/ipc") or "")
-    monkeypatch.setattr(gpus, "DRIVERS", ("/",))
+    monkeypatch.setenv(gpu_plane.SWITCH, "1")
+    monkeypatch.setattr(gpu_plane, "DRIVERS", ("/nothing",))
+    assert "no NVIDIA driver" in (gpu_plane.why_off("cuda/ipc") or "")
+    monkeypatch.setattr(gpu_plane, "DRIVERS", ("/",))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'hvdlab[gpu]'" in (gpus.why_off("cuda/ipc") or "")
+    assert "pip install 'hvdlab[gpu]'" in (gpu_plane.why_off("cuda/ipc") or "")

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.nccl import library
-from hvdlab.collectives.planes.nccl.library import (
+from hvdlab.collectives.planes.gpu import nccl_library
+from hvdlab.collectives.planes.gpu.nccl_library import (
     ID_BYTES,
     LEAST_VERSION,
     LoadedCommunicator,
     LoadedNccl,
     NcclFailed,
-    Piece,
+    NcclPiece,
 )
 
 IN_PROGRESS, REMOTE_ERROR = 7, 6
@@ -107,7 +107,7 @@ def test_numbers_of_types_and_operators(recorder: Recorder, communicator: Loaded
 
 
 def test_pieces_are_exchanged_at_once(recorder: Recorder, communicator: LoadedCommunicator) -> None:
-    communicator.exchange([Piece(0, 100, 5), Piece(2, 105, 6)], [Piece(2, 300, 7)], 9)
+    communicator.exchange([NcclPiece(0, 100, 5), NcclPiece(2, 105, 6)], [NcclPiece(2, 300, 7)], 9)
     assert recorder.calls == [
         ("ncclGroupStart",),
         ("ncclSend", 100, 5, 0, 0, 9),
@@ -122,7 +122,7 @@ def test_a_group_of_calls_ends_also_if_one_of_them_fails(
 ) -> None:
     recorder.returns["ncclSend"] = 4
     with pytest.raises(NcclFailed, match="error 4"):
-        communicator.exchange([Piece(0, 100, 5)], [Piece(2, 300, 7)], 9)
+        communicator.exchange([NcclPiece(0, 100, 5)], [NcclPiece(2, 300, 7)], 9)
     assert recorder.calls[-1] == ("ncclGroupEnd",)
 
 
@@ -164,11 +164,11 @@ def test_the_package_is_found_and_goes_before_the_systems(
         raise OSError(f"no {path}")
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    library.nccl.cache_clear()
+    nccl_library.nccl.cache_clear()
     try:
-        reason = library.why_missing() or ""
+        reason = nccl_library.why_missing() or ""
     finally:
-        library.nccl.cache_clear()
+        nccl_library.nccl.cache_clear()
     assert tried[-1] == "libnccl.so.2"
     assert str(packaged) in tried[:-1]
     assert "pip install nvidia-nccl-cu13" in reason

@@ -32,10 +32,10 @@ import numpy as np
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import PendingCompletion, PhaseTimes, PlaneAborted, PlaneBroken
-from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed, Launch
-from hvdlab.collectives.planes.cuda.gpus import CudaBuffer
-from hvdlab.collectives.planes.cuda.jobs import table_of
-from hvdlab.collectives.planes.nccl.library import Communicator
+from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed, KernelLaunch
+from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer
+from hvdlab.collectives.planes.gpu.jobs import table_of
+from hvdlab.collectives.planes.gpu.nccl_library import Communicator
 
 RING = 8
 """Operations that may be on their way; a member that would be further ahead waits for the end of an earlier one."""
@@ -81,7 +81,7 @@ class _Enqueued(NamedTuple):
 
 
 class NcclGroup:
-    """A member that joins the others.
+    """Member of a group that NCCL connects.
 
     :meth:`run` belongs to one thread at a time, and the steps to what it calls; :meth:`stop` may come from any.
 
@@ -285,7 +285,7 @@ class NcclGroup:
         words, stopped = self._mapped + RING * TABLE_BYTES, self._tables + RING * TABLE_BYTES
         self._device.copy(stopped, words + _STOPPED, _WORD, self.stream)
         self._device.launch(
-            Launch(
+            KernelLaunch(
                 dtype=dtype,
                 op=op,
                 jobs=table.jobs,

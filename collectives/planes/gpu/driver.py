@@ -1,4 +1,9 @@
-"""A GPU by way of CUDA's driver, which is there wherever a GPU is; no toolkit and no framework is needed."""
+"""A GPU by way of CUDA's driver and NVIDIA's compiler for running programs (NVRTC).
+
+The driver is there wherever a GPU is; no toolkit and no framework is needed. The compiler comes with torch's builds for CUDA and with
+``hvdlab[gpu]``. So ``kernels.cu`` ships as source, and its code is made for the GPU that is there, when it is first needed. Compiling takes
+a fraction of a second, only in the processes of workers (:mod:`ipc_group`), once for each type of elements and operator.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,15 @@ import ctypes
 import os
 import secrets
 import threading
+from importlib.resources import files
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any
 
-from cuda.bindings import driver
+from cuda.bindings import driver, nvrtc
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.cuda import kernels
-from hvdlab.collectives.planes.cuda.device import Allocation, DeviceFailed, Launch
-from hvdlab.collectives.planes.cuda.opened import OpenedPieces
+from hvdlab.collectives.planes.gpu.device import Allocation, DeviceFailed, KernelLaunch, OpenedPieces
 
 _SOON = 60_000
 """Nanoseconds for which a thread that waits for an event offers its core to others before it sleeps: about what sleeping and waking cost."""
@@ -30,10 +34,25 @@ _OK = driver.CUresult.CUDA_SUCCESS
 _FATAL = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719})
 """The driver's numbers of errors after which a process can't use the GPU any more: a kernel did what is forbidden, took too long, or memory failed."""
 _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
+_SOURCE = "kernels.cu"
+_NVRTC_OK = nvrtc.nvrtcResult.NVRTC_SUCCESS
+
+ELEMENTS = {
+    DType.U8: "Integer<u8>",
+    DType.I8: "Integer<signed char>",
+    DType.I16: "Integer<short>",
+    DType.I32: "Integer<int>",
+    DType.I64: "Integer<long long>",
+    DType.F16: "F16",
+    DType.BF16: "BF16",
+    DType.F32: "F32",
+    DType.F64: "F64",
+}
+"""The structs of ``kernels.cu``, by what they reduce."""
 
 
 class CudaGpus:
-    """See :class:`~hvdlab.collectives.planes.cuda.gpus.Gpus`."""
+    """See :class:`~hvdlab.collectives.planes.gpu.gpu_plane.Gpus`."""
 
     def __init__(self) -> None:
         self._opened: dict[int, CudaDevice] = {}
@@ -41,7 +60,7 @@ class CudaGpus:
 
     def why_unusable(self) -> str | None:
         try:
-            needed = kernels.compiler_version()
+            needed = compiler_version()
             found = _checked(driver.cuInit(0), driver.cuDriverGetVersion()) // 1000
             if found < needed:
                 return f"The driver is for CUDA {found}, and the compiler of kernels (nvidia-cuda-nvrtc) for CUDA {needed}."
@@ -76,7 +95,7 @@ class CudaGpus:
 
 
 def _checked(*results: tuple[Any, ...]) -> Any:
-    """What the last of some calls returned. Raises ``DeviceFailed`` if one failed."""
+    """Return the result of the last of some calls. Raises ``DeviceFailed`` if one failed."""
     for code, *_ in results:
         if code != _OK:
             raise DeviceFailed(_text(code))
@@ -98,7 +117,7 @@ def _text(code: Any) -> str:
 
 
 class CudaDevice:
-    """One of this process's GPUs, with the context that frameworks use. See :class:`~hvdlab.collectives.planes.cuda.device.Device`.
+    """One of this process's GPUs, with the context that frameworks use. See :class:`~hvdlab.collectives.planes.gpu.device.Device`.
 
     Args:
         ordinal: Its number in this process.
@@ -234,7 +253,7 @@ class CudaDevice:
     def clear(self, target: int, nbytes: int, stream: int) -> None:
         _checked(driver.cuMemsetD8Async(target, 0, nbytes, stream))
 
-    def launch(self, launch: Launch, stream: int) -> None:
+    def launch(self, launch: KernelLaunch, stream: int) -> None:
         values = (
             launch.table, launch.jobs, launch.ins, launch.outs, launch.prescale, launch.postscale,
             launch.chunk, launch.stopped, launch.members, launch.stride, launch.times,
@@ -260,8 +279,8 @@ class CudaDevice:
         key = (dtype, ReduceOp.SUM if dtype is None else op)
         with self._guard:
             if key not in self._kernels:
-                module = _checked(driver.cuModuleLoadData(kernels.compiled(dtype, op, self._capability)))
-                name = kernels.entry(dtype).encode()
+                module = _checked(driver.cuModuleLoadData(compiled_kernel(dtype, op, self._capability)))
+                name = kernel_name(dtype).encode()
                 self._kernels[key] = module, _checked(driver.cuModuleGetFunction(module, name))
             return self._kernels[key][1]
 
@@ -270,3 +289,89 @@ def _identity(device: Any) -> str:
     # The second version tells instances of a partitioned GPU apart; from CUDA 13 on it has the first one's name.
     uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
     return bytes(_checked(uuid(device)).bytes).hex()
+
+
+def kernel_name(dtype: DType | None) -> str:
+    """Return the name of the kernel that reduces a type, or copies bytes."""
+    return "copy" if dtype is None else "fold"
+
+
+def kernel_macros(dtype: DType | None, op: ReduceOp) -> dict[str, str]:
+    """Return the macros that choose the kernel in the source, by name."""
+    if dtype is None:
+        return {}
+    return {"ELEMENT": ELEMENTS[dtype], "OP": op.name}
+
+
+def compiler_version() -> int:
+    """Of which CUDA the compiler is: the driver must be of that or a later one. Raises ``RuntimeError`` if it is not there."""
+    return int(_nvrtc_checked(nvrtc.nvrtcVersion())[0])
+
+
+def kernel_source() -> bytes:
+    """Return the text of ``kernels.cu``."""
+    return files(__package__).joinpath(_SOURCE).read_bytes()
+
+
+def compiled_kernel(dtype: DType | None, op: ReduceOp, capability: int) -> bytes:
+    """Compile a kernel. Returns it as the driver loads it.
+
+    Args:
+        dtype: What is reduced; ``None`` copies bytes.
+        op: SUM, MIN, MAX or PRODUCT.
+        capability: Compute capability of the GPU, as 90 for 9.0. A GPU newer than the compiler gets code that the driver translates.
+
+    Raises:
+        DeviceFailed: The compiler is missing, knows no GPU that old, or refuses the source; the text has its message.
+    """
+    try:
+        known = _nvrtc_checked(nvrtc.nvrtcGetSupportedArchs())
+        program = _nvrtc_checked(nvrtc.nvrtcCreateProgram(kernel_source(), _SOURCE.encode(), 0, [], []))
+    except RuntimeError as error:  # the bindings don't find the library
+        raise DeviceFailed(
+            f"NVIDIA's runtime compiler is missing (pip install 'hvdlab[gpu]'): {error}"
+        ) from error
+    try:
+        options = [f"--gpu-architecture={architecture(capability, known)}", "--std=c++17"]
+        options += [f"--define-macro={name}={value}" for name, value in kernel_macros(dtype, op).items()]
+        given = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
+        if status != _NVRTC_OK:
+            raise DeviceFailed(f"NVIDIA's compiler refused the kernels: {_compiler_log(program)}")
+        code: bytes
+        if capability in known:
+            code = b" " * _nvrtc_checked(nvrtc.nvrtcGetCUBINSize(program))
+            _nvrtc_checked(nvrtc.nvrtcGetCUBIN(program, code))
+        else:
+            code = b" " * _nvrtc_checked(nvrtc.nvrtcGetPTXSize(program))
+            _nvrtc_checked(nvrtc.nvrtcGetPTX(program, code))
+        return code
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def architecture(capability: int, known: list[int]) -> str:
+    """Return the architecture to compile for: the GPU itself, or the newest one that the compiler knows and that is older.
+
+    Raises:
+        DeviceFailed: The compiler knows no GPU that old.
+    """
+    if capability in known:
+        return f"sm_{capability}"
+    older = [one for one in known if one < capability]
+    if not older:
+        raise DeviceFailed(f"NVIDIA's compiler makes no code for GPUs as old as this one (sm_{capability})")
+    return f"compute_{max(older)}"
+
+
+def _nvrtc_checked(result: tuple[Any, ...]) -> Any:
+    status, *found = result
+    if status != _NVRTC_OK:
+        raise DeviceFailed(f"NVIDIA's compiler: {status.name}")
+    return found[0] if len(found) == 1 else found
+
+
+def _compiler_log(program: Any) -> str:
+    text: bytes = b" " * _nvrtc_checked(nvrtc.nvrtcGetProgramLogSize(program))
+    _nvrtc_checked(nvrtc.nvrtcGetProgramLog(program, text))
+    return text.decode(errors="replace").strip("\0 \n")

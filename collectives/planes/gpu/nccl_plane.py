@@ -1,4 +1,4 @@
-"""The plane: from collectives to the steps of a :class:`~hvdlab.collectives.planes.nccl.group.NcclGroup`."""
+"""The plane: from collectives to the steps of a :class:`~hvdlab.collectives.planes.gpu.nccl_group.NcclGroup`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from typing import ClassVar, NamedTuple
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import Completion, PhaseTimes
 from hvdlab.collectives.planes.buffers import Buffer
-from hvdlab.collectives.planes.cuda.device import Device
-from hvdlab.collectives.planes.cuda.gpu_plane import GpuPlane, cuda_buffer
-from hvdlab.collectives.planes.cuda.gpus import CudaBuffer
-from hvdlab.collectives.planes.cuda.jobs import LINE, MOST_ADDRESSES
-from hvdlab.collectives.planes.nccl import library
-from hvdlab.collectives.planes.nccl.group import NcclGroup
-from hvdlab.collectives.planes.nccl.library import ID_BYTES, TYPES, Piece
+from hvdlab.collectives.planes.gpu import nccl_library
+from hvdlab.collectives.planes.gpu.device import Device
+from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, GpuPlane, cuda_buffer
+from hvdlab.collectives.planes.gpu.jobs import LINE, MOST_ADDRESSES
+from hvdlab.collectives.planes.gpu.nccl_group import NcclGroup
+from hvdlab.collectives.planes.gpu.nccl_library import ID_BYTES, TYPES, NcclPiece
 
 TENSORS = 512
 """Tensors that are packed together; a collective with more becomes several operations."""
@@ -54,7 +53,7 @@ def _reduction(dtype: DType, op: ReduceOp, prescale: float, postscale: float) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """A member's part of an array, in elements."""
 
     begin: int
@@ -75,14 +74,14 @@ class NcclPlane(GpuPlane[NcclGroup]):
     @classmethod
     def unavailable(cls) -> str | None:
         reason = super().unavailable()
-        if reason is None and (missing := library.why_missing()):
+        if reason is None and (missing := nccl_library.why_missing()):
             reason = f"The plane `{cls.name}` can't be used: {missing}"
         return reason
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
     def _join(self, device: Device, deadline: float) -> NcclGroup:
-        me, nccl = self.context, library.nccl()
+        me, nccl = self.context, nccl_library.nccl()
         assert me.store is not None, "a group of the engine has a store"
         with device:
             if me.index == 0:
@@ -131,7 +130,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
             return None
         given, target = cuda_buffer(source or out), cuda_buffer(out)
 
-        def steps(member: Member) -> None:
+        def steps(member: NcclMember) -> None:
             group = member.group
             group.call(group.communicator.broadcast, given.pointer, target.pointer, target.nbytes, root)
 
@@ -163,7 +162,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
     ) -> Completion | None:
         source, target, itemsize = cuda_buffer(send), cuda_buffer(out), out.dtype.itemsize
 
-        def steps(member: Member) -> None:
+        def steps(member: NcclMember) -> None:
             sends = _pieces(source.pointer, _in_turn(send_counts), itemsize)
             receives = _pieces(target.pointer, _in_turn(recv_counts), itemsize)
             own, place = sends[member.index], receives[member.index]
@@ -173,7 +172,7 @@ class NcclPlane(GpuPlane[NcclGroup]):
         return self._run(steps, [source, target], phases)
 
     def start_barrier(self, phases: PhaseTimes) -> Completion | None:
-        def steps(member: Member) -> None:
+        def steps(member: NcclMember) -> None:
             group = member.group
             word = group.scratch(LINE)
             group.call(group.communicator.allreduce, word, word, 1, DType.U8, ReduceOp.MAX)
@@ -182,18 +181,18 @@ class NcclPlane(GpuPlane[NcclGroup]):
 
     def _run(
         self,
-        steps: Callable[[Member], None],
+        steps: Callable[[NcclMember], None],
         tensors: Sequence[CudaBuffer],
         phases: PhaseTimes,
         started: int = 0,
     ) -> Completion:
         group = self._joined(tensors)
-        member = Member(group, self.context.index, self.context.size)
+        member = NcclMember(group, self.context.index, self.context.size)
         return group.run(partial(steps, member), tensors, phases, started or time.monotonic_ns())
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class NcclMember:
     """A member while it enqueues an operation.
 
     Attributes:
@@ -206,7 +205,7 @@ class Member:
     index: int
     size: int
 
-    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
+    def exchange(self, sends: Sequence[NcclPiece], receives: Sequence[NcclPiece]) -> None:
         """Exchange pieces with the other members. Those from this member to itself, and empty ones, are left out."""
         sends, receives = (
             [piece for piece in pieces if piece.member != self.index and piece.nbytes]
@@ -216,7 +215,7 @@ class Member:
             self.group.call(self.group.communicator.exchange, sends, receives)
 
 
-def _allreduce(member: Member, pairs: Sequence[tuple[CudaBuffer, CudaBuffer]], how: Reduction) -> None:
+def _allreduce(member: NcclMember, pairs: Sequence[tuple[CudaBuffer, CudaBuffer]], how: Reduction) -> None:
     itemsize = how.dtype.itemsize
     if len(pairs) == 1:
         ((source, out),) = pairs
@@ -255,7 +254,7 @@ def _scale(
         group.fold([size // dtype.itemsize for size in sizes], moves, dtype, prescale=factor)
 
 
-def _reduce_by_nccl(member: Member, source: int, out: int, count: int, how: Reduction) -> None:
+def _reduce_by_nccl(member: NcclMember, source: int, out: int, count: int, how: Reduction) -> None:
     group = member.group
     if how.prescale != 1.0:
         group.fold([count], [(source, out)], how.dtype, prescale=how.prescale)
@@ -266,7 +265,7 @@ def _reduce_by_nccl(member: Member, source: int, out: int, count: int, how: Redu
 
 
 def _reduce_by_exchange(
-    member: Member, source: int, out: int, count: int, how: Reduction, scratch: int
+    member: NcclMember, source: int, out: int, count: int, how: Reduction, scratch: int
 ) -> None:
     """Each member gets its share of all members' arrays, adds them up, and gives the result to all. Block by block.
 
@@ -280,36 +279,36 @@ def _reduce_by_exchange(
         own = shares[member.index]
         _fold_share(member, source + at, shares, out + at + own.begin * itemsize, how, scratch)
         result = out + at + own.begin * itemsize
-        sends = [Piece(other, result, own.count * itemsize) for other in range(member.size)]
+        sends = [NcclPiece(other, result, own.count * itemsize) for other in range(member.size)]
         member.exchange(sends, _pieces(out + at, shares, itemsize))
 
 
-def _reducescatter(member: Member, source: int, counts: Sequence[int], out: int, how: Reduction) -> None:
+def _reducescatter(member: NcclMember, source: int, counts: Sequence[int], out: int, how: Reduction) -> None:
     itemsize = how.dtype.itemsize
     most = max(LINE, BLOCK_BYTES // (itemsize * member.size) // LINE * LINE)  # whole lines
     slices = _in_turn(counts)
     widest = _largest_block(max(counts), most)
     scratch = member.group.scratch(member.size * _up(min(widest, max(counts)) * itemsize))
     for begin, elements in _blocks(max(counts), most):
-        shares = [Share(s.begin + begin, max(0, min(elements, s.count - begin))) for s in slices]
+        shares = [RankShare(s.begin + begin, max(0, min(elements, s.count - begin))) for s in slices]
         _fold_share(member, source, shares, out + begin * itemsize, how, scratch)
 
 
 def _fold_share(
-    member: Member, source: int, shares: Sequence[Share], out: int, how: Reduction, scratch: int
+    member: NcclMember, source: int, shares: Sequence[RankShare], out: int, how: Reduction, scratch: int
 ) -> None:
     """Get this member's share of the array of each member, and reduce them to ``out``."""
     itemsize = how.dtype.itemsize
     own = shares[member.index]
     nbytes = own.count * itemsize
-    receives = [Piece(other, scratch + other * _up(nbytes), nbytes) for other in range(member.size)]
+    receives = [NcclPiece(other, scratch + other * _up(nbytes), nbytes) for other in range(member.size)]
     member.exchange(_pieces(source, shares, itemsize), receives)
     places = [piece.pointer for piece in receives]
     places[member.index] = source + own.begin * itemsize
     member.group.fold([own.count], [(*places, out)], how.dtype, how.op, how.prescale, how.postscale)
 
 
-def _allgather(member: Member, source: CudaBuffer, sizes: Sequence[int], out: CudaBuffer) -> None:
+def _allgather(member: NcclMember, source: CudaBuffer, sizes: Sequence[int], out: CudaBuffer) -> None:
     group = member.group
     if sizes[0] and len(set(sizes)) == 1:
         group.call(group.communicator.allgather, source.pointer, out.pointer, sizes[0])
@@ -317,29 +316,30 @@ def _allgather(member: Member, source: CudaBuffer, sizes: Sequence[int], out: Cu
     places = _pieces(out.pointer, _in_turn(sizes), 1)
     own = places[member.index]
     group.copy(own.pointer, source.pointer, own.nbytes)
-    member.exchange([Piece(other, source.pointer, own.nbytes) for other in range(member.size)], places)
+    member.exchange([NcclPiece(other, source.pointer, own.nbytes) for other in range(member.size)], places)
 
 
-def _pieces(base: int, shares: Sequence[Share], itemsize: int) -> list[Piece]:
+def _pieces(base: int, shares: Sequence[RankShare], itemsize: int) -> list[NcclPiece]:
     """The shares of an array as a piece for each member."""
     return [
-        Piece(other, base + share.begin * itemsize, share.count * itemsize)
+        NcclPiece(other, base + share.begin * itemsize, share.count * itemsize)
         for other, share in enumerate(shares)
     ]
 
 
-def _in_turn(counts: Sequence[int]) -> list[Share]:
+def _in_turn(counts: Sequence[int]) -> list[RankShare]:
     """Shares that follow each other."""
     begins = accumulate(counts, initial=0)
-    return [Share(begin, count) for begin, count in zip(begins, counts, strict=False)]
+    return [RankShare(begin, count) for begin, count in zip(begins, counts, strict=False)]
 
 
-def _shares(count: int, members: int, itemsize: int) -> list[Share]:
+def _shares(count: int, members: int, itemsize: int) -> list[RankShare]:
     """Equal shares that begin at lines of the array; the last ones may be smaller."""
     grain = LINE // itemsize
     each = -(-count // (members * grain)) * grain
     return [
-        Share(min(index * each, count), max(0, min(each, count - index * each))) for index in range(members)
+        RankShare(min(index * each, count), max(0, min(each, count - index * each)))
+        for index in range(members)
     ]
 
 
@@ -355,7 +355,7 @@ def _largest_block(count: int, most: int) -> int:
     return max(most, _up(-(-count // MOST_BLOCKS)))
 
 
-def _room(member: Member, count: int, itemsize: int) -> int:
+def _room(member: NcclMember, count: int, itemsize: int) -> int:
     """Bytes that the shares of all members take which :func:`_reduce_by_exchange` receives."""
     elements = min(count, _largest_block(count, BLOCK_BYTES // itemsize))
     return member.size * _up(_shares(elements, member.size, itemsize)[0].count * itemsize)

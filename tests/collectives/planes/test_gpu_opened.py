@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed
-from hvdlab.collectives.planes.cuda.opened import OpenedPieces
+from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed, OpenedPieces
 
 
 class Mapping:

@@ -18,10 +18,10 @@ import pytest
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.cuda.jobs import chunk_bytes, share, table_of
+from hvdlab.collectives.planes.gpu.jobs import chunk_bytes, share, table_of
 from hvdlab.collectives.reduce.fold import make_fold
 
-SOURCE = Path(__file__).parents[3] / "collectives" / "planes" / "cuda" / "kernels.cu"
+SOURCE = Path(__file__).parents[3] / "collectives" / "planes" / "gpu" / "kernels.cu"
 COMPILER = shutil.which("g++")
 ELEMENTS = {
     DType.U8: "Integer<u8>",

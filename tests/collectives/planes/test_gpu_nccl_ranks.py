@@ -15,7 +15,7 @@ import fake_nccl
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.errors import AbortedError
-from hvdlab.collectives.planes.cuda import gpus
+from hvdlab.collectives.planes.gpu import gpu_plane
 from patience import PATIENCE
 from ranks import RankGone, Ranks
 
@@ -40,7 +40,7 @@ def arrays() -> Any:
 def join(hosts: str, choice: str) -> str:
     """Join as a rank with a GPU and NCCL; returns the plane for CUDA tensors."""
     os.environ[HOST_VARIABLE] = hosts[int(os.environ["HVDLAB_RANK"])]
-    os.environ[gpus.CHOICE] = choice
+    os.environ[gpu_plane.CHOICE] = choice
     fake_nccl.install(arrays().GPU)
     context.init()
     return context.engine().device_plane(0, "cuda")

@@ -1,6 +1,6 @@
 """A member of a group whose GPUs work on each other's memory.
 
-For each operation every member writes to the board where its tensors are (:mod:`allocations`), and says that they may be used. On each GPU
+For each operation every member announces in shared memory where its tensors are (:mod:`ipc_memory`), and says that they may be used. On each GPU
 one member is the *worker*, the first one there. The worker waits until all members have written where their tensors are, and enqueues on its
 GPU: a wait until all tensors may be used, and one kernel that reads the members' tensors and writes their outputs. Once that is done it says
 so to all. With several GPUs each worker takes a share of the elements.
@@ -12,7 +12,7 @@ members by words that hosts wait for.
 
 At most ``RING`` operations are on their way: a member that would be further ahead waits for the end of an earlier one. Since a worker
 enqueues an operation only once all members have announced it, all members have then seen the end of the operation that had the same place
-on the board, and nothing reads that place any more, on the host or on a GPU.
+there, and nothing reads that place any more, on the host or on a GPU.
 
 Giving up
 ---------
@@ -38,12 +38,20 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdlab.collectives.planes.base import PendingCompletion, PhaseTimes, PlaneAborted, PlaneBroken
-from hvdlab.collectives.planes.cuda.allocations import Exports, Imports
-from hvdlab.collectives.planes.cuda.board import QUIET, READY, RING, STOPPED, TENSORS, Array64, Board
-from hvdlab.collectives.planes.cuda.device import Device, DeviceFailed, Launch
-from hvdlab.collectives.planes.cuda.gpus import CudaBuffer
-from hvdlab.collectives.planes.cuda.jobs import MOST_ADDRESSES, Table, share, table_of
-from hvdlab.collectives.planes.cuda.operation import Inputs, Operation
+from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed, KernelLaunch
+from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer
+from hvdlab.collectives.planes.gpu.ipc_memory import (
+    QUIET,
+    READY,
+    RING,
+    STOPPED,
+    TENSORS,
+    Array64,
+    ExportedMemory,
+    GpuAnnouncements,
+    ImportedMemory,
+)
+from hvdlab.collectives.planes.gpu.jobs import MOST_ADDRESSES, GpuOperation, Inputs, JobTable, share, table_of
 from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 
 QUIET_WITHIN = 0.5
@@ -79,7 +87,7 @@ class _Begun(NamedTuple):
             because a GPU that failed never says so, and no other member would know.
         done: A CUDA event that comes when this worker's kernel has written the outputs; ``None`` if this member is no worker.
         back: Copies to make once all workers are done.
-        pending: What :meth:`Group.run` returned.
+        pending: What :meth:`IpcGroup.run` returned.
         phases: Takes the operation's times.
         started: When the operation began, by ``time.monotonic_ns()``.
         operation: The operation; the reference keeps its tensors alive.
@@ -92,7 +100,7 @@ class _Begun(NamedTuple):
     pending: PendingCompletion
     phases: PhaseTimes
     started: int
-    operation: Operation
+    operation: GpuOperation
 
 
 class _Arena(NamedTuple):
@@ -103,14 +111,14 @@ class _Arena(NamedTuple):
     slot: int
 
 
-class Group:
-    """A member that has joined the others.
+class IpcGroup:
+    """Member of a group whose GPUs work on each other's memory.
 
     :meth:`run` belongs to one thread at a time; :meth:`stop` may come from any.
 
     Args:
         device: This member's GPU.
-        memory: The shared memory, of ``BoardLayout.size`` bytes.
+        memory: The shared memory, of ``GpuAnnouncementsLayout.size`` bytes.
         index: This member's position.
         workers: Positions of the workers.
     """
@@ -120,8 +128,8 @@ class Group:
     ) -> None:
         self._device, self._index, self._memory = device, index, memory
         self._workers = tuple(workers)
-        self.board = Board(memory, members)
-        layout = self.board.layout
+        self.announcements = GpuAnnouncements(memory, members)
+        layout = self.announcements.layout
         self.signals = Signals(memory, layout, index)
         #: By which members wait for the end of an operation. Of the watcher's thread, once the group is connected.
         self._executed = Signals(memory, layout, index, offset=layout.ends)
@@ -147,9 +155,9 @@ class Group:
         self._closed = False
         #: Events that are used again.
         self._events: list[int] = []
-        self._exports = Exports(device, self.board, index)
+        self._exports = ExportedMemory(device, self.announcements, index)
         self._arenas: list[_Arena] = []
-        self._worker: Worker | None = None
+        self._worker: IpcWorker | None = None
         #: Gives back what the group got from the GPU.
         self._resources = contextlib.ExitStack()
         try:
@@ -163,15 +171,22 @@ class Group:
 
     def _acquire(self) -> None:
         device, free = self._device, self._resources
-        address = self.board.address
-        self._base = device.register(address, self.board.layout.size)
+        address = self.announcements.address
+        self._base = device.register(address, self.announcements.layout.size)
         free.callback(device.unregister, address)
         self._stream, self._back = device.new_stream(), device.new_stream()
         for stream in (self._stream, self._back):
             free.callback(device.end_stream, stream)
         if self._index in self._workers:
-            self._worker = Worker(
-                device, self.board, self._base, self._index, self._workers, self._exports, self.signals, free
+            self._worker = IpcWorker(
+                device,
+                self.announcements,
+                self._base,
+                self._index,
+                self._workers,
+                self._exports,
+                self.signals,
+                free,
             )
 
     def connect(self, deadline: float) -> None:
@@ -183,7 +198,7 @@ class Group:
 
     # -- operations -------------------------------------------------------------------------------------------------
 
-    def run(self, operation: Operation, phases: PhaseTimes, started: int) -> PendingCompletion:
+    def run(self, operation: GpuOperation, phases: PhaseTimes, started: int) -> PendingCompletion:
         """Begin an operation; its outputs are there when what is returned ends.
 
         ``started`` is when the collective began, by ``time.monotonic_ns()``.
@@ -201,7 +216,7 @@ class Group:
             except DeviceFailed as error:
                 raise PlaneBroken(f"the GPU of this rank: {error}") from error
 
-    def _begin(self, operation: Operation, phases: PhaseTimes, started: int) -> PendingCompletion:
+    def _begin(self, operation: GpuOperation, phases: PhaseTimes, started: int) -> PendingCompletion:
         device, stream = self._device, self._stream
         number = self._number + 1
         self._await_place(number)
@@ -216,10 +231,12 @@ class Group:
         ready: int | None = None
         # The word counts upwards: the host may store it only if the stream has stored it for all operations before.
         if unfinished or not device.is_idle(stream):
-            device.write_value(stream, self._base + self.board.layout.flag(READY, self._index), number)
+            device.write_value(
+                stream, self._base + self.announcements.layout.flag(READY, self._index), number
+            )
             ready = self._record(stream)
         else:
-            self.board.flags(READY)[self._index] = number & 0xFFFFFFFF
+            self.announcements.flags(READY)[self._index] = number & 0xFFFFFFFF
         self.signals.post(ARRIVED, number + 1)
         done: int | None = None
         if self._worker is not None:
@@ -242,19 +259,19 @@ class Group:
         return event
 
     def _await_place(self, number: int) -> None:
-        """Wait until the operation that had this one's place on the board has ended."""
+        """Wait until the operation that had this one's place in the announcements has ended."""
         with self._progress:
             self._progress.wait_for(lambda: self.stopped or self._finished >= number - RING)
             if self.stopped:
                 raise PlaneAborted
 
-    def _announce(self, place: int, operation: Operation) -> list[_CopyBack]:
-        """Write to the board where the tensors are; inputs in memory that other members can't open are copied to the arena.
+    def _announce(self, place: int, operation: GpuOperation) -> list[_CopyBack]:
+        """Announce where the tensors are; inputs in memory that other members can't open are copied to the arena.
 
         Returns:
             The copies to make at the end, from the arena to outputs.
         """
-        board, exports = self.board, self._exports
+        announcements, exports = self.announcements, self._exports
         exports.begin(self._number, self._finished)
         rows: list[tuple[int, int, int, int]] = []
         staged: list[tuple[int, int, CudaBuffer]] = []  # row, column of the input or the output, tensor
@@ -268,9 +285,9 @@ class Group:
                 staged.append((row, 2, out))
             rows.append((*(of_input or (0, 0)), *(of_output or (0, 0))))
         if rows:
-            board.places[place, self._index, : len(rows)] = rows
+            announcements.places[place, self._index, : len(rows)] = rows
         if operation.numbers:
-            board.numbers[place, self._index] = operation.numbers
+            announcements.numbers[place, self._index] = operation.numbers
         return self._stage(place, staged) if staged else []
 
     def _stage(self, place: int, staged: list[tuple[int, int, CudaBuffer]]) -> list[_CopyBack]:
@@ -282,7 +299,7 @@ class Group:
         arena = self._arena(size)
         back = []
         for offset, (row, column, buffer) in zip(offsets, staged, strict=True):
-            self.board.places[place, self._index, row, column : column + 2] = (arena.slot, offset)
+            self.announcements.places[place, self._index, row, column : column + 2] = (arena.slot, offset)
             if column == 0:
                 self._device.copy(arena.base + offset, buffer.pointer, buffer.nbytes, self._stream)
             else:
@@ -308,7 +325,7 @@ class Group:
             self._device.clear(buffer.pointer, buffer.nbytes, self._stream)
 
     def _others_stopped(self) -> bool:
-        return bool(self.board.flags(STOPPED).any())
+        return bool(self.announcements.flags(STOPPED).any())
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
@@ -371,7 +388,7 @@ class Group:
 
     def _measure(self, begun: _Begun) -> None:
         """Add the time of the kernel, by the GPU's clock; the rest of the time that has passed is waiting."""
-        times = self.board.times[begun.number % RING]
+        times = self.announcements.times[begun.number % RING]
         spent = max(int(times[worker, 1]) - int(times[worker, 0]) for worker in self._workers)
         begun.phases.transfer += max(spent, 0)
         begun.phases.wait = max(0, time.monotonic_ns() - begun.started - begun.phases.transfer)
@@ -386,7 +403,7 @@ class Group:
         self.stopped = True
         # Stored before the values that end the waits: a kernel or member that such a value lets go on then finds this word set.
         # x86 keeps the stores in this order, and so do a GPU's reads.
-        self.board.flags(STOPPED)[self._index] = 1
+        self.announcements.flags(STOPPED)[self._index] = 1
         self.signals.abort()
         self._executed.abort()
         self._end_waits()
@@ -395,7 +412,7 @@ class Group:
         self._drainer.start()
 
     def _end_waits(self) -> None:
-        self.board.flags(READY)[:] = (self._number + _BEYOND) & 0xFFFFFFFF
+        self.announcements.flags(READY)[:] = (self._number + _BEYOND) & 0xFFFFFFFF
 
     def _drain(self) -> None:
         """End the waits of this member's GPU until it has nothing left to do; then let what is under way end. A thread of its own."""
@@ -403,7 +420,7 @@ class Group:
             pass
         self._is_stuck = not self._drain_gpu()
         if not self._is_stuck:
-            self.board.flags(QUIET)[self._index] = 1
+            self.announcements.flags(QUIET)[self._index] = 1
         end = time.monotonic() + QUIET_WITHIN
         with self._guard:
             pending = list(self._under_way.values())
@@ -430,7 +447,7 @@ class Group:
         return all(self._device.drained(stream) for stream in streams)
 
     def _all_quiet(self) -> bool:
-        return bool(self.board.flags(QUIET)[list(self._workers)].all())
+        return bool(self.announcements.flags(QUIET)[list(self._workers)].all())
 
     def close(self) -> None:
         """Free everything. Idempotent.
@@ -462,13 +479,13 @@ class Group:
             self._resources.close()
         self.signals.close()
         self._executed.close()
-        self.board.close()
+        self.announcements.close()
         with contextlib.suppress(BufferError):  # a traceback holds a view: it is unmapped when that goes
             self._memory.close()
 
 
-class Worker:
-    """The work that the worker of a GPU does for all members. ``free`` gets the callbacks that give its resources back.
+class IpcWorker:
+    """Worker of a GPU, which does the work of that GPU for all members. ``free`` gets the callbacks that give its resources back.
 
     Attributes:
         stream: The stream of its kernels.
@@ -477,18 +494,18 @@ class Worker:
     def __init__(
         self,
         device: Device,
-        board: Board,
+        announcements: GpuAnnouncements,
         base: int,
         index: int,
         workers: Sequence[int],
-        exports: Exports,
+        exports: ExportedMemory,
         signals: Signals,
         free: contextlib.ExitStack,
     ) -> None:
-        self._device, self._board, self._base, self._signals = device, board, base, signals
-        self._index, self._members = index, board.layout.members
+        self._device, self._announcements, self._base, self._signals = device, announcements, base, signals
+        self._index, self._members = index, announcements.layout.members
         self._part, self._parts = tuple(workers).index(index), len(workers)
-        self._imports = Imports(device, board, index, exports)
+        self._imports = ImportedMemory(device, announcements, index, exports)
         free.callback(self._imports.close)
         self.stream = device.new_stream()
         free.callback(device.end_stream, self.stream)
@@ -505,45 +522,50 @@ class Worker:
         self._tables = device.allocate(RING * self._place_bytes)
         free.callback(device.free, self._tables)
         # A kernel's blocks read which members gave up from the GPU's own memory: reading it from the host's would take each of them a microsecond.
-        self._stopped_bytes = 4 * board.layout.stride * self._members
+        self._stopped_bytes = 4 * announcements.layout.stride * self._members
         self._stopped = device.allocate(self._stopped_bytes)
         free.callback(device.free, self._stopped)
         #: The last tables, by what they were made of: ranks that train reduce the same gradients again and again.
-        self._made: OrderedDict[tuple[object, ...], tuple[Table, int, int]] = OrderedDict()
-        #: ``Imports.changes`` when the first of these was made.
+        self._made: OrderedDict[tuple[object, ...], tuple[JobTable, int, int]] = OrderedDict()
+        #: ``ImportedMemory.changes`` when the first of these was made.
         self._made_at = 0
 
-    def work(self, number: int, operation: Operation) -> None:
+    def work(self, number: int, operation: GpuOperation) -> None:
         """Wait until all members have announced an operation, and enqueue the work on this GPU."""
-        device, board, stream = self._device, self._board, self.stream
+        device, announcements, stream = self._device, self._announcements, self.stream
         self._signals.wait(ARRIVED, number + 1)
         launch = self._prepare(number, operation)
-        ready = board.flags(READY)
+        ready = announcements.flags(READY)
         for member in range(self._members):
             if (int(ready[member]) - number) & 0xFFFFFFFF >= 1 << 31:  # as the GPU compares them
-                device.wait_value(stream, self._base + board.layout.flag(READY, member), number)
+                device.wait_value(stream, self._base + announcements.layout.flag(READY, member), number)
         if launch is not None:
             table, nbytes = launch.table, 8 * (2 * launch.jobs + 1 + launch.jobs * (launch.ins + launch.outs))
             device.copy(table, self._source + (number % RING) * self._place_bytes, nbytes, stream)
             # After the waits, so that a kernel which a giving up member let go on finds that it has.
             device.copy(
-                launch.stopped, self._base + board.layout.flag(STOPPED, 0), self._stopped_bytes, stream
+                launch.stopped,
+                self._base + announcements.layout.flag(STOPPED, 0),
+                self._stopped_bytes,
+                stream,
             )
             device.launch(launch, stream)
 
-    def _prepare(self, number: int, operation: Operation) -> Launch | None:
+    def _prepare(self, number: int, operation: GpuOperation) -> KernelLaunch | None:
         place, tensors = number % RING, len(operation.ins)
-        board = self._board
-        board.times[place, self._index] = 0
+        announcements = self._announcements
+        announcements.times[place, self._index] = 0
         if not tensors:
             return None
         self._imports.refresh()
-        table, ins, outs = self._jobs_of(operation, board.places[place, :, :tensors], board.numbers[place])
+        table, ins, outs = self._jobs_of(
+            operation, announcements.places[place, :, :tensors], announcements.numbers[place]
+        )
         if not table.jobs or not outs:
             return None
         self._words[place, : len(table.words)] = table.words
-        layout = board.layout
-        return Launch(
+        layout = announcements.layout
+        return KernelLaunch(
             dtype=operation.dtype,
             op=operation.op,
             jobs=table.jobs,
@@ -560,7 +582,9 @@ class Worker:
             times=self._base + layout.times + (place * self._members + self._index) * 16,
         )
 
-    def _jobs_of(self, operation: Operation, places: Array64, numbers: Array64) -> tuple[Table, int, int]:
+    def _jobs_of(
+        self, operation: GpuOperation, places: Array64, numbers: Array64
+    ) -> tuple[JobTable, int, int]:
         """The table of an operation, and how many addresses each job reads and writes. The last tables are kept."""
         if self._made_at != self._imports.changes:
             self._made.clear()
@@ -580,7 +604,7 @@ class Worker:
             self._made.move_to_end(key)
         return made
 
-    def _make(self, operation: Operation, places: Array64, numbers: Array64) -> tuple[Table, int, int]:
+    def _make(self, operation: GpuOperation, places: Array64, numbers: Array64) -> tuple[JobTable, int, int]:
         members = np.arange(self._members)[:, np.newaxis]
         bases = self._imports.bases
         starts = bases[members, places[:, :, 0]], bases[members, places[:, :, 2]]

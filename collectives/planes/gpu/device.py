@@ -1,14 +1,18 @@
-"""The interface of a GPU for the plane. :mod:`driver` implements it by CUDA's driver; tests have a simulated GPU."""
+"""The interface of a GPU for planes, and the memory of other processes that is open on it.
+
+:mod:`driver` implements it by CUDA's driver; tests have a simulated GPU. All groups of a process share what is open: a rank may be in
+several process sets with the same other rank, and the driver refuses to map a piece of memory a second time while an older one at the same
+address of the same process is mapped.
+"""
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-
-if TYPE_CHECKING:
-    from hvdlab.collectives.planes.cuda.opened import OpenedPieces
 
 HANDLE_BYTES = 64
 """Size of a handle by which another process opens an allocation."""
@@ -19,7 +23,7 @@ class DeviceFailed(Exception):
 
 
 class Allocation(NamedTuple):
-    """Memory that was allocated in one piece.
+    """Piece of memory that was allocated in one piece.
 
     Attributes:
         base: Address of its first byte.
@@ -32,8 +36,8 @@ class Allocation(NamedTuple):
     serial: int
 
 
-class Launch(NamedTuple):
-    """A kernel, with the table of its jobs in device memory.
+class KernelLaunch(NamedTuple):
+    """Launch of a kernel, with the table of its jobs in device memory.
 
     Attributes:
         dtype: What is reduced; ``None`` copies bytes.
@@ -66,7 +70,7 @@ class Launch(NamedTuple):
 
 
 class Device(Protocol):
-    """A GPU, from this process. Addresses, streams and events are numbers. Anything may raise ``DeviceFailed``.
+    """GPU, from this process. Addresses, streams and events are numbers. Anything may raise ``DeviceFailed``.
 
     ``with device:`` makes it the calling thread's current device, which all methods below need. A method that takes a stream
     enqueues its work there and returns at once.
@@ -173,4 +177,59 @@ class Device(Protocol):
         """Set bytes to zero."""
         ...
 
-    def launch(self, launch: Launch, stream: int) -> None: ...
+    def launch(self, launch: KernelLaunch, stream: int) -> None: ...
+
+
+@dataclass(slots=True)
+class OpenedMemory:
+    """Piece of another process's memory that is open.
+
+    Attributes:
+        owner: Random number of the process that allocated it.
+        base: Its address in that process.
+        serial: Its number among all pieces that the process ever allocated.
+        pointer: Its address in this process; 0 once it is unmapped.
+        users: How many groups have it open.
+    """
+
+    owner: int
+    base: int
+    serial: int
+    pointer: int
+    users: int = 1
+
+
+class OpenedPieces:
+    """Pieces that are open on one GPU. Any thread, with the GPU as the thread's current device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._guard = threading.Lock()
+        #: By owner and base address.
+        self._open: dict[tuple[int, int], OpenedMemory] = {}
+
+    def open(self, owner: int, base: int, serial: int, handle: bytes) -> OpenedMemory:
+        """Map a piece, or use it as it is mapped already. Raises ``DeviceFailed`` if the driver refuses."""
+        with self._guard:
+            found = self._open.get((owner, base))
+            if found is not None and found.serial == serial:
+                found.users += 1
+                return found
+            if found is not None:
+                # Its owner has freed it, so every operation that used it has ended, whatever group still has it in its table.
+                self._unmap(found)
+            opened = OpenedMemory(owner, base, serial, self._device.open(handle))
+            self._open[owner, base] = opened
+            return opened
+
+    def release(self, piece: OpenedMemory) -> None:
+        """Release a piece that a group needs no more."""
+        with self._guard:
+            piece.users -= 1
+            if not piece.users and piece.pointer:
+                self._unmap(piece)
+
+    def _unmap(self, piece: OpenedMemory) -> None:
+        del self._open[piece.owner, piece.base]
+        pointer, piece.pointer = piece.pointer, 0
+        self._device.close(pointer)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.cuda.device import DeviceFailed
+from hvdlab.collectives.planes.gpu.device import DeviceFailed
 
 ID_BYTES = 128
 """Size of what :meth:`Nccl.unique_id` returns."""
@@ -45,7 +45,7 @@ class NcclFailed(DeviceFailed):
     """NCCL refused a call, or lost a connection; the text says what it said."""
 
 
-class Piece(NamedTuple):
+class NcclPiece(NamedTuple):
     """Memory of the GPU that goes to a member, or that comes from it.
 
     Attributes:
@@ -88,7 +88,7 @@ class Communicator(Protocol):
         """Copy the root's ``source`` to the ``target`` of all."""
         ...
 
-    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], stream: int) -> None:
+    def exchange(self, sends: Sequence[NcclPiece], receives: Sequence[NcclPiece], stream: int) -> None:
         """Send and receive all pieces at once. At most one goes from one member to another; a member that has none need not call."""
         ...
 
@@ -283,7 +283,7 @@ class LoadedCommunicator:
         call = self._nccl.library.ncclBroadcast
         self._check(call(source, target, nbytes, _BYTES, root, self._handle, stream))
 
-    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], stream: int) -> None:
+    def exchange(self, sends: Sequence[NcclPiece], receives: Sequence[NcclPiece], stream: int) -> None:
         library = self._nccl.library
         self._check(library.ncclGroupStart())
         try:
@@ -294,7 +294,7 @@ class LoadedCommunicator:
             status = library.ncclGroupEnd()
         self._check(status)
 
-    def _add(self, call: Callable[..., int], pieces: Sequence[Piece], stream: int) -> None:
+    def _add(self, call: Callable[..., int], pieces: Sequence[NcclPiece], stream: int) -> None:
         for piece in pieces:
             self._check(call(piece.pointer, piece.nbytes, _BYTES, piece.member, self._handle, stream))
 

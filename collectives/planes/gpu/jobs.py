@@ -1,4 +1,8 @@
-"""An operation: what a member brings to it, and the jobs that a worker makes of what all members bring."""
+"""From an operation to the table of a launch: what a kernel reads, computes and writes.
+
+A member brings a :class:`GpuOperation`. A worker makes :class:`Jobs` of what all members bring, and of these the :class:`JobTable`, whose
+layout ``kernels.cu`` has.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,91 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.cuda.gpus import CudaBuffer
-from hvdlab.collectives.planes.cuda.jobs import Addresses
+from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer
+
+Addresses = npt.NDArray[np.uint64]
+
+LINE = 16
+"""Bytes that a thread moves at a time if all addresses of a job are multiples of it."""
+LEAST_CHUNK, MOST_CHUNK = 4096, 65536
+"""Bytes of an input that a block works on at a time."""
+BLOCKS = 1024
+"""Blocks that fill a large GPU; with fewer chunks than that some of it stays idle."""
+MOST_ADDRESSES = 128
+"""Addresses of a job, as ``MOST`` in ``kernels.cu``."""
+
+_ALIGNED = np.uint64(1 << 63)
+
+
+@dataclass(frozen=True, slots=True)
+class JobTable:
+    """Table of the jobs of a launch.
+
+    Attributes:
+        words: The words that the kernel reads.
+        jobs: Number of jobs that have elements.
+        chunk: Elements of a chunk.
+        chunks: Number of chunks of all jobs.
+    """
+
+    words: Addresses
+    jobs: int
+    chunk: int
+    chunks: int
+
+
+def table_of(counts: npt.NDArray[np.int64], addresses: Addresses, itemsize: int) -> JobTable:
+    """Return the table of jobs.
+
+    Args:
+        counts: Elements of each job.
+        addresses: A row for each job: the addresses that it reads, then those that it writes.
+        itemsize: Bytes of an element.
+    """
+    kept = counts > 0
+    if not kept.all():
+        counts, addresses = counts[kept], addresses[kept]
+    jobs = len(counts)
+    chunk = chunk_bytes(int(counts.sum()) * itemsize) // itemsize
+    chunks = -(-counts // chunk)
+    words = np.empty(jobs + 1 + jobs + addresses.size, np.uint64)
+    words[0] = 0
+    np.cumsum(chunks, out=words[1 : jobs + 1], dtype=np.uint64)
+    tagged = words[jobs + 1 : 2 * jobs + 1]
+    tagged[:] = counts
+    aligned = (np.bitwise_or.reduce(addresses, axis=1) % np.uint64(LINE)) == 0
+    tagged[aligned] |= _ALIGNED
+    words[2 * jobs + 1 :] = addresses.reshape(-1)
+    return JobTable(words, jobs, chunk, int(words[jobs]))
+
+
+def chunk_bytes(total: int) -> int:
+    """Return the bytes of a chunk, a power of two, such that ``total`` bytes keep a GPU busy."""
+    chunk = LEAST_CHUNK
+    while chunk < MOST_CHUNK and chunk * BLOCKS < total:
+        chunk *= 2
+    return chunk
+
+
+def share(
+    counts: npt.NDArray[np.int64], part: int, parts: int, itemsize: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the elements of each job that one of several GPUs works on: where they begin, and how many there are.
+
+    Shares begin at multiples of a line, so that the shares of an aligned job are aligned too.
+    """
+    grain = LINE // itemsize
+    lines = -(-counts // grain)
+    begin = np.minimum(lines * part // parts * grain, counts)
+    end = np.minimum(lines * (part + 1) // parts * grain, counts)
+    return begin, end - begin
+
 
 Counts = npt.NDArray[np.int64]
 
 
 class Jobs(NamedTuple):
-    """The jobs of an operation.
+    """Jobs of an operation.
 
     Attributes:
         counts: Number of elements of each job.
@@ -31,7 +112,7 @@ class Jobs(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What all members bring to an operation, with addresses that are valid for the worker.
+    """Tensors that all members bring to an operation, with addresses that are valid for the worker.
 
     Attributes:
         ins, outs: Addresses of the tensors, by member and tensor.
@@ -44,7 +125,7 @@ class Inputs(NamedTuple):
 
 
 class JobMaker(Protocol):
-    """Makes the jobs of an operation. Two that are equal make the same jobs of the same inputs."""
+    """Function that makes the jobs of an operation. Two that are equal make the same jobs of the same inputs."""
 
     def __call__(self, given: Inputs, /) -> Jobs: ...
 
@@ -52,8 +133,8 @@ class JobMaker(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
-    """What a member brings to an operation.
+class GpuOperation:
+    """Operation on a GPU, as one member brings it.
 
     Attributes:
         ins, outs: Its tensors, in pairs.

@@ -20,16 +20,15 @@ from hvdlab.collectives import basics
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.device import DeviceFailed
-from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, buffer_on_stream
-from hvdlab.collectives.planes.cuda.jobs import table_of
-from hvdlab.collectives.planes.nccl import group as groups
-from hvdlab.collectives.planes.nccl import library
-from hvdlab.collectives.planes.nccl import plane as planes
-from hvdlab.collectives.planes.nccl.group import RING, TABLE_BYTES
-from hvdlab.collectives.planes.nccl.library import NcclFailed
-from hvdlab.collectives.planes.nccl.plane import MOST_BLOCKS, TENSORS, NcclPlane
+from hvdlab.collectives.planes.gpu import gpu_plane, nccl_library
+from hvdlab.collectives.planes.gpu import nccl_group as groups
+from hvdlab.collectives.planes.gpu import nccl_plane as planes
+from hvdlab.collectives.planes.gpu.device import DeviceFailed
+from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, buffer_on_stream
+from hvdlab.collectives.planes.gpu.jobs import table_of
+from hvdlab.collectives.planes.gpu.nccl_group import RING, TABLE_BYTES
+from hvdlab.collectives.planes.gpu.nccl_library import NcclFailed
+from hvdlab.collectives.planes.gpu.nccl_plane import MOST_BLOCKS, TENSORS, NcclPlane
 from patience import PATIENCE
 
 
@@ -43,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCuda]:
     monkeypatch.setattr(groups, "CLOSE_WITHIN", PATIENCE)
     with simulated_gpu(monkeypatch) as found:
         nccl = fake_nccl.FakeNccl(found)
-        monkeypatch.setattr(library, "nccl", lambda: nccl)
+        monkeypatch.setattr(nccl_library, "nccl", lambda: nccl)
         yield found
 
 
@@ -296,7 +295,7 @@ def test_what_other_members_get_while_they_have_not_learned_of_an_abort_is_right
     )
     gpu._put(stream, lambda: computed.wait() and None)
     mine, other = (array_on(gpu, np.full(COUNT, value, np.float16), DType.F16) for value in (1.0, 2.0))
-    mine.after = gpus.StreamMark(gpu, stream)
+    mine.after = gpu_plane.StreamMark(gpu, stream)
     completions = [
         plane.start_allreduce([tensor], [tensor], DType.F16, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
         for plane, tensor in zip(two, (mine, other), strict=True)
@@ -440,7 +439,7 @@ def test_it_is_offered_where_nccl_is(gpu: FakeCuda, monkeypatch: pytest.MonkeyPa
         ("IPC", ["cuda/ipc"]),
         ("auto", ["cuda/ipc", "cuda/nccl"]),
     ):
-        monkeypatch.setenv(gpus.CHOICE, choice)
+        monkeypatch.setenv(gpu_plane.CHOICE, choice)
         assert [name for name in registry.offered() if "/" in name] == offered
         assert "shm" in registry.offered()
         assert basics.nccl_built()
@@ -448,9 +447,9 @@ def test_it_is_offered_where_nccl_is(gpu: FakeCuda, monkeypatch: pytest.MonkeyPa
     def missing() -> None:
         raise NcclFailed("NCCL is missing.")
 
-    monkeypatch.setattr(library, "nccl", missing)
+    monkeypatch.setattr(nccl_library, "nccl", missing)
     assert "NCCL is missing." in (registry.why_unavailable("cuda/nccl") or "")
     assert not basics.nccl_built()
     assert basics.cuda_built()
-    monkeypatch.delenv(gpus.SWITCH)
+    monkeypatch.delenv(gpu_plane.SWITCH)
     assert "asked for by HVDLAB_CUDA=1" in (registry.why_unavailable("cuda/nccl") or "")

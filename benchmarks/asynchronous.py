@@ -88,13 +88,13 @@ class Ways:
 
     def plane(self) -> None:
         from hvdlab.collectives.dtypes import DType, ReduceOp
-        from hvdlab.collectives.planes.base import Phases
+        from hvdlab.collectives.planes.base import PhaseTimes
         from hvdlab.collectives.planes.buffers import buffer_of
 
         buffers = [buffer_of(tensor, DType.F32) for tensor in self._tensors]
         self._with_plane(
             lambda slot: slot.open().start_allreduce(
-                buffers, buffers, DType.F32, ReduceOp.MAX, 1.0, 1.0, Phases()
+                buffers, buffers, DType.F32, ReduceOp.MAX, 1.0, 1.0, PhaseTimes()
             )
         )
 

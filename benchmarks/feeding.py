@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.spans import Recorder
 from hvdlab.widgets.messages import pack_rows
@@ -60,7 +60,7 @@ class Ranks:
 
     def _step(self) -> None:
         begins = [self.now + self._random.randrange(200_000) for _ in self.recorders]
-        phases = Phases()
+        phases = PhaseTimes()
         first = 0
         while first < GRADIENTS:
             end = min(GRADIENTS, first + self._random.randrange(3, 12))

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import KeyValue, Phases, PlaneContext
+from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.registry import plane_class
 from hvdlab.collectives.planes.shm import ShmPlane
@@ -108,13 +108,13 @@ def ours(group: Group, plane: HostPlane) -> Callable[[str, Buffers], None]:
     def run(op: str, b: Buffers) -> None:
         n, share = group.size, [len(b.source) // group.size] * group.size
         if op == "allreduce":
-            plane.allreduce([b.source], [b.target], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+            plane.allreduce([b.source], [b.target], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
         elif op == "inplace":
-            plane.allreduce([b.target], [b.target], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+            plane.allreduce([b.target], [b.target], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
         elif op == "allgather":
-            plane.allgather(b.source, [len(b.source)] * n, b.gathered, Phases())
+            plane.allgather(b.source, [len(b.source)] * n, b.gathered, PhaseTimes())
         elif op == "broadcast":
-            plane.broadcast(b.target, 0, Phases())
+            plane.broadcast(b.target, 0, PhaseTimes())
         elif op == "reducescatter":
             plane.reducescatter(
                 b.source[: sum(share)],
@@ -124,10 +124,10 @@ def ours(group: Group, plane: HostPlane) -> Callable[[str, Buffers], None]:
                 ReduceOp.SUM,
                 1.0,
                 1.0,
-                Phases(),
+                PhaseTimes(),
             )
         else:
-            plane.alltoall(b.source[: sum(share)], share, share, b.target[: sum(share)], Phases())
+            plane.alltoall(b.source[: sum(share)], share, share, b.target[: sum(share)], PhaseTimes())
 
     return run
 
@@ -193,14 +193,14 @@ def measure(
     times: dict[str, list[int]] = {name: [] for name in runners}
     for _ in range(rounds):
         for name, run in runners.items():
-            plane.barrier(Phases())
+            plane.barrier(PhaseTimes())
             start = perf_counter_ns()
             run()
             times[name].append(perf_counter_ns() - start)
     medians = {}
     for name, mine in times.items():
         everybody = np.empty(rounds * size, np.int64)
-        plane.allgather(np.array(mine, np.int64), [rounds] * size, everybody, Phases())
+        plane.allgather(np.array(mine, np.int64), [rounds] * size, everybody, PhaseTimes())
         slowest = everybody.reshape(size, rounds).max(0)
         medians[name] = statistics.median(slowest[rounds // 5 :].tolist()) / 1e3
     return medians

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.timeline.chrome import ChromeTrace
 from hvdlab.collectives.timeline.file import TimelineFile
 from hvdlab.collectives.timeline.records import decode
@@ -41,7 +41,7 @@ def measure(spans: int, rounds: int) -> dict[str, float | int | str]:
     recorder = Recorder(rank=0, capacity=spans)
     texts = [f"gradients.layer{number}.weight" for number in range(TENSORS)]
     names = [recorder.name_id(text, "train.py:33") for text in texts]
-    phases = Phases(pack=1000, transfer=5000, unpack=1000, wait=300)
+    phases = PhaseTimes(pack=1000, transfer=5000, unpack=1000, wait=300)
     base = time.monotonic_ns()
 
     def single() -> None:

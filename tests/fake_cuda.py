@@ -24,9 +24,14 @@ import numpy.typing as npt
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.coordinator.memory import create_memory
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.device import HANDLE_BYTES, Allocation, DeviceFailed, Launch
-from hvdlab.collectives.planes.cuda.opened import OpenedPieces
+from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.planes.gpu.device import (
+    HANDLE_BYTES,
+    Allocation,
+    DeviceFailed,
+    KernelLaunch,
+    OpenedPieces,
+)
 from hvdlab.collectives.reduce.fold import make_fold
 
 _ALIGNED = 1 << 63
@@ -79,7 +84,7 @@ class Stream:
 
 
 class FakeCuda:
-    """See :class:`hvdlab.collectives.planes.cuda.device.Device`.
+    """See :class:`hvdlab.collectives.planes.gpu.device.Device`.
 
     Attributes:
         open_to_others: Whether other processes can open what :meth:`allocate` returns, by default; as with `cuMemCreate` they can't.
@@ -233,11 +238,11 @@ class FakeCuda:
     def clear(self, target: int, nbytes: int, stream: int) -> None:
         self._put(stream, lambda: ctypes.memset(target, 0, nbytes) and None)
 
-    def launch(self, launch: Launch, stream: int) -> None:
+    def launch(self, launch: KernelLaunch, stream: int) -> None:
         self._put(stream, lambda: run_kernel(launch))
 
 
-def run_kernel(it: Launch) -> None:
+def run_kernel(it: KernelLaunch) -> None:
     """What ``kernels.cu`` does, element by element as the host's folds do it."""
     times = np.frombuffer((ctypes.c_uint64 * 2).from_address(it.times), np.uint64)
     times[0] = time.monotonic_ns()
@@ -267,7 +272,7 @@ def run_kernel(it: Launch) -> None:
 
 
 class FakeGpus:
-    """See :class:`hvdlab.collectives.planes.cuda.gpus.Gpus`: one GPU."""
+    """See :class:`hvdlab.collectives.planes.gpu.gpu_plane.Gpus`: one GPU."""
 
     def __init__(self) -> None:
         self.device = FakeCuda()
@@ -290,8 +295,8 @@ class FakeGpus:
 
 def install() -> FakeCuda:
     """Give this process a simulated GPU, which it offers to the coordinator from its next connection on, unless it was told not to."""
-    os.environ.setdefault(gpus.SWITCH, "1")
+    os.environ.setdefault(gpu_plane.SWITCH, "1")
     found = FakeGpus()
-    gpus.gpus = lambda: found  # type: ignore[assignment]
-    gpus.why_missing = lambda: None
+    gpu_plane.gpus = lambda: found  # type: ignore[assignment]
+    gpu_plane.why_missing = lambda: None
     return found.device

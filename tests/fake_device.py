@@ -16,9 +16,8 @@ import numpy as np
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import Phases, Plane, PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.base import PendingCompletion, PhaseTimes, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.buffers import Buffer, HostArray
-from hvdlab.collectives.planes.completion import Pending
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
 
 DEVICE, PLANE = "fake", "fake/thread"
@@ -71,8 +70,8 @@ class FakeDevicePlane(Plane):
     def __init__(self, context: PlaneContext) -> None:
         super().__init__(context)
         self._inner = HierarchicalPlane(context)
-        self._work: SimpleQueue[tuple[Callable[[], None], Pending] | None] = SimpleQueue()
-        self._under_way: dict[Pending, None] = {}
+        self._work: SimpleQueue[tuple[Callable[[], None], PendingCompletion] | None] = SimpleQueue()
+        self._under_way: dict[PendingCompletion, None] = {}
         self._guard = threading.Lock()
         self._aborted = False
         self._thread: threading.Thread | None = None
@@ -101,13 +100,13 @@ class FakeDevicePlane(Plane):
             error = job = None
             del work, pending
 
-    def _end(self, pending: Pending, error: Exception | None) -> None:
+    def _end(self, pending: PendingCompletion, error: Exception | None) -> None:
         with self._guard:
             self._under_way.pop(pending, None)
         pending.end(error)
 
-    def _start(self, work: Callable[[], None]) -> Pending:
-        pending = Pending()
+    def _start(self, work: Callable[[], None]) -> PendingCompletion:
+        pending = PendingCompletion()
         with self._guard:
             if self._aborted:
                 raise PlaneAborted
@@ -131,17 +130,21 @@ class FakeDevicePlane(Plane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
-    ) -> Pending:
+        phases: PhaseTimes,
+    ) -> PendingCompletion:
         sources, targets = [memory_of(b) for b in ins], [memory_of(b) for b in outs]
         return self._start(
             lambda: self._inner.allreduce(sources, targets, dtype, op, prescale, postscale, phases)
         )
 
-    def start_allgather(self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases) -> Pending:
+    def start_allgather(
+        self, send: Buffer, counts: Sequence[int], out: Buffer, phases: PhaseTimes
+    ) -> PendingCompletion:
         return self._start(lambda: self._inner.allgather(memory_of(send), counts, memory_of(out), phases))
 
-    def start_broadcast(self, source: Buffer | None, out: Buffer, root: int, phases: Phases) -> Pending:
+    def start_broadcast(
+        self, source: Buffer | None, out: Buffer, root: int, phases: PhaseTimes
+    ) -> PendingCompletion:
         def broadcast() -> None:
             if source is not None:
                 np.copyto(memory_of(out), memory_of(source))
@@ -158,8 +161,8 @@ class FakeDevicePlane(Plane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
-    ) -> Pending:
+        phases: PhaseTimes,
+    ) -> PendingCompletion:
         source, target = memory_of(send), memory_of(out)
         return self._start(
             lambda: self._inner.reducescatter(source, counts, target, dtype, op, prescale, postscale, phases)
@@ -171,12 +174,12 @@ class FakeDevicePlane(Plane):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: Buffer,
-        phases: Phases,
-    ) -> Pending:
+        phases: PhaseTimes,
+    ) -> PendingCompletion:
         source, target = memory_of(send), memory_of(out)
         return self._start(lambda: self._inner.alltoall(source, send_counts, recv_counts, target, phases))
 
-    def start_barrier(self, phases: Phases) -> Pending:
+    def start_barrier(self, phases: PhaseTimes) -> PendingCompletion:
         return self._start(lambda: self._inner.barrier(phases))
 
     # -- ends -----------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ import numpy as np
 from fake_cuda import FakeCuda, bytes_at
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.nccl import library
-from hvdlab.collectives.planes.nccl.library import ID_BYTES, TYPES, NcclFailed, Piece
+from hvdlab.collectives.planes.gpu import nccl_library
+from hvdlab.collectives.planes.gpu.nccl_library import ID_BYTES, TYPES, NcclFailed, NcclPiece
 from hvdlab.collectives.reduce.fold import make_fold
 
 DIRECTORY = "FAKE_NCCL_DIRECTORY"
@@ -29,7 +29,7 @@ _LOOK_AGAIN = 0.0005  # seconds
 
 
 class FakeNccl:
-    """See :class:`hvdlab.collectives.planes.nccl.library.Nccl`."""
+    """See :class:`hvdlab.collectives.planes.gpu.nccl_library.Nccl`."""
 
     def __init__(self, device: FakeCuda) -> None:
         self.device = device
@@ -43,7 +43,7 @@ class FakeNccl:
 
 
 class FakeCommunicator:
-    """See :class:`hvdlab.collectives.planes.nccl.library.Communicator`."""
+    """See :class:`hvdlab.collectives.planes.gpu.nccl_library.Communicator`."""
 
     def __init__(self, device: FakeCuda, directory: Path, members: int, index: int) -> None:
         self.device, self.directory, self.members, self.index = device, directory, members, index
@@ -116,7 +116,7 @@ class FakeCommunicator:
 
         self._enqueue(stream, work)
 
-    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], stream: int) -> None:
+    def exchange(self, sends: Sequence[NcclPiece], receives: Sequence[NcclPiece], stream: int) -> None:
         for pieces in (sends, receives):
             members = [piece.member for piece in pieces]
             assert len(set(members)) == len(members), "at most one piece from one member to another"
@@ -179,4 +179,4 @@ class FakeCommunicator:
 
 def install(device: FakeCuda) -> None:
     """Give this process, which has a simulated GPU, a simulated NCCL."""
-    library.nccl = functools.cache(lambda: FakeNccl(device))  # type: ignore[assignment]
+    nccl_library.nccl = functools.cache(lambda: FakeNccl(device))  # type: ignore[assignment]

@@ -13,9 +13,9 @@ import pytest
 
 from fake_cuda import FakeCuda, FakeGpus, bytes_at
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import KeyValue, Phases, Plane
-from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, buffer_on_stream
+from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, Plane
+from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, buffer_on_stream
 from patience import PATIENCE
 
 COUNT = 1000
@@ -44,9 +44,9 @@ class Store(KeyValue):
 def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A GPU that this process seems to have."""
     found = FakeGpus()
-    monkeypatch.setattr(gpus, "gpus", lambda: found)
-    monkeypatch.setattr(gpus, "why_missing", lambda: None)
-    monkeypatch.setenv(gpus.SWITCH, "1")
+    monkeypatch.setattr(gpu_plane, "gpus", lambda: found)
+    monkeypatch.setattr(gpu_plane, "why_missing", lambda: None)
+    monkeypatch.setenv(gpu_plane.SWITCH, "1")
     yield found.device
     for pointer in list(found.device._memory):
         found.device.free(pointer)
@@ -65,7 +65,7 @@ def value_of(buffer: CudaBuffer) -> float:
 
 def begun(plane: Plane, buffer: CudaBuffer, factor: float = 2.0) -> Any:
     """An allreduce in place."""
-    return plane.start_allreduce([buffer], [buffer], DType.F32, ReduceOp.SUM, factor, 1.0, Phases())
+    return plane.start_allreduce([buffer], [buffer], DType.F32, ReduceOp.SUM, factor, 1.0, PhaseTimes())
 
 
 def outcome(completion: Any) -> Exception | None:

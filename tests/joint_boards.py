@@ -11,7 +11,7 @@ from hvdlab.collectives.engine.coordinator_bypass import batch_of
 from hvdlab.collectives.engine.entries import NewEpoch
 from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, needs_plane
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.planes.shm.board import DECLINED
+from hvdlab.collectives.planes.shm.agreement_board import DECLINED
 from joint_ranks import Scope, SimEntry, SimRank
 
 _NEVER = 1 << 62
@@ -28,7 +28,7 @@ class Words:
 
 
 class SimBoard:
-    """One member's view; does what :class:`Board` does, without memory or sleep."""
+    """One member's view; does what :class:`AgreementBoard` does, without memory or sleep."""
 
     def __init__(self, words: Words, index: int, epoch: int) -> None:
         self.epoch, self.members, self.number = epoch, len(words.posted), 0
@@ -62,7 +62,7 @@ class SimBoard:
         return _NEVER if self._words.retired[member] < _NEVER else self._words.posted[member]
 
     def complete(self, number: int) -> bool:
-        """Whether :meth:`Board.wait` would return."""
+        """Whether :meth:`AgreementBoard.wait` would return."""
         return all(self._there(member) >= number for member in range(self.members))
 
     def agreed(self, number: int) -> bool:
@@ -70,7 +70,7 @@ class SimBoard:
         mine = digests[self._index]
         return mine != DECLINED and set(digests) == {mine} and min(self._words.retired) > number
 
-    def count_out(self, members: Sequence[int]) -> None:
+    def mark_departed(self, members: Sequence[int]) -> None:
         words = self._words
         for member in members:
             words.retired[member] = min(words.retired[member], words.posted[member] + 1)
@@ -108,7 +108,7 @@ class Boards:
         if effect.has_memory and effect.index >= 0 and members > 1:
             words = self.words.setdefault((effect.process_set, effect.epoch), Words(members))
             board = SimBoard(words, effect.index, effect.epoch)
-            me.state.attach_board(BoardMember(board, effect.process_set, effect.index, effect.members))  # type: ignore[arg-type]  # stands in for a Board
+            me.state.attach_board(BoardMember(board, effect.process_set, effect.index, effect.members))  # type: ignore[arg-type]  # stands in for an AgreementBoard
 
     def go_on(self, me: SimRank) -> None:
         """The thread that waits does its next step."""

@@ -6,17 +6,15 @@ import subprocess
 import sys
 from functools import cache
 
-from hvdlab.collectives.planes.cuda import gpus
+from hvdlab.collectives.planes.gpu import gpu_plane
 
-ASK = (
-    "from hvdlab.collectives.planes.cuda.plane import CudaPlane; print(CudaPlane.unavailable() or '', end='')"
-)
+ASK = "from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane; print(CudaPlane.unavailable() or '', end='')"
 
 
 @cache
 def why_no_gpu() -> str:
     """Empty if there is one. A process of its own asks the driver: one that has used it can't fork ranks."""
-    reason = gpus.why_missing()
+    reason = gpu_plane.why_missing()
     if reason is not None:
         return reason
     done = subprocess.run(

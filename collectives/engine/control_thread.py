@@ -42,7 +42,7 @@ from hvdlab.collectives.planes.base import PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.planes.links import Links, plane_text, planes_text
 from hvdlab.collectives.planes.scoped import ScopedStore
-from hvdlab.collectives.planes.shm.board import MEMBERS, map_board
+from hvdlab.collectives.planes.shm.agreement_board import MEMBERS, map_board
 from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer

@@ -1,7 +1,7 @@
 """Coordinator bypass: collectives that the ranks of one host agree on in shared memory, without the coordinator.
 
 Most programs ask for the same on all ranks in the same order. So a rank that waits for a collective posts it on the :mod:`board
-<hvdlab.collectives.planes.shm.board>` and waits a little. If all members have posted the same, the request is agreed, and each
+<hvdlab.collectives.planes.shm.agreement_board>` and waits a little. If all members have posted the same, the request is agreed, and each
 member computes the result itself. If the tensor is too large for the board or on a device, the members use the plane.
 
 All other requests go through the coordinator. As soon as one member asks for something different, or a member has waited for
@@ -34,7 +34,7 @@ from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Limit, Request, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import CauseKind
-from hvdlab.collectives.planes.base import Phases, PlaneAborted
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted
 from hvdlab.collectives.planes.buffers import host_view
 
 PATIENCE = 0.02
@@ -129,7 +129,7 @@ class CoordinatorBypass:
         self._locked.finish_posted(handle, posting, result)
         if self._spans.enabled:
             batch = batch_of(handle, posting)
-            if self._spans.batch(batch, handle.received, monotonic_ns(), Phases()):
+            if self._spans.batch(batch, handle.received, monotonic_ns(), PhaseTimes()):
                 self._schedule_events()
 
     def _wait(self, handle: Handle, posting: PostedRequest, limit: Limit | None) -> None:

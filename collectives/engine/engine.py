@@ -30,7 +30,7 @@ from hvdlab.collectives.engine.world_view import ElasticMembership
 from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError
 from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import KeyValue, Phases
+from hvdlab.collectives.planes.base import KeyValue, PhaseTimes
 from hvdlab.collectives.planes.links import Links, plane_text
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import connect
@@ -447,7 +447,7 @@ class Engine:
         batch: int,
         nbytes: int,
         times: tuple[int, int, int],
-        phases: Phases,
+        phases: PhaseTimes,
         ok: bool,
     ) -> None:
         """Record a request to a parameter server, and have it sent.

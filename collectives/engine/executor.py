@@ -25,11 +25,10 @@ from hvdlab.collectives.engine.entries import RunBatch
 from hvdlab.collectives.engine.handles import CompletionHooks
 from hvdlab.collectives.engine.operations import Folds, run_batch, run_message, run_small, source_of
 from hvdlab.collectives.engine.requests import Result
-from hvdlab.collectives.planes.base import Phases, Plane, PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
-from hvdlab.collectives.planes.completion import Completion
-from hvdlab.collectives.planes.pairs import Pairs
 from hvdlab.collectives.planes.registry import plane_class
+from hvdlab.collectives.planes.subgroups import PeerPlanes
 
 CONNECT_TIMEOUT = 30.0
 
@@ -70,7 +69,7 @@ class PlaneSlot:
         self.error: Exception | None = None
         self._on_abort = on_abort
         #: Channels of messages, once a message has used them.
-        self._pairs: Pairs | None = None
+        self._pairs: PeerPlanes | None = None
         #: Whether the plane is connected.
         self._connected = False
         self._closed = False
@@ -91,12 +90,12 @@ class PlaneSlot:
             plane.tune(self._slice)
         return plane
 
-    def pairs(self) -> Pairs:
+    def pairs(self) -> PeerPlanes:
         """Return the channels by which two members exchange messages. The plane need not be open: other members have no part in them."""
         pairs = self._pairs
         if pairs is None:
             timeout = float(self.context.options.get("connect_timeout", CONNECT_TIMEOUT))
-            pairs = self._pairs = Pairs(self.name, self.context, timeout)
+            pairs = self._pairs = PeerPlanes(self.name, self.context, timeout)
         if self.aborted:  # read after ``_pairs`` was stored, as in open()
             raise PlaneAborted(f"epoch {self.context.epoch} has ended")
         return pairs
@@ -135,9 +134,11 @@ Job = RunBatch | Close
 class Outcomes(Protocol):
     """Receiver of ends of batches. The thread that ran a batch calls it."""
 
-    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None: ...
+    def batch_done(
+        self, batch: RunBatch, results: list[Result], started: int, phases: PhaseTimes
+    ) -> None: ...
 
-    def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None: ...
+    def batch_unfinished(self, batch: RunBatch, started: int, phases: PhaseTimes) -> None: ...
 
     def batch_failed(self, batch: RunBatch, error: Exception) -> None: ...
 
@@ -278,7 +279,7 @@ class Executor:
 
     def _run(self, queue: WorkQueue, batch: RunBatch) -> None:
         slot = self._slots.get((batch.process_set, batch.epoch, batch.device))
-        phases = Phases()
+        phases = PhaseTimes()
         if slot is None or slot.aborted:
             self._outcomes.batch_unfinished(batch, 0, phases)
             return  # the abort of its epoch ends the batch's handles
@@ -332,7 +333,7 @@ class Executor:
         batch: RunBatch,
         results: list[Result],
         started: int,
-        phases: Phases,
+        phases: PhaseTimes,
         error: Exception | None,
     ) -> None:
         """End a batch that has run without a thread of the executor. Any thread, perhaps the plane's own."""

@@ -33,7 +33,7 @@ from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import PendingCollective, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 
@@ -352,14 +352,14 @@ class BatchOutcomes:
     def __init__(self, locked: LockedState, spans: SpanLog, schedule_events: Callable[[], None]) -> None:
         self._locked, self._spans, self._schedule_events = locked, spans, schedule_events
 
-    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None:
+    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: PhaseTimes) -> None:
         """End the handles of an executed batch, and record it. Called by the thread that ran it."""
         finished = _monotonic_ns()
         self._locked.finish(batch, results)
         if self._spans.batch(batch, started, finished, phases):
             self._schedule_events()
 
-    def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None:
+    def batch_unfinished(self, batch: RunBatch, started: int, phases: PhaseTimes) -> None:
         """Record a batch that was not executed to its end; ``started`` is 0 if it was not begun. Its handles end elsewhere."""
         if self._spans.batch(batch, started, _monotonic_ns(), phases, ok=False):
             self._schedule_events()

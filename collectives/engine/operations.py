@@ -22,7 +22,7 @@ from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.entries import Entry, RunBatch, Zeros
 from hvdlab.collectives.engine.requests import Request, Result
-from hvdlab.collectives.planes.base import Phases, Plane
+from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane
 from hvdlab.collectives.planes.buffers import (
     HOST,
     Buffer,
@@ -32,9 +32,8 @@ from hvdlab.collectives.planes.buffers import (
     buffer_of,
     host_view,
 )
-from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.pairs import Pairs
+from hvdlab.collectives.planes.subgroups import PeerPlanes
 from hvdlab.collectives.reduce.adasum import Segment, adasum, combine, levels, narrowed, products, widened
 from hvdlab.collectives.reduce.fold import UFUNCS, Fold, fold_plain, make_fold
 from hvdlab.collectives.reduce.integers import WideReduction, needs_width
@@ -50,7 +49,7 @@ SMALL_MEMBERS = 16
 Folds = dict[tuple[DType, ReduceOp], Fold]
 
 
-def run_batch(plane: Plane, batch: RunBatch, phases: Phases) -> tuple[list[Result], Completion | None]:
+def run_batch(plane: Plane, batch: RunBatch, phases: PhaseTimes) -> tuple[list[Result], Completion | None]:
     """Begin the operations of a batch on its plane.
 
     Returns:
@@ -72,7 +71,7 @@ def run_batch(plane: Plane, batch: RunBatch, phases: Phases) -> tuple[list[Resul
 
 
 def _allreduce(
-    plane: Plane, entries: Sequence[Entry], phases: Phases
+    plane: Plane, entries: Sequence[Entry], phases: PhaseTimes
 ) -> tuple[list[Result], Completion | None]:
     first = entries[0].request
     op, postscale = first.op, first.postscale
@@ -107,7 +106,7 @@ def _allreduce(
     return results, plane.start_allreduce(ins, outs, dtype, op, first.prescale, postscale, phases)
 
 
-def _allgather(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+def _allgather(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
     source, rest = _rows_first(request)
     width = math.prod(rest)
     rows = [row[0] for row in table]
@@ -118,7 +117,7 @@ def _allgather(plane: Plane, request: Request, table: Tables, phases: Phases) ->
     return Result(out, None, table), completion
 
 
-def _broadcast(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+def _broadcast(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
     source = request.input
     assert source is not None
     out = _output(plane, request, source.shape)
@@ -131,7 +130,7 @@ def _broadcast(plane: Plane, request: Request, table: Tables, phases: Phases) ->
     return Result(out), completion
 
 
-def _reducescatter(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+def _reducescatter(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
     assert request.input is not None
     source, rest = _rows_first(request)
     width = math.prod(rest)
@@ -157,7 +156,7 @@ def _reducescatter(plane: Plane, request: Request, table: Tables, phases: Phases
     return Result(out), completion
 
 
-def _alltoall(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+def _alltoall(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
     source, rest = _rows_first(request)
     width = math.prod(rest)
     index = plane.context.index
@@ -173,7 +172,7 @@ def _alltoall(plane: Plane, request: Request, table: Tables, phases: Phases) -> 
     return Result(out, received, table), completion
 
 
-def _barrier(plane: Plane, request: Request, table: Tables, phases: Phases) -> Begun:
+def _barrier(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:
     return Result(), plane.start_barrier(phases)
 
 
@@ -184,7 +183,7 @@ def source_of(batch: RunBatch) -> int:
     return batch.tables[0][0][0] if len(ranks) == 1 else ranks[0]
 
 
-def run_message(pairs: Pairs, request: Request, sender: int, phases: Phases) -> Result:
+def run_message(pairs: PeerPlanes, request: Request, sender: int, phases: PhaseTimes) -> Result:
     """Send a message, or receive one of the rank ``sender``. When this returns, the receiver has it, or the sender's buffer has been read.
 
     Blocks and raises as planes do.
@@ -221,7 +220,7 @@ def _output(plane: Plane, request: Request, shape: tuple[int, ...]) -> Tensor:
     return plane.empty(shape, request.dtype)
 
 
-_ONE_BY_ONE: dict[OpKind, Callable[[Plane, Request, Tables, Phases], Begun]] = {
+_ONE_BY_ONE: dict[OpKind, Callable[[Plane, Request, Tables, PhaseTimes], Begun]] = {
     OpKind.ALLGATHER: _allgather,
     OpKind.BROADCAST: _broadcast,
     OpKind.REDUCESCATTER: _reducescatter,
@@ -303,7 +302,7 @@ def allreduce_adasum(
     dtype: DType,
     prescale: float,
     postscale: float,
-    phases: Phases,
+    phases: PhaseTimes,
 ) -> None:
     """Reduce fused tensors by Adasum, each tensor on its own; arguments and guarantees are those of a plane's allreduce.
 
@@ -341,7 +340,7 @@ def _reduce_slices(
     dtype: DType,
     prescale: float,
     postscale: float,
-    phases: Phases,
+    phases: PhaseTimes,
 ) -> HostArray:
     """Return this member's slice of the result, from the slices of all members (one in each row)."""
     with np.errstate(all="ignore"):
@@ -371,7 +370,7 @@ def _segments(tensors: Sequence[HostArray], begin: int, length: int) -> list[Seg
     return segments
 
 
-def _timed_concatenation(buffers: Sequence[HostArray], phases: Phases) -> HostArray:
+def _timed_concatenation(buffers: Sequence[HostArray], phases: PhaseTimes) -> HostArray:
     start = monotonic_ns()
     packed = np.concatenate(buffers)
     phases.pack += monotonic_ns() - start
@@ -389,7 +388,7 @@ def allreduce_wide(
     op: ReduceOp,
     prescale: float,
     postscale: float,
-    phases: Phases,
+    phases: PhaseTimes,
 ) -> None:
     """Arguments and guarantees are those of a plane's allreduce; ``op`` may also be AVERAGE."""
     wide = WideReduction(dtype, op, plane.context.size, prescale, postscale)
@@ -408,7 +407,7 @@ def reducescatter_wide(
     op: ReduceOp,
     prescale: float,
     postscale: float,
-    phases: Phases,
+    phases: PhaseTimes,
 ) -> None:
     """Arguments and guarantees are those of a plane's reducescatter; ``op`` may also be AVERAGE."""
     wide = WideReduction(dtype, op, plane.context.size, prescale, postscale)

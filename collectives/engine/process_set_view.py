@@ -20,7 +20,7 @@ from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import CauseKind, InvalidRequestError
 from hvdlab.collectives.planes.buffers import HOST, HostArray, host_view
 from hvdlab.collectives.planes.links import Links
-from hvdlab.collectives.planes.shm.board import DECLINED, Board
+from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce.integers import needs_width
 
@@ -224,7 +224,7 @@ class RequestLayout:
 
     __slots__ = ("digest", "parts")
 
-    def __init__(self, request: Request, name: str, board: Board) -> None:
+    def __init__(self, request: Request, name: str, board: AgreementBoard) -> None:
         shape = () if request.input is None else request.input.shape
         encoded = msgspec.msgpack.encode(signature_of(request, name, shape))
         digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
@@ -260,7 +260,9 @@ class BoardMember:
         folds: Scratch memory of the thread whose request is posted.
     """
 
-    def __init__(self, board: Board, process_set: int, index: int, members: Sequence[Member]) -> None:
+    def __init__(
+        self, board: AgreementBoard, process_set: int, index: int, members: Sequence[Member]
+    ) -> None:
         self.board = board
         self.process_set, self.index = process_set, index
         self.ranks = tuple(member.rank for member in members)
@@ -381,7 +383,7 @@ class BoardMember:
         """Do not wait for members whose processes are not in ``pids``: they have ended or have no board."""
         if self._posted is not None or not self._over:  # otherwise the board's memory is freed already
             gone = [index for index, pid in enumerate(self._pids) if pid not in pids]
-            self.board.count_out(gone)
+            self.board.mark_departed(gone)
 
     def abort(self) -> Entry | None:
         """Abort the board, since the epoch ends at once: a thread that waits there gets ``PlaneAborted``.

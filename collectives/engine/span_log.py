@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.entries import Entry, RunBatch
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.timeline.clock import ClockSamples
 from hvdlab.collectives.timeline.spans import Recorder
@@ -53,7 +53,9 @@ class SpanLog:
         """Return whether anything is recorded."""
         return self.recorder.enabled
 
-    def batch(self, batch: RunBatch, started: int, finished: int, phases: Phases, ok: bool = True) -> bool:
+    def batch(
+        self, batch: RunBatch, started: int, finished: int, phases: PhaseTimes, ok: bool = True
+    ) -> bool:
         """Record a batch that was executed, or failed. Return whether there is something to flush.
 
         Args:
@@ -129,7 +131,7 @@ class SpanLog:
             0,
             0,
             now,
-            Phases(),
+            PhaseTimes(),
             ok=False,
         )
         return True
@@ -145,7 +147,7 @@ class SpanLog:
         batch: int,
         nbytes: int,
         times: tuple[int, int, int],
-        phases: Phases,
+        phases: PhaseTimes,
         ok: bool,
     ) -> bool:
         """Record a request to a parameter server. Return whether there is something to flush.

@@ -11,14 +11,14 @@ for the next epoch.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.buffers import Buffer, Tensor
-from hvdlab.collectives.planes.completion import Completion
 from hvdlab.collectives.planes.links import Links
 
 
@@ -46,7 +46,7 @@ def _nothing_to_do(known: object) -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class PlaneContext:
-    """What a plane knows about the process set and epoch that it is built for.
+    """Facts about the process set and epoch that a plane is built for.
 
     Attributes:
         process_set: Id of the process set.
@@ -78,7 +78,7 @@ class PlaneContext:
 
 
 @dataclass(slots=True)
-class Phases:
+class PhaseTimes:
     """Nanoseconds (``time.monotonic_ns``) that one plane operation spent, measured by the plane.
 
     Pipelined planes add up the pieces of each phase; ``wait`` is time spent blocked on other members.
@@ -90,8 +90,50 @@ class Phases:
     wait: int = 0
 
 
+Ended = Callable[[Exception | None], None]
+
+
+class Completion(Protocol):
+    """Operation on its way, which goes on without the thread that began it. The operations of one plane end in the order in which they were begun."""
+
+    def on_end(self, ended: Ended, /) -> None:
+        """Have ``ended(error)`` called once the operation has ended, at once if it has already. May be called once only.
+
+        The plane calls it exactly once, on any thread, under no lock that an operation of the plane takes: with ``None`` if the outputs
+        are there, with :class:`PlaneAborted` after an abort, or with any other error that ended the operation.
+        """
+
+
+class PendingCompletion:
+    """Completion that a thread of the plane ends. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._error: Exception | None = None
+        self._ended: Ended | None = None
+
+    def on_end(self, ended: Ended, /) -> None:
+        """See :class:`Completion`."""
+        with self._lock:
+            self._ended = ended
+            if not self._has_ended:
+                return
+        ended(self._error)
+
+    def end(self, error: Exception | None = None) -> None:
+        """End the operation; the first call counts."""
+        with self._lock:
+            if self._has_ended:
+                return
+            self._has_ended, self._error = True, error
+            ended = self._ended
+        if ended is not None:
+            ended(error)
+
+
 class Plane(ABC):
-    """A data plane. Every operation is collective: all members begin it in the same order.
+    """Data plane. Every operation is collective: all members begin it in the same order.
 
     An operation returns ``None`` if its handles are done: the outputs are there, or the device orders all that reads them behind
     them (they are in the stream that the user's work goes to). Otherwise it returns a
@@ -112,7 +154,7 @@ class Plane(ABC):
     @classmethod
     @abstractmethod
     def unavailable(cls) -> str | None:
-        """Why this plane can't be used in this process, in one sentence with the remedy; ``None`` if it can."""
+        """Return why this plane can't be used in this process, in one sentence with the remedy; ``None`` if it can."""
 
     @abstractmethod
     def connect(self, timeout: float) -> None:
@@ -120,11 +162,11 @@ class Plane(ABC):
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """An uninitialised tensor on the plane's device."""
+        """Return an uninitialised tensor on the plane's device."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """A tensor of zeros on the plane's device."""
+        """Return a tensor of zeros on the plane's device."""
 
     @abstractmethod
     def start_allreduce(
@@ -135,7 +177,7 @@ class Plane(ABC):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> Completion | None:
         """Reduce element by element over all members.
 
@@ -147,13 +189,13 @@ class Plane(ABC):
 
     @abstractmethod
     def start_allgather(
-        self, send: Buffer, counts: Sequence[int], out: Buffer, phases: Phases
+        self, send: Buffer, counts: Sequence[int], out: Buffer, phases: PhaseTimes
     ) -> Completion | None:
         """Concatenate the members' ``send`` (``counts[i]`` elements each) in member order into ``out``."""
 
     @abstractmethod
     def start_broadcast(
-        self, source: Buffer | None, out: Buffer, root: int, phases: Phases
+        self, source: Buffer | None, out: Buffer, root: int, phases: PhaseTimes
     ) -> Completion | None:
         """Copy the buffer of member ``root`` (a position) to ``out`` of all members: its ``source`` if it gives one, else its ``out``."""
 
@@ -167,7 +209,7 @@ class Plane(ABC):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> Completion | None:
         """Reduce ``send`` (``sum(counts)`` elements) and leave slice ``i`` (``counts[i]`` elements) in ``out`` of member ``i``."""
 
@@ -178,13 +220,13 @@ class Plane(ABC):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: Buffer,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> Completion | None:
         """Send the ``j``-th piece of ``send`` to member ``j``; ``out`` gets the pieces in member order."""
 
     @abstractmethod
-    def start_barrier(self, phases: Phases) -> Completion | None:
-        """End once all members have begun it."""
+    def start_barrier(self, phases: PhaseTimes) -> Completion | None:
+        """Start a barrier: it ends once all members have begun it."""
 
     def tune(self, slice_bytes: int) -> None:  # noqa: B027  (ignoring it is right for most planes)
         """Move ``slice_bytes`` bytes at a time from the next operation on; 0 is the plane's own choice.

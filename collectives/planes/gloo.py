@@ -8,12 +8,17 @@ for the rest; hence an abort first lets through what is still on its way.
 
 from __future__ import annotations
 
+import _socket
+import ctypes
+import itertools
 import operator
+import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,11 +28,9 @@ import numpy as np
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.logs import LOG
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.sockets import connections, knock, listeners, mentioned, shut_doors, traffic
-from hvdlab.collectives.planes.staging import Staging
+from hvdlab.collectives.planes.host import HostPlane, Staging
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +46,23 @@ _LOOK_SECONDS = 0.1
 _FLOWING_SECONDS = 1.0
 """An operation whose bytes flow may go on for this long, and not much longer."""
 _GIVE_UP_SECONDS = 0.2
+_SO_ATTACH_FILTER = 26  # Linux; Python does not name it
+_TCP_COUNTS = struct.Struct("120xQQ")  # Linux: bytes acknowledged and received, within struct tcp_info
+# Linux: struct tcp_md5sig is a sockaddr_storage, flags, prefix length, key length, interface, and room for a key.
+_TCP_MD5SIG_EXT = 32
+_SOCKADDR_STORAGE, _MD5_KEY_LIMIT = 128, 80
+_MD5_HEAD = struct.Struct("=BBHi")
+_MD5_PREFIX = 1  # the flag that says that the prefix length counts: 0 for all addresses
+_KEY_BYTES = 32
+_KNOCK_SECONDS = 0.2
+_NUMBER = struct.Struct("=q")
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter of one instruction: return 0 bytes
 _one_listens = threading.Lock()
 """Held while Gloo opens its listener, so that no other plane of this process takes the listener for its own."""
 
 
 class GlooPlane(HostPlane):
-    """Collectives of one process set and epoch over Gloo. See :class:`hvdlab.collectives.planes.base.Plane`."""
+    """Data plane: collectives of one process set and epoch over Gloo. See :class:`hvdlab.collectives.planes.base.Plane`."""
 
     name = "gloo"
 
@@ -58,7 +72,7 @@ class GlooPlane(HostPlane):
         self._staging = Staging({DType.I16: np.dtype(np.int32)})
         self._group: Any = None
         self._ports: set[tuple[str, int]] = set()
-        self._doors: set[tuple[str, int]] = set()  # where Gloo listens for other members, while it does
+        self._listeners: set[tuple[str, int]] = set()  # where Gloo listens for other members, while it does
         self._aborted = threading.Event()
         self._settled = threading.Event()
         self._busy = False  # whether a thread begins an operation or waits for its end
@@ -99,20 +113,20 @@ class GlooPlane(HostPlane):
             options._devices = [device]
             options._threads = 1  # operations come one at a time
             said: list[bytes] = []
-            self._doors = ports
+            self._listeners = ports
             # The doors are stored before the flag is read, and abort() sets the flag before it reads the doors: one of them sees it.
             if self._aborted.is_set():
                 raise PlaneAborted
             self._group = dist.ProcessGroupGloo(_make_store(store, timeout, said), me.index, me.size, options)
-            self._doors = set()
-        self.barrier(Phases())
+            self._listeners = set()
+        self.barrier(PhaseTimes())
         with self._failures():
             # Another thread may have opened a listener in the same instant; the addresses that Gloo published are its own.
             gloos = mentioned(self._ports, b"".join(said))
             if len(gloos) == me.size:
                 self._ports, ports = gloos, ports & gloos
             # All members have come, and Gloo would keep a descriptor for each stranger.
-            still_open = shut_doors(ports)
+            still_open = block_listeners(ports)
             if still_open:
                 LOG.warning(
                     "Gloo goes on to listen at %s: this system lets no ordinary user shut that, so strangers that reach it can "
@@ -129,7 +143,7 @@ class GlooPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         import torch.distributed as dist
 
@@ -146,7 +160,7 @@ class GlooPlane(HostPlane):
         phases.transfer += moved_at - packed_at
         phases.unpack += time.monotonic_ns() - moved_at
 
-    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: PhaseTimes) -> None:
         start = time.monotonic_ns()
         raw_send, raw_out = _raw(send), _raw(out)
         if len(set(counts)) == 1:
@@ -173,7 +187,7 @@ class GlooPlane(HostPlane):
             tensor = _tensor(piece)
             self._wait(partial(self._usable.broadcast, [tensor], options))
 
-    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: PhaseTimes) -> None:
         import torch.distributed as dist
 
         start = time.monotonic_ns()
@@ -192,7 +206,7 @@ class GlooPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         """Send each slice to its owner, which reduces in member order: every byte crosses the network once."""
         start = time.monotonic_ns()
@@ -217,7 +231,7 @@ class GlooPlane(HostPlane):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: HostArray,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         start = time.monotonic_ns()
         self._exchange(send, send_counts, recv_counts, out)
@@ -234,7 +248,7 @@ class GlooPlane(HostPlane):
         options = dist.AllToAllOptions()
         self._wait(partial(self._usable.alltoall_base, *tensors, splits_out, splits_in, options))
 
-    def barrier(self, phases: Phases) -> None:
+    def barrier(self, phases: PhaseTimes) -> None:
         # Not Gloo's own barrier: it waits for ever on a connection that was shut down before it began.
         start = time.monotonic_ns()
         self._wait(partial(self._usable.allreduce, [_tensor(np.zeros(1, np.uint8))]))
@@ -243,15 +257,15 @@ class GlooPlane(HostPlane):
     def abort(self) -> None:
         self._aborted.set()
         if not self._busy:  # else the thread in _wait() does it in a moment
-            self._part()
+            self._half_close()
         self._settled.set()
 
-    def _part(self) -> None:
+    def _half_close(self) -> None:
         """Send nothing more: members that are in the middle of an operation get all that this one has sent for it, then the end."""
         if self._group is None:  # it is being connected, or nothing is left of it
             self._disconnect(socket.SHUT_RDWR)
             # Gloo waits for minutes for a member that has published its address and does not come; this process comes in its place.
-            knock(self._doors, self.context.size)
+            connect_once(self._listeners, self.context.size)
         elif not self._running:
             self._disconnect(socket.SHUT_WR)
 
@@ -267,7 +281,7 @@ class GlooPlane(HostPlane):
         if self._running and not self._ends(self._running[-1]):
             self._give_up()
         self._running.clear()
-        self._doors = set()
+        self._listeners = set()
         self._group = None
 
     def _give_up(self) -> None:
@@ -300,7 +314,7 @@ class GlooPlane(HostPlane):
         operation and its group are left to Gloo; nothing can arrive on sockets that are shut down, so no buffer changes any more.
         """
         # Set before this thread looks for an abort, while abort() sets its flag before it reads this: at least one of the two
-        # calls _part().
+        # calls _half_close().
         self._busy = True
         try:
             with self._failures():
@@ -319,7 +333,7 @@ class GlooPlane(HostPlane):
         finally:
             self._busy = False
             if self._aborted.is_set():
-                self._part()
+                self._half_close()
 
     def _ends(self, work: Any) -> bool:
         """Whether the operation has ended, or ends after an abort, in whatever way.
@@ -428,3 +442,140 @@ def _make_store(kv: Any, timeout: float, said: list[bytes]) -> Any:
 def _parse_ports(text: bytes) -> set[tuple[str, int]]:
     pairs = (item.rpartition(":") for item in text.decode().split(",") if item)
     return {(host, int(port)) for host, _, port in pairs}
+
+
+# -- Gloo's sockets, of which the library shows none: they are found among this process's descriptors -------------------------
+
+
+_adopt = partial(_socket.socket, -1, -1, -1)  # finds out family and kind by asking the system
+
+
+def _inet_sockets() -> Iterator[_socket.socket]:
+    """Yield duplicates of this process's IP sockets, each closed after use."""
+    for entry in os.listdir("/proc/self/fd"):
+        if (duplicate := _duplicate(int(entry))) is None:
+            continue
+        with closing(duplicate):
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                yield duplicate
+
+
+def _duplicate(fd: int) -> _socket.socket | None:
+    """Return a socket object of its own for a descriptor; ``None`` if it is no socket, or closed meanwhile.
+
+    Duplicating and keeping are one step of the interpreter: an interrupt of the main thread in between would leave the
+    duplicate open for good.
+    """
+    try:
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+            return None
+    except OSError:
+        return None
+    number, again = itertools.tee(map(os.dup, (fd,)))
+    try:
+        return next(map(_adopt, number))
+    except OSError:  # closed meanwhile, or by now the number is that of another thread's file of another kind
+        for own in again:
+            os.close(own)
+        return None
+
+
+def listeners(address: str) -> set[tuple[str, int]]:
+    """Return address and port of each socket of this process that listens at this address."""
+    return {
+        sock.getsockname()[:2]
+        for sock in _inet_sockets()
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[0] == address
+    }
+
+
+def mentioned(ports: set[tuple[str, int]], text: bytes) -> set[tuple[str, int]]:
+    """Return those of the ``ports`` whose socket address (``struct sockaddr``) occurs in ``text``."""
+    return {(host, port) for host, port in ports if _sockaddr(host, port) in text}
+
+
+def _sockaddr(host: str, port: int) -> bytes:
+    if ":" in host:
+        return (
+            struct.pack("=H", socket.AF_INET6) + struct.pack("!HI", port, 0) + _packed(socket.AF_INET6, host)
+        )
+    return struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + _packed(socket.AF_INET, host)
+
+
+def _packed(family: int, host: str) -> bytes:
+    return socket.inet_pton(family, host.partition("%")[0])
+
+
+def block_listeners(ports: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Block these listeners: no process can connect to them any more. They can't be closed: Gloo watches them until its end.
+
+    Existing connections go on. A packet filter that drops everything is the cheapest way. Some systems refuse that
+    to ordinary users; then the listener asks for segments that are signed with a key that no process has.
+
+    Returns:
+        The listeners that stay open, since the system offers neither.
+    """
+    instruction = ctypes.create_string_buffer(_DROP)
+    program = struct.pack("HP", 1, ctypes.addressof(instruction))
+    still_open: set[tuple[str, int]] = set()
+    for sock in _inet_sockets():
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and sock.getsockname()[:2] in ports:
+            try:
+                sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            except OSError:
+                if not _ask_for_signatures(sock):
+                    still_open.add(sock.getsockname()[:2])
+    return still_open
+
+
+def _ask_for_signatures(sock: _socket.socket) -> bool:
+    """Have a listener take signed segments only (RFC 2385), from any address, with a key that is not kept.
+
+    The kernel drops a stranger's first segment without an answer. False where the kernel can't do that.
+    """
+    anybody = struct.pack("=H", sock.family).ljust(_SOCKADDR_STORAGE, b"\0")
+    key = os.urandom(_KEY_BYTES)
+    signature = anybody + _MD5_HEAD.pack(_MD5_PREFIX, 0, len(key), 0) + key.ljust(_MD5_KEY_LIMIT, b"\0")
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, signature)
+    except OSError:
+        return False
+    return True
+
+
+def connect_once(ports: set[tuple[str, int]], members: int) -> None:
+    """Connect once to these listeners of Gloo's as each member that it may wait for, and leave.
+
+    A process that connects says which of the listener's connections it is for; they are numbered from 0. Gloo keeps a connection for
+    which it does not wait yet until it does.
+    """
+    for port in ports:
+        for number in range(members):
+            with suppress(OSError), socket.create_connection(port, _KNOCK_SECONDS) as sock:
+                sock.sendall(_NUMBER.pack(number))
+
+
+def connections() -> Iterator[tuple[_socket.socket, tuple[str, int], tuple[str, int]]]:
+    """Yield duplicates of this process's connected IP sockets, each closed after use, with their own and the peer's address."""
+    for sock in _inet_sockets():
+        try:
+            yield sock, sock.getsockname()[:2], sock.getpeername()[:2]
+        except OSError:
+            continue  # not connected
+
+
+def traffic(
+    ports: set[tuple[str, int]],
+) -> dict[tuple[tuple[str, int], tuple[str, int]], int]:
+    """Return the bytes that were sent and received over each connection with one of the ``ports`` at one end; empty if the system does not say.
+
+    Bytes that were sent count once the other host has them.
+    """
+    counts = {}
+    if hasattr(socket, "TCP_INFO"):
+        for sock, local, peer in connections():
+            if local in ports or peer in ports:
+                with suppress(OSError, struct.error):  # ended meanwhile; a system that does not count
+                    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_COUNTS.size)
+                    counts[local, peer] = sum(_TCP_COUNTS.unpack(info))
+    return counts

@@ -20,10 +20,9 @@ import numpy as np
 
 from hvdlab.collectives.bootstrap import library
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.staging import Scratch, Staging, leave_to_library
+from hvdlab.collectives.planes.host import HostPlane, Scratch, Staging, leave_to_library
 
 # While a transfer may be under way the poll only yields the core. Once it takes much longer than the bytes would need, some member
 # is late, and the poll sleeps for short times.
@@ -95,7 +94,7 @@ class MpiPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         from mpi4py import MPI
 
@@ -107,7 +106,7 @@ class MpiPlane(HostPlane):
         self._staging.unpack(packed, outs, dtype, postscale)
         phases.unpack += time.monotonic_ns() - start
 
-    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: PhaseTimes) -> None:
         from mpi4py import MPI
 
         sizes = [c * send.itemsize for c in counts]
@@ -116,7 +115,7 @@ class MpiPlane(HostPlane):
             received[first : first + send.nbytes] = _raw(send)
             self._run(lambda: self._comm.Iallgatherv(MPI.IN_PLACE, [received, sizes]), phases, received)
 
-    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: PhaseTimes) -> None:
         if root == self.context.index:
             sent = self._copy(buffer, phases)
             self._run(lambda: self._comm.Ibcast(sent, root), phases, sent)
@@ -133,7 +132,7 @@ class MpiPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         start = time.monotonic_ns()
         widened = self._staging.widened(send, dtype, prescale)
@@ -155,7 +154,7 @@ class MpiPlane(HostPlane):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: HostArray,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         item, sent = send.itemsize, self._copy(send, phases)
         parts = [sent, [c * item for c in send_counts]]
@@ -163,9 +162,9 @@ class MpiPlane(HostPlane):
         with self._received(out, phases) as received:
             self._run(lambda: self._comm.Ialltoallv(parts, [received, sizes]), phases, sent, received)
 
-    def barrier(self, phases: Phases) -> None:
+    def barrier(self, phases: PhaseTimes) -> None:
         start = time.monotonic_ns()
-        moved = Phases()
+        moved = PhaseTimes()
         self._run(lambda: self._comm.Ibarrier(), moved)
         phases.wait += time.monotonic_ns() - start
 
@@ -176,7 +175,7 @@ class MpiPlane(HostPlane):
         # MPI_Comm_free is collective and would wait for members that may be gone; the handle is left to MPI_Finalize.
         self._comm = None
 
-    def _copy(self, send: HostArray, phases: Phases) -> HostArray:
+    def _copy(self, send: HostArray, phases: PhaseTimes) -> HostArray:
         """A copy of the bytes to send, in memory of this plane's own."""
         start = time.monotonic_ns()
         sent = self._sent.take(send.nbytes, np.dtype(np.uint8))
@@ -185,7 +184,7 @@ class MpiPlane(HostPlane):
         return sent
 
     @contextmanager
-    def _received(self, out: HostArray, phases: Phases) -> Iterator[HostArray]:
+    def _received(self, out: HostArray, phases: PhaseTimes) -> Iterator[HostArray]:
         """Memory of this plane's own, as bytes, that is copied to ``out`` if the block raises nothing."""
         received = self._staging.take(out.nbytes, np.dtype(np.uint8))
         yield received
@@ -193,7 +192,7 @@ class MpiPlane(HostPlane):
         np.copyto(_raw(out), received)
         phases.unpack += time.monotonic_ns() - start
 
-    def _run(self, begin: Callable[[], Any], phases: Phases, *buffers: HostArray) -> None:
+    def _run(self, begin: Callable[[], Any], phases: PhaseTimes, *buffers: HostArray) -> None:
         """Begin an operation and poll it to its end; give it up on abort, and keep its buffers alive then."""
         if self._aborted.is_set():
             raise PlaneAborted

@@ -9,18 +9,18 @@ import os
 from hvdlab.collectives.bootstrap import library
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.planes.base import Plane
-from hvdlab.collectives.planes.cuda import gpus
+from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.host import HostPlane
 
 _CLASSES: dict[str, tuple[str, str, str]] = {
     # name: module, class, package that must be installed; a plane for a device class is called "device/plane"
-    "local": ("hvdlab.collectives.planes.local", "LocalPlane", ""),
+    "local": ("hvdlab.collectives.planes.host", "LocalPlane", ""),
     "shm": ("hvdlab.collectives.planes.shm", "ShmPlane", ""),
     "gloo": ("hvdlab.collectives.planes.gloo", "GlooPlane", "torch"),
     "mpi": ("hvdlab.collectives.planes.mpi", "MpiPlane", "mpi4py"),
     "hierarchical": ("hvdlab.collectives.planes.hierarchical", "HierarchicalPlane", ""),
-    "cuda/ipc": ("hvdlab.collectives.planes.cuda.plane", "CudaPlane", ""),
-    "cuda/nccl": ("hvdlab.collectives.planes.nccl.plane", "NcclPlane", ""),
+    "cuda/ipc": ("hvdlab.collectives.planes.gpu.ipc_plane", "CudaPlane", ""),
+    "cuda/nccl": ("hvdlab.collectives.planes.gpu.nccl_plane", "NcclPlane", ""),
 }
 _REMEDY = {"torch": "pip install 'hvdlab[torch]'", "mpi4py": "pip install 'hvdlab[mpi]'"}
 
@@ -47,7 +47,7 @@ def missing(name: str) -> str | None:
     if name == "mpi" and not under_mpi():
         return "the plane `mpi` needs ranks that an MPI launcher (mpiexec, srun --mpi) started"
     if name.startswith("cuda/"):
-        reason = gpus.why_off(name)
+        reason = gpu_plane.why_off(name)
         return f"the plane `{name}` can't be used: {reason}" if reason else None
     if importlib.util.find_spec(module) is None:
         return f"the plane `{name}` is not part of this installation"
@@ -100,7 +100,7 @@ def offered(wish: str = "auto") -> tuple[str, ...]:
     for name in _CLASSES:
         if name in ("local", "hierarchical") or missing(name) is not None:
             continue
-        if (name == "mpi" and not _suits(wish)) or not gpus.is_wanted(name):
+        if (name == "mpi" and not _suits(wish)) or not gpu_plane.is_wanted(name):
             continue
         if (name == "shm" or "/" in name) and why_unavailable(name) is not None:
             continue

@@ -17,7 +17,7 @@ from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
 _KEY = "memory"
 
 
-def offer(store: KeyValue, name: str, size: int) -> int:
+def publish_memfd(store: KeyValue, name: str, size: int) -> int:
     """Make a segment of ``size`` bytes and offer it to the members of this host. The caller closes it once they have opened it.
 
     Raises:
@@ -32,7 +32,7 @@ def offer(store: KeyValue, name: str, size: int) -> int:
     return descriptor
 
 
-def accept(store: KeyValue, timeout: float) -> int:
+def open_memfd(store: KeyValue, timeout: float) -> int:
     """Open the segment that the first member of this host offers. The caller closes the descriptor.
 
     Raises:

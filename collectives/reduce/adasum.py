@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.planes.buffers import HostArrays
-from hvdlab.collectives.reduce.halves import conversion_of
+from hvdlab.collectives.reduce.fold import conversion_of
 
 Vector = npt.NDArray[Any]
 Products = npt.NDArray[np.float64]

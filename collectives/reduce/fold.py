@@ -3,22 +3,31 @@
 A fold is made for one element type and operator and keeps the scratch memory that it needs; it belongs to one
 thread. Its numpy calls release the GIL. The order of the sources alone determines the bits of the result, so a plane
 that passes them by position gets the same bits on every member, for every size.
+
+float16 and bfloat16 are accumulated in float32 and rounded once. numpy converts float16 slowly and has no bfloat16: a binding whose
+framework is faster registers its own :class:`Conversion` with :func:`register_conversion`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.buffers import HostArray as Buffer
-from hvdlab.collectives.planes.buffers import HostArrays
-from hvdlab.collectives.reduce.halves import HalfFold
+from hvdlab.collectives.planes.buffers import HostArray, HostArrays
+
+Wide = npt.NDArray[np.float32]
+"""An array of float16 or bfloat16 while it is reduced."""
 
 BLOCK = 1 << 16
 """Elements that are worked through at a time where scratch memory is needed, so that it stays in the cache."""
+HALF_BLOCK = 1 << 15
+"""Elements converted at a time: the two float32 blocks stay in a 1 MiB second-level cache."""
+_QUIET_NAN = np.uint16(0x7FC0)
 
 MANY = 8
 """Rows of an array from which on one call of numpy for all of them is quicker than one for each …"""
@@ -34,17 +43,17 @@ UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 
 class Fold(Protocol):
-    """Reduces equally long buffers in storage type into ``out``.
+    """Function that reduces equally long buffers in storage type into ``out``.
 
     ``out`` may be the first source; with two sources and ``prescale`` 1 of a type for which :func:`is_direct` holds
     it may be either. It overlaps no other source.
     """
 
-    def __call__(self, sources: HostArrays, out: Buffer, prescale: float, postscale: float) -> None: ...
+    def __call__(self, sources: HostArrays, out: HostArray, prescale: float, postscale: float) -> None: ...
 
 
 def make_fold(dtype: DType, op: ReduceOp) -> Fold:
-    """A fold for one element type and operator. ``op`` is SUM, MIN, MAX or PRODUCT."""
+    """Return a fold for one element type and operator. ``op`` is SUM, MIN, MAX or PRODUCT."""
     ufunc = UFUNCS[op]
     if dtype in (DType.F16, DType.BF16):
         return HalfFold(dtype, ufunc)
@@ -54,18 +63,18 @@ def make_fold(dtype: DType, op: ReduceOp) -> Fold:
 
 
 def is_direct(dtype: DType) -> bool:
-    """Whether numpy's own operator does the whole work at about the speed of a copy."""
+    """Return whether numpy's own operator does the whole work at about the speed of a copy."""
     return dtype not in (DType.F16, DType.BF16)
 
 
 class DirectFold:
-    """float32, float64 and bool: numpy's operator; scales are applied in the type itself."""
+    """Fold of float32, float64 or bool: numpy's operator; scales are applied in the type itself."""
 
     def __init__(self, ufunc: np.ufunc) -> None:
         self._ufunc = ufunc
-        self._scaled: Buffer | None = None
+        self._scaled: HostArray | None = None
 
-    def __call__(self, sources: HostArrays, out: Buffer, prescale: float, postscale: float) -> None:
+    def __call__(self, sources: HostArrays, out: HostArray, prescale: float, postscale: float) -> None:
         if prescale != 1.0:
             self._fold_scaled(sources, out, prescale)
         else:
@@ -73,7 +82,7 @@ class DirectFold:
         if postscale != 1.0:
             self._scale(out, out, postscale)
 
-    def _fold_scaled(self, sources: HostArrays, out: Buffer, prescale: float) -> None:
+    def _fold_scaled(self, sources: HostArrays, out: HostArray, prescale: float) -> None:
         self._scale(sources[0], out, prescale)
         if self._scaled is None or self._scaled.dtype != out.dtype:
             self._scaled = np.empty(BLOCK, out.dtype)
@@ -84,18 +93,18 @@ class DirectFold:
                 self._scale(source[start : start + BLOCK], scaled, prescale)
                 self._ufunc(part, scaled, out=part)
 
-    def _scale(self, source: Buffer, out: Buffer, factor: float) -> None:
+    def _scale(self, source: HostArray, out: HostArray, factor: float) -> None:
         np.multiply(source, factor, out)
 
 
 class IntegerFold(DirectFold):
-    """Integers: exact modulo the type's width; scales are applied in float64 and truncated toward zero."""
+    """Fold of integers: exact modulo the type's width; scales are applied in float64 and truncated toward zero."""
 
     def __init__(self, ufunc: np.ufunc) -> None:
         super().__init__(ufunc)
         self._wide: npt.NDArray[np.float64] | None = None
 
-    def _scale(self, source: Buffer, out: Buffer, factor: float) -> None:
+    def _scale(self, source: HostArray, out: HostArray, factor: float) -> None:
         if self._wide is None:
             self._wide = np.empty(BLOCK, np.float64)
         for start in range(0, len(out), BLOCK):
@@ -106,8 +115,8 @@ class IntegerFold(DirectFold):
             part[...] = wide.astype(np.int64)
 
 
-def fold_plain(ufunc: np.ufunc, sources: HostArrays, out: Buffer) -> None:
-    """``out = s0 (op) s1 (op) …`` without scales."""
+def fold_plain(ufunc: np.ufunc, sources: HostArrays, out: HostArray) -> None:
+    """Compute ``out = s0 (op) s1 (op) …`` without scales."""
     if isinstance(sources, np.ndarray) and len(sources) >= MANY and len(out) <= NARROW:
         # `reduce` would be free to add in another order; this is one after the other by its definition.
         np.copyto(out, ufunc.accumulate(sources, axis=0, dtype=out.dtype)[-1])
@@ -119,3 +128,90 @@ def fold_plain(ufunc: np.ufunc, sources: HostArrays, out: Buffer) -> None:
     ufunc(sources[0], sources[1], out=out)
     for source in sources[2:]:
         ufunc(out, source, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Pair of functions that convert one 16-bit type. They round to nearest even, keep NaN a NaN, and give the same bits in all ranks.
+
+    Attributes:
+        widen: ``widen(source, out)``: storage type to float32, equally long, no overlap.
+        narrow: ``narrow(source, out)``: float32 to storage type; may overwrite ``source``.
+    """
+
+    widen: Callable[[HostArray, Wide], None]
+    narrow: Callable[[Wide, HostArray], None]
+
+
+def widen_f16(source: HostArray, out: Wide) -> None:
+    out[...] = source
+
+
+def narrow_f16(source: Wide, out: HostArray) -> None:
+    np.copyto(out, source, casting="same_kind")
+
+
+def widen_bf16(source: HostArray, out: Wide) -> None:
+    np.left_shift(source, 16, out.view(np.uint32), dtype=np.uint32)
+
+
+def narrow_bf16(source: Wide, out: HostArray) -> None:
+    """Round to nearest even on the bits. NaN is handled apart: rounding up could carry it into an infinity."""
+    nan = np.isnan(source)
+    bits = source.view(np.uint32)
+    up = bits >> 16
+    up &= 1
+    up += 0x7FFF
+    bits += up
+    out[...] = bits.view(np.uint16)[1::2]
+    if nan.any():
+        out[nan] = _QUIET_NAN
+
+
+_conversions = {
+    DType.F16: Conversion(widen_f16, narrow_f16),
+    DType.BF16: Conversion(widen_bf16, narrow_bf16),
+}
+
+
+def register_conversion(dtype: DType, conversion: Conversion) -> None:
+    """Use a faster conversion for float16 or bfloat16 in folds made from now on, in this process."""
+    if dtype not in _conversions:
+        raise ValueError(f"{dtype.label} is not converted to be reduced; only float16 and bfloat16 are.")
+    _conversions[dtype] = conversion
+
+
+def conversion_of(dtype: DType) -> Conversion:
+    """Return the conversion in use, for instance to put it back after a test."""
+    return _conversions[dtype]
+
+
+class HalfFold:
+    """Fold of float16 or bfloat16: widened to float32, reduced, rounded once."""
+
+    def __init__(self, dtype: DType, ufunc: Callable[..., Any]) -> None:
+        self._conversion = _conversions[dtype]
+        self._ufunc = ufunc
+        self._sum = np.empty(HALF_BLOCK, np.float32)
+        self._next = np.empty(HALF_BLOCK, np.float32)
+
+    def __call__(self, sources: HostArrays, out: HostArray, prescale: float, postscale: float) -> None:
+        for start in range(0, len(out), HALF_BLOCK):
+            stop = min(start + HALF_BLOCK, len(out))
+            self._fold_block([s[start:stop] for s in sources], out[start:stop], prescale, postscale)
+
+    def _fold_block(
+        self, sources: list[HostArray], out: HostArray, prescale: float, postscale: float
+    ) -> None:
+        total, addend, widen = self._sum[: len(out)], self._next[: len(out)], self._conversion.widen
+        widen(sources[0], total)
+        if prescale != 1.0:
+            np.multiply(total, prescale, total)
+        for source in sources[1:]:
+            widen(source, addend)
+            if prescale != 1.0:
+                np.multiply(addend, prescale, addend)
+            self._ufunc(total, addend, out=total)
+        if postscale != 1.0:
+            np.multiply(total, postscale, total)
+        self._conversion.narrow(total, out)

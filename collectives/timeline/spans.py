@@ -29,7 +29,7 @@ from hvdlab.collectives.timeline.records import (
 )
 
 if TYPE_CHECKING:
-    from hvdlab.collectives.planes.base import Phases
+    from hvdlab.collectives.planes.base import PhaseTimes
 
 DEFAULT_CAPACITY = 65536
 MAX_NAMES = 8192
@@ -121,7 +121,7 @@ class Recorder:
         ready_ns: int,
         started_ns: int,
         finished_ns: int,
-        phases: Phases,
+        phases: PhaseTimes,
         ok: bool = True,
     ) -> None:
         """Record one tensor of one collective; see :class:`~hvdlab.collectives.timeline.events.Span`.
@@ -174,7 +174,7 @@ class Recorder:
         ready_ns: int,
         started_ns: int,
         finished_ns: int,
-        phases: Phases,
+        phases: PhaseTimes,
         ok: bool,
         tensors: Iterable[tuple[int, int, int]],
     ) -> None:
@@ -226,7 +226,7 @@ class Recorder:
         dtype: int,
         order: tuple[int, int, int],
         times: tuple[int, int, int],
-        phases: Phases,
+        phases: PhaseTimes,
         ok: bool,
     ) -> None:
         name_id, nbytes, submitted_ns = tensor

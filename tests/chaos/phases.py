@@ -16,27 +16,21 @@ Place = tuple[str, str, str, bool]
 
 _SHM = "hvdlab.collectives.planes.shm"
 _GLOO = "hvdlab.collectives.planes.gloo"
-_STAGING = "hvdlab.collectives.planes.staging"
-_CUDA = "hvdlab.collectives.planes.cuda.group"
+_STAGING = "hvdlab.collectives.planes.host"
+_CUDA = "hvdlab.collectives.planes.gpu.ipc_group"
 _ENDPOINT = ("hvdlab.collectives.protocol.endpoint", "Endpoint", "send")
-_SHM_STEPS = (
-    ("reductions", "SlicedReduction"),
-    ("exchanges", "AllGather"),
-    ("exchanges", "Broadcast"),
-    ("exchanges", "AllToAll"),
-    ("exchanges", "ReduceScatter"),
-)
+_SHM_STEPS = ("SlicedReduction", "AllGather", "Broadcast", "AllToAll", "ReduceScatter")
 
 PLACES: dict[str, dict[str, list[Place]]] = {
     "shm": {
         "announce": [(*_ENDPOINT, False)],
         "negotiate": [(*_ENDPOINT, True)],
-        "pack": [(f"{_SHM}.{module}", name, "fill", False) for module, name in _SHM_STEPS],
+        "pack": [(f"{_SHM}.schedules", name, "fill", False) for name in _SHM_STEPS],
         "transfer": [
-            (f"{_SHM}.reductions", "SlicedReduction", "fold", False),
+            (f"{_SHM}.schedules", "SlicedReduction", "fold", False),
             (f"{_SHM}.signals", "Signals", "wait", False),
         ],
-        "unpack": [(f"{_SHM}.{module}", name, "take", False) for module, name in _SHM_STEPS],
+        "unpack": [(f"{_SHM}.schedules", name, "take", False) for name in _SHM_STEPS],
     },
     "gloo": {
         "announce": [(*_ENDPOINT, False)],
@@ -48,9 +42,9 @@ PLACES: dict[str, dict[str, list[Place]]] = {
     "cuda/ipc": {
         "announce": [(*_ENDPOINT, False)],
         "negotiate": [(*_ENDPOINT, True)],
-        "pack": [(_CUDA, "Group", "_announce", False)],
-        "transfer": [(_CUDA, "Group", "_begin", True), (_CUDA, "Worker", "work", False)],
-        "unpack": [(_CUDA, "Group", "_outcome", False), (_CUDA, "Group", "_measure", False)],
+        "pack": [(_CUDA, "IpcGroup", "_announce", False)],
+        "transfer": [(_CUDA, "IpcGroup", "_begin", True), (_CUDA, "IpcWorker", "work", False)],
+        "unpack": [(_CUDA, "IpcGroup", "_outcome", False), (_CUDA, "IpcGroup", "_measure", False)],
     },
 }
 """By data plane and phase. In ``negotiate`` the announcement has left and the order to execute has not come."""

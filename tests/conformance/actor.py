@@ -13,9 +13,9 @@ import numpy.typing as npt
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.engine.operations import allreduce_adasum, allreduce_wide, reducescatter_wide
-from hvdlab.collectives.planes.base import Phases, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.pairs import Pairs
+from hvdlab.collectives.planes.subgroups import PeerPlanes
 from hvdlab.collectives.reduce.integers import needs_width
 
 Array = npt.NDArray[Any]
@@ -102,7 +102,7 @@ class PlaneActor(CollectiveActor):
     def __init__(self, plane: HostPlane) -> None:
         self.plane = plane
         self.index, self.size = plane.context.index, plane.context.size
-        self.pairs = Pairs(plane.name, plane.context, 30.0)
+        self.pairs = PeerPlanes(plane.name, plane.context, 30.0)
 
     def connect(self, timeout: float) -> None:
         self.plane.connect(timeout)
@@ -118,22 +118,22 @@ class PlaneActor(CollectiveActor):
     ) -> list[Array]:
         outs = list(ins) if in_place else [np.empty_like(a) for a in ins]
         if op is ReduceOp.ADASUM:
-            allreduce_adasum(self.plane, ins, outs, dtype, prescale, postscale, Phases())
+            allreduce_adasum(self.plane, ins, outs, dtype, prescale, postscale, PhaseTimes())
         elif needs_width(dtype, op, prescale, postscale):
-            allreduce_wide(self.plane, ins, outs, dtype, op, prescale, postscale, Phases())
+            allreduce_wide(self.plane, ins, outs, dtype, op, prescale, postscale, PhaseTimes())
         else:
             if op is ReduceOp.AVERAGE:
                 op, postscale = ReduceOp.SUM, postscale / self.size
-            self.plane.allreduce(ins, outs, dtype, op, prescale, postscale, Phases())
+            self.plane.allreduce(ins, outs, dtype, op, prescale, postscale, PhaseTimes())
         return outs
 
     def allgather(self, send: Array, counts: Sequence[int], dtype: DType) -> Array:
         out = np.empty(sum(counts), storage_type(dtype))
-        self.plane.allgather(send, counts, out, Phases())
+        self.plane.allgather(send, counts, out, PhaseTimes())
         return out
 
     def broadcast(self, buffer: Array, root: int, dtype: DType) -> None:
-        self.plane.broadcast(buffer, root, Phases())
+        self.plane.broadcast(buffer, root, PhaseTimes())
 
     def reducescatter(
         self,
@@ -146,26 +146,26 @@ class PlaneActor(CollectiveActor):
     ) -> Array:
         out = np.empty(counts[self.index], storage_type(dtype))
         if needs_width(dtype, op, prescale, postscale):
-            reducescatter_wide(self.plane, send, counts, out, dtype, op, prescale, postscale, Phases())
+            reducescatter_wide(self.plane, send, counts, out, dtype, op, prescale, postscale, PhaseTimes())
         else:
-            self.plane.reducescatter(send, counts, out, dtype, op, prescale, postscale, Phases())
+            self.plane.reducescatter(send, counts, out, dtype, op, prescale, postscale, PhaseTimes())
         return out
 
     def alltoall(
         self, send: Array, send_counts: Sequence[int], recv_counts: Sequence[int], dtype: DType
     ) -> Array:
         out = np.empty(sum(recv_counts), storage_type(dtype))
-        self.plane.alltoall(send, send_counts, recv_counts, out, Phases())
+        self.plane.alltoall(send, send_counts, recv_counts, out, PhaseTimes())
         return out
 
     def barrier(self) -> None:
-        self.plane.barrier(Phases())
+        self.plane.barrier(PhaseTimes())
 
     def message(self, buffer: Array, source: int, target: int, dtype: DType) -> None:
         if self.index == source:
-            self.pairs.send(buffer, target, Phases())
+            self.pairs.send(buffer, target, PhaseTimes())
         else:
-            self.pairs.receive(buffer, source, Phases())
+            self.pairs.receive(buffer, source, PhaseTimes())
 
     def abort(self) -> None:
         self.plane.abort()

@@ -16,14 +16,13 @@ import fake_cuda
 import fake_nccl
 from conformance.actor import Array, CollectiveActor, PlaneActor
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases, Plane, PlaneContext
+from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.planes.completion import Completion
-from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.gpus import CudaBuffer, StreamMark
-from hvdlab.collectives.planes.cuda.plane import CudaPlane
+from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, StreamMark
+from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
+from hvdlab.collectives.planes.gpu.nccl_plane import NcclPlane
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.nccl.plane import NcclPlane
 
 
 def fake_actor(target: str, context: PlaneContext) -> CollectiveActor:
@@ -115,8 +114,8 @@ class ThroughGpu(HostPlane):
 
     def connect(self, timeout: float) -> None:
         self._plane.connect(timeout)
-        self._memory.use(gpus.gpus().open(0))
-        self.barrier(Phases())
+        self._memory.use(gpu_plane.gpus().open(0))
+        self.barrier(PhaseTimes())
 
     def allreduce(
         self,
@@ -126,7 +125,7 @@ class ThroughGpu(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         sources = [self._put(a, dtype) for a in ins]
         targets = [s if i is o else self._put(o, dtype) for i, o, s in zip(ins, outs, sources, strict=True)]
@@ -136,11 +135,11 @@ class ThroughGpu(HostPlane):
             list(zip(targets, outs, strict=True)),
         )
 
-    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: PhaseTimes) -> None:
         source, target = self._put(send), self._put(out)
         self._end(self._plane.start_allgather(source, counts, target, phases), [source], [(target, out)])
 
-    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: PhaseTimes) -> None:
         target = self._put(buffer)
         self._end(self._plane.start_broadcast(None, target, root, phases), [], [(target, buffer)])
 
@@ -153,7 +152,7 @@ class ThroughGpu(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         source, target = self._put(send, dtype), self._put(out, dtype)
         begun = self._plane.start_reducescatter(
@@ -167,13 +166,13 @@ class ThroughGpu(HostPlane):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: HostArray,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         source, target = self._put(send), self._put(out)
         begun = self._plane.start_alltoall(source, send_counts, recv_counts, target, phases)
         self._end(begun, [source], [(target, out)])
 
-    def barrier(self, phases: Phases) -> None:
+    def barrier(self, phases: PhaseTimes) -> None:
         self._end(self._plane.start_barrier(phases), [], [])
 
     @property

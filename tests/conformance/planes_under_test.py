@@ -74,7 +74,7 @@ def hierarchical(hosts: str, outer: str = "gloo", every: int = 12, block_bytes: 
 
 
 PLANES: tuple[PlaneUnderTest, ...] = (
-    PlaneUnderTest("local", "hvdlab.collectives.planes.local:LocalPlane", sizes=(1,), launcher=LIGHT),
+    PlaneUnderTest("local", "hvdlab.collectives.planes.host:LocalPlane", sizes=(1,), launcher=LIGHT),
     PlaneUnderTest(
         "shm",
         "hvdlab.collectives.planes.shm:ShmPlane",

@@ -21,7 +21,7 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine.operations import run_small
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.base import KeyValue, PlaneContext
-from hvdlab.collectives.reduce.halves import conversion_of, register_conversion
+from hvdlab.collectives.reduce.fold import conversion_of, register_conversion
 from hvdlab.torch.half_precision import register_conversions
 
 MEMBERS = 8

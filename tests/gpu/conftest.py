@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hvdlab.collectives.planes.cuda import gpus
+from hvdlab.collectives.planes.gpu import gpu_plane
 from real_gpu import why_no_gpu
 
 
@@ -14,4 +14,4 @@ from real_gpu import why_no_gpu
 def real_gpu() -> None:
     if reason := why_no_gpu():
         pytest.skip(reason)
-    os.environ[gpus.SWITCH] = "1"  # for all processes that the tests start
+    os.environ[gpu_plane.SWITCH] = "1"  # for all processes that the tests start

@@ -17,7 +17,7 @@ from conformance.test_planes import *
 def plane(name: str, sizes: tuple[int, ...], **options: str) -> PlaneUnderTest:
     return PlaneUnderTest(
         name,
-        "hvdlab.collectives.planes.cuda.plane:CudaPlane",
+        "hvdlab.collectives.planes.gpu.ipc_plane:CudaPlane",
         sizes=sizes,
         actor="conformance.cuda_actor:real_actor",
         lacks=frozenset({"messages"}),

@@ -10,9 +10,9 @@ import pytest
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.device import Launch
-from hvdlab.collectives.planes.cuda.jobs import table_of
+from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.planes.gpu.device import KernelLaunch
+from hvdlab.collectives.planes.gpu.jobs import table_of
 from hvdlab.collectives.reduce.fold import make_fold
 from real_gpu import why_no_gpu
 
@@ -28,11 +28,11 @@ def real_gpu() -> None:
 def kernels() -> Any:
     """The compiler, and the GPU if there is one. The driver keeps descriptors for the life of the process, which are no leak."""
     pytest.importorskip("cuda.bindings", reason="NVIDIA's bindings are not installed")
-    from hvdlab.collectives.planes.cuda import kernels
+    from hvdlab.collectives.planes.gpu import driver as kernels
 
-    kernels.compiled(None, ReduceOp.SUM, 90)
+    kernels.compiled_kernel(None, ReduceOp.SUM, 90)
     if not why_no_gpu():
-        gpu = gpus.gpus().open(0)
+        gpu = gpu_plane.gpus().open(0)
         with gpu:
             gpu.end_stream(gpu.new_stream())
     return kernels
@@ -41,11 +41,11 @@ def kernels() -> Any:
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT], ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", [None, DType.U8, DType.I64, DType.F16, DType.BF16, DType.F64])
 def test_nvidias_compiler_takes_the_source(kernels: Any, dtype: DType | None, op: ReduceOp) -> None:
-    assert kernels.compiled(dtype, op, 90).startswith(b"\x7fELF")
+    assert kernels.compiled_kernel(dtype, op, 90).startswith(b"\x7fELF")
 
 
 def test_a_gpu_that_is_newer_than_the_compiler_gets_what_its_driver_translates(kernels: Any) -> None:
-    assert b".entry copy" in kernels.compiled(None, ReduceOp.SUM, 999)
+    assert b".entry copy" in kernels.compiled_kernel(None, ReduceOp.SUM, 999)
     assert kernels.architecture(999, [75, 90]) == "compute_90"
     with pytest.raises(Exception, match="as old as"):
         kernels.architecture(50, [75, 90])
@@ -62,7 +62,7 @@ def test_a_gpu_gives_the_bits_of_the_host(kernels: Any, dtype: DType, op: Reduce
 
     if reason := why_no_gpu():
         pytest.skip(reason)
-    gpu, rng, kind = gpus.gpus().open(0), np.random.default_rng(3), storage_type(dtype)
+    gpu, rng, kind = gpu_plane.gpus().open(0), np.random.default_rng(3), storage_type(dtype)
     inputs = [rng.integers(0, 3, COUNT).astype(kind) for _ in range(3)]
     if dtype.is_floating and dtype is not DType.BF16:
         inputs[1][7] = np.nan
@@ -79,7 +79,9 @@ def test_a_gpu_gives_the_bits_of_the_host(kernels: Any, dtype: DType, op: Reduce
         host[: table.words.nbytes] = table.words.view(np.uint8)
         times, stopped = mapped + (1 << 15), mapped + (1 << 14)
         gpu.launch(
-            Launch(dtype, op, 1, 3, 1, table.chunk, table.chunks, 1.0, 1.0, mapped, stopped, 1, 1, times),
+            KernelLaunch(
+                dtype, op, 1, 3, 1, table.chunk, table.chunks, 1.0, 1.0, mapped, stopped, 1, 1, times
+            ),
             stream,
         )
         event = gpu.new_event()

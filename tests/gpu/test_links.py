@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.collectives.planes.cuda.gpus import gpus
-from hvdlab.collectives.planes.cuda.links import links_between
+from hvdlab.collectives.planes.gpu.gpu_plane import gpus, links_between
 from hvdlab.collectives.planes.links import NVLINK, PCIE, SAME_GPU
 from ranks import Ranks
 

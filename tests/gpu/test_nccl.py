@@ -42,7 +42,7 @@ def apart(size: int, path: str, environment: Mapping[str, str]) -> Sequence[Proc
 
 NCCL = PlaneUnderTest(
     "nccl",
-    "hvdlab.collectives.planes.nccl.plane:NcclPlane",
+    "hvdlab.collectives.planes.gpu.nccl_plane:NcclPlane",
     sizes=(1, SIZE),
     actor="conformance.cuda_actor:real_nccl_actor",
     lacks=frozenset({"messages"}),

@@ -16,7 +16,7 @@ import torch
 import fake_cuda
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.planes.cuda import gpus
+from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.torch.adapter import BINDING, CudaTensors, TorchAdapter
 from ranks import Ranks
 
@@ -31,7 +31,7 @@ class Simulated(CudaTensors):
         self.received_here: list[int] = []
 
     def device(self, tensor: torch.Tensor) -> str:
-        return gpus.CUDA if self.gpu.allocation_of(tensor.data_ptr()) is not None else "cpu"
+        return gpu_plane.CUDA if self.gpu.allocation_of(tensor.data_ptr()) is not None else "cpu"
 
     def view(self, tensor: torch.Tensor) -> Any:
         return super().view(Located(tensor))  # type: ignore[arg-type]  # has what the method reads
@@ -182,14 +182,14 @@ def test_a_collective_is_not_captured_in_a_graph(two: Ranks) -> None:
 
 def test_a_buffer_has_what_the_plane_must_know(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_here = fake_cuda.FakeGpus()
-    monkeypatch.setattr(gpus, "gpus", lambda: gpu_here)
+    monkeypatch.setattr(gpu_plane, "gpus", lambda: gpu_here)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: DEFAULT_STREAM)
     tensor = torch.ones(2, 3, dtype=torch.float16)
     buffer = CudaTensors().view(Located(tensor))  # type: ignore[arg-type]
     assert (buffer.pointer, buffer.shape, buffer.dtype) == (tensor.data_ptr(), (2, 3), DType.F16)
     assert (buffer.nbytes, buffer.device) == (12, "cuda")
-    assert isinstance(buffer, gpus.CudaBuffer)
+    assert isinstance(buffer, gpu_plane.CudaBuffer)
     assert buffer.after is not None
     assert list(gpu_here.device._events) == [buffer.after.event]
     del buffer

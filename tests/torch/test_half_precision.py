@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from hvdlab.collectives.dtypes import DType
-from hvdlab.collectives.reduce import halves
+from hvdlab.collectives.reduce import fold
 from hvdlab.torch.half_precision import register_conversions
 
 EVERY_BIT_PATTERN = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
@@ -15,10 +15,10 @@ EVERY_BIT_PATTERN = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    before = {dtype: halves.conversion_of(dtype) for dtype in (DType.F16, DType.BF16)}
+    before = {dtype: fold.conversion_of(dtype) for dtype in (DType.F16, DType.BF16)}
     yield
     for dtype, conversion in before.items():
-        halves.register_conversion(dtype, conversion)
+        fold.register_conversion(dtype, conversion)
 
 
 def _bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
@@ -27,13 +27,13 @@ def _bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
 
 @pytest.mark.parametrize(
     ("dtype", "storage", "reference"),
-    [(DType.F16, np.float16, halves.widen_f16), (DType.BF16, np.uint16, halves.widen_bf16)],
+    [(DType.F16, np.float16, fold.widen_f16), (DType.BF16, np.uint16, fold.widen_bf16)],
 )
 def test_widening_gives_numpy_s_values(dtype: DType, storage: type, reference: Callable[..., None]) -> None:
     register_conversions()
     source = EVERY_BIT_PATTERN.view(storage)
     ours, expected = np.empty((2, source.size), np.float32)
-    halves.conversion_of(dtype).widen(source, ours)
+    fold.conversion_of(dtype).widen(source, ours)
     reference(source, expected)
     assert np.array_equal(_bits(ours), _bits(expected))
 
@@ -41,7 +41,7 @@ def test_widening_gives_numpy_s_values(dtype: DType, storage: type, reference: C
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
 def test_narrowing_undoes_widening_and_rounds_to_nearest_even(dtype: DType) -> None:
     register_conversions()
-    conversion = halves.conversion_of(dtype)
+    conversion = fold.conversion_of(dtype)
     storage = np.float16 if dtype is DType.F16 else np.uint16
     wide = np.empty(EVERY_BIT_PATTERN.size, np.float32)
     conversion.widen(EVERY_BIT_PATTERN.view(storage), wide)
@@ -63,7 +63,7 @@ def test_narrowing_undoes_widening_and_rounds_to_nearest_even(dtype: DType) -> N
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
 def test_what_came_in_a_message_is_read_without_a_warning(dtype: DType) -> None:
     register_conversions()
-    conversion = halves.conversion_of(dtype)
+    conversion = fold.conversion_of(dtype)
     storage = np.float16 if dtype is DType.F16 else np.uint16
     narrow, wide = np.zeros(3, storage), np.ones(3, np.float32)
     for array in (narrow, wide):

@@ -13,7 +13,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.servers import messages as m
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.timeline.clock import ClockSamples
 from hvdlab.collectives.timeline.store_requests import group_of, push_batch
 
@@ -75,7 +75,7 @@ class StoreSpans:
             batch,
             span.nbytes,
             (span.called, began, finished),
-            Phases(transfer=took),
+            PhaseTimes(transfer=took),
             isinstance(answer, m.RequestDone),
         )
 

@@ -1,11 +1,9 @@
 """The hierarchical plane: shared memory within each host, another plane between the hosts.
 
-``topology``  hosts, columns, and which members carry data between hosts
-``gathering`` where the pieces of an allgather end up
-``routing``   how the pieces of an alltoall travel
-``plane``     the operations, composed of those of the inner and the outer plane
+``routing``  hosts and columns, which members carry data between hosts, and the routes of allgathers and alltoalls
+``plane``    the operations, composed of those of the inner and the outer plane
 
-In :mod:`hvdlab.collectives.planes`: ``parts``, the planes that it is made of; ``segment``, memory that the members of one host make
+In :mod:`hvdlab.collectives.planes`: ``subgroups``, the planes that it is made of; ``segment``, memory that the members of one host make
 for themselves; ``scoped``, a part of the rendezvous store.
 """
 

@@ -1,18 +1,20 @@
 """The hierarchical plane: every operation is composed of operations within hosts and operations between hosts.
 
 Data travels between hosts once it has been reduced (or gathered) within them, each carrier's share in its own column; see
-:mod:`topology`. f16 and bf16 are widened once at the beginning and rounded once at the end, so partial sums are float32 in
+:mod:`routing`. f16 and bf16 are widened once at the beginning and rounded once at the end, so partial sums are float32 in
 both planes. Scales are applied once: ``prescale`` by the first reduction of a value, ``postscale`` by the last.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from queue import SimpleQueue
 from time import monotonic_ns
 from typing import ClassVar, Self
 
@@ -22,16 +24,12 @@ from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.planes.hierarchical.gathering import Gathering
-from hvdlab.collectives.planes.hierarchical.outer_thread import OuterThread
-from hvdlab.collectives.planes.hierarchical.routing import Routing
-from hvdlab.collectives.planes.hierarchical.topology import Topology
-from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.parts import Parts
-from hvdlab.collectives.planes.shm.chunks import slice_bounds
-from hvdlab.collectives.planes.staging import Scratch, narrow, widen
+from hvdlab.collectives.planes.hierarchical.routing import GatherPlan, Routing, Topology
+from hvdlab.collectives.planes.host import HostPlane, Scratch, narrow, widen
+from hvdlab.collectives.planes.shm.layout import slice_bounds
+from hvdlab.collectives.planes.subgroups import SubgroupPlanes
 
 SMALL_BYTES = 16 * 1024
 """Up to this size every carrier sends the whole tensor: a step less within the host, for more bytes between hosts."""
@@ -45,7 +43,7 @@ _WIDE = {DType.F16: DType.F32, DType.BF16: DType.F32}
 
 
 class HierarchicalPlane(HostPlane):
-    """A data plane for several hosts with several members each.
+    """Data plane for several hosts with several members each.
 
     Reductions of large tensors are cut into blocks, so that the network works on one while memory works on the others.
 
@@ -60,7 +58,7 @@ class HierarchicalPlane(HostPlane):
     def __init__(self, context: PlaneContext) -> None:
         super().__init__(context)
         self._topology = Topology.of(context.hosts, context.index)
-        self._parts = Parts(context)
+        self._subgroups = SubgroupPlanes(context)
         self._flat_kinds = tuple(filter(None, context.options.get("flat", "").split(",")))
         self._inner: HostPlane
         self._outer: HostPlane | None = None
@@ -68,7 +66,7 @@ class HierarchicalPlane(HostPlane):
         self._flat: HostPlane | None = None
         self._packed, self._slice, self._whole = Scratch(), Scratch(), Scratch()
         # One thread of a process calls MPI at a time.
-        overlaps = self._parts.outer_name == "gloo"
+        overlaps = self._subgroups.outer_name == "gloo"
         self._block_bytes = int(context.options.get("block_bytes", BLOCK_BYTES)) if overlaps else 0
         self._outer_thread = OuterThread()
 
@@ -87,19 +85,19 @@ class HierarchicalPlane(HostPlane):
             raise PlaneBroken(f"hierarchical plane: {error}") from error
 
     def _connect(self, deadline: Deadline) -> None:
-        top, me, parts = self._topology, self.context, self._parts
-        self._inner = parts.inner(top.here, top.local, f"host{top.host}/", deadline)
+        top, me, subgroups = self._topology, self.context, self._subgroups
+        self._inner = subgroups.inner(top.here, top.local, f"host{top.host}/", deadline)
         if len(top.hosts) == 1:
             self._alone = self._inner
             return
         # Loaded also on members that don't carry: MPI only begins when all processes load it.
-        registry.plane_class(parts.outer_name)
+        registry.plane_class(subgroups.outer_name)
         if top.carries:
-            self._outer = parts.outer(top.column(top.local), top.host, f"column{top.local}/", deadline)
+            self._outer = subgroups.outer(top.column(top.local), top.host, f"column{top.local}/", deadline)
         if top.even and len(top.here) == 1:
             self._alone = self._outer
         elif self._flat_kinds:
-            self._flat = parts.outer(range(me.size), me.index, "flat/", deadline)
+            self._flat = subgroups.outer(range(me.size), me.index, "flat/", deadline)
 
     def tune(self, slice_bytes: int) -> None:
         self._inner.tune(slice_bytes)
@@ -114,7 +112,7 @@ class HierarchicalPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         self._check()
         direct = self._alone or (self._flat if "allreduce" in self._flat_kinds else None)
@@ -126,7 +124,7 @@ class HierarchicalPlane(HostPlane):
             return
         wide = _WIDE.get(dtype, dtype)
         packed = self._pack(ins, total, dtype, wide, phases)
-        if self._topology.even and self._parts.outer_name == "gloo" and packed.nbytes <= SMALL_BYTES:
+        if self._topology.even and self._subgroups.outer_name == "gloo" and packed.nbytes <= SMALL_BYTES:
             whole = self._reduce_whole(packed, wide, op, prescale, postscale, phases)
             _hand_out(whole, outs, dtype, phases)
             return
@@ -136,9 +134,9 @@ class HierarchicalPlane(HostPlane):
             _hand_out(result, outs, dtype, phases)
 
     def _pack(
-        self, ins: Sequence[HostArray], total: int, dtype: DType, wide: DType, phases: Phases
+        self, ins: Sequence[HostArray], total: int, dtype: DType, wide: DType, phases: PhaseTimes
     ) -> HostArray:
-        """The inputs one after another, in the wide type; a single input that has that type is returned itself."""
+        """Return the inputs one after another, in the wide type; a single input that has that type is returned itself."""
         if len(ins) == 1 and wide is dtype:
             return ins[0]
         start = monotonic_ns()
@@ -151,7 +149,13 @@ class HierarchicalPlane(HostPlane):
         return packed
 
     def _reduce_whole(
-        self, packed: HostArray, wide: DType, op: ReduceOp, prescale: float, postscale: float, phases: Phases
+        self,
+        packed: HostArray,
+        wide: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        phases: PhaseTimes,
     ) -> HostArray:
         """Each column reduces the whole for itself: from equal inputs, in the same order of hosts, so to equal bits."""
         assert self._outer is not None
@@ -168,7 +172,7 @@ class HierarchicalPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         """Reduce a slice per carrier within the host, each slice in its column, then gather the slices: block by block.
 
@@ -201,7 +205,7 @@ class HierarchicalPlane(HostPlane):
         return slice_bounds(len(packed), count, _GRAIN)
 
     def _begin_outer(
-        self, mine: HostArray, wide: DType, op: ReduceOp, postscale: float, phases: Phases, blocks: int
+        self, mine: HostArray, wide: DType, op: ReduceOp, postscale: float, phases: PhaseTimes, blocks: int
     ) -> Future[None] | None:
         """Reduce a slice in its column: now if it is the only one, else on the outer plane's thread."""
         if self._outer is None:
@@ -210,7 +214,7 @@ class HierarchicalPlane(HostPlane):
         if blocks == 1:
             reduce(phases)
             return None
-        return self._outer_thread.submit(partial(reduce, Phases()))
+        return self._outer_thread.submit(partial(reduce, PhaseTimes()))
 
     def _gather_slices(
         self,
@@ -219,7 +223,7 @@ class HierarchicalPlane(HostPlane):
         reduced: Future[None] | None,
         result: HostArray,
         dtype: DType,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         """Gather the slices of a block within the host, once this member's one is reduced."""
         if reduced is not None:
@@ -243,7 +247,7 @@ class HierarchicalPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         self._check()
         if self._alone is not None:
@@ -271,7 +275,7 @@ class HierarchicalPlane(HostPlane):
         narrow(mine, out, dtype)
         phases.unpack += monotonic_ns() - start
 
-    def _to_owners(self, mine: HostArray, counts: Sequence[int], phases: Phases) -> HostArray:
+    def _to_owners(self, mine: HostArray, counts: Sequence[int], phases: PhaseTimes) -> HostArray:
         """Within the host, hand the slices that a carrier reduced to the members that they are for."""
         top = self._topology
         served = top.served(top.local, top.host) if top.carries else ()
@@ -284,7 +288,7 @@ class HierarchicalPlane(HostPlane):
 
     # -- moving ---------------------------------------------------------------------------------------------------
 
-    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: PhaseTimes) -> None:
         self._check()
         direct = self._alone or (self._flat if "allgather" in self._flat_kinds else None)
         if direct is not None:
@@ -293,7 +297,7 @@ class HierarchicalPlane(HostPlane):
         if not sum(counts):
             return
         top, item = self._topology, out.itemsize
-        plan = Gathering.of(top, [c * item for c in counts])
+        plan = GatherPlan.of(top, [c * item for c in counts])
         piece = send.view(np.uint8)
         if not top.even:
             sizes = [plan.sizes[m] for m in top.here]
@@ -310,7 +314,7 @@ class HierarchicalPlane(HostPlane):
         plan.place(gathered, out.view(np.uint8))
         phases.unpack += monotonic_ns() - start
 
-    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: PhaseTimes) -> None:
         self._check()
         if self._alone is not None:
             self._alone.broadcast(buffer, root, phases)
@@ -335,7 +339,7 @@ class HierarchicalPlane(HostPlane):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: HostArray,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         self._check()
         if self._alone is not None:
@@ -350,7 +354,7 @@ class HierarchicalPlane(HostPlane):
             phases,
         )
 
-    def barrier(self, phases: Phases) -> None:
+    def barrier(self, phases: PhaseTimes) -> None:
         self._check()
         if self._alone is not None:
             self._alone.barrier(phases)
@@ -363,26 +367,26 @@ class HierarchicalPlane(HostPlane):
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        if self._parts.aborted:
+        if self._subgroups.aborted:
             raise PlaneAborted
 
     @property
     def gave_up(self) -> bool:
         """Whether an aborted operation of a library did not end, and was left to the library with all that it holds."""
-        return self._parts.gave_up
+        return self._subgroups.gave_up
 
     def abort(self) -> None:
-        self._parts.abort()
+        self._subgroups.abort()
 
     def close(self) -> None:
         self.abort()
         self._outer_thread.close()
-        self._parts.close()
+        self._subgroups.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Elements ``low`` to ``high`` (not included) of a tensor, and how many of them each member of the host reduces."""
+    """Block of a tensor: elements ``low`` to ``high`` (not included) of a tensor, and how many of them each member of the host reduces."""
 
     low: int
     high: int
@@ -390,13 +394,13 @@ class _Block:
 
     @classmethod
     def of(cls, top: Topology, low: int, high: int) -> Self:
-        """The block with a slice for each column."""
+        """Return the block with a slice for each column."""
         bounds = slice_bounds(high - low, top.columns, _GRAIN)
         counts = [stop - start for start, stop in pairwise(bounds)]
         return cls(low, high, counts + [0] * (len(top.here) - len(counts)))
 
 
-def _hand_out(result: HostArray, outs: Sequence[HostArray], dtype: DType, phases: Phases) -> None:
+def _hand_out(result: HostArray, outs: Sequence[HostArray], dtype: DType, phases: PhaseTimes) -> None:
     """Copy the pieces of a result to the outputs, rounding where they are of a narrower type."""
     start = monotonic_ns()
     at = 0
@@ -417,3 +421,46 @@ def _permute(
     for member in order:
         widen(send[starts[member] : starts[member + 1]], packed[at : at + counts[member]], dtype)
         at += counts[member]
+
+
+_Operation = tuple[Callable[[], None], "Future[None]"]
+
+
+class OuterThread:
+    """Thread of the outer plane: calls operations one after another. Belongs to the executor's thread, but for what the operations do.
+
+    The network works on one block while the executor's thread works on others within the host. The thread begins with the first operation. It is a daemon, since a library that can't end an operation must not keep the
+    process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._operations: SimpleQueue[_Operation | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, operation: Callable[[], None]) -> Future[None]:
+        """Have an operation called after those before it. The future has its end, or the error that it raised."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hvdlab-outer", daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._operations.put((operation, future))
+        return future
+
+    def _run(self) -> None:
+        while (item := self._operations.get()) is not None:
+            operation, future = item
+            try:
+                operation()
+            # Whatever it is, it is the executor's, which waits for the future.
+            except BaseException as error:  # noqa: BLE001
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del item, operation, future  # their buffers are not kept until the next one
+
+    def close(self) -> None:
+        """Wait for the end of the operations, which the caller has aborted, and of the thread. Idempotent."""
+        if self._thread is not None:
+            self._operations.put(None)
+            self._thread.join()
+            self._thread = None

@@ -1,6 +1,20 @@
-"""How the pieces of an alltoall travel.
+"""Hosts, columns, and the routes of allgathers and alltoalls.
 
-A piece for a member of another host goes, within the host, to the member that carries for that receiver; from there to the other
+::
+
+                 host a   host b   host c
+    column 0       0        3        6       each column is a group of the outer plane,
+    column 1       1        4        7       each host a group of the inner one
+                   2                         (no column: not every host has a third member)
+
+There are as many columns as the smallest host has members; column ``c`` holds the ``c``-th member of each host. The
+members in columns *carry*: only they talk to other hosts, each for a share of the data. Where all hosts have equally many
+members, all members carry; where one host has a single member, only the first member of each host does.
+
+**Allgather.** Each host's *block* is its members' parts, one after another. A block is cut into a piece for each column. Columns gather
+their pieces of all hosts, then each host gathers its columns: that leaves the pieces by column, then by host.
+
+**Alltoall.** A piece for a member of another host goes, within the host, to the member that carries for that receiver; from there to the other
 host, together with all that the carrier has for that host; and there, where not all members carry, on to its receiver.
 So a carrier sends one message to each host, however many members that has.
 
@@ -9,32 +23,156 @@ A member knows only what it sends and receives, so the sizes of the pieces trave
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.planes.buffers import HostArray
-from hvdlab.collectives.planes.hierarchical.topology import Topology
 from hvdlab.collectives.planes.host import HostPlane
+from hvdlab.collectives.planes.shm.layout import slice_bounds
 
+GRAIN = 64
+"""Pieces of an allgather are cut at multiples of this many bytes."""
 _SIZE = np.dtype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
+class Topology:
+    """Hosts and columns of a group, as seen from one of its members.
+
+    Attributes:
+        hosts: Positions of each host's members, in order; hosts are ordered by their first member.
+        host: This member's host, as an index into ``hosts``.
+        local: This member's index within its host.
+        columns: Number of columns.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    host: int
+    local: int
+    columns: int
+
+    @classmethod
+    def of(cls, hosts: Sequence[str], index: int) -> Topology:
+        """Return the topology of the group whose members have these host keys, as seen from member ``index``."""
+        by_host: dict[str, list[int]] = {}
+        for position, key in enumerate(hosts):
+            by_host.setdefault(key, []).append(position)
+        groups = tuple(tuple(members) for members in by_host.values())
+        host = list(by_host).index(hosts[index])
+        return cls(groups, host, groups[host].index(index), min(len(members) for members in groups))
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """Positions of this host's members."""
+        return self.hosts[self.host]
+
+    @property
+    def even(self) -> bool:
+        """Whether all hosts have equally many members, so that all members carry."""
+        return all(len(members) == self.columns for members in self.hosts)
+
+    @property
+    def carries(self) -> bool:
+        """Whether this member is in a column."""
+        return self.local < self.columns
+
+    def column(self, number: int) -> tuple[int, ...]:
+        """Return the positions of a column's members, by host."""
+        return tuple(members[number] for members in self.hosts)
+
+    def served(self, column: int, host: int) -> tuple[int, ...]:
+        """Return the positions of the members of ``host`` whose data travel in ``column``."""
+        return self.hosts[host][column :: self.columns]
+
+    def find(self, position: int) -> tuple[int, int]:
+        """Return host and index within the host of the member at ``position``."""
+        for host, members in enumerate(self.hosts):
+            if position in members:
+                return host, members.index(position)
+        raise ValueError(f"there is no member {position}")
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """Plan of one allgather, in bytes.
+
+    Attributes:
+        sizes: Size of each member's part, by position.
+        bounds: For each host, where its block is cut: one more than there are columns.
+    """
+
+    topology: Topology
+    sizes: tuple[int, ...]
+    bounds: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, topology: Topology, sizes: Sequence[int]) -> GatherPlan:
+        bounds = []
+        for members in topology.hosts:
+            parts = [sizes[m] for m in members]
+            if topology.even:
+                bounds.append((0, *accumulate(parts)))
+            else:
+                bounds.append(tuple(slice_bounds(sum(parts), topology.columns, GRAIN)))
+        return cls(topology, tuple(sizes), tuple(bounds))
+
+    def piece(self, column: int, host: int) -> tuple[int, int]:
+        """Return begin and end, within the host's block, of the piece that travels in a column."""
+        return self.bounds[host][column], self.bounds[host][column + 1]
+
+    def piece_sizes(self, column: int) -> list[int]:
+        """Return the size of each host's piece in a column."""
+        pieces = (self.piece(column, host) for host in range(len(self.topology.hosts)))
+        return [end - begin for begin, end in pieces]
+
+    def column_sizes(self) -> list[int]:
+        """Return the bytes that each member of this host holds after the columns have gathered; 0 for a member in no column."""
+        sizes = [sum(self.piece_sizes(c)) for c in range(self.topology.columns)]
+        return sizes + [0] * (len(self.topology.here) - len(sizes))
+
+    def place(self, gathered: HostArray, out: HostArray) -> None:
+        """Copy the pieces, by column and host, to where the members' parts belong."""
+        at = 0
+        for begin, end, start in self.moves():
+            length = end - begin
+            out[start : start + length] = gathered[at : at + length]
+            at += length
+
+    def moves(self) -> Iterator[tuple[int, int, int]]:
+        """Yield begin and end within a host's block, and start in the output, in the order of the gathered pieces."""
+        starts = [0, *accumulate(self.sizes)]
+        for column in range(self.topology.columns):
+            for host, members in enumerate(self.topology.hosts):
+                begin, end = self.piece(column, host)
+                first = 0
+                for member in members:
+                    low, high = max(begin, first), min(end, first + self.sizes[member])
+                    if low < high:
+                        yield low, high, starts[member] + low - first
+                    first += self.sizes[member]
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
-    """One member's part in the alltoalls of a group. ``outer`` is ``None`` if the member does not carry."""
+    """Route of a group's alltoalls, for one member. ``outer`` is ``None`` if the member does not carry."""
 
     topology: Topology
     inner: HostPlane
     outer: HostPlane | None
 
     def exchange(
-        self, send: HostArray, sizes: Sequence[int], expected: Sequence[int], out: HostArray, phases: Phases
+        self,
+        send: HostArray,
+        sizes: Sequence[int],
+        expected: Sequence[int],
+        out: HostArray,
+        phases: PhaseTimes,
     ) -> None:
-        """An alltoall of bytes: ``sizes[j]`` to member ``j``, ``expected[i]`` from member ``i``."""
+        """Exchange bytes between all members: ``sizes[j]`` to member ``j``, ``expected[i]`` from member ``i``."""
         top = self.topology
         sent = _cut(send, sizes)
         received = _cut(out, expected)
@@ -64,11 +202,11 @@ class Routing:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _exchange_here(self, sent: list[HostArray], received: list[HostArray], phases: Phases) -> None:
+    def _exchange_here(self, sent: list[HostArray], received: list[HostArray], phases: PhaseTimes) -> None:
         here = self.topology.here
         self._inner_alltoall([sent[m] for m in here], [received[m] for m in here], phases)
 
-    def _announce(self, sizes: Sequence[int], phases: Phases) -> list[list[int]]:
+    def _announce(self, sizes: Sequence[int], phases: PhaseTimes) -> list[list[int]]:
         """Sizes of the pieces that each member of this host sends through this carrier, by receiver as in ``_served``."""
         top = self.topology
         tables = [np.array([sizes[m] for m in self._served(c)], _SIZE) for c in range(top.columns)]
@@ -80,7 +218,7 @@ class Routing:
         return [[int(size) for size in row] for row in received]
 
     def _to_carriers(
-        self, sent: list[HostArray], announced: list[list[int]], phases: Phases
+        self, sent: list[HostArray], announced: list[list[int]], phases: PhaseTimes
     ) -> list[list[HostArray]]:
         """The pieces of each member of this host that this carrier is to carry, by receiver as in ``_served``."""
         top = self.topology
@@ -93,7 +231,7 @@ class Routing:
         return [_cut(parcel, row) for parcel, row in zip(arrived, announced, strict=True)]
 
     def _between_hosts(
-        self, outer: HostPlane, carried: list[list[HostArray]], announced: list[list[int]], phases: Phases
+        self, outer: HostPlane, carried: list[list[HostArray]], announced: list[list[int]], phases: PhaseTimes
     ) -> list[HostArray]:
         """The pieces that arrive at this carrier: by host, sender of that host, and receiver of this host."""
         top = self.topology
@@ -121,7 +259,7 @@ class Routing:
         return pieces
 
     def _to_receivers(
-        self, arrived: list[HostArray], expected: Sequence[int], phases: Phases
+        self, arrived: list[HostArray], expected: Sequence[int], phases: PhaseTimes
     ) -> list[HostArray]:
         """Hand over what arrived for other members of this host; returns this member's pieces by sender."""
         top, sources = self.topology, self._remote_sources()
@@ -136,13 +274,13 @@ class Routing:
         return _cut(incoming[top.local % top.columns], sizes)
 
     def _inner_alltoall(
-        self, sent: Sequence[HostArray], received: Sequence[HostArray], phases: Phases
+        self, sent: Sequence[HostArray], received: Sequence[HostArray], phases: PhaseTimes
     ) -> None:
         _alltoall(self.inner, sent, received, phases)
 
 
 def _alltoall(
-    plane: HostPlane, sent: Sequence[HostArray], received: Sequence[HostArray], phases: Phases
+    plane: HostPlane, sent: Sequence[HostArray], received: Sequence[HostArray], phases: PhaseTimes
 ) -> None:
     """An alltoall of separate buffers of bytes, one for each member."""
     out = np.empty(sum(len(r) for r in received), np.uint8)

@@ -1,16 +1,10 @@
 """The shared-memory plane: ranks of one host exchange chunks through small slots that they all map.
 
-``layout``     how the segment is divided; imports no numpy, the coordinator sizes the segment with it
-``futex``      sleeping and waking in the kernel, the memory fence
-``signals``    counters of each member and the protocol by which members wait for them
-``slots``      numpy views of the slots
-``chunks``     how a list of buffers is cut into chunks
-``pipeline``   in which order a member's stages follow each other, and why no slot is overwritten too early
-``steps``      what an operation of many steps looks like to the plane that drives it
-``exchanges``  operations in which members read what others put into their slots
-``reductions`` the two ways in which large buffers are reduced
-``plane``      the operations
-``board``      agreeing on small collectives without the coordinator
+``layout``           how the segment is divided, and buffers into chunks; imports no numpy, the coordinator sizes the segment with it
+``signals``          counters of each member and the protocol by which members wait for them, on futexes
+``schedules``        in which order a member's stages follow each other, why no slot is overwritten too early, and the operations' steps
+``plane``            the operations; the size of chunks, measured
+``agreement_board``  agreeing on small collectives without the coordinator
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""How a shared segment is divided. Imports no numpy: the coordinator sizes the segment with :func:`segment_size`.
+"""How a shared segment is divided, and how buffers are cut into chunks.
+
+Imports no numpy: the coordinator sizes the segment with :func:`segment_size`.
 
 ::
 
     page 0…   doorbell | arrived[members] | reduced[members] | targets[members] | needs[2][members]
     then      slots of member 0 | slots of member 1 | …, each half a page into a page
-    then      the board (:mod:`board`): words like those of page 0 | two areas of a page for each member
+    then      the board (:mod:`agreement_board`): words like those of page 0 | two areas of a page for each member
 
 The half page is there because x86 copies slowly (down to a fortieth, where ``rep movsb`` does it) if the target lies
 a little further into its page than the source into its own. Large tensors begin near the start of a page, so this way
@@ -13,17 +15,21 @@ both directions, into a slot and out of it, are far from that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.planes.buffers import HostArray
 
 CHUNK_BYTES = 512 * 1024
 """Default size of a chunk."""
 PAIR_CHUNK_BYTES = 256 * 1024
 """That of two members: their slots and the buffers in use then stay in a 1 MiB second-level cache."""
 FEW = 8
-"""Up to so many members slots have room for chunks of twice the default's size, for :mod:`chunk_choice`."""
+"""Up to so many members slots have room for chunks of twice the default's size, for ``plane.ChunkChoice``."""
 SLOTS = 5
-"""Default number of slots per member; see ``pipeline`` for how it limits how far ahead a member may run."""
+"""Default number of slots per member; see :mod:`schedules` for how it limits how far ahead a member may run."""
 
 PAGE = 4096
 PHASE = PAGE // 2
@@ -56,7 +62,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout(Words):
+class SegmentLayout(Words):
     """Offsets in bytes within a segment for ``members`` members.
 
     Attributes:
@@ -89,7 +95,7 @@ class Layout(Words):
 
 
 @dataclass(frozen=True, slots=True)
-class BoardLayout(Words):
+class AgreementBoardLayout(Words):
     """Offsets within the board, which lies behind the slots: words, then two areas with a page of each member for small tensors."""
 
     def area(self, parity: int) -> int:
@@ -114,14 +120,74 @@ def segment_size(members: int, chunk_bytes: int | None = None, slots: int = SLOT
         ValueError: Fewer than 1 member or 5 slots, or chunks that are not whole pages or too small for the members.
     """
     chunk_bytes = slot_bytes(members) if chunk_bytes is None else chunk_bytes
-    return Layout(members, chunk_bytes, slots).size + BoardLayout(members).size
+    return SegmentLayout(members, chunk_bytes, slots).size + AgreementBoardLayout(members).size
 
 
-def layout_from(options: Mapping[str, str], members: int) -> Layout:
-    """The layout for ``PlaneContext.options`` (``chunk_bytes``, ``slots``); all members must have the same."""
+def layout_from(options: Mapping[str, str], members: int) -> SegmentLayout:
+    """Return the layout for ``PlaneContext.options`` (``chunk_bytes``, ``slots``); all members must have the same."""
     chunk_bytes = int(options.get("chunk_bytes", slot_bytes(members)))
-    return Layout(members, chunk_bytes, int(options.get("slots", SLOTS)))
+    return SegmentLayout(members, chunk_bytes, int(options.get("slots", SLOTS)))
 
 
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
+
+
+class ChunkSlice(NamedTuple):
+    """Part of one buffer within a chunk, in elements.
+
+    Attributes:
+        buffer: Which buffer of the list.
+        start: First element within the buffer.
+        at: First element within the chunk.
+        length: Number of elements.
+    """
+
+    buffer: int
+    start: int
+    at: int
+    length: int
+
+
+def cut(lengths: Sequence[int], chunk: int) -> Iterator[list[ChunkSlice]]:
+    """Yield the slices of each chunk of at most ``chunk`` elements; empty buffers give none.
+
+    As much of a buffer as fills whole chunks has these for itself, from its first element on. The rest of all buffers is put together,
+    in order, so there are as many chunks as if all were. Chunks of one slice need fewer copies, and are copied from one
+    offset into a page to another that suits it (see above).
+    """
+    slices: list[ChunkSlice] = []
+    at = 0
+    for buffer, length in enumerate(lengths):
+        start = length // chunk * chunk
+        for whole in range(0, start, chunk):
+            yield [ChunkSlice(buffer, whole, 0, chunk)]
+        while start < length:
+            taken = min(length - start, chunk - at)
+            slices.append(ChunkSlice(buffer, start, at, taken))
+            start += taken
+            at += taken
+            if at == chunk:
+                yield slices
+                slices, at = [], 0
+    if slices:
+        yield slices
+
+
+def part(buffers: Sequence[HostArray], first: int, count: int) -> list[HostArray]:
+    """Return views of ``count`` elements from the ``first`` one on, where all buffers' elements are counted one after another."""
+    views = []
+    for buffer in buffers:
+        if first < len(buffer) and count:
+            view = buffer[first : first + count]
+            views.append(view)
+            count -= len(view)
+        first = max(0, first - len(buffer))
+    return views
+
+
+def slice_bounds(count: int, members: int, grain: int) -> list[int]:
+    """Return ``members + 1`` bounds that divide ``count`` elements about evenly, on multiples of ``grain``."""
+    bounds = [count * m // members // grain * grain for m in range(members)]
+    bounds.append(count)
+    return bounds

@@ -1,8 +1,11 @@
 """The shared-memory plane: every operation is a sequence of steps over a few shared slots per member.
 
-A step moves at most one slot of each member. An object with ``fill``, ``take`` and perhaps ``fold`` (:mod:`exchanges`,
-:mod:`reductions`) does the work of each step; this module drives it in the order of :mod:`pipeline`. A small
+A step moves at most one slot of each member. An object with ``fill``, ``take`` and perhaps ``fold`` (:mod:`schedules`)
+does the work of each step; this module drives it in the order that is proved there. A small
 allreduce has a path of its own: one step, one synchronisation, and every member reduces everything.
+
+The size of chunks is measured (:class:`ChunkChoice`): which one is best depends on the caches, on how fast a core runs Python, and on
+how many members share a core.
 """
 
 from __future__ import annotations
@@ -16,30 +19,41 @@ import threading
 import time
 from collections.abc import Sequence
 from time import monotonic_ns
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.shm.chunk_choice import TRIAL_BYTES, ChunkChoice
-from hvdlab.collectives.planes.shm.chunks import part
-from hvdlab.collectives.planes.shm.exchanges import AllGather, AllToAll, Broadcast, ReduceScatter
-from hvdlab.collectives.planes.shm.layout import CHUNK_BYTES, LINE, PAGE, layout_from
-from hvdlab.collectives.planes.shm.pipeline import (
-    Stage,
+from hvdlab.collectives.planes.shm.layout import (
+    CHUNK_BYTES,
+    LINE,
+    PAGE,
+    PAIR_CHUNK_BYTES,
+    SegmentLayout,
+    layout_from,
+    part,
+)
+from hvdlab.collectives.planes.shm.schedules import (
+    AllGather,
+    AllToAll,
+    Broadcast,
+    FoldingOperation,
+    PipelineStage,
+    ReduceScatter,
+    SlicedReduction,
+    SteppedOperation,
+    StepViews,
+    TwoMemberReduction,
     ahead_of_three,
     ahead_of_two,
     three_stages,
     two_stages,
 )
-from hvdlab.collectives.planes.shm.reductions import PairReduction, SlicedReduction
 from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, YIELDS, Signals
-from hvdlab.collectives.planes.shm.slots import Slots, StepViews
-from hvdlab.collectives.planes.shm.steps import Folding, Steps
 from hvdlab.collectives.reduce.fold import Fold, is_direct, make_fold
 
 SMALL_BYTES = 16 * 1024
@@ -48,17 +62,25 @@ TWO_CHUNKS_BYTES = 1024 * 1024
 """Up to this size in bytes two members make do with two chunks: waiting for each other costs more than the cache gains."""
 LEAST_CHUNK_BYTES = 64 * 1024
 """Chunks are not made smaller than this to have more of them."""
+SMALL_VIEWS = 128
+"""Number of shapes for which short views of slots are kept."""
+TRIAL_BYTES = 8 * 1024 * 1024
+"""Bytes that are reduced in one trial of a size of chunks."""
+ROUNDS = 3
+"""How often each size is tried. The first time it may find memory that was not touched before, or other work on a core."""
+LEAST_GAIN = 0.03
+"""By which part of the default's time another size has to be faster."""
 _BYTE = np.dtype(np.uint8)
 _TOO_MANY_FILES = "as happens when a process has as many open files as it may (`ulimit -n`)"
 
 
 class ShmPlane(HostPlane):
-    """A data plane for ranks of one host.
+    """Data plane for ranks of one host.
 
     Options: ``chunk_bytes`` and ``slots`` (the layout: equal on all members and for ``segment_size``) and ``yields``.
     Reductions add in the order of the members' positions, whatever the size. ``phases``: ``pack`` is copying into
     slots, ``transfer`` reducing and copying out of them. The size of chunks is measured
-    (:mod:`chunk_choice`) unless :meth:`tune` sets it.
+    (:class:`ChunkChoice`) unless :meth:`tune` sets it.
     """
 
     name: ClassVar[str] = "shm"
@@ -133,7 +155,7 @@ class ShmPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         self._check()
         fold = self._folds.get((dtype, op)) or self._make_fold(dtype, op)
@@ -161,7 +183,7 @@ class ShmPlane(HostPlane):
         fold: Fold,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> int:
         """Reduce as much as trials of chunks' sizes need. Returns the number of elements."""
         total, count, done = sum(len(b) for b in ins), TRIAL_BYTES // dtype.itemsize, 0
@@ -197,11 +219,11 @@ class ShmPlane(HostPlane):
         prescale: float,
         postscale: float,
         chunk: int,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         """Allreduce in chunks of ``chunk`` elements."""
         if self._size == 2 and prescale == 1.0 and is_direct(dtype):
-            pair = PairReduction(ins, outs, self._index, chunk, fold, postscale)
+            pair = TwoMemberReduction(ins, outs, self._index, chunk, fold, postscale)
             self._run(pair, self._slots.whole(storage_type(dtype)), phases)
         else:
             sliced = SlicedReduction(ins, outs, self._index, self._size, chunk, fold, prescale, postscale)
@@ -223,7 +245,13 @@ class ShmPlane(HostPlane):
         self._slice = max(slice_bytes // PAGE * PAGE, least) if slice_bytes else 0
 
     def _reduce_small(
-        self, source: HostArray, out: HostArray, fold: Fold, prescale: float, postscale: float, phases: Phases
+        self,
+        source: HostArray,
+        out: HostArray,
+        fold: Fold,
+        prescale: float,
+        postscale: float,
+        phases: PhaseTimes,
     ) -> None:
         start = monotonic_ns()
         step, signals = self._step, self._signals
@@ -239,12 +267,12 @@ class ShmPlane(HostPlane):
         phases.wait += waited - packed
         phases.transfer += monotonic_ns() - waited
 
-    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: Phases) -> None:
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: PhaseTimes) -> None:
         sizes = [c * out.itemsize for c in counts]
         work = AllGather(_bytes(send), sizes, _bytes(out), self._index, self._default)
         self._run(work, self._slots.whole(_BYTE), phases)
 
-    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: PhaseTimes) -> None:
         work = Broadcast(_bytes(buffer), root, self._index, self._default)
         self._run(work, self._slots.whole(_BYTE), phases)
 
@@ -258,7 +286,7 @@ class ShmPlane(HostPlane):
         op: ReduceOp,
         prescale: float,
         postscale: float,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         fold = self._folds.get((dtype, op)) or self._make_fold(dtype, op)
         place = self._place() // dtype.itemsize
@@ -271,7 +299,7 @@ class ShmPlane(HostPlane):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: HostArray,
-        phases: Phases,
+        phases: PhaseTimes,
     ) -> None:
         self._check()
         item = out.itemsize
@@ -292,7 +320,7 @@ class ShmPlane(HostPlane):
         """Bytes of a slot for each member, in whole cache lines."""
         return self._default // self._size // LINE * LINE
 
-    def barrier(self, phases: Phases) -> None:
+    def barrier(self, phases: PhaseTimes) -> None:
         self._check()
         start = monotonic_ns()
         self._step += 1
@@ -300,11 +328,13 @@ class ShmPlane(HostPlane):
         self._signals.wait(ARRIVED, self._step)
         phases.wait += monotonic_ns() - start
 
-    def _run(self, work: Steps, views: list[StepViews], phases: Phases) -> None:
+    def _run(self, work: SteppedOperation, views: list[StepViews], phases: PhaseTimes) -> None:
         self._check()
         self._drive(work, 0, work.steps, views, phases)
 
-    def _drive(self, work: Steps, first: int, stop: int, views: list[StepViews], phases: Phases) -> None:
+    def _drive(
+        self, work: SteppedOperation, first: int, stop: int, views: list[StepViews], phases: PhaseTimes
+    ) -> None:
         """Run steps ``first`` to ``stop`` (not included) of ``work`` in two stages."""
         signals, slots, base = self._signals, self._layout.slots, self._step - first
         now = monotonic_ns()
@@ -312,7 +342,7 @@ class ShmPlane(HostPlane):
             step = first + offset
             end = base + step + 1
             before = now
-            if stage is Stage.FILL:
+            if stage is PipelineStage.FILL:
                 work.fill(step, views[(end - 1) % slots])
                 signals.post(ARRIVED, end)
                 now = monotonic_ns()
@@ -326,7 +356,7 @@ class ShmPlane(HostPlane):
                 phases.transfer += now - waited
         self._step += max(0, stop - first)
 
-    def _run_folding(self, work: Folding, views: list[StepViews], phases: Phases) -> None:
+    def _run_folding(self, work: FoldingOperation, views: list[StepViews], phases: PhaseTimes) -> None:
         """Run all steps of ``work`` in three stages."""
         signals, slots, base = self._signals, self._layout.slots, self._step
         now = monotonic_ns()
@@ -334,15 +364,15 @@ class ShmPlane(HostPlane):
             end = base + step + 1
             step_views = views[(end - 1) % slots]
             before = now
-            if stage is Stage.FILL:
+            if stage is PipelineStage.FILL:
                 work.fill(step, step_views)
                 signals.post(ARRIVED, end)
                 now = monotonic_ns()
                 phases.pack += now - before
                 continue
-            signals.wait(ARRIVED if stage is Stage.FOLD else REDUCED, end)
+            signals.wait(ARRIVED if stage is PipelineStage.FOLD else REDUCED, end)
             waited = monotonic_ns()
-            if stage is Stage.FOLD:
+            if stage is PipelineStage.FOLD:
                 work.fold(step, step_views)
                 signals.post(REDUCED, end)
             else:
@@ -385,3 +415,97 @@ class ShmPlane(HostPlane):
 def _bytes(buffer: HostArray) -> HostArray:
     view: HostArray = buffer.view(np.uint8)
     return view
+
+
+class Slots:
+    """Views of all members' slots as arrays of one element type, by slot number and member."""
+
+    def __init__(self, memory: mmap.mmap, layout: SegmentLayout) -> None:
+        self._layout = layout
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._whole: dict[np.dtype[Any], list[StepViews]] = {}
+        self._short: dict[tuple[np.dtype[Any], int], list[StepViews]] = {}
+
+    def whole(self, dtype: np.dtype[Any]) -> list[StepViews]:
+        """Return views of whole slots: ``views[slot][member]``."""
+        views = self._whole.get(dtype)
+        if views is None:
+            views = self._whole[dtype] = self._make(dtype, self._layout.chunk_bytes)
+        return views
+
+    def short(self, dtype: np.dtype[Any], count: int) -> list[StepViews]:
+        """Return views of the first ``count`` elements of each slot, kept for the next time."""
+        views = self._short.get((dtype, count))
+        if views is None:
+            if len(self._short) >= SMALL_VIEWS:
+                self._short.clear()
+            views = self._short[dtype, count] = self._make(dtype, count * dtype.itemsize)
+        return views
+
+    def _make(self, dtype: np.dtype[Any], length: int) -> list[StepViews]:
+        layout = self._layout
+        return [
+            tuple(self._view(layout.slot(m, slot), length, dtype) for m in range(layout.members))
+            for slot in range(layout.slots)
+        ]
+
+    def _view(self, start: int, length: int, dtype: np.dtype[Any]) -> HostArray:
+        view: HostArray = self._bytes[start : start + length].view(dtype)
+        return view
+
+    def close(self) -> None:
+        """Drop all views, so that the memory can be unmapped."""
+        self._whole.clear()
+        self._short.clear()
+        self._bytes = np.empty(0, np.uint8)
+
+
+def default_chunk(members: int) -> int:
+    """Return the bytes of a chunk, as long as nothing was measured."""
+    return PAIR_CHUNK_BYTES if members == 2 else CHUNK_BYTES
+
+
+class ChunkChoice:
+    """Choice of the size of chunks by trials within the first large allreduces of an epoch; equal on all members.
+
+    Smaller chunks stay in the caches, larger ones let members wait for each other less often. So the first parts of
+    :data:`TRIAL_BYTES` bytes, :data:`ROUNDS` for each size, have chunks of different sizes by turns. All after them have the size with the
+    shortest trial. These parts are reduced all the same, so the measurement costs a barrier for each of them.
+
+    All members must cut alike. Each declares how long a trial took it, and all use the longest time that a member declared. That is
+    also why an epoch does not begin with the choice of another one, or of an earlier job: a member that came since would not have it.
+
+    Args:
+        members: Members of the group.
+        slot_bytes: Size of a slot: larger chunks are not tried.
+    """
+
+    def __init__(self, members: int, slot_bytes: int) -> None:
+        self._default = min(default_chunk(members), slot_bytes)
+        sizes = [
+            size for size in (self._default // 2, self._default, self._default * 2) if size <= slot_bytes
+        ]
+        # Nothing is tried with many members (:data:`~hvdlab.collectives.planes.shm.layout.FEW`), or where slots are smaller than by default since a test or a benchmark asks for it.
+        self._sizes = sizes if len(sizes) == 3 else []
+        self._best: dict[int, int] = {}
+        self._trials = 0
+        #: Bytes of a chunk: the default until all trials are over.
+        self.chosen = self._default
+
+    @property
+    def candidate(self) -> int | None:
+        """The size to try next, in bytes; ``None`` if there is nothing left to try."""
+        if self._trials == ROUNDS * len(self._sizes):
+            return None
+        return self._sizes[self._trials % len(self._sizes)]
+
+    def measured(self, nanoseconds: int) -> None:
+        """Record the time that the trial of :attr:`candidate` took the slowest member."""
+        size = self.candidate
+        assert size is not None
+        self._best[size] = min(nanoseconds, self._best.get(size, nanoseconds))
+        self._trials += 1
+        if self.candidate is None:
+            fastest = min(self._best, key=self._best.__getitem__)
+            if self._best[fastest] < (1 - LEAST_GAIN) * self._best[self._default]:
+                self.chosen = fastest

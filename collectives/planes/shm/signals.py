@@ -1,7 +1,7 @@
 """Counters in shared memory, one per member, and the protocol by which members wait for them.
 
 A member posts by a plain store into its own word, which no other member writes. (One exception: words of a process that is gone,
-see ``Board.count_out``.) A member that waits needs *all* words of a row to reach a value. It first offers its core to other
+see ``AgreementBoard.mark_departed``.) A member that waits needs *all* words of a row to reach a value. It first offers its core to other
 threads some times (``sched_yield``), which costs them nothing: on a free core that is a look every half microsecond, on a shared one
 it runs the member that is awaited, for a fraction of what sleeping and waking cost. Where something else is busy on the core, a
 yield takes milliseconds; then the member does without yields for a while, and only looks for some microseconds. After that it sleeps in
@@ -42,10 +42,10 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 from time import monotonic_ns
 
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
-from hvdlab.collectives.planes.shm import futex
 from hvdlab.collectives.planes.shm.layout import WORD, Words
 
 YIELDS = 40
@@ -63,7 +63,7 @@ _ROWS = 2  # rows that can be waited for; also the radix of a target
 
 
 class Signals:
-    """One member's view of the counters. Everything but :meth:`abort`, :meth:`nudge` and :meth:`close` belongs to one thread.
+    """View that one member has of the counters. Everything but :meth:`abort`, :meth:`nudge` and :meth:`close` belongs to one thread.
 
     Args:
         memory: The shared memory.
@@ -97,7 +97,7 @@ class Signals:
         self._rung = self._nudged = 0
         #: Per row the value up to which this member has woken all that slept for its word.
         self._covered = [0] * _ROWS
-        self._fence = futex.make_fence()
+        self._fence = make_fence()
         self._guard = threading.Lock()
         self._closed = False
         self.aborted = False
@@ -130,7 +130,7 @@ class Signals:
 
     def _ring(self, unique: int, bits: int) -> None:
         self._doorbell.value = unique & 0xFFFFFFFF
-        futex.wake(self._address, bits)
+        futex_wake(self._address, bits)
 
     def wait(self, row: int, value: int, deadline: float | None = None) -> None:
         """Return once every member's counter is at least ``value``.
@@ -177,10 +177,10 @@ class Signals:
                     raise PlaneAborted
                 if min(words) >= value:
                     return
-                if futex.expired(deadline):
+                if expired(deadline):
                     missing = [m for m, word in enumerate(words) if word < value]
                     raise PlaneBroken(f"shared memory: members {missing} did not come in time")
-                futex.wait(self._address, seen, self._bit, deadline)
+                futex_wait(self._address, seen, self._bit, deadline)
         finally:
             self._targets[self._index] = 0
 
@@ -222,3 +222,60 @@ class Signals:
             for view in reversed(self._views):
                 view.release()
             del self._doorbell
+
+
+# Linux's futex: sleeping on a 32-bit word, and waking. The calls are the shared kind (no FUTEX_PRIVATE_FLAG), since the word lies in memory
+# of several processes. They release the GIL. `*_BITSET` lets one call wake exactly those sleepers that have something to do.
+_SYS_FUTEX = 202  # x86-64
+_WAIT_BITSET = 9
+_WAKE_BITSET = 10
+_EVERYBODY = 0x7FFFFFFF
+
+_syscall = ctypes.CDLL(None).syscall
+_syscall.restype = ctypes.c_long
+_syscall.argtypes = [
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_uint32,
+]
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def futex_wait(address: int, expected: int, bits: int, deadline: float | None = None) -> None:
+    """Sleep while the word at ``address`` equals ``expected``, until a :func:`futex_wake` whose bits overlap ``bits``.
+
+    Returns at once if the word differs; may also return early (a signal). ``deadline`` is on ``time.monotonic()``.
+    """
+    if deadline is None:
+        _syscall(_SYS_FUTEX, address, _WAIT_BITSET, expected, None, None, bits)
+        return
+    until = max(deadline, 0.0)
+    limit = _Timespec(int(until), int(until % 1.0 * 1e9))
+    _syscall(_SYS_FUTEX, address, _WAIT_BITSET, expected, ctypes.addressof(limit), None, bits)
+
+
+def futex_wake(address: int, bits: int) -> None:
+    """Wake all that sleep on the word with overlapping ``bits``."""
+    _syscall(_SYS_FUTEX, address, _WAKE_BITSET, _EVERYBODY, None, None, bits)
+
+
+def expired(deadline: float | None) -> bool:
+    """Return whether a time on ``time.monotonic()`` has passed; ``None`` never does."""
+    return deadline is not None and time.monotonic() >= deadline
+
+
+def make_fence() -> threading.Lock:
+    """Return an object of one thread's own for which ``with fence: pass`` is a full memory fence on x86-64.
+
+    x86-64 keeps loads in order and stores in order, but lets a load overtake an earlier store to another address.
+    Any locked instruction drains the stores first, and taking and giving back a lock is two of them (in glibc's
+    semaphores, which CPython's locks are before 3.13, and in its own ones since).
+    """
+    return threading.Lock()

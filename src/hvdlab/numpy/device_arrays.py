@@ -15,8 +15,8 @@ from hvdlab.collectives.arrays import dtype_of
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.planes.buffers import HOST, Buffer
-from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.device import DeviceFailed
+from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.planes.gpu.device import DeviceFailed
 
 Array = npt.NDArray[Any]
 
@@ -107,7 +107,7 @@ class ArraysOnDevices:
     """See :class:`hvdlab.bindings.adapter.DeviceMemory`."""
 
     def device(self, tensor: Array | DeviceArray) -> str:
-        return gpus.CUDA if isinstance(tensor, DeviceArray) else HOST
+        return gpu_plane.CUDA if isinstance(tensor, DeviceArray) else HOST
 
     def is_direct(self, tensor: Any) -> bool:
         found: bool = tensor.is_contiguous
@@ -117,17 +117,19 @@ class ArraysOnDevices:
         dtype = tensor.element_type()
         assert dtype is not None, "types that can't be sent were refused"
         try:
-            ordinal = gpus.gpus().ordinal_of(tensor.pointer) if tensor.pointer else 0
+            ordinal = gpu_plane.gpus().ordinal_of(tensor.pointer) if tensor.pointer else 0
             if tensor.stream is None:
-                return gpus.CudaBuffer(tensor.pointer, tensor.shape, dtype, ordinal, None, tensor)
-            return gpus.buffer_on_stream(tensor.pointer, tensor.shape, dtype, ordinal, tensor.stream, tensor)
+                return gpu_plane.CudaBuffer(tensor.pointer, tensor.shape, dtype, ordinal, None, tensor)
+            return gpu_plane.buffer_on_stream(
+                tensor.pointer, tensor.shape, dtype, ordinal, tensor.stream, tensor
+            )
         except DeviceFailed as error:
             raise InvalidRequestError(f"the GPU of this rank: {error}") from error
 
     @contextlib.contextmanager
     def views_together(self) -> Iterator[None]:
         try:
-            with gpus.marked_together():
+            with gpu_plane.marked_together():
                 yield
         except DeviceFailed as error:
             raise InvalidRequestError(f"the GPU of this rank: {error}") from error

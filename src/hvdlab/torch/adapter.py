@@ -19,8 +19,8 @@ from hvdlab.bindings.operations import Binding
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.planes.buffers import HOST, Buffer
-from hvdlab.collectives.planes.cuda import gpus
-from hvdlab.collectives.planes.cuda.device import DeviceFailed
+from hvdlab.collectives.planes.gpu import gpu_plane
+from hvdlab.collectives.planes.gpu.device import DeviceFailed
 
 DTYPES: dict[torch.dtype, DType] = {
     torch.bool: DType.BOOL,
@@ -135,7 +135,7 @@ class CudaTensors:
     """
 
     def device(self, tensor: torch.Tensor) -> str:
-        return gpus.CUDA if tensor.is_cuda and tensor.layout is torch.strided else HOST
+        return gpu_plane.CUDA if tensor.is_cuda and tensor.layout is torch.strided else HOST
 
     def is_direct(self, tensor: torch.Tensor) -> bool:
         return tensor.is_contiguous() and not tensor.is_neg()
@@ -148,7 +148,7 @@ class CudaTensors:
         ordinal = tensor.device.index
         stream = torch.cuda.current_stream(ordinal).cuda_stream
         try:
-            return gpus.buffer_on_stream(
+            return gpu_plane.buffer_on_stream(
                 tensor.data_ptr(), tuple(tensor.shape), DTYPES[tensor.dtype], ordinal, stream, tensor
             )
         except DeviceFailed as error:
@@ -157,7 +157,7 @@ class CudaTensors:
     @contextmanager
     def views_together(self) -> Iterator[None]:
         try:
-            with gpus.marked_together():
+            with gpu_plane.marked_together():
                 yield
         except DeviceFailed as error:
             raise InvalidRequestError(f"The GPU of this rank: {error}") from error

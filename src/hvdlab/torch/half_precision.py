@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from hvdlab.collectives.dtypes import DType
-from hvdlab.collectives.reduce.halves import Conversion, register_conversion
+from hvdlab.collectives.reduce.fold import Conversion, register_conversion
 
 Buffer = npt.NDArray[Any]
 

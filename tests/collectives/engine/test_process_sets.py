@@ -20,7 +20,7 @@ from hvdlab.collectives.engine.executor import Executor, PlaneSlot
 from hvdlab.collectives.engine.handles import CompletionHooks
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
-from hvdlab.collectives.planes.base import Phases, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
 from patience import PATIENCE
 from ranks import Ranks
@@ -200,9 +200,11 @@ def test_a_rank_that_dies_ends_the_work_of_its_sets_only() -> None:
 class NothingHappens:
     """What an executor without work would tell."""
 
-    def batch_done(self, batch: RunBatch, results: list[Result], started: int, phases: Phases) -> None: ...
+    def batch_done(
+        self, batch: RunBatch, results: list[Result], started: int, phases: PhaseTimes
+    ) -> None: ...
 
-    def batch_unfinished(self, batch: RunBatch, started: int, phases: Phases) -> None: ...
+    def batch_unfinished(self, batch: RunBatch, started: int, phases: PhaseTimes) -> None: ...
 
     def batch_failed(self, batch: RunBatch, error: Exception) -> None: ...
 

@@ -15,7 +15,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm import ShmPlane
 from patience import PATIENCE
@@ -31,7 +31,7 @@ THREADS: list[threading.Thread] = []
 class StubbornPlane(ShmPlane):
     """Rank 0's broadcasts of the first epoch hear of nothing until they are released."""
 
-    def broadcast(self, buffer: HostArray, root: int, phases: Phases) -> None:
+    def broadcast(self, buffer: HostArray, root: int, phases: PhaseTimes) -> None:
         if self.context.index == 0 and not CLOSED and not RELEASED.is_set():
             THREADS.append(threading.current_thread())
             STUCK.set()

@@ -16,9 +16,8 @@ import pytest
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes import gloo
-from hvdlab.collectives.planes.base import KeyValue, Phases, PlaneAborted, PlaneContext
-from hvdlab.collectives.planes.gloo import GlooPlane
-from hvdlab.collectives.planes.sockets import listeners, traffic
+from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.gloo import GlooPlane, listeners, traffic
 from patience import HOUR, PATIENCE
 
 pytest.importorskip("torch.distributed")
@@ -65,7 +64,7 @@ def connected(address: str) -> list[GlooPlane]:
 
 def add(plane: GlooPlane) -> Any:
     ones, out = np.ones(COUNT, np.float32), np.empty(COUNT, np.float32)
-    plane.allreduce([ones], [out], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+    plane.allreduce([ones], [out], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
     return out
 
 

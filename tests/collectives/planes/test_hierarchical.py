@@ -17,8 +17,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
 from hvdlab.collectives.planes import segment
 from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
-from hvdlab.collectives.planes.hierarchical.gathering import Gathering
-from hvdlab.collectives.planes.hierarchical.topology import Topology
+from hvdlab.collectives.planes.hierarchical.routing import GatherPlan, Topology
 from ranks import Ranks
 
 HOSTS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
@@ -67,7 +66,7 @@ def test_gathered_pieces_end_up_in_the_order_of_the_members(hosts: list[str], da
     sizes = data.draw(st.lists(st.integers(0, 300), min_size=len(hosts), max_size=len(hosts)))
     parts = [np.full(size, member, np.uint8) for member, size in enumerate(sizes)]
     top = Topology.of(hosts, 0)
-    plan = Gathering.of(top, sizes)
+    plan = GatherPlan.of(top, sizes)
     assert all(low <= high for bounds in plan.bounds for low, high in pairwise(bounds))
     blocks = [np.concatenate([parts[m] for m in members]) for members in top.hosts]
     columns = [
@@ -85,8 +84,8 @@ def test_gathered_pieces_end_up_in_the_order_of_the_members(hosts: list[str], da
 
 def test_a_segment_is_opened_by_way_of_its_maker() -> None:
     store = OneStore()
-    made = segment.offer(store, "test", 8192)
-    opened = segment.accept(store, 1.0)
+    made = segment.publish_memfd(store, "test", 8192)
+    opened = segment.open_memfd(store, 1.0)
     try:
         os.pwrite(made, b"hello", 4096)
         assert os.pread(opened, 5, 4096) == b"hello"
@@ -97,13 +96,13 @@ def test_a_segment_is_opened_by_way_of_its_maker() -> None:
 
 def test_another_file_under_the_number_is_refused() -> None:
     store = OneStore()
-    made = segment.offer(store, "test", 8192)
-    other = segment.offer(OneStore(), "other", 8192)
+    made = segment.publish_memfd(store, "test", 8192)
+    other = segment.publish_memfd(OneStore(), "other", 8192)
     pid, _, name = store.values["memory"].split()
     store.values["memory"] = b" ".join([pid, str(other).encode(), name])
     try:
         with pytest.raises(PlaneBroken, match="not the segment that was offered"):
-            segment.accept(store, 1.0)
+            segment.open_memfd(store, 1.0)
     finally:
         os.close(made)
         os.close(other)
@@ -111,9 +110,9 @@ def test_another_file_under_the_number_is_refused() -> None:
 
 def test_a_maker_that_is_gone_is_told() -> None:
     store = OneStore()
-    os.close(segment.offer(store, "test", 8192))
+    os.close(segment.publish_memfd(store, "test", 8192))
     with pytest.raises(PlaneBroken, match="HVDLAB_HOST"):
-        segment.accept(store, 1.0)
+        segment.open_memfd(store, 1.0)
 
 
 # -- the engine's choice ------------------------------------------------------------------------------------------

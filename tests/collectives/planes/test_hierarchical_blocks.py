@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
 
 BLOCK = 4096
@@ -31,7 +31,7 @@ class Inner:
         self.reduced[self._count].set()
         self._count += 1
 
-    def allgather(self, send: Any, counts: list[int], out: Any, phases: Phases) -> None:
+    def allgather(self, send: Any, counts: list[int], out: Any, phases: PhaseTimes) -> None:
         out[: counts[0]], out[counts[0] :] = send, 0
         self.gathered += 1
 
@@ -68,11 +68,11 @@ def plane_of(inner: Inner, outer: Outer) -> HierarchicalPlane:
     options = {"block_bytes": str(BLOCK)}
     plane = HierarchicalPlane(PlaneContext(0, 1, 0, 4, (0, 1, 2, 3), tuple("aabb"), options=options))
     plane._inner, plane._outer = inner, outer  # type: ignore[assignment]  # what is used of them
-    plane._parts._planes = [outer]  # type: ignore[list-item]  # those that an abort reaches
+    plane._subgroups._planes = [outer]  # type: ignore[list-item]  # those that an abort reaches
     return plane
 
 
-def reduce(plane: HierarchicalPlane, values: Any, out: Any, phases: Phases) -> None:
+def reduce(plane: HierarchicalPlane, values: Any, out: Any, phases: PhaseTimes) -> None:
     plane.allreduce([values], [out], DType.F32, ReduceOp.SUM, 1.0, 1.0, phases)
 
 
@@ -88,7 +88,7 @@ def test_the_network_works_while_the_next_block_is_reduced_within_the_host() -> 
     inner = Inner()
     outer = Outer(inner, 8)
     plane = plane_of(inner, outer)
-    reduce(plane, values, out, phases := Phases())
+    reduce(plane, values, out, phases := PhaseTimes())
     assert outer.calls == ["hvdlab-outer"] * 8
     assert inner.gathered == 8
     halves = out.reshape(8, 2, -1)
@@ -96,7 +96,7 @@ def test_the_network_works_while_the_next_block_is_reduced_within_the_host() -> 
     assert not halves[:, 1].any()
     assert phases.transfer > 0
     outer.abort = lambda: None  # type: ignore[method-assign]
-    plane._parts._planes = []
+    plane._subgroups._planes = []
     plane.close()
 
 
@@ -108,7 +108,7 @@ def test_a_small_tensor_needs_no_thread() -> None:
     inner = Inner()
     outer = Outer(inner, 1)
     plane._inner, plane._outer = inner, outer  # type: ignore[assignment]
-    plane._reduce_slices(values, out, DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+    plane._reduce_slices(values, out, DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
     assert outer.calls == [threading.current_thread().name]
     plane.close()
 
@@ -120,9 +120,9 @@ def test_an_error_within_the_host_is_raised_when_the_network_has_let_go_of_the_m
     outer.block()
     plane = plane_of(inner, outer)
     with pytest.raises(PlaneAborted):
-        reduce(plane, values, out, Phases())
+        reduce(plane, values, out, PhaseTimes())
     assert outer.calls in (["begun", "ended"], [])
-    plane._parts._planes = []
+    plane._subgroups._planes = []
     plane.close()
 
 
@@ -134,8 +134,8 @@ def test_an_error_of_the_network_is_raised_by_the_operation() -> None:
     outer.block()
     outer.abort()
     with pytest.raises(PlaneAborted):
-        reduce(plane, values, out, Phases())
-    plane._parts._planes = []
+        reduce(plane, values, out, PhaseTimes())
+    plane._subgroups._planes = []
     plane.close()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from hvdlab.collectives.engine.rank_state import RankState
-from hvdlab.collectives.planes.cuda.links import links_between
+from hvdlab.collectives.planes.gpu.gpu_plane import links_between
 from hvdlab.collectives.planes.links import (
     NVLINK,
     PCIE,

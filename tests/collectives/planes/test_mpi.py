@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import numpy as np
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.mpi import MpiPlane
 
 COUNT = 1000
@@ -39,12 +39,12 @@ def operations(plane, arrays):
     one, both, whole = arrays
     f32, sum_ = DType.F32, ReduceOp.SUM
     return {
-        "allreduce": lambda: plane.allreduce([one], [one], f32, sum_, 1.0, 1.0, Phases()),
-        "allgather": lambda: plane.allgather(one, [COUNT, COUNT], both, Phases()),
-        "broadcast as root": lambda: plane.broadcast(one, 0, Phases()),
-        "broadcast": lambda: plane.broadcast(one, 1, Phases()),
-        "reducescatter": lambda: plane.reducescatter(both, [COUNT, COUNT], one, f32, sum_, 1.0, 1.0, Phases()),
-        "alltoall": lambda: plane.alltoall(both, [COUNT, COUNT], [COUNT, COUNT], whole, Phases()),
+        "allreduce": lambda: plane.allreduce([one], [one], f32, sum_, 1.0, 1.0, PhaseTimes()),
+        "allgather": lambda: plane.allgather(one, [COUNT, COUNT], both, PhaseTimes()),
+        "broadcast as root": lambda: plane.broadcast(one, 0, PhaseTimes()),
+        "broadcast": lambda: plane.broadcast(one, 1, PhaseTimes()),
+        "reducescatter": lambda: plane.reducescatter(both, [COUNT, COUNT], one, f32, sum_, 1.0, 1.0, PhaseTimes()),
+        "alltoall": lambda: plane.alltoall(both, [COUNT, COUNT], [COUNT, COUNT], whole, PhaseTimes()),
     }
 
 

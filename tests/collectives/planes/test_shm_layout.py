@@ -5,12 +5,16 @@ import sys
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvdlab.collectives.planes.shm.layout import (
     CHUNK_BYTES,
     SLOTS,
-    BoardLayout,
-    Layout,
+    AgreementBoardLayout,
+    ChunkSlice,
+    SegmentLayout,
+    cut,
     layout_from,
     segment_size,
 )
@@ -18,7 +22,7 @@ from hvdlab.collectives.planes.shm.layout import (
 
 @pytest.mark.parametrize("members", [1, 2, 3, 8, 65])
 def test_nothing_overlaps(members: int) -> None:
-    layout = Layout(members, chunk_bytes=8192, slots=5)
+    layout = SegmentLayout(members, chunk_bytes=8192, slots=5)
     rows = [(layout.row(n), layout.row(n) + members * 8) for n in range(5)]
     slots = [(layout.slot(m, s), layout.slot(m, s) + 8192) for m in range(members) for s in range(5)]
     areas = [(0, 4), *rows, *slots]
@@ -28,7 +32,7 @@ def test_nothing_overlaps(members: int) -> None:
 
 @pytest.mark.parametrize("members", [1, 2, 3, 8, 65])
 def test_the_board_lies_behind_the_slots_and_nothing_of_it_overlaps(members: int) -> None:
-    layout, board = Layout(members, chunk_bytes=8192, slots=5), BoardLayout(members)
+    layout, board = SegmentLayout(members, chunk_bytes=8192, slots=5), AgreementBoardLayout(members)
     rows = [(board.row(n), board.row(n) + members * 8) for n in range(5)]
     tensors = [(board.area(parity), board.area(parity) + members * 4096) for parity in range(2)]
     areas = [(0, 4), *rows, *tensors]
@@ -38,7 +42,7 @@ def test_the_board_lies_behind_the_slots_and_nothing_of_it_overlaps(members: int
 
 
 def test_counters_start_on_cache_lines_and_the_segment_on_pages() -> None:
-    layout = Layout(9)
+    layout = SegmentLayout(9)
     assert all(layout.row(n) % 64 == 0 for n in range(5))
     assert layout.size % 4096 == 0
     assert layout.size >= 9 * CHUNK_BYTES * SLOTS
@@ -60,8 +64,8 @@ def test_impossible_layouts_are_refused(arguments: tuple[int, ...], word: str) -
 
 
 def test_options_override_the_defaults() -> None:
-    assert layout_from({}, 2) == Layout(2)
-    assert layout_from({"chunk_bytes": "65536", "slots": "8"}, 2) == Layout(2, 65536, 8)
+    assert layout_from({}, 2) == SegmentLayout(2)
+    assert layout_from({"chunk_bytes": "65536", "slots": "8"}, 2) == SegmentLayout(2, 65536, 8)
 
 
 def test_the_coordinator_can_size_a_segment_without_numpy() -> None:
@@ -70,3 +74,28 @@ def test_the_coordinator_can_size_a_segment_without_numpy() -> None:
         "from hvdlab.collectives.reduce.support import check_supported; assert 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 16))
+def test_every_element_is_in_one_chunk_and_the_chunks_are_full(lengths: list[int], chunk: int) -> None:
+    chunks = list(cut(lengths, chunk))
+    found = sorted(
+        (piece.buffer, element)
+        for pieces in chunks
+        for piece in pieces
+        for element in range(piece.start, piece.start + piece.length)
+    )
+    assert found == [(buffer, element) for buffer, length in enumerate(lengths) for element in range(length)]
+    for pieces in chunks:
+        ends = [piece.at + piece.length for piece in pieces]
+        assert [piece.at for piece in pieces] == [0, *ends[:-1]]
+        assert ends[-1] == chunk or pieces is chunks[-1]
+    assert len(chunks) == -(-sum(lengths) // chunk)
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 16))
+def test_whole_chunks_of_a_buffer_are_its_own(lengths: list[int], chunk: int) -> None:
+    alone = [pieces[0] for pieces in cut(lengths, chunk) if pieces[0].length == chunk]
+    for buffer, length in enumerate(lengths):
+        for start in range(0, length - chunk + 1, chunk):
+            assert ChunkSlice(buffer, start, 0, chunk) in alone

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.planes.base import Phases, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.shm import ShmPlane
 from hvdlab.collectives.planes.shm.layout import segment_size
 
@@ -70,7 +70,7 @@ def test_close_frees_the_memory_and_the_descriptor() -> None:
     plane = ShmPlane(context(0, 1, fd))
     plane.connect(1)
     buffer = np.ones(10, np.float32)
-    plane.allreduce([buffer], [buffer], DType.F32, ReduceOp.SUM, 1.0, 1.0, Phases())
+    plane.allreduce([buffer], [buffer], DType.F32, ReduceOp.SUM, 1.0, 1.0, PhaseTimes())
     with open("/proc/self/maps") as maps:
         assert "memfd:test" in maps.read()
     plane.close()
@@ -92,7 +92,7 @@ def test_phases_account_for_the_time_of_an_operation() -> None:
     fd = memory(size)
     planes = [ShmPlane(context(i, 2, os.dup(fd))) for i in range(2)]
     os.close(fd)
-    phases = [Phases(), Phases()]
+    phases = [PhaseTimes(), PhaseTimes()]
     outs = [np.empty(1 << 20, np.float32) for _ in range(2)]
 
     def run(index: int) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import pytest
 
 from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
-from hvdlab.collectives.planes.shm import futex
-from hvdlab.collectives.planes.shm.layout import Layout
+from hvdlab.collectives.planes.shm import signals as signals_module
+from hvdlab.collectives.planes.shm.layout import SegmentLayout
 from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, Signals
 from patience import PATIENCE
 from threads import asleep, in_threads
 
-LAYOUT = Layout(3, 4096, 5)
+LAYOUT = SegmentLayout(3, 4096, 5)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_only_the_post_that_completes_a_wait_wakes_its_member(
 ) -> None:
     """Another one may come while the member that was woken has not run yet: then it need not look who sleeps."""
     woken: list[int] = []
-    monkeypatch.setattr(futex, "wake", lambda _address, bits: woken.append(bits))
+    monkeypatch.setattr(signals_module, "futex_wake", lambda _address, bits: woken.append(bits))
     members[0].post(ARRIVED, 1)
     members[0]._targets[0] = 2 * 1 + ARRIVED
     members[1].post(ARRIVED, 1)
@@ -158,8 +158,8 @@ def test_a_satisfied_wait_makes_no_system_call(
     def forbidden(*_: object) -> None:
         raise AssertionError("a system call")
 
-    monkeypatch.setattr(futex, "wait", forbidden)
-    monkeypatch.setattr(futex, "wake", forbidden)
+    monkeypatch.setattr(signals_module, "futex_wait", forbidden)
+    monkeypatch.setattr(signals_module, "futex_wake", forbidden)
     for member in members:
         member.post(ARRIVED, 5)
     for member in members:

@@ -14,7 +14,7 @@ import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.planes import sockets
+from hvdlab.collectives.planes import gloo
 from ranks import Ranks
 
 GARBAGE = (
@@ -85,7 +85,7 @@ def test_garbage_while_the_group_connects_and_no_door_afterwards(two: Ranks) -> 
 
 
 def without_filters() -> None:
-    sockets._SO_ATTACH_FILTER = -1
+    gloo._SO_ATTACH_FILTER = -1
 
 
 def again() -> float:

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, ReduceOp
-from hvdlab.collectives.reduce.fold import BLOCK, MANY, NARROW, make_fold
-from hvdlab.collectives.reduce.halves import (
+from hvdlab.collectives.reduce.fold import (
+    BLOCK,
+    MANY,
+    NARROW,
     Conversion,
     conversion_of,
+    make_fold,
     narrow_bf16,
     register_conversion,
     widen_bf16,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.sites import UNKNOWN
 from hvdlab.collectives.timeline import spans as module
 from hvdlab.collectives.timeline.clock import clock_domain
@@ -28,7 +28,7 @@ from hvdlab.collectives.timeline.events import (
 from hvdlab.collectives.timeline.records import decode
 from hvdlab.collectives.timeline.spans import Recorder
 
-PHASES = Phases(pack=10, transfer=20, unpack=30, wait=40)
+PHASES = PhaseTimes(pack=10, transfer=20, unpack=30, wait=40)
 
 
 def drained(recorder: Recorder) -> list[Event]:
@@ -86,7 +86,7 @@ def test_the_batch_form_records_the_same_as_single_calls() -> None:
 def test_a_collective_that_failed_before_it_began_says_so() -> None:
     recorder = Recorder()
     recorder.span(
-        recorder.name_id("x"), OpKind.ALLREDUCE, DType.F32, 0, 0, 0, 4, 100, 0, 0, 400, Phases(), False
+        recorder.name_id("x"), OpKind.ALLREDUCE, DType.F32, 0, 0, 0, 4, 100, 0, 0, 400, PhaseTimes(), False
     )
     (span,) = drained(recorder)
     assert isinstance(span, Span)
@@ -97,7 +97,7 @@ def test_a_span_of_minutes_is_kept() -> None:
     recorder = Recorder()
     end = 100 + 600 * 10**9
     recorder.span(
-        recorder.name_id("x"), OpKind.BARRIER, DType.U8, 0, 1, 0, 0, 100, end - 9, end - 5, end, Phases()
+        recorder.name_id("x"), OpKind.BARRIER, DType.U8, 0, 1, 0, 0, 100, end - 9, end - 5, end, PhaseTimes()
     )
     (span,) = drained(recorder)
     assert isinstance(span, Span)

@@ -1,0 +1,89 @@
+"""Ranks with arrays on a GPU whose plane is `cuda/nccl`, on a simulated GPU with a simulated NCCL: choice, deaths and interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fake_nccl
+from hvdlab.collectives import context
+from hvdlab.collectives.engine.hosts import HOST_VARIABLE
+from hvdlab.collectives.errors import AbortedError
+from hvdlab.collectives.planes.gpu import gpu_plane
+from patience import PATIENCE
+from ranks import RankGone, Ranks
+
+COUNT = 50_000
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Ranks]:
+    with Ranks(3, init=False, env={fake_nccl.DIRECTORY: str(tmp_path)}) as ranks:
+        yield ranks
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------------------
+
+
+def arrays() -> Any:
+    import fake_gpu_arrays
+
+    return fake_gpu_arrays
+
+
+def join(hosts: str, choice: str) -> str:
+    """Join as a rank with a GPU and NCCL; returns the plane for CUDA tensors."""
+    os.environ[HOST_VARIABLE] = hosts[int(os.environ["HVDLAB_RANK"])]
+    os.environ[gpu_plane.CHOICE] = choice
+    fake_nccl.install(arrays().GPU)
+    context.init()
+    return context.engine().device_plane(0, "cuda")
+
+
+def total() -> float:
+    hvd = arrays()
+    return float(hvd.allreduce(hvd.on_gpu(np.ones(COUNT)), op=hvd.Sum).get()[-1])
+
+
+def total_in_which(rank: int, number: int) -> float:
+    """A rank gets a signal when NCCL is about to send its part."""
+    if context.engine().rank == rank:
+        fake_nccl.FakeCommunicator._send = (  # type: ignore[method-assign]
+            lambda self, member, content: signal.raise_signal(number)
+        )
+    return total()
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "choice", "plane"),
+    [
+        ("aab", "auto", "cuda/nccl"),
+        ("aaa", "nccl", "cuda/nccl"),
+        ("aaa", "auto", "cuda/ipc"),
+        ("aab", "ipc", ""),
+    ],
+)
+def test_several_hosts_or_the_users_wish_make_it_the_plane(
+    three: Ranks, hosts: str, choice: str, plane: str
+) -> None:
+    assert three.run(join, hosts, choice) == [plane] * 3
+    if plane:
+        assert three.run(total) == [3.0] * 3
+
+
+def test_survivors_of_a_rank_that_dies_in_the_middle_of_an_operation_go_on(three: Ranks) -> None:
+    three.run(join, "aab", "auto")
+    three.run(total)
+    running = three.start(total_in_which, 0, signal.SIGKILL)
+    kinds = [type(outcome) for outcome in running.outcomes(PATIENCE)]
+    assert kinds == [RankGone, AbortedError, AbortedError]
+    assert three.run(total, ranks=[1, 2]) == [2.0, 2.0]

@@ -1,0 +1,140 @@
+"""No schedule lets a member overwrite a slot that another has still to read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdlab.collectives.planes.shm.schedules import (
+    PipelineStage,
+    ahead_of_three,
+    ahead_of_two,
+    three_stages,
+    two_stages,
+)
+
+ARRIVED, REDUCED = 0, 1
+
+
+class OverwrittenError(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class Operation:
+    folding: bool
+    steps: int
+
+
+class Memory:
+    """Slots that remember the step they hold, and the counters."""
+
+    def __init__(self, members: int, slots: int) -> None:
+        self.slots = slots
+        self.filled = [[-1] * slots for _ in range(members)]
+        self.folded = [[-1] * slots for _ in range(members)]
+        self.counters = [[0] * members, [0] * members]
+
+    def expect(self, table: list[list[int]], step: int) -> None:
+        for member, slots in enumerate(table):
+            if slots[step % self.slots] != step:
+                raise OverwrittenError(f"step {step} of member {member}: found {slots[step % self.slots]}")
+
+
+def member(
+    memory: Memory, index: int, operations: Sequence[Operation], aheads: tuple[int, int]
+) -> Iterator[None]:
+    """What one member does; each ``yield`` is a point where others may run, also in the middle of reading."""
+    base = 0
+    for operation in operations:
+        order = (
+            three_stages(operation.steps, aheads[1])
+            if operation.folding
+            else two_stages(operation.steps, aheads[0])
+        )
+        for stage, offset in order:
+            step = base + offset
+            slot = step % memory.slots
+            if stage is PipelineStage.FILL:
+                memory.filled[index][slot] = step
+                memory.folded[index][slot] = -1  # the result of a slice lies in the slot too
+                yield
+                memory.counters[ARRIVED][index] = step + 1
+                continue
+            row = REDUCED if operation.folding and stage is PipelineStage.TAKE else ARRIVED
+            while min(memory.counters[row]) < step + 1:
+                yield
+            table = memory.folded if row == REDUCED else memory.filled
+            memory.expect(table, step)
+            yield
+            memory.expect(table, step)  # still there at the end of reading
+            if stage is PipelineStage.FOLD:
+                memory.folded[index][slot] = step
+                yield
+                memory.counters[REDUCED][index] = step + 1
+        base += operation.steps
+        yield
+
+
+def play(
+    members: int, slots: int, operations: Sequence[Operation], aheads: tuple[int, int], seed: int
+) -> None:
+    """Run all members in a random order with long and short turns."""
+    rng = random.Random(seed)
+    memory = Memory(members, slots)
+    running = {i: member(memory, i, operations, aheads) for i in range(members)}
+    while running:
+        index = rng.choice(list(running))
+        for _ in range(rng.choice((1, 1, 3, 40))):
+            try:
+                next(running[index])
+            except StopIteration:
+                del running[index]
+                break
+
+
+OPERATIONS = st.lists(st.builds(Operation, st.booleans(), st.integers(1, 12)), min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(2, 4), st.integers(5, 12), OPERATIONS, st.integers(0, 1 << 30))
+def test_every_slot_is_read_before_it_is_filled_again(
+    members: int, slots: int, operations: list[Operation], seed: int
+) -> None:
+    play(members, slots, operations, (ahead_of_two(slots), ahead_of_three(slots)), seed)
+
+
+@pytest.mark.parametrize("folding", [False, True])
+@pytest.mark.parametrize("slots", [5, 8])
+def test_the_replay_finds_a_member_that_runs_too_far_ahead(slots: int, folding: bool) -> None:
+    aheads = (ahead_of_two(slots) + 1, ahead_of_three(slots) + 1)
+
+    def search() -> None:
+        for seed in range(3000):
+            play(2, slots, [Operation(folding, 20)] * 2, aheads, seed)
+
+    with pytest.raises(OverwrittenError):
+        search()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 7])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_each_stage_of_each_step_comes_once_and_in_order(steps: int, ahead: int) -> None:
+    three = list(three_stages(steps, ahead))
+    two = list(two_stages(steps, ahead))
+    for stage in PipelineStage:
+        assert [k for s, k in three if s is stage] == list(range(steps))
+    assert (
+        [k for s, k in two if s is PipelineStage.FILL]
+        == [k for s, k in two if s is PipelineStage.TAKE]
+        == list(range(steps))
+    )
+    for order in (two, three):
+        place = {event: i for i, event in enumerate(order)}
+        for step in range(steps):
+            assert place[PipelineStage.FILL, step] < place[PipelineStage.TAKE, step]

@@ -20,8 +20,8 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.timeline.chrome import ChromeTrace
 from hvdlab.collectives.timeline.file import TimelineFile
-from hvdlab.collectives.timeline.records import decode
 from hvdlab.collectives.timeline.spans import Recorder
+from hvdlab.collectives.tracing.record_format import decode
 
 TENSORS = 161
 """Gradients of a ResNet-50, the usual number of names in flight."""

@@ -43,8 +43,7 @@ from hvdlab.collectives.recording import Recording, report
 from hvdlab.collectives.recording.loading import load
 from hvdlab.collectives.recording.saving import save
 from hvdlab.collectives.timeline import check
-from hvdlab.collectives.timeline.events import Members, Metric, Span
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import Members, Metric, Span, encode
 from hvdlab.kernel_ext import registry
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import DoneArrived, Note, ShowStatus, StackArrived, Stalled

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from hvdlab.collectives.protocol.messages import RankEvents
-from hvdlab.collectives.timeline.batches import count_of, with_lost
+from hvdlab.collectives.tracing.record_format import count_of, with_lost
 
 BEHIND = 16 << 20
 """Bytes that may wait for a peer that has caught up before."""

@@ -12,8 +12,8 @@ from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.timeline.clock import ClockSamples
 from hvdlab.collectives.timeline.spans import Recorder
+from hvdlab.collectives.tracing.clocks import ClockSamples
 
 
 class SpanLog:
@@ -149,7 +149,7 @@ class SpanLog:
         Args:
             name, site: Its key, and the user's line.
             kind, dtype, nbytes: What was asked for, its element type, and its size in bytes.
-            group, sequence, batch: The numbers of :mod:`~hvdlab.collectives.timeline.store_requests`.
+            group, sequence, batch: The numbers of :mod:`~hvdlab.collectives.tracing.record_format`.
             times: When it was asked for, when the server began with it (0 if never), and when it ended, in ns.
             phases: What the server measured.
             ok: Whether the server did it.

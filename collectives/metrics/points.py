@@ -8,10 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.timeline.alignment import Alignment
-from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import ClockSample, Event, Metric
-from hvdlab.collectives.timeline.records import RECORD_BYTES, Head, RecordType, read_head, read_record
+from hvdlab.collectives.tracing.clocks import Alignment, clock_domain
+from hvdlab.collectives.tracing.record_format import (
+    RECORD_BYTES,
+    ClockSample,
+    Event,
+    Head,
+    Metric,
+    RecordType,
+    read_head,
+    read_record,
+)
 
 BATCHES_HELD = 256
 

@@ -13,10 +13,16 @@ from hvdlab.collectives.recording.derived import ALGORITHM, BUS, LATE, SHARES
 from hvdlab.collectives.recording.recording import Mark, Recording
 from hvdlab.collectives.recording.rows import DISTANCES, FAILED, NOT_READY, NOT_STARTED, Rows, distance
 from hvdlab.collectives.timeline.chrome import ChromeTrace
-from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, Metric, Span
 from hvdlab.collectives.timeline.operations import Operation, Placed
-from hvdlab.collectives.timeline.store_requests import FIRST_GROUP
 from hvdlab.collectives.timeline.tracks import CLOCK_COMPARED, TraceEvent
+from hvdlab.collectives.tracing.record_format import (
+    FIRST_GROUP,
+    AbortEvent,
+    CellBeginEvent,
+    CellEndEvent,
+    Metric,
+    Span,
+)
 
 OPERATIONS_AT_ONCE = 64
 DERIVED = (LATE, *SHARES, ALGORITHM, BUS)
@@ -60,12 +66,12 @@ def _happenings(recording: Recording, trace: ChromeTrace, marks: list[Mark]) -> 
     for mark in marks:
         if mark.kind == "cell":
             out += trace.introduce(mark.rank)
-            out += trace.happening(mark.rank, CellBegin(mark.text, mark.begin_ns))
+            out += trace.happening(mark.rank, CellBeginEvent(mark.text, mark.begin_ns))
             if mark.end_ns is not None:
-                out += trace.happening(mark.rank, CellEnd(mark.text, mark.end_ns, mark.ok))
+                out += trace.happening(mark.rank, CellEndEvent(mark.text, mark.end_ns, mark.ok))
         elif mark.kind == "abort":
             out += trace.introduce(mark.rank)
-            out += trace.happening(mark.rank, Abort(0, 0, mark.begin_ns, mark.text))
+            out += trace.happening(mark.rank, AbortEvent(0, 0, mark.begin_ns, mark.text))
         else:
             begin, end = _NOTES[mark.kind]
             out += trace.rank_note(mark.rank, begin, mark.begin_ns, {"why": mark.text})

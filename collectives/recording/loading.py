@@ -17,9 +17,16 @@ import msgspec
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.recording.recording import Recording
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
-from hvdlab.collectives.timeline.records import encode
 from hvdlab.collectives.timeline.tracks import ARRIVALS_PID, CLOCK_COMPARED, STORES, TraceEvent
+from hvdlab.collectives.tracing.record_format import (
+    CellBeginEvent,
+    CellEndEvent,
+    Event,
+    Members,
+    Metric,
+    Span,
+    encode,
+)
 from hvdlab.collectives.visible import visible
 
 ROWS_KEPT = 20_000_000
@@ -137,10 +144,10 @@ class _Reader:
         elif kind == "X" and event["cat"] == STORES:
             self._request(rank, event)
         elif kind == "B":
-            self._put(rank, CellBegin(event["args"]["cell"], _ns(event["ts"])))
+            self._put(rank, CellBeginEvent(event["args"]["cell"], _ns(event["ts"])))
         elif kind == "E":
             cell = event["name"].removeprefix("CELL ")
-            self._put(rank, CellEnd(cell, _ns(event["ts"]), event["args"]["status"] != "failed"))
+            self._put(rank, CellEndEvent(cell, _ns(event["ts"]), event["args"]["status"] != "failed"))
         elif kind == "C":
             self._put(rank, Metric(event["name"], float(event["args"]["value"]), None, _ns(event["ts"])))
         elif kind == "i" and event["name"] == CLOCK_COMPARED:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.membership import Membership
-from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd
+from hvdlab.collectives.tracing.record_format import AbortEvent, CellBeginEvent, CellEndEvent
 
 KEPT = 2000
 
@@ -64,14 +64,18 @@ class Marks:
         return number
 
     def event(
-        self, rank: int, event: CellBegin | CellEnd | Abort, offset_ns: int, label: Callable[[str], str]
+        self,
+        rank: int,
+        event: CellBeginEvent | CellEndEvent | AbortEvent,
+        offset_ns: int,
+        label: Callable[[str], str],
     ) -> None:
         """Take in what a rank recorded."""
         at = event.time_ns + offset_ns
-        if isinstance(event, CellBegin):
+        if isinstance(event, CellBeginEvent):
             self._running[rank] = label(event.cell)
             self._open[rank, event.cell] = self._put(Mark("cell", rank, at, None, label(event.cell)))
-        elif isinstance(event, CellEnd):
+        elif isinstance(event, CellEndEvent):
             self._running.pop(rank, None)
             number = self._open.pop((rank, event.cell), None)
             if number is not None:

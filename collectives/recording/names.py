@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.recording.rows import Rows
-from hvdlab.collectives.timeline.records import Definitions, Head
+from hvdlab.collectives.tracing.record_format import Definitions, Head
 
 NAMES_KEPT = 65_536
 OTHER_NAMES = "(another name)"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.recording.rows import NOT_READY, Rows
-from hvdlab.collectives.timeline.events import Members
+from hvdlab.collectives.tracing.record_format import Members
 
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hvdlab.collectives.timeline.events import Members
+from hvdlab.collectives.tracing.record_format import Members
 
 
 class Planes:

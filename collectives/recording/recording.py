@@ -22,10 +22,21 @@ from hvdlab.collectives.recording.numbering import Epochs, Numbering
 from hvdlab.collectives.recording.planes import Planes
 from hvdlab.collectives.recording.rows import RECORD, Rows, RowStore, distance, rows_of
 from hvdlab.collectives.recording.series import Points, Series, SeriesStore
-from hvdlab.collectives.timeline.alignment import Alignment
-from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, ClockSample, Event, Members, Metric
-from hvdlab.collectives.timeline.records import RECORD_BYTES, Head, RecordType, read_head, read_record
+from hvdlab.collectives.tracing.clocks import Alignment, clock_domain
+from hvdlab.collectives.tracing.record_format import (
+    RECORD_BYTES,
+    AbortEvent,
+    CellBeginEvent,
+    CellEndEvent,
+    ClockSample,
+    Event,
+    Head,
+    Members,
+    Metric,
+    RecordType,
+    read_head,
+    read_record,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
@@ -150,13 +161,13 @@ class Recording:
                 self._derived.add(head.rank, rows, self.origin_ns or 0)
 
     def _small(self, rank: int, event: object, offset_ns: int) -> None:
-        if isinstance(event, CellBegin | CellEnd | Abort):
+        if isinstance(event, CellBeginEvent | CellEndEvent | AbortEvent):
             self._see(event.time_ns + offset_ns)
             self._marks.event(rank, event, offset_ns, self.label)
             with self.failures.guard(SERIES):
-                if isinstance(event, CellBegin):
+                if isinstance(event, CellBeginEvent):
                     self._derived.cell_began(rank, event.time_ns + offset_ns)
-                elif isinstance(event, CellEnd):
+                elif isinstance(event, CellEndEvent):
                     self._derived.cell_ended(rank, event.time_ns + offset_ns, self.origin_ns or 0)
         elif isinstance(event, Metric):
             self._see(event.time_ns + offset_ns)

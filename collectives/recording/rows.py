@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlab.collectives.timeline.records import (
+from hvdlab.collectives.tracing.record_format import (
     FLAG_FAILED,
     FLAG_NOT_READY,
     FLAG_NOT_STARTED,
@@ -22,7 +22,7 @@ Rows = NDArray[Any]
 
 FAILED, NOT_READY, NOT_STARTED = 1, 2, 4
 
-# A span as it travels; see hvdlab.collectives.timeline.records.
+# A span as it travels; see hvdlab.collectives.tracing.record_format.
 RECORD = np.dtype(
     [
         ("type", "u1"),

@@ -13,22 +13,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.timeline.alignment import Alignment
-from hvdlab.collectives.timeline.events import (
-    Abort,
-    Batch,
-    CellBegin,
-    CellEnd,
+from hvdlab.collectives.timeline.operations import Arrivals, Operation, Operations, Placed, arrivals
+from hvdlab.collectives.timeline.tracks import NOTES, STORES, TraceEvent, Tracks, micros
+from hvdlab.collectives.tracing.clocks import Alignment
+from hvdlab.collectives.tracing.record_format import (
+    BATCH_RECORDS,
+    AbortEvent,
+    CellBeginEvent,
+    CellEndEvent,
     ClockSample,
     Event,
     Members,
     Metric,
+    RecordBatch,
     Span,
+    request_of,
 )
-from hvdlab.collectives.timeline.operations import Arrivals, Operation, Operations, Placed, arrivals
-from hvdlab.collectives.timeline.records import BATCH_RECORDS
-from hvdlab.collectives.timeline.store_requests import request_of
-from hvdlab.collectives.timeline.tracks import NOTES, STORES, TraceEvent, Tracks, micros
 
 HOLD_SECONDS = 1.0
 UNALIGNED_BATCHES = 256
@@ -57,7 +57,7 @@ class ChromeTrace:
         self._alignment = Alignment()
         self._operations = Operations(hold)
         self._tracks = Tracks()
-        self._unaligned: dict[int, list[Batch]] = {}
+        self._unaligned: dict[int, list[RecordBatch]] = {}
         self._unaligned_lost: dict[int, int] = {}
         self._lost: dict[tuple[int, str], int] = {}
         self._cycles: dict[int, tuple[int, int]] = {}
@@ -67,7 +67,7 @@ class ChromeTrace:
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
-    def feed(self, batch: Batch, now: float) -> list[TraceEvent]:
+    def feed(self, batch: RecordBatch, now: float) -> list[TraceEvent]:
         """Take a batch in; returns what can be written."""
         self._alignment.observe(batch.clock)
         for event in batch.events:
@@ -84,7 +84,7 @@ class ChromeTrace:
                 out += self._convert(held, now)
         return out + self._convert(batch, now) + self.operations(self._operations.completed())
 
-    def _hold_unaligned(self, batch: Batch) -> None:
+    def _hold_unaligned(self, batch: RecordBatch) -> None:
         held = self._unaligned.setdefault(batch.clock, [])
         if len(held) < UNALIGNED_BATCHES:
             held.append(batch)
@@ -126,7 +126,7 @@ class ChromeTrace:
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 
-    def _convert(self, batch: Batch, now: float, *, aligned: bool = True) -> list[TraceEvent]:
+    def _convert(self, batch: RecordBatch, now: float, *, aligned: bool = True) -> list[TraceEvent]:
         rank = batch.rank
         offset, error = (self._alignment.offset(batch.clock) if aligned else None) or (0, 0)
         out = self._tracks.introduce(rank)
@@ -144,20 +144,20 @@ class ChromeTrace:
     def happening(self, rank: int, event: Event, offset: int = 0) -> list[TraceEvent]:
         """Trace events of a record that is not a span; ``offset`` ns are added to its time."""
         match event:
-            case CellBegin():
+            case CellBeginEvent():
                 return self._tracks.begin_cell(rank, event.cell, event.time_ns, offset)
-            case CellEnd():
+            case CellEndEvent():
                 return self._tracks.end_cell(rank, event.cell, event.time_ns, event.ok, offset)
             case Metric():
                 return self._metric(rank, event, offset)
-            case Abort():
+            case AbortEvent():
                 args = {"process_set": event.process_set, "epoch": event.epoch, "why": event.text}
                 return self._tracks.instant(rank, NOTES, "ABORT", event.time_ns + offset, args, scope="p")
             case Members():
                 self._operations.members(event)
         return []
 
-    def _report_lost(self, batch: Batch) -> list[TraceEvent]:
+    def _report_lost(self, batch: RecordBatch) -> list[TraceEvent]:
         out: list[TraceEvent] = []
         for what, count in (("dropped", batch.dropped), ("refused", batch.refused)):
             key = (batch.rank, what)

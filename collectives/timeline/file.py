@@ -17,8 +17,8 @@ import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.timeline.chrome import HOLD_SECONDS, ChromeTrace
-from hvdlab.collectives.timeline.records import decode
 from hvdlab.collectives.timeline.tracks import TraceEvent
+from hvdlab.collectives.tracing.record_format import decode
 
 QUEUED_BYTES = 128 * 1024 * 1024
 """Bytes of batches that may wait for the disk; more than the history that a late subscriber gets at once."""

@@ -3,7 +3,7 @@
 An operation is named by ``(process_set, sequence, batch)``, which all members agree on. It is complete when all
 members (of a message, the two) have recorded it and gone on, to their next operation or to nothing: a rank records the tensors of an
 operation together, so that a batch which was not cut for its length does not end within one. The number of members comes from
-:class:`~hvdlab.collectives.timeline.events.Members`. An operation that does not get complete (a rank died, records were lost, the
+:class:`~hvdlab.collectives.tracing.record_format.Members`. An operation that does not get complete (a rank died, records were lost, the
 size is not known) is given out after a while as it is.
 """
 
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.timeline.events import Members, Span
+from hvdlab.collectives.tracing.record_format import Members, Span
 
 Key = tuple[int, int, int]
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from hvdlab.collectives import sites
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.timeline import records
-from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import Span
-from hvdlab.collectives.timeline.records import (
+from hvdlab.collectives.tracing import record_format
+from hvdlab.collectives.tracing.clocks import clock_domain
+from hvdlab.collectives.tracing.record_format import (
     BATCH_RECORDS,
     FLAG_FAILED,
     FLAG_HAS_STEP,
@@ -26,6 +25,7 @@ from hvdlab.collectives.timeline.records import (
     SMALL_FLOAT,
     SPAN,
     RecordType,
+    Span,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Recorder:
                 self._ids, self._texts, self._texts_before = {("", ""): 0}, {}, self._texts
             ident, self._next_id = self._next_id, self._next_id % _U32 + 1
             known = "" if site == sites.UNKNOWN else site
-            self._texts[ident] = records.clean_text(name), records.clean_text(known)
+            self._texts[ident] = record_format.clean_text(name), record_format.clean_text(known)
             self._ids[name, site] = ident
             return ident
 
@@ -124,7 +124,7 @@ class Recorder:
         phases: Phases,
         ok: bool = True,
     ) -> None:
-        """Record one tensor of one collective; see :class:`~hvdlab.collectives.timeline.events.Span`.
+        """Record one tensor of one collective; see :class:`~hvdlab.collectives.tracing.record_format.Span`.
 
         Times are ``time.monotonic_ns()``. A ``ready_ns`` or ``started_ns`` of 0 means that it failed before it got
         there. ``sequence`` and ``batch`` are those of the order to execute and equal on all members.
@@ -233,7 +233,7 @@ class Recorder:
         ready_ns, started_ns, finished_ns = times
         process_set, sequence, batch = order
         try:
-            record = records.pack_span(
+            record = record_format.pack_span(
                 name_id,
                 Span(
                     "",
@@ -378,6 +378,6 @@ class Recorder:
         if used != self._defined:
             texts, before = self._texts, self._texts_before
             names = [(ident, *(texts.get(ident) or before.get(ident, _UNKNOWN))) for ident in sorted(used)]
-            self._defined, self._table = used, records.define(names)
+            self._defined, self._table = used, record_format.define(names)
         lost = self.dropped, self.refused
-        return records.frame_defined(self.rank, clock_domain(), *lost, *self._table, chunk)
+        return record_format.frame_defined(self.rank, clock_domain(), *lost, *self._table, chunk)

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import Metric
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import Metric, encode
 from hvdlab.widgets import views
 from magics_fakes import Notebook
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdlab.collectives.coordinator.watchers import BEHIND, BEHIND_AT_FIRST, CAUGHT_UP, Watcher
 from hvdlab.collectives.protocol.messages import RankEvents
-from hvdlab.collectives.timeline.records import HEADER, MAGIC, RECORD_BYTES, VERSION, read_head
+from hvdlab.collectives.tracing.record_format import HEADER, MAGIC, RECORD_BYTES, VERSION, read_head
 
 
 def batch(records: int, lost: int = 0, rank: int = 1) -> RankEvents:

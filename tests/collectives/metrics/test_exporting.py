@@ -18,9 +18,8 @@ from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError
 from hvdlab.collectives.metrics.exporters.json_lines import JsonLines
 from hvdlab.collectives.metrics.exporting import MOST_AT_ONCE, Export
 from hvdlab.collectives.metrics.points import BATCHES_HELD, Point, PointReader
-from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import CellBegin, ClockSample, Metric
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.clocks import clock_domain
+from hvdlab.collectives.tracing.record_format import CellBeginEvent, ClockSample, Metric, encode
 from patience import PATIENCE
 from ranks import Ranks
 
@@ -154,7 +153,11 @@ SECOND = 10**9
 
 def test_points_have_the_time_of_day() -> None:
     reader = PointReader(lambda: 1_000_000.0)
-    events = [CellBegin("c", SECOND), Metric("loss", 0.5, 3, 2 * SECOND), Metric("x", 1.0, None, 3 * SECOND)]
+    events = [
+        CellBeginEvent("c", SECOND),
+        Metric("loss", 0.5, 3, 2 * SECOND),
+        Metric("x", 1.0, None, 3 * SECOND),
+    ]
     assert reader.read(encode(5, events, clock=clock_domain())) == [
         Point(5, "loss", 0.5, 3, 1_000_002.0),
         Point(5, "x", 1.0, None, 1_000_003.0),

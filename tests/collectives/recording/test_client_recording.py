@@ -14,9 +14,8 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import CellBegin
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.clocks import clock_domain
+from hvdlab.collectives.tracing.record_format import CellBeginEvent, encode
 from patience import PATIENCE
 from timeline_traces import START_NS, steps
 
@@ -73,7 +72,7 @@ def test_cells_are_called_what_users_call_them(client: Client, ranks: list[Endpo
     recording = client.recording
     client.cell_started("ab12", [0], label="[7]")
     version = recording.version
-    ranks[0].send(m.Events(encode(0, [CellBegin("ab12", START_NS)], clock=clock_domain())))
+    ranks[0].send(m.Events(encode(0, [CellBeginEvent("ab12", START_NS)], clock=clock_domain())))
     while not recording.running(0):
         assert recording.wait(version, timeout=10)
         version = recording.version

@@ -13,8 +13,15 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.recording import Recording, derived
 from hvdlab.collectives.recording import shares as shares_module
 from hvdlab.collectives.recording.intervals import Union
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import (
+    CellBeginEvent,
+    CellEndEvent,
+    Event,
+    Members,
+    Metric,
+    Span,
+    encode,
+)
 from timeline_traces import steps
 
 MS = 1_000_000
@@ -37,7 +44,7 @@ def span(name: str, sequence: int, arrival: int, started: int, end: int, **more:
 
 
 def cell(begin: int, end: int) -> list[Event]:
-    return [CellBegin("7", START + begin), CellEnd("7", START + end, True)]
+    return [CellBeginEvent("7", START + begin), CellEndEvent("7", START + end, True)]
 
 
 def recorded(*events: Event, rank: int = 0, size: int = 1) -> Recording:
@@ -85,10 +92,10 @@ def test_a_union_covers_what_its_intervals_do(batches: list[list[tuple[int, int]
 
 def test_a_rank_that_waits_and_transfers_with_nothing_behind_it() -> None:
     recording = recorded(
-        CellBegin("7", START),
+        CellBeginEvent("7", START),
         span("a", 1, 200 * MS, 500 * MS, 600 * MS),  # computed 0.2, waited 0.3, transferred 0.1
         span("b", 2, 1700 * MS, 2400 * MS, 3250 * MS),
-        CellEnd("7", START + 3500 * MS, True),
+        CellEndEvent("7", START + 3500 * MS, True),
     )
     found = shares(recording)
     assert list(found) == [0, 1, 2, 3]
@@ -100,19 +107,19 @@ def test_a_rank_that_waits_and_transfers_with_nothing_behind_it() -> None:
 
 def test_collectives_behind_which_a_rank_goes_on_cost_it_nothing() -> None:
     gradients = [span(f"g{k}", k, k * 100 * MS, (k * 100 + 50) * MS, (k * 100 + 150) * MS) for k in range(6)]
-    recording = recorded(CellBegin("7", START), *gradients, CellEnd("7", START + SECOND, True))
+    recording = recorded(CellBeginEvent("7", START), *gradients, CellEndEvent("7", START + SECOND, True))
     # Until the last gradient at 0.5 s it went on; then it transferred this and the one before.
     assert shares(recording) == {0: pytest.approx((0.85, 0, 0.15))}
 
 
 def test_time_blocked_inside_a_collective_is_waiting() -> None:
     fused = [span(name, 1, 0, 0, 400 * MS, wait_ns=100 * MS) for name in ("a", "b")]
-    recording = recorded(CellBegin("7", START), *fused, CellEnd("7", START + SECOND, True))
+    recording = recorded(CellBeginEvent("7", START), *fused, CellEndEvent("7", START + SECOND, True))
     assert shares(recording) == {0: pytest.approx((0.6, 0.1, 0.3))}
 
 
 def test_a_second_is_not_said_before_it_is_known_and_again_when_more_is() -> None:
-    recording = recorded(CellBegin("7", START), span("a", 1, 100 * MS, 100 * MS, 2100 * MS))
+    recording = recorded(CellBeginEvent("7", START), span("a", 1, 100 * MS, 100 * MS, 2100 * MS))
     assert list(shares(recording)) == [0, 1]
     recording.feed(0, encode(0, [span("x", 2, 2200 * MS, 2200 * MS, 3400 * MS)]))
     assert shares(recording)[2] == pytest.approx((0.1, 0, 0.9))
@@ -124,7 +131,7 @@ def test_a_second_is_not_said_before_it_is_known_and_again_when_more_is() -> Non
 
 
 def test_idle_time_between_cells_is_nobodys() -> None:
-    events: list[Event] = [*cell(0, 400 * MS), CellBegin("8", START + 5 * SECOND)]
+    events: list[Event] = [*cell(0, 400 * MS), CellBeginEvent("8", START + 5 * SECOND)]
     recording = recorded(*events, span("a", 1, 5 * SECOND, 5 * SECOND, 6 * SECOND))
     assert shares(recording) == {0: pytest.approx((0.4, 0, 0)), 5: pytest.approx((0, 0, 1))}
 
@@ -150,7 +157,7 @@ def test_shares_are_those_of_each_millisecond(seed: int) -> None:
         work[begin:end] = True
         active[arrival : max(one for one in arrivals if one < end)] = True
     states = np.stack((~under | active, under & ~work & ~active, work & ~active))
-    recording = recorded(CellBegin("7", START))
+    recording = recorded(CellBeginEvent("7", START))
     events = [span(f"t{k}", k + 1, a * MS, b * MS, e * MS) for k, (a, b, e) in enumerate(spans)]
     while events:
         size = source.randrange(1, 12)
@@ -232,12 +239,12 @@ def test_lateness_is_the_greatest_of_each_second() -> None:
 
 def test_a_cell_that_fails_before_anything_was_matched() -> None:
     recording = recorded(
-        CellBegin("7", START),
+        CellBeginEvent("7", START),
         Span(
             *("loss", OpKind.ALLREDUCE, DType.F32, 0, 0, 0, 4096, START, None, None, START + 2 * SECOND),
             ok=False,
         ),
-        CellEnd("7", START + 3 * SECOND, False),
+        CellEndEvent("7", START + 3 * SECOND, False),
         size=2,
     )
     assert said(recording, "hvdlab/lateness") == {}

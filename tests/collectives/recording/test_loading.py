@@ -16,18 +16,18 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.recording import Recording, loading, report
 from hvdlab.collectives.recording.loading import load
 from hvdlab.collectives.recording.saving import save
-from hvdlab.collectives.timeline.events import (
-    CellBegin,
-    CellEnd,
+from hvdlab.collectives.timeline.file import TimelineFile
+from hvdlab.collectives.timeline.tracks import CLOCK_COMPARED
+from hvdlab.collectives.tracing.record_format import (
+    CellBeginEvent,
+    CellEndEvent,
     ClockSample,
     Event,
     Members,
     Metric,
     Span,
+    encode,
 )
-from hvdlab.collectives.timeline.file import TimelineFile
-from hvdlab.collectives.timeline.records import encode
-from hvdlab.collectives.timeline.tracks import CLOCK_COMPARED
 from timeline_traces import steps
 
 MS = 1_000_000
@@ -78,7 +78,7 @@ def test_a_saved_trace_comes_back_as_it_was(tmp_path: Path, format: str) -> None
 def test_what_failed_never_began_or_is_of_another_kind_comes_back(tmp_path: Path) -> None:
     events: list[Event] = [
         Members(0, 1, 1, START),
-        CellBegin("[7]", START - 5),
+        CellBeginEvent("[7]", START - 5),
         Span(
             "a",
             OpKind.ALLGATHER,
@@ -114,7 +114,7 @@ def test_what_failed_never_began_or_is_of_another_kind_comes_back(tmp_path: Path
             ok=False,
         ),
         Metric("loss", 0.5, None, START + 3),
-        CellEnd("[7]", START + 20, False),
+        CellEndEvent("[7]", START + 20, False),
     ]
     recording = Recording()
     recording.feed(0, encode(0, events))

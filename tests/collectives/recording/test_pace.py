@@ -16,8 +16,7 @@ from hvdlab.collectives.recording.pace import (
     step_count,
     steps_per_second,
 )
-from hvdlab.collectives.timeline.events import Event, Members, Metric, Span
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import Event, Members, Metric, Span, encode
 from timeline_traces import steps
 
 MS = 1_000_000

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording.planes import Planes
-from hvdlab.collectives.timeline.events import Event, Members
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import Event, Members, encode
 
 START = 7_000_000_000
 

@@ -17,18 +17,18 @@ from hvdlab.collectives.recording import Recording, names, summarize
 from hvdlab.collectives.recording.export import trace_events
 from hvdlab.collectives.recording.numbering import Numbering
 from hvdlab.collectives.recording.rows import ROW, RowStore
-from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import (
-    Abort,
-    CellBegin,
-    CellEnd,
+from hvdlab.collectives.tracing.clocks import clock_domain
+from hvdlab.collectives.tracing.record_format import (
+    AbortEvent,
+    CellBeginEvent,
+    CellEndEvent,
     ClockSample,
     Event,
     Members,
     Metric,
     Span,
+    encode,
 )
-from hvdlab.collectives.timeline.records import encode
 from patience import PATIENCE
 from timeline_traces import steps
 
@@ -266,13 +266,13 @@ def test_shares_of_a_rank_are_those_of_its_intervals() -> None:
 def test_cells_aborts_and_ranks_that_die() -> None:
     recording = Recording(label={"ab12": "[7]"}.__getitem__)
     members = tuple(m.Member(rank, "h", 100 + rank) for rank in (0, 1))
-    recording.feed(0, encode(0, [CellBegin("ab12", START)], clock=clock_domain()))
-    recording.feed(1, encode(1, [CellBegin("ab12", START + 5)], clock=clock_domain()))
+    recording.feed(0, encode(0, [CellBeginEvent("ab12", START)], clock=clock_domain()))
+    recording.feed(1, encode(1, [CellBeginEvent("ab12", START + 5)], clock=clock_domain()))
     assert recording.running(0) == "[7]"
     recording.take_membership(Membership((0, 1), members))
     stamp, marks = recording.marks_since(0)
     assert [(mark.kind, mark.text, mark.end_ns) for _, mark in marks] == [("cell", "[7]", None)] * 2
-    ending: list[Event] = [CellEnd("ab12", START + 50, True), Abort(0, 1, START + 60, "why")]
+    ending: list[Event] = [CellEndEvent("ab12", START + 50, True), AbortEvent(0, 1, START + 60, "why")]
     recording.feed(0, encode(0, ending, clock=clock_domain()))
     recording.take_membership(Membership((0, 1), members[:1], (m.Death(1, 101, 0.0, "killed"),)))
     changed = dict(recording.marks_since(stamp)[1])
@@ -286,7 +286,7 @@ def test_cells_aborts_and_ranks_that_die() -> None:
 
 def test_ranks_that_come_are_told_with_host_and_waiting_and_new_generations() -> None:
     recording = Recording()
-    recording.feed(0, encode(0, [CellBegin("ab12", START)], clock=clock_domain()))
+    recording.feed(0, encode(0, [CellBeginEvent("ab12", START)], clock=clock_domain()))
     here = [m.Member(0, "a#1", 100), m.Member(1, "a#1", 101)]
     there = m.Member(1, "b#2", 201)
     death = m.Death(1, 101, 0.0, "killed")

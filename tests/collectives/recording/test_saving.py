@@ -21,10 +21,19 @@ from hvdlab.collectives.recording.export import trace_events
 from hvdlab.collectives.recording.saving import Format, format_of, save, write
 from hvdlab.collectives.timeline.check import check
 from hvdlab.collectives.timeline.chrome import ChromeTrace
-from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import Abort, CellBegin, CellEnd, Event, Members, Metric, Span
-from hvdlab.collectives.timeline.records import decode, encode
 from hvdlab.collectives.timeline.tracks import TraceEvent
+from hvdlab.collectives.tracing.clocks import clock_domain
+from hvdlab.collectives.tracing.record_format import (
+    AbortEvent,
+    CellBeginEvent,
+    CellEndEvent,
+    Event,
+    Members,
+    Metric,
+    Span,
+    decode,
+    encode,
+)
 from timeline_traces import steps
 
 START = 5_000_000_000
@@ -105,13 +114,13 @@ def test_a_number_that_is_used_again_is_another_operation() -> None:
 
 def test_cells_lost_ranks_aborts_and_numbers_are_saved() -> None:
     happened: list[Event] = [
-        CellBegin("7", START),
+        CellBeginEvent("7", START),
         Metric("loss", 0.5, 3, START + 10),
         Metric("loss", math.nan, None, START + 30),
         one("x", 1, START + 20),
-        Abort(0, 1, START + 400, "rank 1 died"),
-        CellEnd("7", START + 500, False),
-        CellBegin("8", START + 600),
+        AbortEvent(0, 1, START + 400, "rank 1 died"),
+        CellEndEvent("7", START + 500, False),
+        CellBeginEvent("8", START + 600),
     ]
     recording = recorded([(0, encode(0, happened, clock=clock_domain()))])
     members = (m.Member(0, 1, "h", "", ()), m.Member(1, 2, "h", "", ()))
@@ -216,13 +225,17 @@ def test_events_are_written_as_they_come(format: Format) -> None:
 
 
 def test_what_was_cleared_is_in_no_trace() -> None:
-    before: list[Event] = [CellBegin("7", START), one("x", 1, START + 10), CellEnd("7", START + 50, True)]
+    before: list[Event] = [
+        CellBeginEvent("7", START),
+        one("x", 1, START + 10),
+        CellEndEvent("7", START + 50, True),
+    ]
     before += [Metric("loss", 1.0, 1, START + 20), one("x", 2, START + 200)]
     recording = recorded([(0, encode(0, before))])
     assert recording.clear() == 2
     assert (recording.count, recording.dropped) == (0, 0)
     after: list[Event] = [
-        CellBegin("8", START + 1000),
+        CellBeginEvent("8", START + 1000),
         one("y", 3, START + 1010),
         Metric("loss", 2.0, 2, START + 1020),
     ]

@@ -12,8 +12,7 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.recording import series as series_module
 from hvdlab.collectives.recording.series import SeriesStore, unit_of
-from hvdlab.collectives.timeline.events import CellBegin, ClockSample, Event, Metric, Span
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import CellBeginEvent, ClockSample, Event, Metric, Span, encode
 
 START = 5_000_000_000
 
@@ -119,7 +118,7 @@ def test_points_are_asked_for_in_parts() -> None:
     "event",
     [
         Metric("loss", 1.0, None, 1 << 63),
-        CellBegin("7", (1 << 64) - 1),
+        CellBeginEvent("7", (1 << 64) - 1),
         ClockSample(5, -(1 << 63), 7),
         Span("x", OpKind.ALLREDUCE, DType.F32, 0, 1, 0, 4, 1 << 62, 1 << 62, 1 << 62, 1 << 62),
     ],
@@ -129,5 +128,5 @@ def test_impossible_times_are_refused_and_harm_nobody(event: Event) -> None:
     recording = Recording()
     recording.feed(0, encode(0, [event]))
     assert recording.refused == 1
-    recording.feed(0, encode(0, [Metric("loss", 0.5, None, START), CellBegin("8", START)]))
+    recording.feed(0, encode(0, [Metric("loss", 0.5, None, START), CellBeginEvent("8", START)]))
     assert recording.metrics()["value"].tolist() == [0.5]

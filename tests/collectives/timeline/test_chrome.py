@@ -14,18 +14,19 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.timeline import chrome
 from hvdlab.collectives.timeline.check import check
 from hvdlab.collectives.timeline.chrome import ChromeTrace
-from hvdlab.collectives.timeline.events import (
-    Abort,
-    CellBegin,
-    CellEnd,
+from hvdlab.collectives.timeline.tracks import ARRIVALS_PID
+from hvdlab.collectives.tracing.record_format import (
+    AbortEvent,
+    CellBeginEvent,
+    CellEndEvent,
     ClockSample,
     Event,
     Members,
     Metric,
     Span,
+    decode,
+    encode,
 )
-from hvdlab.collectives.timeline.records import decode, encode
-from hvdlab.collectives.timeline.tracks import ARRIVALS_PID
 from timeline_traces import steps
 
 TraceEvent = dict[str, Any]
@@ -239,8 +240,10 @@ def test_what_failed_before_it_ran_has_no_later_phases() -> None:
 
 def test_cells_are_open_until_they_end() -> None:
     converter = Converter()
-    converter.feed(0, CellBegin("7", BASE), CellBegin("8", BASE + 5), CellEnd("7", BASE + 9, True))
-    converter.feed(0, Metric("loss", 1.0, 0, BASE + 500), CellEnd("6", BASE + 600, False))
+    converter.feed(
+        0, CellBeginEvent("7", BASE), CellBeginEvent("8", BASE + 5), CellEndEvent("7", BASE + 9, True)
+    )
+    converter.feed(0, Metric("loss", 1.0, 0, BASE + 500), CellEndEvent("6", BASE + 600, False))
     events = converter.close()
     assert [nanos(event)[0] - BASE for event in named(events, "CELL 7")] == [0, 9]
     begin, end = named(events, "CELL 8")
@@ -266,7 +269,7 @@ def test_metrics_are_counters_and_what_json_cannot_say_is_said_in_words() -> Non
 
 def test_aborts_and_losses_are_in_the_trace() -> None:
     converter = Converter()
-    converter.feed(1, Abort(0, 3, BASE, "rank 2 died"), dropped=5)
+    converter.feed(1, AbortEvent(0, 3, BASE, "rank 2 died"), dropped=5)
     converter.feed(1, dropped=7, refused=1)
     converter.feed(1, dropped=7, refused=1)
     events = converter.close()
@@ -374,7 +377,7 @@ def _spans(draw: st.DrawFn) -> Span:
 
 CELLS = st.sampled_from(["1", "2"])
 TIMES = st.integers(BASE, BASE + 2000)
-CELL_EVENTS = st.builds(CellBegin, CELLS, TIMES) | st.builds(CellEnd, CELLS, TIMES, st.booleans())
+CELL_EVENTS = st.builds(CellBeginEvent, CELLS, TIMES) | st.builds(CellEndEvent, CELLS, TIMES, st.booleans())
 MIXED: st.SearchStrategy[Event] = st.one_of(
     _spans(),
     CELL_EVENTS,
@@ -396,7 +399,7 @@ def test_whatever_is_fed_the_trace_obeys_the_format(
     for rank, events, clock, seconds in batches:
         spans += sum(isinstance(event, Span) for event in events)
         for index, event in enumerate(events):
-            if isinstance(event, CellBegin | CellEnd):
+            if isinstance(event, CellBeginEvent | CellEndEvent):
                 # One rank's clock never goes backwards.
                 time_ns += 1
                 events[index] = replace(event, time_ns=time_ns)

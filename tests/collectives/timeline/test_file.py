@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.timeline.check import check, load
 from hvdlab.collectives.timeline.chrome import ChromeTrace
-from hvdlab.collectives.timeline.events import CellBegin, Metric
 from hvdlab.collectives.timeline.file import TimelineFile
-from hvdlab.collectives.timeline.records import decode, encode
+from hvdlab.collectives.tracing.record_format import CellBeginEvent, Metric, decode, encode
 from patience import PATIENCE
 from timeline_traces import steps
 
@@ -171,8 +170,8 @@ def test_what_is_not_a_batch_is_counted_and_the_rest_written(tmp_path: Path) -> 
     path = tmp_path / "trace.json"
     trace = TimelineFile.start(path)
     trace.feed(0, b"garbage")
-    trace.feed(1, encode(0, [CellBegin("1", 5)]))
-    trace.feed(0, encode(0, [CellBegin("2", 7)]))
+    trace.feed(1, encode(0, [CellBeginEvent("1", 5)]))
+    trace.feed(0, encode(0, [CellBeginEvent("2", 7)]))
     trace.close()
     events = load(path.read_text())
     assert check(events) == []
@@ -196,7 +195,7 @@ def test_close_can_be_called_again_and_later_batches_are_ignored(tmp_path: Path)
     trace = TimelineFile.start(tmp_path / "trace.json")
     trace.close()
     size = trace.path.stat().st_size
-    trace.feed(0, encode(0, [CellBegin("1", 5)]))
+    trace.feed(0, encode(0, [CellBeginEvent("1", 5)]))
     trace.close()
     assert trace.path.stat().st_size == size
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.timeline.events import Members, Span
 from hvdlab.collectives.timeline.operations import Operations, Placed, arrivals
+from hvdlab.collectives.tracing.record_format import Members, Span
 
 
 def placed(kind: OpKind, sequence: int, submitted: int) -> Placed:

@@ -11,19 +11,20 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.timeline import records
-from hvdlab.collectives.timeline.events import (
-    Abort,
-    Batch,
-    CellBegin,
-    CellEnd,
+from hvdlab.collectives.tracing import record_format
+from hvdlab.collectives.tracing.record_format import (
+    AbortEvent,
+    CellBeginEvent,
+    CellEndEvent,
     ClockSample,
     Event,
     Members,
     Metric,
+    RecordBatch,
     Span,
+    decode,
+    encode,
 )
-from hvdlab.collectives.timeline.records import decode, encode
 
 U32 = st.integers(0, 2**32 - 1)
 TIMES = st.integers(0, 2**62)
@@ -56,9 +57,9 @@ def spans(draw: st.DrawFn) -> Span:
 
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     spans(),
-    st.builds(CellBegin, TEXTS, TIMES),
-    st.builds(CellEnd, TEXTS, TIMES, st.booleans()),
-    st.builds(Abort, U32, U32, TIMES, TEXTS),
+    st.builds(CellBeginEvent, TEXTS, TIMES),
+    st.builds(CellEndEvent, TEXTS, TIMES, st.booleans()),
+    st.builds(AbortEvent, U32, U32, TIMES, TEXTS),
     st.builds(Metric, TEXTS, st.floats(allow_nan=False), st.none() | st.integers(-(2**63), 2**63 - 1), TIMES),
     st.builds(ClockSample, TIMES, st.integers(-(2**63), 2**63 - 1), TIMES),
     st.builds(Members, U32, U32, U32, TIMES),
@@ -70,11 +71,17 @@ def test_what_is_encoded_comes_back(
     rank: int, events: list[Event], clock: int, dropped: int, refused: int
 ) -> None:
     batch = decode(encode(rank, events, clock=clock, dropped=dropped, refused=refused))
-    assert batch == Batch(rank, clock, dropped, refused, tuple(events))
+    assert batch == RecordBatch(rank, clock, dropped, refused, tuple(events))
 
 
 def test_a_record_is_64_bytes_of_every_kind() -> None:
-    assert records.SPAN.size == records.SMALL.size == records.SMALL_FLOAT.size == records.RECORD_BYTES == 64
+    assert (
+        record_format.SPAN.size
+        == record_format.SMALL.size
+        == record_format.SMALL_FLOAT.size
+        == record_format.RECORD_BYTES
+        == 64
+    )
 
 
 def test_a_metric_may_be_nan() -> None:
@@ -105,10 +112,10 @@ def test_times_out_of_order_are_refused(order: tuple[int, int, int, int]) -> Non
 
 
 def test_a_name_is_cut_at_a_character_and_lone_surrogates_survive() -> None:
-    (cell, other) = decode(encode(0, [CellBegin("é" * 2000, 1), CellBegin("a\ud800b", 2)])).events
-    assert isinstance(cell, CellBegin)
-    assert isinstance(other, CellBegin)
-    assert cell.cell == "é" * (records.MAX_TEXT_BYTES // 2)
+    (cell, other) = decode(encode(0, [CellBeginEvent("é" * 2000, 1), CellBeginEvent("a\ud800b", 2)])).events
+    assert isinstance(cell, CellBeginEvent)
+    assert isinstance(other, CellBeginEvent)
+    assert cell.cell == "é" * (record_format.MAX_TEXT_BYTES // 2)
     assert other.cell == "a\\ud800b"
 
 
@@ -143,12 +150,12 @@ def test_a_cut_or_extended_batch_is_refused(events: list[Event], data: st.DataOb
 
 
 def test_an_undefined_name_and_an_unknown_type_are_refused() -> None:
-    record = records.SMALL.pack(records.RecordType.CELL_BEGIN, 0, 0, 0, 9, 0, 0, 1, 0, 0)
+    record = record_format.SMALL.pack(record_format.RecordType.CELL_BEGIN, 0, 0, 0, 9, 0, 0, 1, 0, 0)
     with pytest.raises(ProtocolError, match="name 9"):
-        decode(records.frame(0, 0, 0, 0, [], record))
-    record = records.SMALL.pack(99, 0, 0, 0, 0, 0, 0, 1, 0, 0)
+        decode(record_format.frame(0, 0, 0, 0, [], record))
+    record = record_format.SMALL.pack(99, 0, 0, 0, 0, 0, 0, 1, 0, 0)
     with pytest.raises(ProtocolError, match="type 99"):
-        decode(records.frame(0, 0, 0, 0, [], record))
+        decode(record_format.frame(0, 0, 0, 0, [], record))
 
 
 def test_another_version_is_refused_by_number() -> None:

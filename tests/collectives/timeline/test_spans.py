@@ -13,20 +13,20 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.sites import UNKNOWN
 from hvdlab.collectives.timeline import spans as module
-from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import (
-    Abort,
-    Batch,
-    CellBegin,
-    CellEnd,
+from hvdlab.collectives.timeline.spans import Recorder
+from hvdlab.collectives.tracing.clocks import clock_domain
+from hvdlab.collectives.tracing.record_format import (
+    AbortEvent,
+    CellBeginEvent,
+    CellEndEvent,
     ClockSample,
     Event,
     Members,
     Metric,
+    RecordBatch,
     Span,
+    decode,
 )
-from hvdlab.collectives.timeline.records import decode
-from hvdlab.collectives.timeline.spans import Recorder
 
 PHASES = Phases(pack=10, transfer=20, unpack=30, wait=40)
 
@@ -68,7 +68,7 @@ def test_a_span_comes_out_as_it_was_measured() -> None:
     expected = Span(
         "grad.fc", OpKind.ALLGATHER, DType.BF16, 2, 7, 1, 4096, base, base + 5, base + 9, base + 99, 10, 20, 40, 30, False
     )  # fmt: skip
-    assert decode(data) == Batch(3, clock_domain(), 0, 0, (expected,))
+    assert decode(data) == RecordBatch(3, clock_domain(), 0, 0, (expected,))
 
 
 def test_the_batch_form_records_the_same_as_single_calls() -> None:
@@ -130,12 +130,12 @@ def test_the_small_records_come_out_with_the_time_they_were_made() -> None:
     assert times == sorted(times)
     assert before <= times[0] <= times[-1] <= after
     assert events == [
-        CellBegin("7", times[0]),
+        CellBeginEvent("7", times[0]),
         Metric("loss", 0.25, 12, times[1]),
         Metric("speed", 3.0, None, times[2]),
-        Abort(1, 4, times[3], "rank 2 died"),
+        AbortEvent(1, 4, times[3], "rank 2 died"),
         Members(1, 5, 3, times[4], "gloo"),
-        CellEnd("7", times[5], False),
+        CellEndEvent("7", times[5], False),
         ClockSample(1101, 4000, 51),
     ]
 

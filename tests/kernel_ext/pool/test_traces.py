@@ -12,8 +12,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.timeline.check import check, load
-from hvdlab.collectives.timeline.events import Span
-from hvdlab.collectives.timeline.records import decode
+from hvdlab.collectives.tracing.record_format import Span, decode
 from hvdlab.kernel_ext.pool import Pool
 from patience import PATIENCE
 

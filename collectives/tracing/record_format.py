@@ -1,4 +1,4 @@
-"""The recorder's batch format: what a rank measured, as fixed 64-byte records.
+"""The format of recorded batches: what a rank measured, as typed events and as fixed 64-byte records.
 
 A batch stands alone: it carries the text of every name that its records use, so that a history may forget old
 batches and a subscriber may come late. All numbers are little-endian::
@@ -15,39 +15,156 @@ batches and a subscriber may come late. All numbers are little-endian::
 
 Times are nanoseconds of the rank's ``CLOCK_MONOTONIC``. Ranks with an equal clock domain share that clock.
 
-A span's name and call site are one number, so that where a collective was called costs nothing per span.
+A span's name and call site are one number, so that the place of a call costs nothing per span.
 
 A span's later times are stored as distances from ``submitted``, in units of ``2**shift`` ns. The shift is 0, so
 exact, up to 4.29 s, and otherwise the smallest that fits (a 10-minute wait has a resolution of 256 ns).
+
+The span of a request to a parameter server has the same fields, three of them with another meaning:
+
+=============== ====================================================================================================
+process set     the store, its server, and whether the request is a pull; beyond all numbers of process sets
+sequence        version of the value that a push made, or that a pull read: the low 32 bits
+batch           of a push its staleness; of a pull a number that no other rank's pull has
+=============== ====================================================================================================
+
+Its ``ready`` and ``started`` are when the server began to carry out the request. It ``finished`` when the server had
+applied a push, or when the worker had the pulled value; ``transfer`` is how long the server worked on the request.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.timeline.batches import HEADER
-from hvdlab.collectives.timeline.events import (
-    Abort,
-    Batch,
-    CellBegin,
-    CellEnd,
-    ClockSample,
-    Event,
-    Members,
-    Metric,
-    Span,
-)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One tensor in one collective, as this rank saw it.
+
+    ``(process_set, sequence, batch)`` names the plane operation and is equal on all members; tensors fused into one
+    operation share it, as well as ``ready_ns``, ``started_ns``, ``finished_ns`` and the four durations, which were
+    measured for the operation as a whole.
+
+    Attributes:
+        nbytes: Size of this tensor on this rank.
+        submitted_ns: When this rank asked for it: its arrival.
+        ready_ns: When the order to execute reached this rank; ``None`` if it failed before.
+        started_ns: When the executor began with it; ``None`` if it failed before.
+        finished_ns: When it was done, or when it failed.
+        pack_ns: Sum of the time spent copying in. Pieces may interleave with those of the other phases.
+        transfer_ns: Sum of the time spent moving and reducing.
+        wait_ns: Sum of the time spent blocked on other members.
+        unpack_ns: Sum of the time spent copying out.
+        resolution_ns: Resolution of all times and durations but ``submitted_ns``; 1 for spans of up to 4.29 s.
+        site: The user's line that asked for it, such as ``cell [7] line 4``; empty if it is not known.
+    """
+
+    name: str
+    kind: OpKind
+    dtype: DType
+    process_set: int
+    sequence: int
+    batch: int
+    nbytes: int
+    submitted_ns: int
+    ready_ns: int | None
+    started_ns: int | None
+    finished_ns: int
+    pack_ns: int = 0
+    transfer_ns: int = 0
+    wait_ns: int = 0
+    unpack_ns: int = 0
+    ok: bool = True
+    resolution_ns: int = 1
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CellBeginEvent:
+    """A cell began to run on this rank."""
+
+    cell: str
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellEndEvent:
+    """A cell ended on this rank."""
+
+    cell: str
+    time_ns: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AbortEvent:
+    """An epoch of a process set ended; ``text`` says why."""
+
+    process_set: int
+    epoch: int
+    time_ns: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number that the user reported; ``value`` may be infinite or NaN."""
+
+    name: str
+    value: float
+    step: int | None
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClockSample:
+    """This rank's clock against the coordinator's at ``time_ns`` (here): coordinator - here = offset ± uncertainty."""
+
+    time_ns: int
+    offset_ns: int
+    uncertainty_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """A process set has this many members from this epoch on, none if it is gone; ``plane`` moves their data."""
+
+    process_set: int
+    epoch: int
+    size: int
+    time_ns: int
+    plane: str = ""
+
+
+Event = Span | CellBeginEvent | CellEndEvent | AbortEvent | Metric | ClockSample | Members
+
+
+@dataclass(frozen=True, slots=True)
+class RecordBatch:
+    """A decoded batch: the header's fields and the records."""
+
+    rank: int
+    clock: int
+    dropped: int
+    refused: int
+    events: tuple[Event, ...]
+
 
 MAGIC = b"HVDS"
 VERSION = 2
 RECORD_BYTES = 64
 MAX_TEXT_BYTES = 1024
+BATCH_RECORDS = 4096
+"""Records of a batch at most; a recorder puts further ones into the next batch."""
 
+HEADER = struct.Struct("<4sHHIIIQQQ")
 DEFINITION = struct.Struct("<IHH")
 
 # type, kind, dtype, flags, name, process set, sequence, batch, bytes, submitted,
@@ -66,6 +183,11 @@ FLAG_NOT_STARTED = 0x40
 FLAG_NOT_READY = 0x20
 SHIFT_MASK = 0x1F
 FLAG_HAS_STEP = 0x01
+
+FIRST_GROUP = 1 << 31
+"""From here on, the number of a process set stands for a parameter server's store."""
+_SERVER_BITS = 10
+_MOST_STALE = 0xFFFF
 
 
 class RecordType(IntEnum):
@@ -86,10 +208,6 @@ def clean_text(text: str) -> bytes:
     if len(data) > MAX_TEXT_BYTES:
         data = data[:MAX_TEXT_BYTES].decode("utf-8", "ignore").encode()
     return data
-
-
-BATCH_RECORDS = 4096
-"""Records of a batch at most; a recorder puts further ones into the next batch."""
 
 
 def span_scale(longest_ns: int) -> int:
@@ -122,6 +240,23 @@ def frame_defined(
     count = len(records) // RECORD_BYTES
     head = HEADER.pack(MAGIC, VERSION, 0, rank, definitions, count, clock, dropped, refused)
     return head + table + records
+
+
+_COUNT, _LOST = 5, 7
+
+
+def count_of(batch: bytes) -> int:
+    """How many records it has, as its header says; 0 if it has none."""
+    return int(HEADER.unpack_from(batch)[_COUNT]) if len(batch) >= HEADER.size else 0
+
+
+def with_lost(batch: bytes, more: int) -> bytes:
+    """The batch of a rank of which ``more`` records did not get this far. One without a header stays as it is."""
+    if len(batch) < HEADER.size:
+        return batch
+    fields = list(HEADER.unpack_from(batch))
+    fields[_LOST] += more
+    return HEADER.pack(*fields) + batch[HEADER.size :]
 
 
 def pack_span(name_id: int, span: Span) -> bytes:
@@ -178,7 +313,11 @@ def encode(
 def _text_of(event: Event) -> str:
     match event:
         case (
-            Span(name=text) | Metric(name=text) | Abort(text=text) | CellBegin(cell=text) | CellEnd(cell=text)
+            Span(name=text)
+            | Metric(name=text)
+            | AbortEvent(text=text)
+            | CellBeginEvent(cell=text)
+            | CellEndEvent(cell=text)
         ):
             return text
         case Members(plane=text):
@@ -191,12 +330,12 @@ def _pack(event: Event, name: int) -> bytes:
     match event:
         case Span():
             return pack_span(name, event)
-        case CellBegin():
+        case CellBeginEvent():
             return SMALL.pack(RecordType.CELL_BEGIN, 0, 0, 0, name, 0, 0, event.time_ns, 0, 0)
-        case CellEnd():
+        case CellEndEvent():
             flags = 0 if event.ok else FLAG_FAILED
             return SMALL.pack(RecordType.CELL_END, 0, 0, flags, name, 0, 0, event.time_ns, 0, 0)
-        case Abort():
+        case AbortEvent():
             return SMALL.pack(
                 RecordType.ABORT, 0, 0, 0, name, event.process_set, event.epoch, event.time_ns, 0, 0
             )
@@ -284,11 +423,11 @@ def read_head(data: bytes, known: Definitions | None = None) -> Head:
     return Head(rank, clock, dropped, refused, names, sites, start)
 
 
-def decode(data: bytes) -> Batch:
+def decode(data: bytes) -> RecordBatch:
     """Read one batch. Raises :class:`ProtocolError` for anything that is not exactly one valid batch."""
     head = read_head(data)
     events = tuple(read_record(data, offset, head) for offset in range(head.start, len(data), RECORD_BYTES))
-    return Batch(head.rank, head.clock, head.dropped, head.refused, events)
+    return RecordBatch(head.rank, head.clock, head.dropped, head.refused, events)
 
 
 def _read_names(data: bytes, count: int) -> tuple[dict[int, str], dict[int, str], int]:
@@ -358,11 +497,11 @@ def _read_small(data: bytes, offset: int, names: dict[int, str]) -> Event:
     kind, _, _, flags, name, process_set, number, time_ns, first, second = SMALL.unpack_from(data, offset)
     match kind:
         case RecordType.CELL_BEGIN:
-            return CellBegin(names[name], time_ns)
+            return CellBeginEvent(names[name], time_ns)
         case RecordType.CELL_END:
-            return CellEnd(names[name], time_ns, not flags & FLAG_FAILED)
+            return CellEndEvent(names[name], time_ns, not flags & FLAG_FAILED)
         case RecordType.ABORT:
-            return Abort(process_set, number, time_ns, names[name])
+            return AbortEvent(process_set, number, time_ns, names[name])
         case RecordType.METRIC:
             value = SMALL_FLOAT.unpack_from(data, offset)[8]
             return Metric(names[name], value, second if flags & FLAG_HAS_STEP else None, time_ns)
@@ -375,3 +514,38 @@ def _read_small(data: bytes, offset: int, names: dict[int, str]) -> Event:
                 raise ValueError("a process set has a negative size")
             return Members(process_set, number, first, time_ns, names[name] if name else "")
     raise ValueError(f"unknown record type {kind}")
+
+
+class StoreRequest(NamedTuple):
+    """What the numbers of a span mean.
+
+    Attributes:
+        store: Number of the store, equal on all workers.
+        server: Number of the server.
+        version: Version of the value that a push made or a pull read; the low 32 bits.
+        staleness: Pushes of other workers that were applied after the value from which this push was computed; at most 65535.
+    """
+
+    store: int
+    server: int
+    version: int
+    staleness: int
+
+
+def group_of(store: int, server: int, kind: OpKind) -> int:
+    """The number that stands in place of a process set's."""
+    number = (store << _SERVER_BITS | server) << 1 | (kind is OpKind.PULL)
+    return FIRST_GROUP | number & (FIRST_GROUP - 1)
+
+
+def push_batch(staleness: int) -> int:
+    """Return the number that stands in place of a batch's, for a push."""
+    return min(staleness, _MOST_STALE)
+
+
+def request_of(span: Span) -> StoreRequest:
+    """What the numbers of a push's or pull's span mean."""
+    number = span.process_set & (FIRST_GROUP - 1)
+    server = number >> 1 & (1 << _SERVER_BITS) - 1
+    staleness = span.batch & _MOST_STALE if span.kind is OpKind.PUSH else 0
+    return StoreRequest(number >> _SERVER_BITS + 1, server, span.sequence, staleness)

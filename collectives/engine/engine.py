@@ -35,7 +35,7 @@ from hvdlab.collectives.engine.subscribing import Subscription
 from hvdlab.collectives.engine.timeline import TimelineTap
 from hvdlab.collectives.engine.waiting import Waiter
 from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError
-from hvdlab.collectives.metrics.of_rank import sampler_of_rank
+from hvdlab.collectives.metrics.sampler import sample_rank
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import KeyValue, Phases
 from hvdlab.collectives.protocol import messages as m
@@ -102,7 +102,7 @@ class Engine(Groups):
         self._control.start()
         self._control.call(self._dispatcher.ask_clock)
         interval = settings.metrics_interval if settings.record else 0.0
-        self._sampler = sampler_of_rank(self.metric, interval, rank)
+        self._sampler = sample_rank(self.metric, interval, rank)
 
     @classmethod
     def connect(cls, settings: Settings, *, timeout: float | None = None) -> Engine:

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.dispatch import Dispatcher
 from hvdlab.collectives.engine.subscribing import Subscription
-from hvdlab.collectives.metrics.exporting import Export, Exporter, same_target
-from hvdlab.collectives.metrics.points import PointReader
+from hvdlab.collectives.metrics.export import Export, Exporter, PointReader, same_target
 
 FLUSHED_WITHIN = 1.0
 """Seconds that the control thread has to hand over what was recorded by now."""

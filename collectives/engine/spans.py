@@ -12,8 +12,8 @@ from hvdlab.collectives.engine.effects import RunBatch
 from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.planes.base import Phases
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.timeline.spans import Recorder
 from hvdlab.collectives.tracing.clocks import ClockSamples
+from hvdlab.collectives.tracing.recorder import Recorder
 
 
 class SpanLog:

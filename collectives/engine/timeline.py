@@ -8,7 +8,7 @@ import threading
 
 from hvdlab.collectives.engine.subscribing import LAST_EVENTS, Subscription
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.timeline.file import TimelineFile
+from hvdlab.collectives.tracing.timeline_file import TimelineFile
 
 __all__ = ["LAST_EVENTS", "TimelineTap"]
 

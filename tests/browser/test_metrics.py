@@ -163,7 +163,7 @@ def check_saved(lab: LabPage, path: Path) -> None:
 
 SYNTHETIC = """\
 import math, hvdlab
-from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.record_format import Metric
 from hvdlab.collectives.tracing.record_format import encode
 recording = Recording()

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.tracing.record_format import Metric, encode
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets import views
 from magics_fakes import Notebook
 

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("anywidget")
 
-from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, encode
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets import metrics, metrics_picture, picture, publisher, rank_rows, ranks, strip, timeline
 from hvdlab.widgets.panel import Panel
 from hvdlab.widgets.publisher import Publisher

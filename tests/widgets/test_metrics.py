@@ -9,8 +9,8 @@ import struct
 import numpy as np
 import pytest
 
-from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, CellEndEvent, Event, Metric, encode
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.metrics_picture import as_html, as_text
 from hvdlab.widgets.picture import png, seconds
 from hvdlab.widgets.sparklines import RANKS, _apart, characters, draw, quantity, sparks, title

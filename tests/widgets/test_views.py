@@ -17,7 +17,6 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Member
-from hvdlab.collectives.recording import Recording
 from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import (
     CellBeginEvent,
@@ -28,6 +27,7 @@ from hvdlab.collectives.tracing.record_format import (
     Span,
     encode,
 )
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets import picture, publisher, rank_rows, source
 from hvdlab.widgets.messages import ROW_BYTES
 from hvdlab.widgets.publisher import Publisher

@@ -18,7 +18,7 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.spans import SpanLog
 from hvdlab.collectives.errors import AbortedError, MismatchError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.timeline.check import check, load
+from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.clocks import ClockSamples
 from hvdlab.collectives.tracing.record_format import ClockSample, Members, Span, decode
 from patience import PATIENCE

@@ -1,4 +1,4 @@
-"""The union of intervals that come one after the other, not always in order."""
+"""Unions of intervals: of some at once, of one group for each rank, and one that grows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Times = NDArray[np.int64]
 
 
 def union(begin: NDArray[Any], end: NDArray[Any]) -> tuple[Times, Times]:
-    """Intervals, in order, that don't touch each other and cover the same as the given ones."""
+    """Return intervals, in order, that don't touch each other and cover the same as the given ones."""
     if not len(begin):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     order = np.argsort(begin, kind="stable")
@@ -19,6 +19,29 @@ def union(begin: NDArray[Any], end: NDArray[Any]) -> tuple[Times, Times]:
     first = np.flatnonzero(np.concatenate(([True], begin[1:] > reached[:-1])))
     last = np.concatenate((first[1:] - 1, [len(begin) - 1]))
     return begin[first].astype(np.int64), reached[last].astype(np.int64)
+
+
+def union_lengths(
+    group: NDArray[Any], begin: NDArray[Any], end: NDArray[Any], since: int, groups: int
+) -> Times:
+    """Return, for each group, the length of the union of its intervals.
+
+    Args:
+        group: The group of each interval, a number below ``groups``.
+        begin, end: The intervals.
+        since: The time at which to begin; the parts of intervals before it do not count.
+        groups: How many groups there are.
+    """
+    if not len(begin):
+        return np.zeros(groups, np.int64)
+    begin = np.maximum(begin, since) - since
+    end = np.maximum(begin, end - since)
+    # Each group gets a stretch of its own on one axis, so that one pass does for all.
+    stretch = int(end.max()) + 1
+    shift = group.astype(np.int64) * stretch
+    first, last = union(begin + shift, end + shift)
+    found: Times = np.bincount(first // stretch, last - first, groups).astype(np.int64)
+    return found
 
 
 class Union:

@@ -111,7 +111,7 @@ test-numpy: ## the core on the oldest numpy that is accepted, without torch, in 
 	$(PYTHON) -m venv out/numpy
 	out/numpy/bin/python -m pip install --quiet numpy==1.23.5 'pandas>=2.2,<2.3' msgspec 'ipyparallel>=9' mpi4py mpich cryptography \
 		hypothesis pytest pytest-timeout pytest-xdist --editable .
-	out/numpy/bin/python -m pytest -m "not soak" tests/collectives/recording tests/collectives/reduce tests/collectives/protocol \
+	out/numpy/bin/python -m pytest -m "not soak" tests/collectives/tracing tests/collectives/reduce tests/collectives/protocol \
 		tests/bindings/test_numpy_collectives.py $(PYTEST_ARGS)
 	out/numpy/bin/python -m pytest -m "not soak" tests/conformance/test_planes.py tests/conformance/test_adasum.py \
 		-k "(local or shm or mpi) and not hierarchical" $(PYTEST_ARGS)

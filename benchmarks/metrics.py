@@ -19,8 +19,8 @@ import torch
 
 import hvdlab.torch as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.metrics.points import Point, PointReader
-from hvdlab.collectives.metrics.process import ProcessUsage
+from hvdlab.collectives.metrics.export import Point, PointReader
+from hvdlab.collectives.metrics.sampler import ProcessUsage
 from hvdlab.torch.watch import gradient_norm
 
 NARROW, WIDE = 64, 2048

@@ -27,9 +27,8 @@ from playwright.sync_api import sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.recording.loading import events
-from hvdlab.collectives.recording.saving import save
+from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.tracing.trace_file import read_events, save_recording
 from perfetto_ui import perfetto_ui  # from tests
 from timeline_traces import steps
 
@@ -80,7 +79,7 @@ class Highest:
 def measure_saving(recording: Recording, path: Path) -> dict[str, float]:
     begin, cpu = time.perf_counter(), time.process_time()
     with Highest() as highest:
-        save(recording, path)
+        save_recording(recording, path)
     nbytes = path.stat().st_size
     return {
         "bytes": nbytes,
@@ -94,7 +93,7 @@ def measure_saving(recording: Recording, path: Path) -> dict[str, float]:
 def expected(path: Path) -> dict[str, int]:
     """Slices by name, as the JSON has them."""
     with gzip.open(path) as file:
-        return dict(Counter(event["name"] for event in events(file) if event["ph"] in "XBbi"))
+        return dict(Counter(event["name"] for event in read_events(file) if event["ph"] in "XBbi"))
 
 
 def measure_opening(path: Path, slices: dict[str, int]) -> dict[str, Any]:

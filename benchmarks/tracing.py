@@ -18,10 +18,10 @@ import msgspec
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.planes.base import PhaseTimes
-from hvdlab.collectives.timeline.chrome import ChromeTrace
-from hvdlab.collectives.timeline.file import TimelineFile
-from hvdlab.collectives.timeline.records import decode
-from hvdlab.collectives.timeline.spans import Recorder
+from hvdlab.collectives.tracing.chrome_trace import ChromeTrace
+from hvdlab.collectives.tracing.record_format import decode
+from hvdlab.collectives.tracing.recorder import Recorder
+from hvdlab.collectives.tracing.timeline_file import TimelineFile
 
 TENSORS = 161
 """Gradients of a ResNet-50, the usual number of names in flight."""

@@ -20,7 +20,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 
 if TYPE_CHECKING:
-    from hvdlab.collectives.recording import Recording
+    from hvdlab.collectives.tracing.recording import Recording
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ class Client:
 
         The recording goes on with a successor of the coordinator, and stays readable when this client is closed. Needs numpy.
         """
-        from hvdlab.collectives.recording import Recording
+        from hvdlab.collectives.tracing.recording import Recording
 
         with self._changed:
             made = self._recording is None

@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry
 from hvdlab.kernel_ext.notebook.trace_file import save_trace
 
 if TYPE_CHECKING:
-    from hvdlab.collectives.recording import Recording
+    from hvdlab.collectives.tracing.recording import Recording
 
 CONNECT_WITHIN = 10.0
 EVERY = 2.0
@@ -87,9 +87,9 @@ def main(arguments: Sequence[str]) -> int:
 def _opened(options: argparse.Namespace) -> Iterator[tuple[Recording, Client | None]]:
     """The recording that the options name, and the connection that brings it if it is a pool's."""
     if options.trace is not None:
-        from hvdlab.collectives.recording.loading import load
+        from hvdlab.collectives.tracing.trace_file import load_trace
 
-        yield load(options.trace), None
+        yield load_trace(options.trace), None
         return
     kept = KeptPoolRegistry().get(options.pool) if options.pool else _the_only_one()
     with Client.connect(kept.address, kept.client_token, timeout=CONNECT_WITHIN) as client:
@@ -109,24 +109,24 @@ def _the_only_one() -> KeptPoolEntry:
 
 
 def _save(recording: Recording, client: Client | None, file: Path) -> None:
-    from hvdlab.collectives.recording.saving import save
+    from hvdlab.collectives.tracing.trace_file import save_recording
 
-    path = save(recording, file) if client is None else save_trace(client, file)
+    path = save_recording(recording, file) if client is None else save_trace(client, file)
     print(
         f"wrote {path} ({recording.count:,} spans, {path.stat().st_size / 1e6:,.1f} MB); https://ui.perfetto.dev opens it"
     )
 
 
 def _summary(recording: Recording) -> str:
-    from hvdlab.collectives.recording import report
+    from hvdlab.collectives.tracing import text_report
 
     if not recording.count:
-        return report.head(recording)
-    return f"{report.head(recording)}\n\n{report.ranks(recording)}"
+        return text_report.head(recording)
+    return f"{text_report.head(recording)}\n\n{text_report.ranks(recording)}"
 
 
 def _top(recording: Recording, client: Client | None, options: argparse.Namespace) -> None:
-    from hvdlab.collectives.recording import report
+    from hvdlab.collectives.tracing import text_report
 
     follow = client is not None and not options.once
     clear = CLEAR if follow and sys.stdout.isatty() else ""
@@ -142,7 +142,7 @@ def _top(recording: Recording, client: Client | None, options: argparse.Namespac
         version = recording.version
         text = _summary(recording)
         if recording.count:
-            text += f"\n\n{report.collectives(recording, options.n)}"
+            text += f"\n\n{text_report.collectives(recording, options.n)}"
         print(f"{clear}{text}", flush=True)
         if not follow:
             return

@@ -18,7 +18,7 @@ from hvdlab.magics.session import Session
 
 if TYPE_CHECKING:
     from hvdlab.collectives.client import Client
-    from hvdlab.collectives.recording import Recording
+    from hvdlab.collectives.tracing.recording import Recording
     from hvdlab.kernel_ext.notebook.pool import Pool
     from hvdlab.widgets.panel import Panel
 
@@ -188,9 +188,9 @@ class NotebookDesk:
             recording = self.recording(pool)
             if recording is None:
                 raise InvalidRequestError("there are no ranks whose timeline could be saved")
-            from hvdlab.collectives.recording.saving import save
+            from hvdlab.collectives.tracing.trace_file import save_recording
 
-            save(recording, path)
+            save_recording(recording, path)
             return
         from hvdlab.kernel_ext.notebook.trace_file import save_trace
 

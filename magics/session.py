@@ -22,7 +22,7 @@ from hvdlab.magics.screens.publisher import ParentPublisher, in_notebook
 from hvdlab.magics.strips import Strips
 
 if TYPE_CHECKING:
-    from hvdlab.collectives.recording import Recording
+    from hvdlab.collectives.tracing.recording import Recording
     from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
     from hvdlab.kernel_ext.notebook.pool import Pool
@@ -102,7 +102,7 @@ class Session:
 
     def awaited(self) -> Recording:
         """The recording of the next pool; empty until there is one."""
-        from hvdlab.collectives.recording import Recording
+        from hvdlab.collectives.tracing.recording import Recording
 
         if self._awaited is None:
             self._awaited = Recording()

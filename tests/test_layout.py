@@ -139,9 +139,9 @@ def test_the_arrows_between_rooms_point_as_agreed() -> None:
         "hvdlab.collectives.errors",
         "hvdlab.collectives.coordinator.__main__",
         "hvdlab.collectives.coordinator.process",
-        "hvdlab.collectives.timeline.spans",
-        "hvdlab.collectives.timeline.file",
-        "hvdlab.collectives.timeline.check",
+        "hvdlab.collectives.tracing.recorder",
+        "hvdlab.collectives.tracing.timeline_file",
+        "hvdlab.collectives.tracing.check",
     ],
 )
 def test_what_must_be_light_imports_nothing_heavy(module: str) -> None:

@@ -39,12 +39,10 @@ from hvdlab.collectives.failures import Failure
 from hvdlab.collectives.logs import aborted, set_up
 from hvdlab.collectives.membership import Stall
 from hvdlab.collectives.protocol.messages import Abort
-from hvdlab.collectives.recording import Recording, report
-from hvdlab.collectives.recording.loading import load
-from hvdlab.collectives.recording.saving import save
-from hvdlab.collectives.timeline import check
-from hvdlab.collectives.timeline.events import Members, Metric, Span
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing import check, text_report
+from hvdlab.collectives.tracing.record_format import Members, Metric, Span, encode
+from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.tracing.trace_file import load_trace, save_recording
 from hvdlab.kernel_ext.notebook import registry
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     CollectiveStalled,
@@ -110,18 +108,18 @@ def traced(name: str, directory: Path) -> Path:
     for rank in range(2):
         recording.feed(rank, encode(rank, [Members(0, 0, 2, 0), span, Metric(name, 1.0, None, when)]))
     recording.close()
-    return save(recording, directory / "foreign.json")
+    return save_recording(recording, directory / "foreign.json")
 
 
 def summary(name: str, directory: Path) -> str:
-    recording = load(traced(name, directory))
-    return report.head(recording) + report.ranks(recording) + report.collectives(recording)
+    recording = load_trace(traced(name, directory))
+    return text_report.head(recording) + text_report.ranks(recording) + text_report.collectives(recording)
 
 
 def refusal(name: str, directory: Path) -> str:
     (directory / "no.json").write_text(f'{{"ph": "{name}"\n', encoding="utf-8", errors="replace")
     with pytest.raises(InvalidRequestError) as caught:
-        load(directory / "no.json")
+        load_trace(directory / "no.json")
     return str(caught.value)
 
 

@@ -6,8 +6,15 @@ import random
 from collections.abc import Iterator
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import (
+    CellBeginEvent,
+    CellEndEvent,
+    Event,
+    Members,
+    Metric,
+    Span,
+    encode,
+)
 
 START_NS = 5_000_000_000
 
@@ -31,7 +38,7 @@ def steps(
     clock = START_NS
     sequence = 0
     for rank in range(ranks):
-        first: list[Event] = [CellBegin("7", clock - 1000)]
+        first: list[Event] = [CellBeginEvent("7", clock - 1000)]
         if known_size:
             first.append(Members(0, 0, ranks, clock - 2000))
         yield rank, encode(rank, first)
@@ -78,7 +85,7 @@ def steps(
             events[rank].append(Metric("loss", 1 / (step + 1), step, clock))
             yield rank, encode(rank, events[rank])
     for rank in range(ranks):
-        yield rank, encode(rank, [CellEnd("7", clock + 1000, True)])
+        yield rank, encode(rank, [CellEndEvent("7", clock + 1000, True)])
 
 
 def _arrivals(random_source: random.Random, clock: int, layers: int, slow: bool) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.collectives.failures import Failures
-from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.tracing.recording import Recording
 
 NAME = "hvdlab-timeline.json.gz"
 
@@ -47,13 +47,12 @@ class Downloads:
             self._thread.join(timeout)
 
     def _write(self) -> None:
-        from hvdlab.collectives.recording.export import trace_events
-        from hvdlab.collectives.recording.saving import write
+        from hvdlab.collectives.tracing.trace_file import trace_events, write_trace
 
         file = io.BytesIO()
         with self._failures.guard("the file to be saved"):
             try:
-                write(trace_events(self._recording), file, "json.gz")
+                write_trace(trace_events(self._recording), file, "json.gz")
             except (HvdlabError, OSError) as error:
                 self._send({"type": "problem", "text": str(error)}, [])
                 return

@@ -11,7 +11,7 @@ import anywidget
 import traitlets
 
 from hvdlab.collectives.failures import Failures, as_messages
-from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.membership_actions import ChangeablePool, MembershipActions
 from hvdlab.widgets.membership_news import MembershipNews
 from hvdlab.widgets.membership_rows import membership_html, membership_text

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from hvdlab.collectives.errors import HvdlabError
-from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.membership_actions import ChangeablePool, MembershipActions
 from hvdlab.widgets.membership_rows import MembershipState, membership_message
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdlab.collectives.recording import Mark
-from hvdlab.collectives.recording.rows import Rows, distance
+from hvdlab.collectives.tracing.columns import Rows, distance
+from hvdlab.collectives.tracing.recording import Annotation
 
 ROW_BYTES = 46
 
@@ -30,7 +30,7 @@ def pack_rows(rows: Rows, origin_ns: int) -> bytes:
     return b"".join(column.tobytes() for column in columns)
 
 
-def pack_marks(marks: Sequence[tuple[int, Mark]], origin_ns: int) -> list[tuple[int, dict[str, Any]]]:
+def pack_marks(marks: Sequence[tuple[int, Annotation]], origin_ns: int) -> list[tuple[int, dict[str, Any]]]:
     """Marks with their numbers; times in ns since the origin."""
     return [
         (

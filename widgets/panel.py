@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.failures import Failures
-from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.membership_actions import ChangeablePool, MembershipActions
 from hvdlab.widgets.membership_news import MembershipNews
 from hvdlab.widgets.publisher import Publisher

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.recording import RankSummary, Recording, summarize
-from hvdlab.collectives.recording.arrivals import arrivals
-from hvdlab.collectives.recording.rows import NOT_READY, NOT_STARTED, Rows, distance
+from hvdlab.collectives.tracing.collective_matching import collective_arrivals
+from hvdlab.collectives.tracing.columns import NOT_READY, NOT_STARTED, Rows, distance
+from hvdlab.collectives.tracing.rank_activity import RankSummary, summarize
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.rank_rows import slowest_of
 
 ROWS_DRAWN = 200_000
@@ -50,7 +51,7 @@ def lanes(recording: Recording, columns: int) -> tuple[list[Lane], float]:
     _, rows = recording.rows_since(recording.end - ROWS_DRAWN)
     if not len(rows):
         return [], 0.0
-    came = arrivals(rows, recording.clock_errors())
+    came = collective_arrivals(rows, recording.clock_errors())
     finished = rows["arrival"] + distance(rows, "finished")
     edges = np.linspace(rows["arrival"].min(), finished.max(), columns + 1)
     last = came.one[came.certain[came.one]]

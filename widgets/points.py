@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.recording.series import Points
+from hvdlab.collectives.tracing.columns import Points
+from hvdlab.collectives.tracing.recording import Recording
 
 POINT_BYTES = 32
 POINTS_PER_MESSAGE = 20_000

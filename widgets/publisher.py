@@ -9,8 +9,8 @@ from typing import Any
 
 from hvdlab.collectives.errors import shown_name
 from hvdlab.collectives.failures import Failures, as_messages
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.recording.rows import Rows
+from hvdlab.collectives.tracing.columns import Rows
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.membership_news import MembershipNews
 from hvdlab.widgets.messages import pack_marks, pack_rows
 from hvdlab.widgets.points import POINTS_PER_MESSAGE, SeriesNews

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from hvdlab.collectives.membership import LEAVES
-from hvdlab.collectives.recording import RankSummary, Recording, summarize
-from hvdlab.collectives.recording.pace import shown_rate, slowest_rank
+from hvdlab.collectives.tracing.rank_activity import RankSummary, shown_rate, slowest_rank, summarize
+from hvdlab.collectives.tracing.recording import Recording
 
 INTERVAL = 1.0
 LOOKED_AT = 50_000

@@ -11,7 +11,7 @@ import anywidget
 import traitlets
 
 from hvdlab.collectives.failures import Failures, as_messages
-from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.visible import visible
 from hvdlab.widgets.output import Output, text_of
 from hvdlab.widgets.picture import seconds

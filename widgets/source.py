@@ -9,7 +9,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from hvdlab.collectives.recording import Recording
+    from hvdlab.collectives.tracing.recording import Recording
     from hvdlab.widgets.membership_actions import ChangeablePool
 
 Finder = Callable[[], Any]
@@ -71,7 +71,7 @@ def recording_of(source: Any = None, *, coming: bool = False) -> Recording:
     """
     # Imported here, since these import numpy, which views need and loading the extension does not.
     from hvdlab.collectives.client import Client
-    from hvdlab.collectives.recording import Recording
+    from hvdlab.collectives.tracing.recording import Recording
 
     if source is None:
         if context.in_rank_of_pool():

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.recording.derived import DERIVED
-from hvdlab.collectives.recording.series import Points
+from hvdlab.collectives.tracing.columns import Points
+from hvdlab.collectives.tracing.derived_series import DERIVED
+from hvdlab.collectives.tracing.recording import Recording
 
 Picture = NDArray[np.uint8]
 Values = NDArray[np.float64]

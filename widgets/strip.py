@@ -15,8 +15,8 @@ import anywidget
 import traitlets
 
 from hvdlab.collectives.failures import Failures
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.recording.pace import Pace, pace, shown_rate, step_count
+from hvdlab.collectives.tracing.rank_activity import RecentActivity, recent_activity, shown_rate, step_count
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.picture import seconds
 from hvdlab.widgets.rank_rows import HEARTBEAT, paused_text
 from hvdlab.widgets.unparented import unparented
@@ -55,7 +55,7 @@ class StripWidget(anywidget.AnyWidget):
         self._cell_begin_ns: int | None = None
         self._end, self._moved = recording.end, 0.0
         self._timeline: Any = None
-        self._pace = Pace()
+        self._pace = RecentActivity()
         self._stalled = ""
         self._refreshing = threading.Lock()
         #: When the page was last sent a state, by ``time.monotonic()``.
@@ -198,7 +198,9 @@ class StripWidget(anywidget.AnyWidget):
         if end != self._end:
             self._end, self._moved = end, now
             since_ns = self._since_ns()
-            self._pace = Pace() if since_ns is None else pace(self._recording, since_ns=since_ns)
+            self._pace = (
+                RecentActivity() if since_ns is None else recent_activity(self._recording, since_ns=since_ns)
+            )
         known = {one.rank: one for one in self._pace.ranks}
         slowest = self._pace.slowest
         ranks = []
@@ -237,7 +239,7 @@ class StripWidget(anywidget.AnyWidget):
                 return begun_ns
         return self._cell_begin_ns
 
-    def _rate(self, found: Pace, since_ns: int | None) -> str:
+    def _rate(self, found: RecentActivity, since_ns: int | None) -> str:
         steps = None if since_ns is None else shown_rate(self._recording, self._present(), since_ns)
         if steps is not None:
             return f"{_digits(steps)} steps/s"
@@ -263,7 +265,7 @@ class StripWidget(anywidget.AnyWidget):
         since_ns = self._since_ns()
         if since_ns is None:
             return ""
-        found = pace(self._recording, None, since_ns=since_ns, most=SUMMARY_ROWS)
+        found = recent_activity(self._recording, None, since_ns=since_ns, most=SUMMARY_ROWS)
         if not found.ranks:
             return ""
         compute, wait, work = (

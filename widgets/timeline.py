@@ -9,7 +9,7 @@ import anywidget
 import traitlets
 
 from hvdlab.collectives.failures import Failures
-from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.download import Downloads
 from hvdlab.widgets.output import Output, Publish, text_of
 from hvdlab.widgets.picture import as_html, as_text

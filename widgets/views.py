@@ -10,8 +10,7 @@ from hvdlab.widgets.source import pool_of, recording_of
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
-    from hvdlab.collectives.metrics.export_from_recording import RecordingExport
-    from hvdlab.collectives.metrics.exporting import Exporter
+    from hvdlab.collectives.metrics.export import Exporter, RecordingExport
     from hvdlab.widgets.membership import MembershipWidget
     from hvdlab.widgets.metrics import MetricsWidget
     from hvdlab.widgets.ranks import RanksWidget
@@ -139,9 +138,8 @@ def export(exporter: Exporter, pool: Any = None, *, names: str | Sequence[str] =
     Raises:
         InvalidRequestError: No ranks are running, or ``exporter`` lacks one of the methods.
     """
-    from hvdlab.collectives.metrics.export_from_recording import RecordingExport
-    from hvdlab.collectives.metrics.exporting import checked, patterns
-    from hvdlab.collectives.recording.derived import DERIVED
+    from hvdlab.collectives.metrics.export import RecordingExport, checked, patterns
+    from hvdlab.collectives.tracing.derived_series import DERIVED
 
     recording = recording_of(pool)
     checked(exporter)

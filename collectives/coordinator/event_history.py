@@ -14,7 +14,7 @@ import msgspec
 from hvdlab.collectives.coordinator.events import Effects
 from hvdlab.collectives.coordinator.options import HISTORY_BYTES
 from hvdlab.collectives.protocol.messages import RankEvents
-from hvdlab.collectives.timeline.batches import count_of, with_lost
+from hvdlab.collectives.tracing.record_format import count_of, with_lost
 
 UNREAD_BYTES = 4 * 1024 * 1024
 """Size in bytes of the history until the first client comes: only clients ask for the past."""

@@ -28,7 +28,7 @@ from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.engine.telemetry import MetricExports, Subscription, TimelineTap
 from hvdlab.collectives.engine.world_view import ElasticMembership
 from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInitializedError
-from hvdlab.collectives.metrics.of_rank import sampler_of_rank
+from hvdlab.collectives.metrics.sampler import sample_rank
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes
 from hvdlab.collectives.planes.links import Links, plane_text
@@ -98,7 +98,7 @@ class Engine:
         self._control.start(self._handlers)
         self._control.call(self._handlers.ask_clock)
         interval = settings.metrics_interval if settings.record else 0.0
-        self._sampler = sampler_of_rank(self.metric, interval, rank)
+        self._sampler = sample_rank(self.metric, interval, rank)
 
     @classmethod
     def connect(cls, settings: Settings, *, timeout: float | None = None) -> Engine:

@@ -11,8 +11,8 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.planes.base import PhaseTimes
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.timeline.clock import ClockSamples
-from hvdlab.collectives.timeline.spans import Recorder
+from hvdlab.collectives.tracing.clocks import ClockSamples
+from hvdlab.collectives.tracing.recorder import Recorder
 
 
 class SpanLog:
@@ -155,7 +155,7 @@ class SpanLog:
         Args:
             name, site: Its key, and the user's line.
             kind, dtype, nbytes: The operation, its element type, and its size in bytes.
-            group, sequence, batch: The numbers of :mod:`~hvdlab.collectives.timeline.store_requests`.
+            group, sequence, batch: The numbers of :mod:`~hvdlab.collectives.tracing.record_format`.
             times: When it was asked for, when the server began with it (0 if never), and when it ended, in ns.
             phases: Times that the server measured.
             ok: Whether the server did it.

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from hvdlab.collectives.client import Client, CoordinatorLostError
-from hvdlab.collectives.timeline.file import TimelineFile
+from hvdlab.collectives.tracing.timeline_file import TimelineFile
 
 DISK_WITHIN = 10.0
 """Seconds that a slow disk gets to take what is left."""
@@ -47,10 +47,10 @@ def save_trace(client: Client, path: str | os.PathLike[str], format: str | None 
         InvalidRequestError: There is no such format.
         OSError: It could not be written.
     """
-    from hvdlab.collectives.recording.saving import format_of, save
+    from hvdlab.collectives.tracing.trace_file import format_of, save_recording
 
     chosen = format_of(path, format)
-    return save(client.gathered(), path, chosen)
+    return save_recording(client.gathered(), path, chosen)
 
 
 def _take_history(client: Client) -> None:

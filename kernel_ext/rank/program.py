@@ -25,7 +25,7 @@ from traitlets.config import Config
 from hvdlab.bindings.framework_hooks import devices_in_use, set_environment
 from hvdlab.collectives import context, private
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.metrics.gpus import ask_frameworks
+from hvdlab.collectives.metrics.sampler import ask_frameworks
 from hvdlab.horovod.installing import offer
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.rank.join import join_controller

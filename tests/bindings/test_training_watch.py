@@ -6,7 +6,7 @@ import pytest
 
 from hvdlab.bindings.training_watch import TrainingWatch, check_every
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.metrics.steps import StepMeter
+from hvdlab.collectives.metrics.rank_metrics import StepMeter
 
 
 class Net:

@@ -271,9 +271,9 @@ def check_saved(lab: LabPage, path: Path) -> None:
 
 SYNTHETIC = """\
 import hvdlab
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import Members, Span
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.tracing.record_format import Members, Span
+from hvdlab.collectives.tracing.record_format import encode
 from hvdlab.collectives.dtypes import DType, OpKind
 recording = Recording()
 for rank in range(3):

@@ -163,9 +163,9 @@ def check_saved(lab: LabPage, path: Path) -> None:
 
 SYNTHETIC = """\
 import math, hvdlab
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import Metric
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.tracing.record_format import Metric
+from hvdlab.collectives.tracing.record_format import encode
 recording = Recording()
 for rank in range(16):
     recording.feed(rank, encode(rank, [Metric('loss', math.exp(-k / 100) + rank / 50, k, 10**9 + k * 10**8) for k in range(600)]))

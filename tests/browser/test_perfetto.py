@@ -13,10 +13,10 @@ import pytest
 pytest.importorskip("playwright.sync_api")
 
 from chromium import CHROMIUM, chromium, page_errors
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.recording.saving import save
-from hvdlab.collectives.timeline.check import load
-from hvdlab.collectives.timeline.file import TimelineFile
+from hvdlab.collectives.tracing.check import load
+from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.tracing.timeline_file import TimelineFile
+from hvdlab.collectives.tracing.trace_file import save_recording
 from perfetto_ui import installed, perfetto_ui
 from timeline_traces import steps
 
@@ -169,7 +169,7 @@ def test_both_formats_open_with_the_same_slices_to_the_nanosecond(tmp_path: Path
     )
     found = []
     for format in ("json", "json.gz"):
-        path = save(recording, tmp_path / f"run.{format}")
+        path = save_recording(recording, tmp_path / f"run.{format}")
         with viewer(path) as perfetto:
             perfetto.assert_sound()
             found.append(

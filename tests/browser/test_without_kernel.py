@@ -30,9 +30,9 @@ MOST_BYTES = 100_000
 RECORDING = """\
 import hvdlab
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import Members, Span
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.tracing.record_format import Members, Span
+from hvdlab.collectives.tracing.record_format import encode
 recording = Recording()
 for rank in range(16):
     spans = [Members(0, 1, 16, 0)]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from chaos import census
-from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.widgets.membership import MembershipWidget
 from hvdlab.widgets.membership_rows import membership_message

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import Metric
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import Metric, encode
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets import views
 from magics_fakes import Notebook
 

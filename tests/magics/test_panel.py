@@ -13,7 +13,7 @@ import pytest
 
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.kernel_ext.notebook import registry
 from hvdlab.magics.panel import NotebookDesk, load_panel
 from timeline_traces import steps

@@ -13,9 +13,8 @@ import torch
 import hvdlab.torch as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.metrics.steps import StepMeter
-from hvdlab.collectives.timeline.events import Metric
-from hvdlab.collectives.timeline.records import decode
+from hvdlab.collectives.metrics.rank_metrics import StepMeter
+from hvdlab.collectives.tracing.record_format import Metric, decode
 from hvdlab.torch.late_values import MOST_WAITING, LateValues
 from hvdlab.torch.watch import gradient_norm
 from metric_points import recorded_points

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from hvdlab.collectives.recording import Recording, saving
-from hvdlab.collectives.recording.export import trace_events
+from hvdlab.collectives.tracing import trace_file
+from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.tracing.trace_file import trace_events
 from hvdlab.widgets.download import Downloads
 from patience import PATIENCE
 from timeline_traces import steps
@@ -58,7 +59,7 @@ def test_a_problem_is_told(recording: Recording, monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise OSError("no room")
 
-    monkeypatch.setattr(saving, "write", fail)
+    monkeypatch.setattr(trace_file, "write_trace", fail)
     browser = Browser()
     downloads = Downloads(recording, browser.take, recording.failures)
     downloads.start()

@@ -12,9 +12,8 @@ import pytest
 
 pytest.importorskip("anywidget")
 
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import CellBegin
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import CellBeginEvent, encode
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets import metrics, metrics_picture, picture, publisher, rank_rows, ranks, strip, timeline
 from hvdlab.widgets.panel import Panel
 from hvdlab.widgets.publisher import Publisher
@@ -221,7 +220,7 @@ def test_the_strip_says_what_failed_and_goes_on(
     recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strip, "pace", broken)
-    recording.feed(0, encode(0, [CellBegin("[7]", START_NS)]))
+    recording.feed(0, encode(0, [CellBeginEvent("[7]", START_NS)]))
     feed(recording)
     one = strip.StripWidget(recording, range(2), "[7]", time.monotonic(), lambda *_: None)
     feed(recording, seed=2)

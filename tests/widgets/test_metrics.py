@@ -9,9 +9,8 @@ import struct
 import numpy as np
 import pytest
 
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Metric
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import CellBeginEvent, CellEndEvent, Event, Metric, encode
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.metrics_picture import as_html, as_text
 from hvdlab.widgets.picture import png, seconds
 from hvdlab.widgets.sparklines import RANKS, _apart, characters, draw, quantity, sparks, title
@@ -106,9 +105,9 @@ def cells(kind: str) -> Recording:
     recording = Recording(label="[{}]".format)
     events: list[Event] = []
     for cell, begin in ((1, 0), (2, 13)):
-        events.append(CellBegin(str(cell), START + begin * SECOND - 1))
+        events.append(CellBeginEvent(str(cell), START + begin * SECOND - 1))
         events += [Metric(kind, float(k), None, START + (begin + k) * SECOND) for k in range(3)]
-        events.append(CellEnd(str(cell), START + (begin + 2) * SECOND + 1, True))
+        events.append(CellEndEvent(str(cell), START + (begin + 2) * SECOND + 1, True))
     events += [Metric("hvdlab/rss", 1.0, None, START + k * SECOND) for k in range(60)]
     recording.feed(0, encode(0, events))
     return recording

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import Metric
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import Metric, encode
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets import publisher
 from hvdlab.widgets.points import POINT_BYTES
 from hvdlab.widgets.publisher import Publisher

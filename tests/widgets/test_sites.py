@@ -6,9 +6,8 @@ import threading
 from typing import Any
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import Span
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import Span, encode
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.publisher import Publisher
 from patience import PATIENCE
 

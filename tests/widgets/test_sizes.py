@@ -8,9 +8,8 @@ import tracemalloc
 import pytest
 
 from hvdlab.collectives.dtypes import DType, OpKind
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.events import Span
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.record_format import Span, encode
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.messages import pack_rows
 from hvdlab.widgets.publisher import ROWS_PER_MESSAGE
 

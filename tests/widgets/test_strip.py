@@ -13,10 +13,9 @@ pytest.importorskip("anywidget")
 
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Member
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Metric
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.clocks import clock_domain
+from hvdlab.collectives.tracing.record_format import CellBeginEvent, CellEndEvent, Metric, encode
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.strip import StripWidget, cell_begin, summary_html
 from patience import PATIENCE
 from timeline_traces import START_NS, steps
@@ -32,7 +31,7 @@ def show(*arguments: Any) -> None:
 def strip() -> Iterator[StripWidget]:
     shown.clear()
     recording = Recording(label="[{}]".format)
-    recording.feed(0, encode(0, [CellBegin("7", START_NS - 5000)]))
+    recording.feed(0, encode(0, [CellBeginEvent("7", START_NS - 5000)]))
     widget = StripWidget(recording, range(4), "[7]", time.monotonic(), show)
     yield widget
     widget.close()
@@ -194,7 +193,7 @@ def test_only_the_cell_itself_counts() -> None:
         recording.feed(rank, batch)
     assert cell_begin(recording, [0, 1], "7") is None, "that cell has ended"
     end = int(recording.rows_since(0)[1]["arrival"].max()) + 10**9
-    recording.feed(0, encode(0, [CellBegin("8", end)]))
+    recording.feed(0, encode(0, [CellBeginEvent("8", end)]))
     assert cell_begin(recording, [0, 1], "8") == end
     assert cell_begin(recording, [1], "8") is None
 
@@ -210,7 +209,7 @@ def test_nothing_of_earlier_cells_is_claimed_where_the_cell_s_begin_comes_late()
         assert widget.text() == "2 ranks · running [8]"
         assert widget.summary(widget._begun + 1) == ""
         end = int(recording.rows_since(0)[1]["arrival"].max()) + 10**9
-        recording.feed(0, encode(0, [CellBegin("8", end)]))
+        recording.feed(0, encode(0, [CellBeginEvent("8", end)]))
         assert widget.summary(widget._begun + 1) == ""
     finally:
         widget.close()
@@ -221,7 +220,8 @@ def test_a_cell_that_has_ended_is_told_from_an_earlier_one_by_this_clock() -> No
     begun = time.monotonic_ns()
     for at in (begun - 10**9, begun + 1000):
         recording.feed(
-            0, encode(0, [CellBegin("8", at), CellEnd("8", at + 500, ok=True)], clock=clock_domain())
+            0,
+            encode(0, [CellBeginEvent("8", at), CellEndEvent("8", at + 500, ok=True)], clock=clock_domain()),
         )
     assert recording.clock_offset_ns() == 0
     assert cell_begin(recording, [0], "8") is None

@@ -17,10 +17,17 @@ from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.membership import Membership
 from hvdlab.collectives.protocol.messages import Member
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.tracing.clocks import clock_domain
+from hvdlab.collectives.tracing.record_format import (
+    CellBeginEvent,
+    CellEndEvent,
+    Event,
+    Members,
+    Metric,
+    Span,
+    encode,
+)
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets import picture, publisher, rank_rows, source
 from hvdlab.widgets.messages import ROW_BYTES
 from hvdlab.widgets.publisher import Publisher
@@ -163,10 +170,10 @@ def test_cells_are_told_when_they_begin_and_again_when_they_end(
 ) -> None:
     browser.listening = True
     sender.hello(0)
-    recording.feed(0, encode(0, [CellBegin("7", START_NS)]))
+    recording.feed(0, encode(0, [CellBeginEvent("7", START_NS)]))
     browser.wait(lambda: 0 in browser.marks)
     assert browser.marks[0]["end"] is None
-    recording.feed(0, encode(0, [CellEnd("7", START_NS + 500, True)]))
+    recording.feed(0, encode(0, [CellEndEvent("7", START_NS + 500, True)]))
     browser.wait(lambda: browser.marks[0]["end"] == 500)
 
 
@@ -175,7 +182,7 @@ def test_what_was_cleared_is_told_to_open_views_and_not_sent_to_others(
 ) -> None:
     browser.listening = True
     sender.hello(0)
-    recording.feed(0, encode(0, [CellBegin("6", START_NS), CellEnd("6", START_NS + 500, True)]))
+    recording.feed(0, encode(0, [CellBeginEvent("6", START_NS), CellEndEvent("6", START_NS + 500, True)]))
     feed(recording, count=5)
     browser.wait(lambda: len(browser.rows) == 800 and len(browser.marks) == 5)
     browser.wait(lambda: browser.quiet == 1)
@@ -335,7 +342,7 @@ def test_widgets_end_with_their_recording() -> None:
 
     recording = Recording()
     feed(recording)
-    recording.feed(0, encode(0, [CellBegin("7", START_NS)]))
+    recording.feed(0, encode(0, [CellBeginEvent("7", START_NS)]))
     line, table = timeline(recording), ranks(recording)
     assert "rank   0 |" in repr(line)
     assert repr(table).startswith("Ranks: ")
@@ -440,7 +447,7 @@ def test_while_a_cell_runs_and_nothing_is_recorded_a_view_hears_that_the_kernel_
     recording.take_membership(Membership(members=(Member(0, pid=100, host="host"),)))
     browser.listening = True
     sender.hello(0)
-    recording.feed(0, encode(0, [CellBegin("7", START_NS)]))
+    recording.feed(0, encode(0, [CellBeginEvent("7", START_NS)]))
     browser.wait(lambda: browser.quiet >= 1)
     before = browser.messages
     browser.wait(lambda: browser.messages >= before + 3)
@@ -448,7 +455,7 @@ def test_while_a_cell_runs_and_nothing_is_recorded_a_view_hears_that_the_kernel_
     before = browser.messages
     browser.wait(lambda: browser.messages >= before + 3)
     assert browser.quiet == drawn, "nothing is new, so that the picture stays"
-    recording.feed(0, encode(0, [CellEnd("7", START_NS + 500, True)]))
+    recording.feed(0, encode(0, [CellEndEvent("7", START_NS + 500, True)]))
     browser.wait(lambda: browser.quiet > drawn)
     assert not rank_rows.cell_runs(recording)
 
@@ -474,7 +481,7 @@ def test_the_table_of_ranks_is_alive_while_a_cell_runs_and_ended_with_the_pool(
     monkeypatch.setattr(ranks_widget, "INTERVAL", 0.01)
     recording, sent = Recording(label="[{}]".format), threading.Semaphore(0)
     recording.take_membership(Membership(members=(Member(0, pid=100, host="host"),)))
-    recording.feed(0, encode(0, [CellBegin("7", START_NS)]))
+    recording.feed(0, encode(0, [CellBeginEvent("7", START_NS)]))
     monkeypatch.setattr(ranks_widget.RanksWidget, "send", lambda *_: sent.release())
     widget = ranks_widget.RanksWidget(recording)
     try:

@@ -14,8 +14,8 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.planes.base import PhaseTimes
-from hvdlab.collectives.timeline.clock import ClockSamples
-from hvdlab.collectives.timeline.store_requests import group_of, push_batch
+from hvdlab.collectives.tracing.clocks import ClockSamples
+from hvdlab.collectives.tracing.record_format import group_of, push_batch
 
 
 class StoreSpans:

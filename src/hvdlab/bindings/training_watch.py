@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.metrics.steps import StepMeter
+from hvdlab.collectives.metrics.rank_metrics import StepMeter
 
 
 class TrainingWatch(ABC):

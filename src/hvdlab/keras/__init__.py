@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdlab.bindings.arguments import Adasum, Average, Sum
 from hvdlab.collectives.dtypes import ReduceOp
-from hvdlab.collectives.metrics.record import metric
+from hvdlab.collectives.metrics.rank_metrics import metric
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.keras import callbacks, elastic
 from hvdlab.tensorflow.basics import (

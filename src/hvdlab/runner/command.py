@@ -55,7 +55,7 @@ def _dispatch(given: list[str]) -> int:
         case ["run", *rest]:
             return run(rest)
         case ["trace", "check", *rest]:
-            from hvdlab.collectives.timeline.check import main as check
+            from hvdlab.collectives.tracing.check import main as check
 
             return check(rest)
         case ["trace", *rest]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from hvdlab.bindings import arguments
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
-from hvdlab.collectives.metrics.export_from_rank import export
-from hvdlab.collectives.metrics.record import metric
+from hvdlab.collectives.metrics.rank_metrics import export, metric
 from hvdlab.collectives.process_sets import (
     ProcessSet,
     add_process_set,

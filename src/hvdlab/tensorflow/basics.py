@@ -31,7 +31,7 @@ from hvdlab.collectives.basics import (
     start_timeline,
     stop_timeline,
 )
-from hvdlab.collectives.metrics.gpus import ask_frameworks
+from hvdlab.collectives.metrics.sampler import ask_frameworks
 from hvdlab.collectives.process_sets import ProcessSet
 from hvdlab.tensorflow import failures, waiting
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdlab.bindings.handles import Handle
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
-from hvdlab.collectives.metrics.export_from_rank import export
-from hvdlab.collectives.metrics.record import metric
+from hvdlab.collectives.metrics.rank_metrics import export, metric
 
 # Not in __all__: `from hvdlab.torch import *` would hide Python's built-in breakpoint().
 from hvdlab.collectives.stopping import breakpoint as breakpoint

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hvdlab.collectives.metrics.steps import StepMeter
+from hvdlab.collectives.metrics.rank_metrics import StepMeter
 
 _ATTRIBUTE = "_hvdlab_steps"
 

@@ -9,7 +9,7 @@ from hvdlab.collectives.coordinator.event_history import (
     LaggingSubscriber,
 )
 from hvdlab.collectives.protocol.messages import RankEvents
-from hvdlab.collectives.timeline.records import HEADER, MAGIC, RECORD_BYTES, VERSION, read_head
+from hvdlab.collectives.tracing.record_format import HEADER, MAGIC, RECORD_BYTES, VERSION, read_head
 
 
 def batch(records: int, lost: int = 0, rank: int = 1) -> RankEvents:

@@ -28,7 +28,7 @@ from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.frames import HELLO_LIMIT
 from hvdlab.collectives.protocol.tls import new_certificate, server_context
-from hvdlab.collectives.timeline.batches import HEADER
+from hvdlab.collectives.tracing.record_format import HEADER
 from patience import PATIENCE
 
 TOKEN, CLIENT_TOKEN = "secret", "another"

@@ -22,8 +22,7 @@ from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine import coordinator_bypass
 from hvdlab.collectives.engine.requests import Limit, Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, MismatchError
-from hvdlab.collectives.timeline.events import Span
-from hvdlab.collectives.timeline.records import decode
+from hvdlab.collectives.tracing.record_format import Span, decode
 from patience import PATIENCE
 from ranks import RankFailed, Ranks, meet
 from threads import in_threads

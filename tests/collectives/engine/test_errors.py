@@ -138,7 +138,7 @@ def in_flight(count: int) -> None:
 
 def fused(count: int) -> int:
     """How many operations of the plane it takes for so many tensors of one group."""
-    from hvdlab.collectives.timeline.records import Span, decode
+    from hvdlab.collectives.tracing.record_format import Span, decode
 
     engine = context.engine()
     size, rank = engine.size, engine.rank

@@ -18,10 +18,9 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import AbortedError, MismatchError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.timeline.check import check, load
-from hvdlab.collectives.timeline.clock import ClockSamples
-from hvdlab.collectives.timeline.events import ClockSample, Members, Span
-from hvdlab.collectives.timeline.records import decode
+from hvdlab.collectives.tracing.check import check, load
+from hvdlab.collectives.tracing.clocks import ClockSamples
+from hvdlab.collectives.tracing.record_format import ClockSample, Members, Span, decode
 from patience import PATIENCE
 from ranks import Ranks
 from skewed_clock import AHEAD_NS

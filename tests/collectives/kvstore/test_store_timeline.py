@@ -15,11 +15,11 @@ from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.kvstore.servers.messages import RequestDone
 from hvdlab.collectives.kvstore.servers.spans import ServerClock
-from hvdlab.collectives.recording.loading import load as load_recording
-from hvdlab.collectives.recording.saving import save
-from hvdlab.collectives.recording.table import columns
-from hvdlab.collectives.timeline.check import check, load
-from hvdlab.collectives.timeline.tracks import SERVERS_PID
+from hvdlab.collectives.tracing.check import check, load
+from hvdlab.collectives.tracing.chrome_trace import SERVERS_PID
+from hvdlab.collectives.tracing.tables import columns
+from hvdlab.collectives.tracing.trace_file import load_trace as load_recording
+from hvdlab.collectives.tracing.trace_file import save_recording
 from ranks import Ranks
 
 SIZE = 100_000
@@ -124,7 +124,7 @@ def test_requests_of_a_saved_trace_come_back_as_they_were(ranks: Ranks, tmp_path
     path = tmp_path / "trace.json"
     ranks.run(pushes, str(path))
     recording = load_recording(path)
-    again = load(save(recording, tmp_path / "again.json").read_text())
+    again = load(save_recording(recording, tmp_path / "again.json").read_text())
     assert check(again) == []
 
     def requests(events: list[Event]) -> list[Any]:

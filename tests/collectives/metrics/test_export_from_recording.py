@@ -10,12 +10,10 @@ import pytest
 
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.metrics.export_from_recording import RecordingExport
-from hvdlab.collectives.metrics.points import Point
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.clock import clock_domain
-from hvdlab.collectives.timeline.events import Event, Metric
-from hvdlab.collectives.timeline.records import encode
+from hvdlab.collectives.metrics.export import Point, RecordingExport
+from hvdlab.collectives.tracing.clocks import clock_domain
+from hvdlab.collectives.tracing.record_format import Event, Metric, encode
+from hvdlab.collectives.tracing.recording import Recording
 from patience import PATIENCE
 from timeline_traces import steps
 

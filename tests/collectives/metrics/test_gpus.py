@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hvdlab.bindings.framework_hooks import devices_in_use
-from hvdlab.collectives.metrics import gpus
-from hvdlab.collectives.metrics.gpus import GpuUsage
+from hvdlab.collectives.metrics import sampler
+from hvdlab.collectives.metrics.sampler import GpuUsage
 
 GB = float(1 << 30)
 
@@ -76,7 +76,7 @@ def torch_with(uuids: list[str], used: set[int], initialized: bool = True) -> An
 @pytest.fixture(autouse=True)
 def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setattr(gpus, "_in_use", devices_in_use)
+    monkeypatch.setattr(sampler, "_in_use", devices_in_use)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from hvdlab import exporters
 from hvdlab.collectives.metrics import names
-from hvdlab.collectives.metrics.exporting import MOST_WAITING, Export
-from hvdlab.collectives.metrics.points import Point
+from hvdlab.collectives.metrics.export import MOST_WAITING, Export, Point
 
 DOCS = Path(__file__).parents[3] / "docs"
 

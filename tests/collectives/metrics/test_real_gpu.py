@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvdlab.bindings.framework_hooks import devices_in_use
-from hvdlab.collectives.metrics.gpus import GpuUsage, ask_frameworks
+from hvdlab.collectives.metrics.sampler import GpuUsage, ask_frameworks
 
 GB = 1 << 30
 

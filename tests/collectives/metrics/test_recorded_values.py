@@ -12,8 +12,7 @@ import torch
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError
-from hvdlab.collectives.timeline.events import Metric
-from hvdlab.collectives.timeline.records import decode
+from hvdlab.collectives.tracing.record_format import Metric, decode
 
 
 @pytest.fixture

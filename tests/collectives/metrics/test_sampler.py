@@ -17,9 +17,8 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.metrics.process import ProcessUsage, Values
-from hvdlab.collectives.metrics.sampler import Sampler, Source, Thinning
-from hvdlab.collectives.recording import Recording
+from hvdlab.collectives.metrics.sampler import ProcessUsage, Sampler, Source, Thinning, Values
+from hvdlab.collectives.tracing.recording import Recording
 from patience import PATIENCE
 from ranks import Ranks
 

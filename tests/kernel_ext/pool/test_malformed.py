@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.bootstrap.card import Card
 from hvdlab.collectives.errors import ProtocolError, StartError
-from hvdlab.collectives.timeline import records
+from hvdlab.collectives.tracing import record_format
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
 from hvdlab.launch.exec_agent import wire
@@ -55,7 +55,7 @@ def test_messages_are_read_as_they_were_written(decode: Decode, whole: bytes) ->
 
 
 @pytest.mark.parametrize(
-    "decode", dict.fromkeys([*(decode for decode, _ in WHOLE), records.decode, records.read_head])
+    "decode", dict.fromkeys([*(decode for decode, _ in WHOLE), record_format.decode, record_format.read_head])
 )
 @given(data=st.binary(max_size=80))
 def test_garbage_is_refused_as_such(decode: Decode, data: bytes) -> None:

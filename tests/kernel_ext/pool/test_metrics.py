@@ -16,7 +16,7 @@ from patience import PATIENCE
 SETUP = """\
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.metrics.steps import StepMeter
+from hvdlab.collectives.metrics.rank_metrics import StepMeter
 rank = context.init().rank
 meter = StepMeter()
 """

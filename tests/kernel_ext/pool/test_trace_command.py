@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.recording.loading import load
-from hvdlab.collectives.recording.saving import save
+from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.collectives.tracing.trace_file import load_trace, save_recording
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.runner.command import main
 from patience import PATIENCE
@@ -44,7 +43,7 @@ def trace(tmp_path: Path) -> Path:
     recording = Recording()
     for rank, batch in steps(4, 5):
         recording.feed(rank, batch)
-    return save(recording, tmp_path / "run.json")
+    return save_recording(recording, tmp_path / "run.json")
 
 
 def test_a_kept_pool_is_looked_at_from_outside(
@@ -53,7 +52,7 @@ def test_a_kept_pool_is_looked_at_from_outside(
     file = tmp_path / "run.json.gz"
     assert main(["trace", "save", str(file)]) == 0
     assert capsys.readouterr().out.startswith(f"wrote {file} (20 spans, ")
-    assert load(file).count == 20
+    assert load_trace(file).count == 20
     assert main(["trace", "summary", "--pool", "mine"]) == 0
     first, _, titles, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("20 spans of 2 ranks in ")

@@ -10,10 +10,9 @@ import pytest
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.timeline.check import check, load
-from hvdlab.collectives.timeline.events import Span
-from hvdlab.collectives.timeline.records import decode
+from hvdlab.collectives.tracing.check import check, load
+from hvdlab.collectives.tracing.record_format import Span, decode
+from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.kernel_ext.notebook.pool import Pool
 from patience import PATIENCE
 

@@ -27,7 +27,7 @@ export function endedRow(row: RankRow): RankRow {
   return there ? { ...row, state: 'ended', cell: '', paused: '' } : row;
 }
 
-// The same as in collectives/recording/pace.py, so that no view names a rank that another one does not.
+// The same as in collectives/tracing/rank_activity.py, so that no view names a rank that another one does not.
 const NOTABLE = 0.05;
 const TIMES_THE_NEXT = 2;
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdlab.bindings.arguments import Average, Sum
 from hvdlab.collectives.dtypes import ReduceOp
-from hvdlab.collectives.metrics.record import metric
+from hvdlab.collectives.metrics.rank_metrics import metric
 from hvdlab.collectives.process_sets import (
     ProcessSet,
     add_process_set,

@@ -13,7 +13,7 @@ from hvdlab.tensorflow.keras.base import Callback
 from hvdlab.tensorflow.keras.callbacks import learning_rate
 
 if TYPE_CHECKING:
-    from hvdlab.collectives.metrics.steps import StepMeter
+    from hvdlab.collectives.metrics.rank_metrics import StepMeter
     from hvdlab.tensorflow.keras.watch import Watch
 
 ATTRIBUTE_OF_WATCH = "_hvdlab_divergence"

@@ -18,7 +18,7 @@ from hvdlab.bindings.arguments import Adasum, Average, Sum, checked_operator
 from hvdlab.collectives import basics
 from hvdlab.collectives.dtypes import ReduceOp
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.metrics.steps import StepMeter
+from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.tensorflow.aggregation import LocalGradientAggregationHelper
 from hvdlab.tensorflow.compression import Compression, Compressor

@@ -15,7 +15,7 @@ from typing import Any
 from hvdlab.bindings.training_watch import TrainingWatch, check_every, record
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.metrics import names
-from hvdlab.collectives.metrics.steps import StepMeter
+from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.tensorflow.functions import plain_variable
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras.callbacks import learning_rate

@@ -1,0 +1,404 @@
+"""Metrics on their way to exporters: points with the time of day, the exporters' interface, and a thread for each export.
+
+A slow exporter does not hold up the training. The points come from the batches of ranks, or from a recording.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fnmatch
+import logging
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hvdlab.collectives.deadline import Deadline
+from hvdlab.collectives.errors import InvalidRequestError, ProtocolError
+from hvdlab.collectives.tracing.clocks import Alignment, clock_domain
+from hvdlab.collectives.tracing.record_format import (
+    RECORD_BYTES,
+    ClockSample,
+    Event,
+    Head,
+    Metric,
+    RecordType,
+    read_head,
+    read_record,
+)
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.tracing.recording import Recording
+
+BATCHES_HELD = 256
+MOST_WAITING = 100_000
+MOST_AT_ONCE = 1_000
+INTERVAL = 1.0
+EXIT_WITHIN = 5.0
+SETTLED = 3.0
+"""Seconds after which what is derived from spans, second by second, counts as final: late spans may still change it."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value of one metric.
+
+    Attributes:
+        rank: The rank that recorded it.
+        name: As given to ``hvd.metric()``, or one of hvdlab's own.
+        value: May be NaN or infinite.
+        step: The training step, if it belongs to one.
+        time: When it was measured, in seconds since 1970.
+    """
+
+    rank: int
+    name: str
+    value: float
+    step: int | None
+    time: float
+
+
+def time_of_day() -> float:
+    """The difference to add to seconds of this host's ``CLOCK_MONOTONIC`` to get seconds since 1970, as it is now."""
+    return time.time() - time.monotonic()
+
+
+class PointReader:
+    """Finds the metrics in batches of ranks.
+
+    Batches of hosts whose clock has not been compared with this host's yet are held until it has been.
+
+    Args:
+        offset: Seconds from ``CLOCK_MONOTONIC`` to the time of day.
+
+    Attributes:
+        refused: How many batches could not be read.
+        dropped: How many metrics were dropped because too many batches were held.
+    """
+
+    def __init__(self, offset: Callable[[], float] = time_of_day) -> None:
+        self.refused = 0
+        self.dropped = 0
+        self._offset = offset
+        self._alignment = Alignment()
+        self._alignment.observe(clock_domain())
+        self._held: deque[bytes] = deque()
+
+    def read(self, batch: bytes) -> list[Point]:
+        """The metrics of a batch, in the order in which they were recorded, after those that were held until now."""
+        try:
+            return self._read(batch, read_head(batch))
+        except ProtocolError:
+            self.refused += 1
+            return []
+
+    def _read(self, batch: bytes, head: Head) -> list[Point]:
+        types = batch[head.start :: RECORD_BYTES]
+        found: list[Point] = []
+        samples = list(_events(batch, head, types, RecordType.CLOCK))
+        for sample in samples:
+            assert isinstance(sample, ClockSample)
+            self._alignment.observe(head.clock, sample)
+        if samples and self._held:
+            held, self._held = self._held, deque()
+            for earlier in held:
+                found += self._metrics(earlier, read_head(earlier))
+        return found + self._metrics(batch, head)
+
+    def _metrics(self, batch: bytes, head: Head) -> list[Point]:
+        types = batch[head.start :: RECORD_BYTES]
+        if RecordType.METRIC not in types:
+            return []
+        aligned = self._alignment.offset(head.clock)
+        if aligned is None:
+            self._hold(batch)
+            return []
+        offset = self._offset() + aligned[0] / 1e9
+        return [
+            Point(head.rank, event.name, event.value, event.step, event.time_ns / 1e9 + offset)
+            for event in _events(batch, head, types, RecordType.METRIC)
+            if isinstance(event, Metric)
+        ]
+
+    def _hold(self, batch: bytes) -> None:
+        self._held.append(batch)
+        if len(self._held) > BATCHES_HELD:
+            oldest = self._held.popleft()
+            self.dropped += oldest[read_head(oldest).start :: RECORD_BYTES].count(RecordType.METRIC)
+
+
+def _events(batch: bytes, head: Head, types: bytes, kind: RecordType) -> Iterator[Event]:
+    place = types.find(kind)
+    while place >= 0:
+        yield read_record(batch, head.start + place * RECORD_BYTES, head)
+        place = types.find(kind, place + 1)
+
+
+class Exporter(Protocol):
+    """Writes metrics somewhere. Both methods are called on one thread, one after the other.
+
+    An exporter may also have an attribute ``target``, a text that says where it writes: exporting to it again replaces
+    the export before.
+    """
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Write these points, at most 1,000. It may take its time. If it raises, the points count as failed; later ones are tried."""
+        ...
+
+    def close(self) -> None:
+        """No more points come. Called once."""
+        ...
+
+
+def checked(exporter: Exporter) -> None:
+    """Raise ``InvalidRequestError`` if this is no exporter."""
+    for method in ("write", "close"):
+        if not callable(getattr(exporter, method, None)) or isinstance(exporter, type):
+            what = exporter.__name__ + " itself" if isinstance(exporter, type) else type(exporter).__name__
+            raise InvalidRequestError(
+                f"an exporter has the methods write(points) and close(), such as those of hvdlab.exporters; this is {what}."
+            )
+
+
+def patterns(names: str | Sequence[str]) -> tuple[str, ...]:
+    """One or several patterns as several."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def same_target(one: Exporter, other: Exporter) -> bool:
+    """Whether two exporters write to the same place, as far as they tell."""
+    target = getattr(one, "target", None)
+    return type(one) is type(other) and target is not None and target == getattr(other, "target", None)
+
+
+class Export:
+    """Metrics on their way to an exporter, until :meth:`close`.
+
+    Args:
+        exporter: Where they go.
+        names: Patterns (as of :mod:`fnmatch`) of the metrics that are wanted.
+        limit: Points that may wait; older ones make room.
+
+    Attributes:
+        exporter: Where they go.
+        names: Patterns of the metrics that are wanted.
+        exported: Points that were written.
+        dropped: Points that made room, as the exporter was too slow.
+        failed: Points that the exporter could not write.
+        error: The exporter's last error.
+    """
+
+    def __init__(self, exporter: Exporter, names: Iterable[str] = ("*",), limit: int = MOST_WAITING) -> None:
+        self.exported = self.dropped = self.failed = 0
+        self.error: Exception | None = None
+        self.exporter = exporter
+        self.names = tuple(names)
+        self._wanted: dict[str, bool] = {}
+        self._limit = limit
+        self._waiting: deque[Point] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"hvdlab-export-{type(exporter).__name__}", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, points: Iterable[Point]) -> None:
+        """Hand points over. Any thread; never waits. Ignored after :meth:`close`."""
+        wanted = [point for point in points if self._wants(point.name)]
+        if not wanted:
+            return
+        with self._changed:
+            if self._closing:
+                return
+            self._waiting.extend(wanted)
+            while len(self._waiting) > self._limit:
+                self._waiting.popleft()
+                self.dropped += 1
+            self._changed.notify()
+
+    def _wants(self, name: str) -> bool:
+        found = self._wanted.get(name)
+        if found is None:
+            if len(self._wanted) > 10_000:
+                self._wanted.clear()
+            found = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
+            self._wanted[name] = found
+        return found
+
+    @property
+    def closed(self) -> bool:
+        return self._closing
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Write what waits, close the exporter and end the thread. Idempotent.
+
+        Returns:
+            Whether that was done within ``timeout`` seconds; otherwise it goes on.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def __repr__(self) -> str:
+        lost = f", {self.dropped} dropped" if self.dropped else ""
+        bad = f", {self.failed} failed: {self.error!r}" if self.failed else ""
+        state = ", closed" if self._closing else ""
+        return f"<Export to {type(self.exporter).__name__}: {self.exported} points{lost}{bad}{state}>"
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while points := self._take():
+            try:
+                self.exporter.write(points)
+                self.exported += len(points)
+            except Exception as error:  # noqa: BLE001  (it is logged, and must not end the export of what follows)
+                self.failed += len(points)
+                self._fail(error, "could not write metrics")
+        try:
+            self.exporter.close()
+        except Exception as error:  # noqa: BLE001  (it is logged; this thread has no caller to raise it to)
+            self._fail(error, "could not be closed")
+
+    def _fail(self, error: Exception, what: str) -> None:
+        # A broken exporter would raise the same with each batch.
+        if self.error is None or type(self.error) is not type(error):
+            logger.warning("%s %s", type(self.exporter).__name__, what, exc_info=error)
+        self.error = error
+
+    def _take(self) -> list[Point]:
+        """The next points; none once all are out and it is being closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            return [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_AT_ONCE))]
+
+
+class RecordingExport(Export):
+    """An export of all points of a recording, from its beginning, and of those that come until the recording or this is closed.
+
+    It replaces another export of the same recording with the same target, and goes on where that one ended if it
+    is about the same metrics.
+
+    Args:
+        recording: The recording.
+        exporter: Gets the points.
+        names: Patterns of the metrics that are wanted.
+        amended: Whether the points of a series may be changed after they came.
+        interval: Seconds between two looks.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        exporter: Exporter,
+        names: Iterable[str],
+        amended: Callable[[str], bool],
+        interval: float = INTERVAL,
+    ) -> None:
+        super().__init__(exporter, names)
+        self._recording: Recording = recording
+        self._amended = amended
+        self._interval = interval
+        self._next = self._replace()
+        self._unsettled: dict[tuple[int, str, int], Point] = {}
+        self._newest_ns = 0
+        self._stopping = threading.Event()
+        self._reader = threading.Thread(target=self._read, name="hvdlab-export-reader", daemon=True)
+        atexit.register(self.close, EXIT_WITHIN)
+        _open.add(self)
+        self._reader.start()
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Hand over what is there by now, close the exporter and end the threads. Idempotent.
+
+        Returns:
+            Whether that was done within ``timeout`` seconds; otherwise it goes on.
+        """
+        deadline = Deadline(timeout)
+        self._stopping.set()
+        self._recording.poke()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(deadline.remaining())
+        self._ended()
+        return super().close(deadline.remaining())
+
+    def _replace(self) -> int:
+        """End the export that this one replaces. Returns the number of the first point that it has not exported."""
+        following = 0
+        for other in list(_open):
+            if other._recording is self._recording and same_target(other.exporter, self.exporter):
+                other.close(EXIT_WITHIN)
+                if other.names == self.names:
+                    following = max(following, other._next)
+        return following
+
+    def _ended(self) -> None:
+        atexit.unregister(self.close)
+        _open.discard(self)
+
+    # -- the reader ---------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        version, recording = -1, self._recording
+        while not self._stopping.is_set() and not (recording.closed and version == recording.version):
+            recording.wait(version, self._stopping.is_set)
+            version = recording.version
+            self._look(last=False)
+            if not recording.closed:
+                self._stopping.wait(self._interval)
+        self._look(last=True)
+        self._ended()
+        super().close(0)  # without a wait: the export's own thread writes the rest and ends
+
+    def _look(self, *, last: bool) -> None:
+        """Hand over new points that are final; the ``last`` time also those that might still have changed."""
+        recording = self._recording
+        self._next, points = recording.points_since(self._next)
+        if len(points):
+            self._newest_ns = max(self._newest_ns, int(points["time"].max()))
+        series, offset = recording.series(), self._offset()
+        ready = []
+        for time_ns, value, step, number in zip(
+            points["time"].tolist(),
+            points["value"].tolist(),
+            points["step"].tolist(),
+            points["series"].tolist(),
+            strict=True,
+        ):
+            one = series[number]
+            when = time_ns / 1e9 + offset
+            point = Point(one.rank, one.name, value, None if math.isnan(step) else int(step), when)
+            if self._amended(one.name):
+                self._unsettled[one.rank, one.name, time_ns] = point
+            else:
+                ready.append(point)
+        self.put([*ready, *self._settled(last)])
+
+    def _settled(self, everything: bool) -> list[Point]:
+        until = math.inf if everything else self._newest_ns - SETTLED * 1e9
+        found = [key for key in self._unsettled if key[2] <= until]
+        return [self._unsettled.pop(key) for key in found]
+
+    def _offset(self) -> float:
+        """Seconds from the recording's axis to the time of day.
+
+        If this host's clock can't be compared with the ranks', the newest point counts as measured now: it was, but for the
+        fraction of a second that it took to come here.
+        """
+        ahead = self._recording.clock_offset_ns()
+        if ahead is None:
+            return time.time() - self._newest_ns / 1e9
+        return time_of_day() - ahead / 1e9
+
+
+_open: weakref.WeakSet[RecordingExport] = weakref.WeakSet()

@@ -1,1 +1,0 @@
-"""Exporters for the usual trackers. Each imports its package when it is made."""

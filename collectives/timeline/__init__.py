@@ -1,1 +1,0 @@
-"""The span recorder and its exports."""

@@ -1,0 +1,422 @@
+"""Series that follow from the spans of all ranks, second by second: shares of time, bandwidths and lateness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlab.collectives.dtypes import OpKind
+from hvdlab.collectives.tracing.columns import FAILED, NOT_STARTED, Rows, SeriesStore, distance, joined
+from hvdlab.collectives.tracing.intervals import Times, Union
+
+SECOND = 1_000_000_000
+SECONDS_KEPT = 600
+"""Spans that come later than this are not added to the seconds in which they were."""
+INTERVALS_KEPT = 65_536
+ARRIVALS_KEPT = 16_384
+"""Collectives whose time of submission is remembered; only seconds with recent ones can still turn out differently."""
+
+
+LATE = "hvdlab/lateness"
+SHARES = ("hvdlab/share/compute", "hvdlab/share/wait", "hvdlab/share/transfer")
+DERIVED = (LATE, "hvdlab/share/", "hvdlab/bandwidth/")
+"""With these the names of all such series begin."""
+ALGORITHM, BUS = "hvdlab/bandwidth/algorithm/", "hvdlab/bandwidth/bus/"
+
+Floats = NDArray[np.float64]
+
+ROWS_AT_ONCE = 8192
+ROWS_UNMATCHED = 65_536
+
+# By the definitions of nccl-tests: what part of the algorithm's bytes goes over the bus, with n members.
+_BUS: dict[OpKind, Callable[[Floats], Floats]] = {
+    OpKind.ALLREDUCE: lambda n: 2 * (n - 1) / n,
+    OpKind.ALLGATHER: lambda n: (n - 1) / n,
+    OpKind.REDUCESCATTER: lambda n: (n - 1) / n,
+    OpKind.ALLTOALL: lambda n: (n - 1) / n,
+    OpKind.BROADCAST: np.ones_like,
+    OpKind.SENDRECV: np.ones_like,
+}
+
+
+class TimeShares:
+    """The shares of one rank.
+
+    A second is reported once the rank has shown that it is over, by a span or a cell that ended behind it, and again if
+    a span comes that reaches back into it.
+
+    At each moment the rank is in one of these states; the rest of a second is time in which no cell ran:
+
+    * *compute*: no collective is under way, or the rank submitted another one later, while this was still under
+      way: so it went on computing. A transfer meanwhile costs no time, and is not counted;
+    * *transfer*: its executor is in a collective, less the time that it was blocked there on other members;
+    * *wait*: the rest, in which the collectives that it submitted have not begun, or are blocked on other members.
+    """
+
+    def __init__(self) -> None:
+        self._new: list[Rows] = []
+        self._reached: int | None = None  # the latest time that the rank is known to have reached
+        self._next: int | None = None  # the first second that was never reported
+        self._dirty: int | None = None  # from here on something has changed
+        self._cells = Union()
+        self._cell: int | None = None
+        self._tracked = False
+        self._began: int | None = None
+        self._floor = -(1 << 62)  # of the seconds before this one, not everything is remembered
+        self._arrival: Times = np.empty(0, np.int64)
+        self._finish: Times = np.empty(0, np.int64)
+        self._under_way, self._work = Union(), Union()
+        self._active, self._busy = Union(), Union()  # went on meanwhile; this or work
+        self._blocked: dict[int, float] = {}
+        self._operation: tuple[int, ...] = ()
+        self._said: dict[int, tuple[float, float, float]] = {}
+
+    # -- in -----------------------------------------------------------------------------------------------------------
+
+    def cell_began(self, at: int) -> None:
+        if self._cell is not None and self._reached is not None:
+            self._add_cell(self._cell, self._reached)  # the rank was replaced, or the cell's end was lost
+        self._tracked = True
+        self._cell = at
+        self._touch(at)
+
+    def cell_ended(self, at: int, origin: int) -> None:
+        if self._cell is not None:
+            self._add_cell(self._cell, max(at, self._cell))
+        self._cell = None
+        # No span comes until the next cell, so the second that has begun counts as over.
+        self._reach(origin + -((origin - at) // SECOND) * SECOND)
+
+    def _add_cell(self, begin: int, end: int) -> None:
+        self._cells.add(np.array([begin], np.int64), np.array([end], np.int64))
+        self._touch(begin)
+
+    def add(self, rows: Rows) -> None:
+        """Take in rows, in the order in which the rank recorded them."""
+        self._new.append(rows)
+        self._reach(int((rows["arrival"] + distance(rows, "finished")).max()))
+        self._touch(int(rows["arrival"].min()))
+
+    def _reach(self, at: int) -> None:
+        self._reached = at if self._reached is None else max(self._reached, at)
+
+    def _touch(self, at: int) -> None:
+        self._dirty = at if self._dirty is None else min(self._dirty, at)
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def over(self) -> int:
+        """The first second that was not reported yet."""
+        return 0 if self._next is None else self._next
+
+    def due(self, origin: int) -> bool:
+        """Whether a second is over that was never reported."""
+        if self._reached is None or self._dirty is None:
+            return False
+        over = (self._reached - origin) // SECOND
+        return over > ((self._dirty - origin) // SECOND if self._next is None else self._next)
+
+    def take(self, origin: int) -> Iterator[tuple[int, tuple[float, float, float]]]:
+        """Seconds since the origin that are new or have changed: compute, wait and transfer, 0 to 1 each."""
+        self._digest(origin)
+        if self._reached is None or self._dirty is None:
+            return
+        over = (self._reached - origin) // SECOND
+        first = (self._dirty - origin) // SECOND
+        if self._next is not None:
+            first = min(first, self._next)
+        first = max(first, over - SECONDS_KEPT, self._floor)
+        if over <= first:
+            return
+        self._next, self._dirty = over, self._reached
+        found = self._between(origin + np.arange(first, over + 1) * SECOND)
+        blocked = np.array([self._blocked.get(second, 0.0) for second in range(first, over)])
+        for second, shares in enumerate(_shares(found, blocked).tolist(), first):
+            compute, wait, transfer = shares
+            shares = (compute, wait, transfer)
+            if any(shares) and self._said.get(second) != shares:
+                self._said[second] = shares
+                yield second, shares
+        self._forget(origin, over)
+
+    def _between(self, edges: Times) -> tuple[Times, ...]:
+        """Between edges: time in cells or collectives, under way, active, work or active, and work."""
+        running = Union()
+        running.add(self._cells.begin, self._cells.end)
+        if self._cell is not None:
+            running.add(np.array([self._cell], np.int64), np.array([max(self._cell, edges[-1])], np.int64))
+        elif not self._tracked and self._began is not None and len(self._under_way):
+            running.add(np.array([self._began], np.int64), self._under_way.end[-1:])
+        running.add(self._under_way.begin, self._under_way.end)
+        each = (running, self._under_way, self._active, self._busy, self._work)
+        return tuple(one.covered(edges) for one in each)
+
+    def _digest(self, origin: int) -> None:
+        if not self._new:
+            return
+        rows = joined(self._new)
+        self._new = []
+        arrival = rows["arrival"].astype(np.int64)
+        finish = arrival + distance(rows, "finished")
+        if self._began is None:
+            self._began = int(arrival.min())
+        self._under_way.add(arrival, finish)
+        ran = (rows["flags"] & NOT_STARTED) == 0
+        started = arrival + distance(rows, "started")
+        self._work.add(started[ran], finish[ran])
+        self._busy.add(started[ran], finish[ran])
+        self._went_on(arrival, finish)
+        self._block(rows[ran], started[ran], finish[ran], origin)
+
+    def _went_on(self, arrival: Times, finish: Times) -> None:
+        """Note that from each arrival to the last one before that collective's end, it did not block the rank."""
+        earliest = arrival.min()
+        arrival = np.concatenate((self._arrival, arrival))
+        order = np.argsort(arrival, kind="stable")
+        self._arrival, self._finish = arrival[order], np.concatenate((self._finish, finish))[order]
+        changed = np.flatnonzero(self._finish > earliest)
+        if not len(changed):
+            return
+        self._touch(int(self._arrival[changed[0]]))
+        last = self._arrival[np.searchsorted(self._arrival, self._finish[changed]) - 1]
+        for one in (self._active, self._busy):
+            one.add(self._arrival[changed], last)
+
+    def _block(self, rows: Rows, started: Times, finish: Times, origin: int) -> None:
+        """Spread the time for which operations were blocked over their seconds; fused tensors share that time, which counts once."""
+        if not len(rows):
+            return
+        fresh, self._operation = first_of_each(rows, self._operation)
+        blocked = distance(rows, "wait")
+        some = np.flatnonzero(fresh & (blocked > 0) & (finish > started))
+        begin, end = started[some] - origin, finish[some] - origin
+        share = np.minimum(1.0, blocked[some] / (end - begin))
+        inside = begin // SECOND == end // SECOND
+        for second, amount in _summed(
+            begin[inside] // SECOND, ((end - begin) * share)[inside].astype(np.float64)
+        ):
+            self._blocked[second] = self._blocked.get(second, 0.0) + amount
+        for i in np.flatnonzero(~inside).tolist():
+            for second in range(int(begin[i]) // SECOND, int(end[i]) // SECOND + 1)[-SECONDS_KEPT:]:
+                length = min(int(end[i]), (second + 1) * SECOND) - max(int(begin[i]), second * SECOND)
+                self._blocked[second] = self._blocked.get(second, 0.0) + length * float(share[i])
+
+    def _forget(self, origin: int, over: int) -> None:
+        every = (self._under_way, self._work, self._active, self._busy, self._cells)
+        before = origin + (over - SECONDS_KEPT) * SECOND
+        limits = [int(one.end[-INTERVALS_KEPT]) for one in every if len(one) > INTERVALS_KEPT]
+        before = max([before, *limits])
+        self._floor = max(self._floor, -((origin - before) // SECOND))
+        for one in every:
+            one.forget(before)
+        kept = self._finish >= before
+        if len(kept) > ARRIVALS_KEPT:
+            kept[:-ARRIVALS_KEPT] = False
+        if not kept.all():
+            self._arrival, self._finish = self._arrival[kept], self._finish[kept]
+        for known in (self._blocked, self._said):
+            for second in [second for second in known if second < self._floor]:
+                del known[second]
+
+
+def _shares(lengths: tuple[Times, ...], blocked: NDArray[np.float64]) -> NDArray[np.float64]:
+    running, under_way, active, busy, work = lengths
+    moved = busy - active
+    # Only work behind which nothing else went on counts; likewise only that part of the time in which it was blocked.
+    held = np.minimum(1.0, blocked / np.maximum(work, 1)) * moved
+    compute = running - under_way + active
+    return np.stack((compute, under_way - busy + held, moved - held), 1) / SECOND
+
+
+def first_of_each(rows: Rows, before: tuple[int, ...]) -> tuple[NDArray[np.bool_], tuple[int, ...]]:
+    """Which rows begin another operation than the row before; ``before`` names the operation of the row before all."""
+    names = [rows[name].astype(np.int64) for name in ("set", "epoch", "sequence", "batch")]
+    other = np.ones(len(rows), np.bool_)
+    if len(rows):
+        other[1:] = False
+        for column in names:
+            other[1:] |= column[1:] != column[:-1]
+        other[0] = tuple(int(column[0]) for column in names) != before
+        before = tuple(int(column[-1]) for column in names)
+    return other, before
+
+
+def _summed(keys: Times, values: NDArray[np.float64]) -> Iterator[tuple[int, float]]:
+    each, which = np.unique(keys, return_inverse=True)
+    sums = np.bincount(which, values, len(each))
+    yield from zip(each.tolist(), sums.tolist(), strict=True)
+
+
+class Bandwidths:
+    """Bytes by time of one rank's operations that ended in each second, by kind of collective."""
+
+    def __init__(self) -> None:
+        self._new: list[Rows] = []
+        self._operation: tuple[int, ...] = ()
+        # By kind and second: bytes of the algorithm, bytes on the bus and ns. The bus's are NaN if a size is not known.
+        self._sums: dict[tuple[int, int], Floats] = {}
+        self._changed: set[tuple[int, int]] = set()
+
+    def add(self, rows: Rows) -> None:
+        """Take in rows, in the order in which the rank recorded them."""
+        self._new.append(rows)
+
+    def _digest(self, origin: int) -> None:
+        rows = joined(self._new)
+        self._new = []
+        # In a broadcast only the root sends a tensor, so only its span has bytes; a barrier has none on any rank.
+        rows = rows[((rows["flags"] & (FAILED | NOT_STARTED)) == 0) & (rows["nbytes"] > 0)]
+        fresh, self._operation = first_of_each(rows, self._operation)
+        finish = rows["arrival"] + distance(rows, "finished")
+        length = finish - rows["arrival"] - distance(rows, "started")
+        second = (finish - origin) // SECOND
+        size = rows["size"].astype(np.float64)
+        kinds = rows["kind"].copy()
+        for kind, bus in _BUS.items():
+            own = kinds == kind
+            if not own.any():
+                continue
+            with np.errstate(divide="ignore", invalid="ignore"):
+                nbytes = rows["nbytes"][own].astype(np.float64)
+                if kind is OpKind.ALLGATHER:
+                    nbytes *= size[own]  # the algorithm's are those of the result
+                on_bus = np.where(size[own] > 0, nbytes * bus(size[own]), np.nan)
+            amounts = np.stack((nbytes, on_bus, np.where(fresh, length, 0)[own]), 1)
+            for one in np.unique(second[own]).tolist():
+                key = (int(kind), one)
+                self._sums[key] = self._sums.get(key, np.zeros(3)) + amounts[second[own] == one].sum(0)
+                self._changed.add(key)
+
+    def say(self, rank: int, store: SeriesStore, origin: int, over: int) -> None:
+        """Say what has changed of the seconds before ``over``."""
+        if self._new:
+            self._digest(origin)
+        for key in sorted(self._changed):
+            kind, second = key
+            nbytes, on_bus, ns = self._sums[key].tolist()
+            if second >= over:
+                continue
+            self._changed.discard(key)
+            if ns <= 0 or nbytes <= 0:
+                continue
+            at, label = origin + second * SECOND + SECOND // 2, OpKind(kind).label
+            store.amend(rank, ALGORITHM + label, at, nbytes / ns * SECOND)
+            if on_bus > 0:
+                store.amend(rank, BUS + label, at, on_bus / ns * SECOND)
+        for key in [key for key in self._sums if key[1] < over - SECONDS_KEPT]:
+            del self._sums[key]
+            self._changed.discard(key)
+
+
+class _Came(NamedTuple):
+    """Columns of rows: what it takes to compare arrivals."""
+
+    op: NDArray[np.uint32]
+    arrival: NDArray[np.int64]
+    rank: NDArray[np.uint16]
+    size: NDArray[np.uint16]
+
+
+class Lateness:
+    """By how much each rank came later than the first one, at most, in each second."""
+
+    def __init__(self) -> None:
+        self._new: list[_Came] = []
+        self._rest: _Came | None = None
+        self._most: dict[tuple[int, int], int] = {}  # by rank and second, ns
+        self._changed: set[tuple[int, int]] = set()
+
+    def add(self, rows: Rows) -> None:
+        matched = rows["op"] > 0
+        self._new.append(_Came(*(rows[name][matched] for name in _Came._fields)))
+
+    def digest(self, origin: int) -> None:
+        """Compare the arrivals at collectives of which all members' are here."""
+        if not self._new:
+            return
+        parts = self._new if self._rest is None else [self._rest, *self._new]
+        op, arrival, rank, size = (np.concatenate(column) for column in zip(*parts, strict=True))
+        self._new = []
+        if not len(op):
+            return  # nothing was matched yet: a cell has failed before its first collective was
+        order = np.lexsort((arrival, op))
+        op, arrival, rank, size = op[order], arrival[order], rank[order], size[order]
+        begins = np.flatnonzero(np.concatenate(([True], op[1:] != op[:-1])))
+        counts = np.diff(np.concatenate((begins, [len(op)])))
+        whole = (counts >= size[begins]) & (size[begins] > 1)
+        done = np.repeat(whole, counts)
+        late = (arrival - np.repeat(arrival[begins], counts))[done]
+        # What never becomes complete makes room: numbers grow.
+        left = np.flatnonzero(~done & ~np.repeat(size[begins] == 1, counts))[-ROWS_UNMATCHED:]
+        self._rest = _Came(op[left], arrival[left], rank[left], size[left])
+        seconds = (arrival[done] - origin) // SECOND
+        ranks = rank[done].astype(np.int64)
+        order = np.lexsort((late, seconds, ranks))
+        keys = np.stack((ranks, seconds), 1)[order]
+        other = np.any(keys[1:] != keys[:-1], axis=1)
+        for i in np.flatnonzero(np.concatenate((other, [len(keys) > 0]))).tolist():
+            key = (int(keys[i, 0]), int(keys[i, 1]))
+            if late[order[i]] > self._most.get(key, -1):
+                self._most[key] = int(late[order[i]])
+                self._changed.add(key)
+
+    def say(self, store: SeriesStore, origin: int, over: dict[int, int]) -> None:
+        """Say what has changed of the seconds before the one that each rank is in now."""
+        for key in sorted(self._changed):
+            rank, second = key
+            if second < over.get(rank, second):
+                self._changed.discard(key)
+                at = origin + second * SECOND + SECOND // 2
+                store.amend(rank, LATE, at, self._most[key] / SECOND)
+        for rank, second in [key for key in self._most if key[1] < over.get(key[0], key[1]) - SECONDS_KEPT]:
+            del self._most[rank, second]
+            self._changed.discard((rank, second))
+
+
+class DerivedSeries:
+    """Takes in what the recording gets, and amends its series. A point is in the middle of its second."""
+
+    def __init__(self, store: SeriesStore) -> None:
+        self._store = store
+        self._shares: dict[int, TimeShares] = {}
+        self._bandwidths: dict[int, Bandwidths] = {}
+        self._lateness = Lateness()
+        self._rows = 0
+
+    def _of(self, rank: int) -> TimeShares:
+        if rank not in self._shares:
+            self._shares[rank], self._bandwidths[rank] = TimeShares(), Bandwidths()
+        return self._shares[rank]
+
+    def cell_began(self, rank: int, at: int) -> None:
+        self._of(rank).cell_began(at)
+
+    def cell_ended(self, rank: int, at: int, origin: int) -> None:
+        self._of(rank).cell_ended(at, origin)
+
+    def add(self, rank: int, rows: Rows, origin: int) -> None:
+        """Take in rows of one rank, in the order in which it recorded them."""
+        self._of(rank).add(rows)
+        self._bandwidths[rank].add(rows)
+        self._lateness.add(rows)
+        self._rows += len(rows)
+        if self._rows >= ROWS_AT_ONCE:
+            self.advance(origin, force=True)
+
+    def advance(self, origin: int, *, force: bool = False) -> None:
+        """Add the points of each second that is over; with ``force`` also if no new second is over."""
+        due = [rank for rank, one in self._shares.items() if force or one.due(origin)]
+        if not due:
+            return
+        self._rows = 0
+        self._lateness.digest(origin)
+        for rank in due:
+            for second, shares in self._shares[rank].take(origin):
+                for name, share in zip(SHARES, shares, strict=True):
+                    self._store.amend(rank, name, origin + second * SECOND + SECOND // 2, share)
+            self._bandwidths[rank].say(rank, self._store, origin, self._shares[rank].over)
+        self._lateness.say(self._store, origin, {rank: one.over for rank, one in self._shares.items()})

@@ -1,0 +1,360 @@
+"""How each rank spent a stretch of time: the last seconds for a strip under a cell, or all that was recorded.
+
+The strip asks twice a second, so that a look at the newest rows must be cheap.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlab.collectives.metrics.names import STEP_TIME
+from hvdlab.collectives.tracing.collective_matching import collective_arrivals
+from hvdlab.collectives.tracing.columns import NOT_READY, NOT_STARTED, Rows, distance
+from hvdlab.collectives.tracing.intervals import union_lengths
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.tracing.recording import Recording
+
+SECONDS = 5.0
+ROWS_LOOKED_AT = 16_000
+STEPS_LOOKED_AT = 512
+# The same as in ui/src/model/ranks.ts, so that no view names a rank that another one does not.
+NOTABLE = 0.05
+TIMES_THE_NEXT = 2
+
+
+_RateKey = tuple[tuple[int, ...], int | None]
+_Rates = dict[_RateKey, tuple[int, float | None]]
+_rates: weakref.WeakKeyDictionary[Recording, _Rates] = weakref.WeakKeyDictionary()
+_rating = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class RankActivity:
+    """One rank's shares of a stretch of time that ends with its last collective; they add up to 1.
+
+    A rank that submits a collective is not blocked in an earlier one. So the time up to its last submission counts as
+    computing even if collectives were under way: those ran beside it.
+
+    Attributes:
+        rank: The rank.
+        compute: Share in which it was not in collectives, or submitted further ones while earlier ones were under way.
+        wait: Share in which it had submitted its last one, and other ranks had not yet.
+        work: Share in which it had submitted its last one, and that was being executed.
+        held_up: Share in which other ranks waited for this one, which came last. Not part of the sum.
+    """
+
+    rank: int
+    compute: float
+    wait: float
+    work: float
+    held_up: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecentActivity:
+    """All ranks over the last seconds.
+
+    Attributes:
+        ranks: The ranks that have spans, by number.
+        seconds: Length of the stretch.
+        collectives: How many collectives the rank with the most had, one per tensor.
+    """
+
+    ranks: tuple[RankActivity, ...] = ()
+    seconds: float = 0.0
+    collectives: int = 0
+
+    @property
+    def per_second(self) -> float:
+        """Collectives per second."""
+        return self.collectives / self.seconds if self.seconds else 0.0
+
+    @property
+    def slowest(self) -> RankActivity | None:
+        """The rank that slows the others down, as :func:`slowest_rank` tells; ``None`` if no rank stands out."""
+        rank = slowest_rank({one.rank: one.held_up for one in self.ranks}, 1.0)
+        return next((one for one in self.ranks if one.rank == rank), None)
+
+
+def slowest_rank(held_up: Mapping[int, float], length: float) -> int | None:
+    """Return the rank that slows the others down; ``None`` if no rank stands out.
+
+    Between equal ranks it is chance which one is waited for longest. So a rank is only named if others waited for it
+    for ``NOTABLE`` of the time at least, and ``TIMES_THE_NEXT`` times as long as for any other.
+
+    Args:
+        held_up: How long others waited for each rank.
+        length: Length of the stretch of time, in the same unit.
+    """
+    first, next_one = [*sorted(held_up, key=lambda rank: -held_up[rank]), None, None][:2]
+    if first is None or held_up[first] <= 0 or held_up[first] < NOTABLE * length:
+        return None
+    if next_one is not None and held_up[first] < TIMES_THE_NEXT * held_up[next_one]:
+        return None
+    return first
+
+
+def recent_activity(
+    recording: Recording,
+    seconds: float | None = SECONDS,
+    *,
+    since_ns: int | None = None,
+    most: int = ROWS_LOOKED_AT,
+) -> RecentActivity:
+    """How the ranks spent the stretch before the last span.
+
+    A collective is recorded when it ends, so what is under way is not seen: nothing is said of the time after a rank's
+    last span.
+
+    Args:
+        recording: The recording with their spans.
+        seconds: Length of the stretch at most; ``None`` for all that is looked at.
+        since_ns: Nothing before this time, on the recording's axis.
+        most: Rows to look at, the newest. At a high rate these make the stretch shorter.
+    """
+    first, rows = recording.rows_since(recording.end - most)
+    if not len(rows):
+        return RecentActivity()
+    ends = rows["arrival"] + distance(rows, "finished")
+    until = int(ends.max())
+    begin = int(rows["arrival"].min()) if since_ns is None else since_ns
+    if first:
+        begin = max(begin, _complete_from(rows["rank"], ends))  # what else ended before is not known
+    if seconds is not None:
+        begin = max(begin, until - int(seconds * 1e9))
+    inside = ends > begin
+    if not inside.any():
+        return RecentActivity()
+    return _measured(rows[inside], ends[inside], begin, recording.clock_errors())
+
+
+def _complete_from(rank: NDArray[Any], ends: NDArray[np.int64]) -> int:
+    """The time of the first span of the rank whose first span here is the latest."""
+    _, firsts = np.unique(rank, return_index=True)
+    return int(ends[firsts].max())
+
+
+def _measured(
+    rows: Rows, ends: NDArray[np.int64], begin: int, clock_errors: dict[int, int]
+) -> RecentActivity:
+    ranks, index, counts = np.unique(rows["rank"], return_inverse=True, return_counts=True)
+    until = np.zeros(len(ranks), np.int64)
+    np.maximum.at(until, index, ends)
+    length = np.maximum(until - begin, 1)
+    arrival = rows["arrival"]
+    # Each rank gets a stretch of its own on one axis, so that one pass does for all.
+    first = int(arrival.min())
+    shift = index.astype(np.int64) * (int(ends.max()) - first + 1) - first
+    asked = np.sort(arrival + shift)
+    ready = np.where(rows["flags"] & NOT_READY, ends, arrival + distance(rows, "ready"))
+    ran = (rows["flags"] & NOT_STARTED) == 0
+    started = arrival[ran] + distance(rows, "started")[ran]
+    blocked = _last_before(asked, ends, shift)
+    waited, worked = np.maximum(arrival, blocked), np.maximum(started, blocked[ran])
+    work = union_lengths(index[ran], worked, ends[ran], begin, len(ranks))
+    both = union_lengths(
+        np.concatenate((index[ran], index)),
+        np.concatenate((worked, waited)),
+        np.concatenate((ends[ran], np.maximum(ready, waited))),
+        begin,
+        len(ranks),
+    )
+    held = _held_up(rows, ranks, begin, clock_errors)
+    stretch = int(length.max())
+    found = tuple(
+        RankActivity(rank, 1 - b / size, (b - w) / size, w / size, late / stretch)
+        for rank, w, b, size, late in zip(
+            ranks.tolist(), work.tolist(), both.tolist(), length.tolist(), held.tolist(), strict=True
+        )
+    )
+    return RecentActivity(found, stretch / 1e9, int(counts.max()))
+
+
+def _last_before(
+    asked: NDArray[np.int64], time: NDArray[np.int64], shift: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The last submission of the same rank before each time."""
+    found: NDArray[np.int64] = asked[np.maximum(np.searchsorted(asked, time + shift) - 1, 0)] - shift
+    return found
+
+
+def _held_up(rows: Rows, ranks: NDArray[Any], begin: int, clock_errors: dict[int, int]) -> NDArray[np.int64]:
+    """For how many ns other ranks waited for each rank; waits that overlap count once."""
+    came = collective_arrivals(rows, clock_errors)
+    late = came.one[came.certain[came.one]]
+    where = np.searchsorted(ranks, came.last_rank[late])
+    return union_lengths(where, came.first_ns[late], came.last_ns[late], begin, len(ranks))
+
+
+def steps_per_second(recording: Recording, ranks: Iterable[int], since_ns: int | None = None) -> float | None:
+    """Return how fast steps of training follow each other, by the step times of each rank's last :data:`SECONDS`.
+
+    Args:
+        recording: The recording with their metrics.
+        ranks: The ranks to look at.
+        since_ns: Nothing before this time, on the recording's axis.
+
+    Returns:
+        The median of the ranks; ``None`` if none has reported any.
+    """
+    wanted, found = set(ranks), []
+    for rank, points in recording.newest(STEP_TIME, STEPS_LOOKED_AT).items():
+        if rank not in wanted:
+            continue
+        if since_ns is not None:
+            points = points[points["time"] >= since_ns]
+        if len(points):
+            # The last step counts whatever it took, so that slow ones have a rate, too.
+            recent = points["time"] > points["time"][-1] - int(SECONDS * 1e9)
+            points = points[recent]
+        if len(points) and (total := float(points["value"].sum())) > 0:
+            found.append(len(points) / total)
+    return statistics.median(found) if found else None
+
+
+def shown_rate(recording: Recording, ranks: Iterable[int], since_ns: int | None = None) -> float | None:
+    """Return :func:`steps_per_second`, computed once in a second for all views, so that they show the same number.
+
+    Args:
+        recording: The recording with their metrics.
+        ranks: The ranks to look at.
+        since_ns: Nothing before this time, on the recording's axis.
+    """
+    key, second = (tuple(sorted(ranks)), since_ns), int(time.monotonic())
+    with _rating:
+        rates = _rates.setdefault(recording, {})
+        at, rate = rates.get(key, (-1, None))
+        # A first number is shown at once; from then on it changes once in a second.
+        if at == second and rate is not None:
+            return rate
+    rate = steps_per_second(recording, key[0], since_ns)
+    with _rating:
+        rates = _rates.setdefault(recording, {})
+        for stale in [one for one, (at, _) in rates.items() if at < second - 1]:
+            del rates[stale]
+        at, first = rates.get(key, (-1, None))
+        if at == second and first is not None:
+            return first  # another view was first
+        rates[key] = second, rate
+    return rate
+
+
+def step_count(recording: Recording, ranks: Iterable[int], since_ns: int) -> int | None:
+    """Return how many steps of training the rank with the most has ended since a time at which a cell began.
+
+    Args:
+        recording: The recording with their metrics.
+        ranks: The ranks to look at.
+        since_ns: The time, on the recording's axis.
+
+    Returns:
+        The number; ``None`` if no rank has reported steps, or if reports were dropped that may have been of the cell.
+    """
+    if recording.points_lost:
+        return None
+    counts = []
+    for rank in ranks:
+        points = recording.points(rank, STEP_TIME)
+        steps = points["step"][(points["time"] >= since_ns) & np.isfinite(points["step"])]
+        if len(steps):
+            # Step times are measured from step to step, so the first step of a cell has none.
+            counts.append(round(float(steps[-1] - steps[0])) + 2)
+    return max(counts, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSummary:
+    """One rank in a stretch of time; times in ns.
+
+    Attributes:
+        rank: The rank.
+        spans: How many rows it has.
+        times_last: Collectives to which it surely came last, counted once per tensor.
+        held_up_ns: How long other ranks waited for it: from the first arrival to its own; waits that overlap count once.
+        worst_ns: The longest wait for it.
+        wait: Share of the time in which it had arrived at a collective and other ranks had not.
+        work: Share of the time in which its executor was in a collective.
+        nbytes: Bytes of its tensors.
+        bandwidth: ``nbytes`` divided by the time in collectives, in bytes per second; 0 without any.
+        length_ns: Length of the stretch.
+    """
+
+    rank: int
+    spans: int = 0
+    times_last: int = 0
+    held_up_ns: int = 0
+    worst_ns: int = 0
+    wait: float = 0.0
+    work: float = 0.0
+    nbytes: int = 0
+    bandwidth: float = 0.0
+    length_ns: int = 0
+
+
+def summarize(recording: Recording, seconds: float | None = None, most: int = 200_000) -> list[RankSummary]:
+    """Summaries of the ranks that have spans, by rank.
+
+    Args:
+        recording: The recording with their spans.
+        seconds: Only spans that ended in this time before the end of the last one; by default all.
+        most: How many of the newest rows to look at.
+    """
+    _, rows = recording.rows_since(recording.end - most)
+    if not len(rows):
+        return []
+    ends = rows["arrival"] + distance(rows, "finished")
+    until = int(ends.max())
+    since = int(rows["arrival"].min()) if seconds is None else until - int(seconds * 1e9)
+    since = max(since, int(rows["arrival"].min()))
+    inside = ends >= since
+    if not inside.all():
+        rows, ends = rows[inside], ends[inside]
+    came = collective_arrivals(rows, recording.clock_errors())
+    late = came.one[came.certain[came.one]]
+    first, last = came.first_ns[late], came.last_ns[late]
+    # Copies of the columns first: indexing the columns of a structured array is several times slower.
+    arrival, flags = rows["arrival"].copy(), rows["flags"].copy()
+    ready = np.where(flags & NOT_READY, ends, arrival + distance(rows, "ready"))
+    started = arrival + distance(rows, "started")
+    # Rank after rank, so that the unions sort columns that are nearly in order.
+    rank = rows["rank"].copy()
+    order = np.argsort(rank, kind="stable")
+    ranks, counts = np.unique(rank[order], return_counts=True)
+    index = np.repeat(np.arange(len(ranks)), counts)
+    arrival, ready, started, ends = arrival[order], ready[order], started[order], ends[order]
+    ran, sizes = flags[order] & NOT_STARTED == 0, rows["nbytes"].copy()[order]
+    where = np.searchsorted(ranks, came.last_rank[late])
+    worst = np.zeros(len(ranks), np.int64)
+    np.maximum.at(worst, where, last - first)
+    nbytes = np.zeros(len(ranks), np.uint64)
+    np.add.at(nbytes, index[ran], sizes[ran])
+    times_last = np.bincount(where, minlength=len(ranks))
+    held_up = union_lengths(where, first, last, since, len(ranks))
+    waited = union_lengths(index, arrival, ready, since, len(ranks))
+    worked = union_lengths(index[ran], started[ran], ends[ran], since, len(ranks))
+    length = max(1, until - since)
+    return [
+        RankSummary(
+            rank=rank,
+            spans=int(counts[i]),
+            times_last=int(times_last[i]),
+            held_up_ns=int(held_up[i]),
+            worst_ns=int(worst[i]),
+            wait=int(waited[i]) / length,
+            work=int(worked[i]) / length,
+            nbytes=int(nbytes[i]),
+            bandwidth=int(nbytes[i]) / int(worked[i]) * 1e9 if worked[i] else 0.0,
+            length_ns=length,
+        )
+        for i, rank in enumerate(ranks.tolist())
+    ]

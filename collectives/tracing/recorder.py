@@ -1,0 +1,383 @@
+"""The recorder: what a rank measures, written where it happens into a ring that never grows.
+
+Recording is one ``struct.pack_into`` under a lock that no thread holds for longer than a copy. It allocates only a few
+small integers and sends nothing: the control thread drains the ring in batches.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from hvdlab.collectives import sites
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.tracing import record_format
+from hvdlab.collectives.tracing.clocks import clock_domain
+from hvdlab.collectives.tracing.record_format import (
+    BATCH_RECORDS,
+    FLAG_FAILED,
+    FLAG_HAS_STEP,
+    RECORD_BYTES,
+    SMALL,
+    SMALL_FLOAT,
+    SPAN,
+    RecordType,
+    Span,
+)
+
+if TYPE_CHECKING:
+    from hvdlab.collectives.planes.base import PhaseTimes
+
+DEFAULT_CAPACITY = 65536
+MAX_NAMES = 8192
+
+_SPAN_TYPE = int(RecordType.SPAN)
+_METRIC_TYPE = int(RecordType.METRIC)
+_pack_metric = SMALL_FLOAT.pack_into
+_U32 = 0xFFFFFFFF
+_UNKNOWN = (b"(unknown name id)", b"")
+
+
+class Recorder:
+    """Records of one rank. Every method may be called from any thread; none blocks and none raises for bad values.
+
+    When the ring is full the oldest records make room and are counted. A span whose times are impossible is refused
+    and counted: it would be a lie on screen. Both counts travel with each batch.
+
+    Args:
+        rank: Rank that the batches are marked with; may be changed when the rank learns its number.
+        capacity: Records to keep until drained, rounded up to a power of two; 64 bytes each.
+        max_names: Different names (with their call sites) to keep, and as many of those before: what uses more between
+            two drains loses some.
+        enabled: Whether anything is recorded; may be set at any time.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        capacity: int = DEFAULT_CAPACITY,
+        *,
+        max_names: int = MAX_NAMES,
+        enabled: bool = True,
+    ) -> None:
+        if capacity < 1 or max_names < 1:
+            raise ValueError("capacity and max_names must be at least 1")
+        self.rank = rank
+        self.capacity = 1 << (capacity - 1).bit_length()
+        self.enabled = enabled
+        self.dropped = 0
+        self.refused = 0
+        self._ring = bytearray(self.capacity * RECORD_BYTES)
+        self._mask = self.capacity - 1
+        # Counts of all records ever written and ever taken out; their difference may exceed the capacity until the
+        # next drain, which is what makes overwriting free.
+        self._head = 0
+        self._tail = 0
+        self._lock = threading.Lock()
+        # Numbers are never used again, so that a record can't get another's name. Once there are ``max_names``, a new
+        # table is begun; the one before is kept for the records that wait to be drained.
+        self._ids: dict[tuple[str, str], int] = {("", ""): 0}
+        self._texts: dict[int, tuple[bytes, bytes]] = {}
+        self._texts_before: dict[int, tuple[bytes, bytes]] = {}
+        self._next_id = 1
+        self._max_names = max_names
+        self._defined: set[int] | None = None  # the names of the last batch, and what defines them
+        self._table = (0, b"")
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def name_id(self, name: str, site: str = "") -> int:
+        """The number that stands for ``name``, used at ``site``, in records of this recorder; to be used at once."""
+        ident = self._ids.get((name, site))
+        return self._define(name, site) if ident is None else ident
+
+    def _define(self, name: str, site: str) -> int:
+        with self._lock:
+            if (name, site) in self._ids:
+                return self._ids[name, site]
+            if len(self._texts) >= self._max_names:
+                self._ids, self._texts, self._texts_before = {("", ""): 0}, {}, self._texts
+            ident, self._next_id = self._next_id, self._next_id % _U32 + 1
+            known = "" if site == sites.UNKNOWN else site
+            self._texts[ident] = record_format.clean_text(name), record_format.clean_text(known)
+            self._ids[name, site] = ident
+            return ident
+
+    # -- spans --------------------------------------------------------------------------------------------------------
+
+    def span(
+        self,
+        name_id: int,
+        kind: OpKind | int,
+        dtype: DType | int,
+        process_set: int,
+        sequence: int,
+        batch: int,
+        nbytes: int,
+        submitted_ns: int,
+        ready_ns: int,
+        started_ns: int,
+        finished_ns: int,
+        phases: PhaseTimes,
+        ok: bool = True,
+    ) -> None:
+        """Record one tensor of one collective; see :class:`~hvdlab.collectives.tracing.record_format.Span`.
+
+        Times are ``time.monotonic_ns()``. A ``ready_ns`` or ``started_ns`` of 0 means that it failed before it got
+        there. ``sequence`` and ``batch`` are those of the order to execute and equal on all members.
+        """
+        if not self.enabled:
+            return
+        try:
+            if not submitted_ns <= ready_ns <= started_ns <= finished_ns:
+                raise ValueError
+            with self._lock:
+                head = self._head
+                SPAN.pack_into(
+                    self._ring,
+                    (head & self._mask) * RECORD_BYTES,
+                    _SPAN_TYPE,
+                    kind,
+                    dtype,
+                    0 if ok else FLAG_FAILED,
+                    name_id,
+                    process_set,
+                    sequence & _U32,
+                    batch & _U32,
+                    nbytes,
+                    submitted_ns,
+                    ready_ns - submitted_ns,
+                    started_ns - submitted_ns,
+                    finished_ns - submitted_ns,
+                    phases.pack,
+                    phases.transfer,
+                    phases.wait,
+                    phases.unpack,
+                )
+                self._head = head + 1
+        except (struct.error, ValueError):
+            # Too long for 32 bits of nanoseconds, or it failed early, or impossible.
+            one = (name_id, nbytes, submitted_ns)
+            times = (ready_ns, started_ns, finished_ns)
+            self._unusual(one, int(kind), int(dtype), (process_set, sequence, batch), times, phases, ok)
+
+    def spans(
+        self,
+        kind: OpKind | int,
+        dtype: DType | int,
+        process_set: int,
+        sequence: int,
+        batch: int,
+        ready_ns: int,
+        started_ns: int,
+        finished_ns: int,
+        phases: PhaseTimes,
+        ok: bool,
+        tensors: Iterable[tuple[int, int, int]],
+    ) -> None:
+        """Record all tensors of a fused operation: ``(name_id, nbytes, submitted_ns)`` each, the rest in common."""
+        if not self.enabled:
+            return
+        pack_into, ring, mask, number = SPAN.pack_into, self._ring, self._mask, int(kind)
+        pack, transfer, wait, unpack = phases.pack, phases.transfer, phases.wait, phases.unpack
+        element, flags = int(dtype), 0 if ok else FLAG_FAILED
+        order = (process_set, sequence & _U32, batch & _U32)
+        unusual = []
+        with self._lock:
+            head = self._head
+            for tensor in tensors:
+                name, nbytes, begin = tensor
+                try:
+                    if not begin <= ready_ns <= started_ns <= finished_ns:
+                        raise ValueError
+                    pack_into(
+                        ring,
+                        (head & mask) * RECORD_BYTES,
+                        _SPAN_TYPE,
+                        number,
+                        element,
+                        flags,
+                        name,
+                        *order,
+                        nbytes,
+                        begin,
+                        ready_ns - begin,
+                        started_ns - begin,
+                        finished_ns - begin,
+                        pack,
+                        transfer,
+                        wait,
+                        unpack,
+                    )
+                    head += 1
+                except (struct.error, ValueError):
+                    unusual.append(tensor)
+            self._head = head
+        for tensor in unusual:
+            self._unusual(tensor, number, element, order, (ready_ns, started_ns, finished_ns), phases, ok)
+
+    def _unusual(
+        self,
+        tensor: tuple[int, int, int],
+        kind: int,
+        dtype: int,
+        order: tuple[int, int, int],
+        times: tuple[int, int, int],
+        phases: PhaseTimes,
+        ok: bool,
+    ) -> None:
+        name_id, nbytes, submitted_ns = tensor
+        ready_ns, started_ns, finished_ns = times
+        process_set, sequence, batch = order
+        try:
+            record = record_format.pack_span(
+                name_id,
+                Span(
+                    "",
+                    OpKind(kind),
+                    DType(dtype),
+                    process_set,
+                    sequence & _U32,
+                    batch & _U32,
+                    nbytes,
+                    submitted_ns,
+                    ready_ns or None,
+                    started_ns or None,
+                    finished_ns,
+                    phases.pack,
+                    phases.transfer,
+                    phases.wait,
+                    phases.unpack,
+                    ok,
+                ),
+            )
+        except (struct.error, ValueError):
+            with self._lock:
+                self.refused += 1
+            return
+        self._put(record)
+
+    # -- small records ------------------------------------------------------------------------------------------------
+
+    def cell_begin(self, cell: str) -> None:
+        """A cell begins to run, now."""
+        self._small(RecordType.CELL_BEGIN, cell)
+
+    def cell_end(self, cell: str, ok: bool) -> None:
+        """A cell ends, now."""
+        self._small(RecordType.CELL_END, cell, flags=0 if ok else FLAG_FAILED)
+
+    def abort(self, process_set: int, epoch: int, text: str) -> None:
+        """Epoch ``epoch`` of a process set ends, now; ``text`` says why in one sentence."""
+        self._small(RecordType.ABORT, text, process_set, epoch)
+
+    def members(self, process_set: int, epoch: int, size: int, plane: str = "") -> None:
+        """A process set has ``size`` members from ``epoch`` on; lets readers know when a collective is complete."""
+        self._small(RecordType.MEMBERS, plane, process_set, epoch, size)
+
+    def clock(self, sent_ns: int, received_ns: int, coordinator_ns: int) -> None:
+        """A question sent at ``sent_ns`` and answered at ``received_ns`` (this clock) found the coordinator's clock.
+
+        The answer was made in between, hence the true offset is within half the round trip of the middle.
+        """
+        half = (received_ns - sent_ns + 1) // 2
+        self._small(
+            RecordType.CLOCK,
+            "",
+            0,
+            0,
+            coordinator_ns - (sent_ns + received_ns) // 2,
+            half,
+            time_ns=received_ns,
+        )
+
+    def metric(self, name: str, value: float, step: int | None = None, time_ns: int | None = None) -> None:
+        """Record a number that the user wants to see over time, measured now or at ``time_ns``."""
+        if not self.enabled:
+            return
+        ident, flags = self.name_id(name), 0 if step is None else FLAG_HAS_STEP
+        now = time.monotonic_ns() if time_ns is None else time_ns
+        with self._lock:
+            head = self._head
+            place = (head & self._mask) * RECORD_BYTES
+            try:
+                _pack_metric(self._ring, place, _METRIC_TYPE, 0, 0, flags, ident, 0, 0, now, value, step or 0)
+            except struct.error:
+                self.refused += 1
+                return
+            self._head = head + 1
+
+    def _small(
+        self,
+        kind: RecordType,
+        text: str,
+        process_set: int = 0,
+        number: int = 0,
+        first: int = 0,
+        second: int = 0,
+        *,
+        flags: int = 0,
+        time_ns: int | None = None,
+    ) -> None:
+        if not self.enabled:
+            return
+        now = time.monotonic_ns() if time_ns is None else time_ns
+        try:
+            head = (kind, 0, 0, flags, self.name_id(text), process_set, number)
+            record = SMALL.pack(*head, now, first, second)
+        except struct.error:
+            with self._lock:
+                self.refused += 1
+            return
+        self._put(record)
+
+    def _put(self, record: bytes) -> None:
+        with self._lock:
+            offset = (self._head & self._mask) * RECORD_BYTES
+            self._ring[offset : offset + RECORD_BYTES] = record
+            self._head += 1
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def pending(self) -> int:
+        """How many records wait to be drained."""
+        return min(self._head - self._tail, self.capacity)
+
+    def drain(self) -> list[bytes]:
+        """Take out all records, as batches of at most ``BATCH_RECORDS``; each record is in exactly one batch."""
+        batches = []
+        end = self._head
+        while self._tail < end:
+            with self._lock:
+                chunk = self._take()
+            if chunk:
+                batches.append(self._frame(chunk))
+        return batches
+
+    def _take(self) -> bytes:
+        lost = self._head - self._tail - self.capacity
+        if lost > 0:
+            self.dropped += lost
+            self._tail += lost
+        count = min(self._head - self._tail, BATCH_RECORDS)
+        begin = self._tail & self._mask
+        first = min(count, self.capacity - begin)
+        self._tail += count
+        view = memoryview(self._ring)
+        head = view[begin * RECORD_BYTES : (begin + first) * RECORD_BYTES]
+        return bytes(head) + bytes(view[: (count - first) * RECORD_BYTES])
+
+    def _frame(self, chunk: bytes) -> bytes:
+        # The name is the second 32-bit word of every record.
+        used = set(memoryview(chunk).cast("I")[1 :: RECORD_BYTES // 4])
+        used.discard(0)
+        # Steps of a training are alike: most batches have the names of the one before. Numbers are never used again.
+        if used != self._defined:
+            texts, before = self._texts, self._texts_before
+            names = [(ident, *(texts.get(ident) or before.get(ident, _UNKNOWN))) for ident in sorted(used)]
+            self._defined, self._table = used, record_format.define(names)
+        lost = self.dropped, self.refused
+        return record_format.frame_defined(self.rank, clock_domain(), *lost, *self._table, chunk)

@@ -1,0 +1,684 @@
+"""The recording: spans of all ranks on one time axis, and what happened besides, for the views that show them.
+
+Needs numpy, so neither the coordinator nor a rank imports it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.errors import ProtocolError, format_ranks, shown_name
+from hvdlab.collectives.failures import Failures
+from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.protocol.messages import MOST_RANKS
+from hvdlab.collectives.tracing.clocks import Alignment, clock_domain
+from hvdlab.collectives.tracing.collective_matching import Epochs, Numbering
+from hvdlab.collectives.tracing.columns import (
+    RECORD,
+    Points,
+    Rows,
+    RowStore,
+    Series,
+    SeriesStore,
+    distance,
+    rows_of,
+)
+from hvdlab.collectives.tracing.derived_series import DERIVED, DerivedSeries
+from hvdlab.collectives.tracing.record_format import (
+    RECORD_BYTES,
+    AbortEvent,
+    CellBeginEvent,
+    CellEndEvent,
+    ClockSample,
+    Definitions,
+    Event,
+    Head,
+    Members,
+    Metric,
+    RecordType,
+    read_head,
+    read_record,
+)
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
+
+ROWS_KEPT = 1_000_000
+UNALIGNED_KEPT = 256
+LATEST_NS = 1 << 61
+SERIES = "what follows from the spans (shares, lateness, bandwidth)"
+ANNOTATIONS_KEPT = 2000
+NAMES_KEPT = 65_536
+OTHER_NAMES = "(another name)"
+DEFINITIONS_KEPT = 256
+"""Tables of definitions that are remembered: a few for each rank, since the steps of a training are alike."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """Numbers of a rank's in a table of definitions that spans have used, in order; what each is here, and for matching."""
+
+    idents: NDArray[np.uint32]
+    numbers: NDArray[np.uint32]
+    matched: NDArray[np.uint32]
+
+
+class NameTable:
+    """NameTable and call sites by number, each pair once.
+
+    Attributes:
+        names, sites: Texts by number; 0 is the empty one. A name may have several numbers, one for each of its sites.
+        definitions: Tables of definitions that were read, for ``read_head``.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = [""]
+        self.sites: list[str] = [""]
+        self.definitions = Definitions(DEFINITIONS_KEPT)
+        self._numbers: dict[tuple[str, str], int] = {("", ""): 0}
+        self._matched: dict[str, int] = {"": 0}  # a number for each name, whatever its sites
+        self._known: dict[int, tuple[dict[int, str], _Known]] = {}
+
+    def assign(self, rows: Rows, head: Head) -> NDArray[Any]:
+        """Replace the numbers of a batch by those here; returns one for each row's name, whatever its site.
+
+        Raises:
+            ProtocolError: A row has a name that its batch does not define.
+        """
+        idents = rows["name"].astype(np.uint32)
+        # Tables that are read again are the same object, which is kept here so that its id stays its own.
+        entry = self._known.get(id(head.names))
+        at = None if entry is None else _places(entry[1].idents, idents)
+        if entry is None or at is None:
+            known = self._learn(head, idents, entry[1].idents if entry is not None else idents[:0])
+            at = np.searchsorted(known.idents, idents)
+        else:
+            known = entry[1]
+        rows["name"] = known.numbers[at]
+        found: NDArray[Any] = known.matched[at]
+        return found
+
+    def _learn(self, head: Head, idents: NDArray[np.uint32], before: NDArray[np.uint32]) -> _Known:
+        used = np.union1d(idents, before)
+        if missing := set(used.tolist()) - set(head.names):
+            raise ProtocolError(f"event batch: name {min(missing)} is not defined")
+        numbers = [self._number(head.names[one], head.sites[one]) for one in used.tolist()]
+        matched = [self._matched[self.names[number]] for number in numbers]
+        found = _Known(used, np.array(numbers, np.uint32), np.array(matched, np.uint32))
+        self._known[id(head.names)] = (head.names, found)
+        if len(self._known) > DEFINITIONS_KEPT:
+            del self._known[next(iter(self._known))]
+        return found
+
+    def _number(self, name: str, site: str) -> int:
+        number = self._numbers.get((name, site))
+        if number is not None:
+            return number
+        if len(self._numbers) >= NAMES_KEPT:
+            name, site = OTHER_NAMES, ""
+        if (name, site) not in self._numbers:
+            number = self._numbers[name, site] = len(self.names)
+            self._matched.setdefault(name, number)
+            self.sites.append(site)  # first, so that a thread that has seen a name finds its site
+            self.names.append(name)
+        return self._numbers[name, site]
+
+
+def _places(known: NDArray[np.uint32], idents: NDArray[np.uint32]) -> NDArray[np.intp] | None:
+    """Where each is in the order of those that are known; ``None`` if one is not."""
+    at: NDArray[np.intp] = np.searchsorted(known, idents)
+    np.minimum(at, len(known) - 1, out=at)
+    return at if np.array_equal(known[at], idents) else None
+
+
+@dataclass(slots=True)
+class Annotation:
+    """Something at one moment or, a cell, from ``begin_ns`` to ``end_ns`` (``None`` while it runs).
+
+    Times are on the common axis; those of all but cells and aborts are when the news came here. In a rank that is ``paused`` the user
+    looks around; one that is ``waiting`` has joined and is let in at the others' next commit. ``formed`` is an epoch of the
+    world that is made of other ranks than the one before; its rank is the first of these.
+    """
+
+    kind: Literal["cell", "abort", "joined", "left", "paused", "waiting", "formed"]
+    rank: int
+    begin_ns: int
+    end_ns: int | None
+    text: str
+    ok: bool = True
+
+
+class Annotations:
+    """The newest marks by number; :meth:`changed_since` tells which are new or have changed."""
+
+    def __init__(self) -> None:
+        self.stamp = 0
+        self._marks: OrderedDict[int, tuple[int, Annotation]] = OrderedDict()
+        self._next = 0
+        self._open: dict[tuple[int, str], int] = {}
+        self._running: dict[int, str] = {}
+        self._paused: dict[int, tuple[str, int]] = {}  # rank to why, and the number of the mark
+        self._waiting: dict[int, int] = {}  # rank to the number of the mark
+        self._formed: tuple[int, ...] = ()  # the ranks of the last generation
+        self._membership: Membership | None = None
+
+    def all(self) -> list[Annotation]:
+        return [mark for _, mark in self._marks.values()]
+
+    def running(self, rank: int) -> str:
+        """The cell that runs on a rank; empty if none does."""
+        return self._running.get(rank, "")
+
+    def changed_since(self, stamp: int) -> list[tuple[int, Annotation]]:
+        return [(number, mark) for number, (changed, mark) in self._marks.items() if changed > stamp]
+
+    def _put(self, mark: Annotation) -> int:
+        number, self._next = self._next, self._next + 1
+        self.stamp += 1
+        self._marks[number] = (self.stamp, mark)
+        while len(self._marks) > ANNOTATIONS_KEPT:
+            self._marks.popitem(last=False)
+        return number
+
+    def event(
+        self,
+        rank: int,
+        event: CellBeginEvent | CellEndEvent | AbortEvent,
+        offset_ns: int,
+        label: Callable[[str], str],
+    ) -> None:
+        """Take in what a rank recorded."""
+        at = event.time_ns + offset_ns
+        if isinstance(event, CellBeginEvent):
+            self._running[rank] = label(event.cell)
+            self._open[rank, event.cell] = self._put(Annotation("cell", rank, at, None, label(event.cell)))
+        elif isinstance(event, CellEndEvent):
+            self._running.pop(rank, None)
+            number = self._open.pop((rank, event.cell), None)
+            if number is not None:
+                self._end(number, at, ok=event.ok)
+        elif not any(m.kind == "abort" and m.text == event.text for m in self.all()[-64:]):
+            # All members record the same abort; the first one's time is shown.
+            self._put(Annotation("abort", rank, at, at, event.text, False))
+
+    def membership(self, now: Membership, at_ns: int | None) -> None:
+        """Take in which ranks are there, at ``at_ns`` on the common axis; ``None`` if this clock can't be compared with the ranks'.
+
+        The first membership makes no marks: it says how things are, not that something happened.
+        """
+        before, self._membership = self._membership, now
+        formed, self._formed = self._formed, now.formed or self._formed
+        if before is None or not before.members or at_ns is None:
+            return
+        known = {(death.rank, death.pid) for death in before.deaths}
+        here = {member.rank: member.pid for member in before.members}
+        for death in now.deaths:
+            if (death.rank, death.pid) not in known:
+                self._end_cells(death.rank, at_ns)
+                text = f"rank {death.rank} died: {death.reason}"
+                self._put(Annotation("left", death.rank, at_ns, at_ns, text, False))
+        died = {death.rank for death in before.deaths}
+        for member in now.members:
+            if here.get(member.rank) != member.pid:
+                text = f"rank {member.rank} joined on {member.host.split('#')[0]}"
+                text += ", in place of the one that died" if member.rank in died else ""
+                self._put(Annotation("joined", member.rank, at_ns, at_ns, text))
+        dead = {death.rank for death in now.deaths}
+        for rank in set(here) - set(now.ranks) - dead:
+            self._put(Annotation("left", rank, at_ns, at_ns, f"rank {rank} left"))
+        self._let_in(now, at_ns)
+        if now.formed and formed and now.formed != formed:
+            text = f"{format_ranks(now.formed)} from now on"
+            self._put(Annotation("formed", now.formed[0], at_ns, at_ns, text))
+
+    def _let_in(self, now: Membership, at_ns: int) -> None:
+        """Begin and end the marks of ranks that wait to be let in."""
+        for rank in self._waiting.keys() - set(now.waiting):
+            self._end(self._waiting.pop(rank), at_ns, ok=True)
+        for rank in sorted(set(now.waiting) - self._waiting.keys()):
+            text = f"rank {rank} waits to be let in"
+            self._waiting[rank] = self._put(Annotation("waiting", rank, at_ns, None, text))
+
+    def paused(self, now: Mapping[int, str], at_ns: int) -> None:
+        """Take in which ranks are paused, and why."""
+        for rank, (why, number) in list(self._paused.items()):
+            if now.get(rank) != why:
+                del self._paused[rank]
+                self._end(number, at_ns, ok=True)
+        for rank in sorted(now.keys() - self._paused.keys()):
+            number = self._put(Annotation("paused", rank, at_ns, None, f"rank {rank} is {now[rank]}"))
+            self._paused[rank] = now[rank], number
+
+    def _end_cells(self, rank: int, at_ns: int) -> None:
+        self._running.pop(rank, None)
+        for key in [key for key in self._open if key[0] == rank]:
+            self._end(self._open.pop(key), at_ns, ok=False)
+
+    def _end(self, number: int, at_ns: int, *, ok: bool) -> None:
+        if number in self._marks:
+            mark = self._marks[number][1]
+            mark.end_ns, mark.ok = max(at_ns, mark.begin_ns), ok
+            self.stamp += 1
+            self._marks[number] = (self.stamp, mark)
+
+
+class Planes:
+    """The plane of each process set on each of its ranks."""
+
+    def __init__(self) -> None:
+        self._planes: dict[int, dict[int, tuple[int, str]]] = {}  # rank, set: epoch and plane
+        self._epochs: dict[int, int] = {}  # set: the newest epoch that any rank has told of
+
+    def take(self, rank: int, news: Iterable[Members]) -> None:
+        """Learn how process sets are configured on a rank."""
+        for event in news:
+            own = self._planes.setdefault(rank, {})
+            if event.epoch < own.get(event.process_set, (0, ""))[0]:
+                continue
+            own[event.process_set] = event.epoch, event.plane
+            self._epochs[event.process_set] = max(event.epoch, self._epochs.get(event.process_set, 0))
+
+    def of(self, rank: int) -> dict[int, str]:
+        """The planes by process set, for the sets that the rank is in; a set that goes on without it is left out."""
+        planes = sorted(self._planes.get(rank, {}).items())
+        return {
+            number: plane
+            for number, (epoch, plane) in planes
+            if plane and (not number or epoch == self._epochs[number])
+        }
+
+
+class Recording:
+    """The newest spans of all ranks on one time axis, and what happened besides. All methods: any thread.
+
+    Args:
+        limit: Rows to keep: one per tensor, collective and rank, 72 bytes each.
+        label: What users call a cell, from its id.
+
+    Attributes:
+        label: As above.
+        origin_ns: Where the time axis begins; ``None`` until something came. Times elsewhere are on the clock of the
+            host that was heard first.
+        names, sites: NameTable of tensors, and the lines that they were used at (``cell [7] line 4``, empty if not known), by
+            number; 0 is the empty one. A name that several lines use has several numbers.
+        refused: How many batches could not be read.
+        failures: Failures to compute something from it; the views show them.
+        paused: Ranks in which the user looks around, and why, as it reads after ``rank 3 is``.
+        when_paused: Called, on any thread, when that has changed.
+        cleared, cleared_ns: Rows that :meth:`clear` has dropped, and when the last of them ended.
+        cleared_end: Number of the first row after the last :meth:`clear`.
+    """
+
+    def __init__(self, limit: int = ROWS_KEPT, *, label: Callable[[str], str] = str) -> None:
+        self.origin_ns: int | None = None
+        self._names = NameTable()
+        self.names = self._names.names
+        self.sites = self._names.sites
+        self.refused = 0
+        self.failures = Failures()
+        self.paused: Mapping[int, str] = {}
+        self.when_paused: list[Callable[[], None]] = []
+        self.cleared = self.cleared_end = 0
+        self.cleared_ns: int | None = None
+        self.label = label
+        self._rows = RowStore(limit)
+        self._marks = Annotations()
+        self._series = SeriesStore()
+        self._derived = DerivedSeries(self._series)
+        self._epochs = Epochs()
+        self._planes = Planes()
+        self._numbering = Numbering()
+        self._alignment = Alignment()
+        self._unaligned: list[tuple[bytes, Head]] = []
+        self._unaligned_dropped = 0
+        self._lost: dict[int, int] = {}
+        self._domains: dict[int, int] = {}
+        self._told_errors: dict[int, int] = {}
+        self._membership = Membership()
+        self._changed = threading.Condition()
+        self._version = 0
+        self._closed = False
+
+    # -- in -----------------------------------------------------------------------------------------------------------
+
+    def feed(self, rank: int, batch: bytes) -> None:
+        """Take a batch in. One that can't be read is counted, not raised: the others go on."""
+        with self._changed:
+            try:
+                self._feed(batch, read_head(batch, self._names.definitions))
+            except ProtocolError:
+                self.refused += 1
+            self._wake()
+
+    def _feed(self, batch: bytes, head: Head) -> None:
+        records = np.frombuffer(batch, RECORD, offset=head.start)
+        small = [
+            (place, read_record(batch, head.start + place * RECORD_BYTES, head))
+            for place in np.flatnonzero(records["type"] != RecordType.SPAN).tolist()
+        ]
+        _check_times(records, [event for _, event in small])
+        self._alignment.observe(head.clock)
+        self._domains[head.rank] = head.clock
+        for _, event in small:
+            if isinstance(event, ClockSample):
+                self._alignment.observe(head.clock, event)
+        offset = self._alignment.offset(head.clock)
+        if offset is None:
+            self._hold(batch, head)
+            return
+        held, self._unaligned = self._unaligned, []
+        for earlier, its_head in held:
+            self._feed(earlier, its_head)
+        self._lost[head.rank] = head.dropped + head.refused
+        news = [(at, event) for at, event in small if isinstance(event, Members)]
+        self._planes.take(head.rank, [event for _, event in news])
+        self._spans(records, head, offset[0], [(at, event) for at, event in news if event.size])
+        for _, event in small:
+            self._small(head.rank, event, offset[0])
+
+    def _hold(self, batch: bytes, head: Head) -> None:
+        if len(self._unaligned) < UNALIGNED_KEPT:
+            self._unaligned.append((batch, head))
+        else:
+            self._unaligned_dropped += (len(batch) - head.start) // RECORD_BYTES
+
+    def _spans(
+        self, records: NDArray[Any], head: Head, offset_ns: int, members: list[tuple[int, Members]]
+    ) -> None:
+        places = np.flatnonzero(records["type"] == RecordType.SPAN)
+        spans = records[places]
+        _check(head.rank, spans, members)
+        rows = rows_of(spans, head.rank, offset_ns)
+        matched = self._names.assign(rows, head) if len(rows) else rows["name"]
+        if len(rows):
+            self._see(int(rows["arrival"].min()))
+        self._epochs.assign(rows, head.rank, places, members)
+        if len(rows):
+            self._numbering.assign(rows, head.rank, matched)
+            self._rows.append(rows)
+            with self.failures.guard(SERIES):
+                self._derived.add(head.rank, rows, self.origin_ns or 0)
+
+    def _small(self, rank: int, event: object, offset_ns: int) -> None:
+        if isinstance(event, CellBeginEvent | CellEndEvent | AbortEvent):
+            self._see(event.time_ns + offset_ns)
+            self._marks.event(rank, event, offset_ns, self.label)
+            with self.failures.guard(SERIES):
+                if isinstance(event, CellBeginEvent):
+                    self._derived.cell_began(rank, event.time_ns + offset_ns)
+                elif isinstance(event, CellEndEvent):
+                    self._derived.cell_ended(rank, event.time_ns + offset_ns, self.origin_ns or 0)
+        elif isinstance(event, Metric):
+            self._see(event.time_ns + offset_ns)
+            self._series.append(rank, event.name, event.time_ns + offset_ns, event.value, event.step)
+
+    def _see(self, time_ns: int) -> None:
+        if self.origin_ns is None:
+            self.origin_ns = time_ns
+
+    def take_membership(self, membership: Membership) -> None:
+        """Take in which ranks are there now."""
+        with self._changed:
+            self._membership = membership
+            offset = self.clock_offset_ns()
+            self._marks.membership(membership, None if offset is None else time.monotonic_ns() + offset)
+            self._wake()
+
+    def take_paused(self, paused: Mapping[int, str]) -> None:
+        """Take in which ranks are paused now, and why."""
+        with self._changed:
+            if paused == self.paused:
+                return
+            self.paused = dict(paused)
+            if (offset := self.clock_offset_ns()) is not None:
+                self._marks.paused(self.paused, time.monotonic_ns() + offset)
+            self._wake()
+        for act in list(self.when_paused):
+            act()
+
+    def close(self) -> None:
+        """Nothing comes any more; what was recorded stays readable. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._wake()
+
+    def announce(self) -> None:
+        """Something has changed that views show beside what is recorded: those in :meth:`wait` look again. Any thread."""
+        with self._changed:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._version += 1
+        self._changed.notify_all()
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def version(self) -> int:
+        """Grows with each change."""
+        return self._version
+
+    @property
+    def count(self) -> int:
+        """Rows that are here."""
+        return len(self._rows)
+
+    @property
+    def end(self) -> int:
+        """Number of the next row."""
+        return self._rows.end
+
+    @property
+    def lost(self) -> int:
+        """Spans that never came here: they made room in the ranks' rings, or their clock could not be compared."""
+        return self._unaligned_dropped + sum(self._lost.values())
+
+    @property
+    def dropped(self) -> int:
+        """Spans that are not here: those that never came, and those that have made room."""
+        return self._rows.begin - self.cleared + self.lost
+
+    def wait(self, version: int, wanted: Callable[[], bool] = bool, timeout: float | None = None) -> bool:
+        """Wait until something came after ``version``, the recording is closed, or ``wanted()`` (see :meth:`poke`).
+
+        Returns whether that happened within ``timeout`` seconds.
+        """
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._version != version or self._closed or wanted(), timeout
+            )
+
+    def poke(self) -> None:
+        """Let all threads in :meth:`wait` look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def rows_since(self, number: int, most: int | None = None) -> tuple[int, Rows]:
+        """Rows from ``number`` on (those before may have been dropped): the number of the first, and a copy."""
+        with self._changed:
+            return self._rows.since(number, most)
+
+    def last_seen(self, rank: int, since_ns: int) -> str:
+        """Return where a rank was seen last: in which collective, and at which line that was called.
+
+        Args:
+            rank: The rank.
+            since_ns: When its process was ready, by this process's ``CLOCK_MONOTONIC``. An earlier process may have had
+                the same rank.
+
+        Returns:
+            ``allreduce `grad`, cell [7] line 4``. It is empty if this process of the rank ended no collective whose record
+            is kept here, or if its clock can't be compared.
+        """
+        with self._changed:
+            rows = self._rows.newest_of(rank)
+            offset = self._alignment.offset(clock_domain())
+        if not len(rows) or offset is None or int(rows["arrival"][0]) < since_ns + offset[0]:
+            return ""
+        row = rows[0]
+        name, site = shown_name(self.names[row["name"]]), self.sites[row["name"]]
+        called = f"{OpKind(row['kind']).label} `{name}`" if name else OpKind(row["kind"]).label
+        return f"{called}, {site}" if site else called
+
+    def clear(self) -> int:
+        """Forget the rows, and in what is saved all that happened before now. Returns how many rows there were.
+
+        Views that show them forget them, too; points of series stay.
+        """
+        with self._changed:
+            last = self._rows.since(self._rows.end - 1)[1]
+            if len(last):
+                self.cleared_ns = int((last["arrival"] + distance(last, "finished"))[0])
+            count = self._rows.clear()
+            self.cleared += count
+            self.cleared_end = self._rows.end
+            self._wake()
+            return count
+
+    def marks_since(self, stamp: int) -> tuple[int, list[tuple[int, Annotation]]]:
+        """Annotations that are new or have changed, with their numbers, and the stamp to ask with next time."""
+        with self._changed:
+            return self._marks.stamp, self._marks.changed_since(stamp)
+
+    def marks(self) -> list[Annotation]:
+        with self._changed:
+            return self._marks.all()
+
+    def series(self, number: int = 0) -> list[Series]:
+        """The series from a number on; points name them by these numbers."""
+        with self._changed:
+            return self._series.series[number:]
+
+    def points_since(self, number: int, most: int | None = None) -> tuple[int, Points]:
+        """Points of all series from ``number`` on that are kept, and the number to ask with next time."""
+        with self._changed:
+            self._advance(force=most is None)
+            points = self._series.since(number, most)
+            if most is None or len(points) < most:
+                return self._series.end, points
+            return int(points["number"][-1]) + 1 if most else number, points
+
+    def points(self, rank: int, name: str) -> Points:
+        """A copy of the points of one series, by time; none if there is no such series."""
+        with self._changed:
+            if name.startswith(DERIVED):
+                self._advance(force=True)
+            return self._series.of(rank, name)
+
+    def newest(self, name: str, most: int = 16) -> dict[int, Points]:
+        """The last points under a name, by rank; those of ranks that have any."""
+        with self._changed:
+            if name.startswith(DERIVED):
+                self._advance()
+            return self._series.newest(name, most)
+
+    def _advance(self, *, force: bool = False) -> None:
+        """Derive the series that follow from the spans. If that fails, the measured series are still there."""
+        with self.failures.guard(SERIES):
+            self._derived.advance(self.origin_ns or 0, force=force)
+
+    @property
+    def points_end(self) -> int:
+        """Number of the next point."""
+        return self._series.end
+
+    @property
+    def points_lost(self) -> int:
+        """Points that are not here: those dropped to make room, and those of series beyond the most that are kept."""
+        return self._series.dropped + self._series.refused
+
+    def clock_offset_ns(self) -> int | None:
+        """What to add to this process's ``CLOCK_MONOTONIC`` for times on the axis; ``None`` if they can't be compared."""
+        with self._changed:
+            offset = self._alignment.offset(clock_domain())
+        return None if offset is None else offset[0]
+
+    def running(self, rank: int) -> str:
+        """The cell that runs on a rank; empty if none does."""
+        return self._marks.running(rank)
+
+    def planes(self, rank: int) -> dict[int, str]:
+        """The data plane of each process set that a rank is in, by the set's number, as far as it has told."""
+        with self._changed:
+            return self._planes.of(rank)
+
+    @property
+    def membership(self) -> Membership:
+        return self._membership
+
+    def clock_errors(self) -> dict[int, int]:
+        """By how many ns a rank's clock may be off, by rank; of ranks whose clock had to be compared with the first host's."""
+        with self._changed:
+            found = {rank: self._alignment.offset(domain) for rank, domain in self._domains.items()}
+        measured = {rank: offset[1] for rank, offset in found.items() if offset is not None and offset[1]}
+        return self._told_errors | measured
+
+    def take_clock_error(self, rank: int, error_ns: int) -> None:
+        """A trace says by how much the times of a rank may be off that were compared when it was written."""
+        self._told_errors[rank] = error_ns
+
+    def table(self) -> DataFrame:
+        """All spans as a pandas table; the columns are in ``docs/reference/trace.md``.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        from hvdlab.collectives.tracing.tables import table
+
+        return table(self)
+
+    def arrow(self) -> Any:
+        """All spans as a ``pyarrow.Table`` with the same columns.
+
+        Raises:
+            ModuleNotFoundError: pyarrow is not installed.
+        """
+        from hvdlab.collectives.tracing.tables import arrow_table
+
+        return arrow_table(self)
+
+    def metrics(self) -> DataFrame:
+        """All points of all series as a pandas table; the columns are in ``docs/reference/metrics.md``.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        from hvdlab.collectives.tracing.tables import metric_table
+
+        return metric_table(self)
+
+
+def _check_times(records: NDArray[Any], small: list[Event]) -> None:
+    """Refuse times of 73 years and more, which no clock shows; sums of two smaller ones fit 64 bits."""
+    spans = records["type"] == RecordType.SPAN
+    late = (records["submitted"][spans] >= LATEST_NS).any() or any(
+        getattr(event, "time_ns", 0) >= LATEST_NS for event in small
+    )
+    if late or any(isinstance(event, ClockSample) and abs(event.offset_ns) >= LATEST_NS for event in small):
+        raise ProtocolError("event batch: a time is impossible")
+
+
+def _check(rank: int, spans: NDArray[Any], members: list[tuple[int, Members]]) -> None:
+    if rank >= MOST_RANKS:
+        raise ProtocolError(f"event batch: there is no rank {rank}")
+    if any(event.size > MOST_RANKS for _, event in members):
+        raise ProtocolError("event batch: a process set has more ranks than there can be")
+    if not len(spans):
+        return
+    if spans["kind"].max() >= len(OpKind) or spans["dtype"].max() >= len(DType):
+        raise ProtocolError("event batch: a span has an unknown kind or element type")
+    if ((spans["ready"] > spans["started"]) | (spans["started"] > spans["finished"])).any():
+        raise ProtocolError("event batch: the times of a span are out of order")

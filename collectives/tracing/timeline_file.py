@@ -1,0 +1,201 @@
+"""A Chrome trace on disk that grows while the job runs and can be opened at any moment.
+
+The file is the array form of the format, whose closing bracket may be missing: one event per line, whole lines per
+write. A process that is killed leaves a file that trace viewers open; ``close`` makes it strict JSON.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.tracing.chrome_trace import HOLD_SECONDS, ChromeTrace, TraceEvent
+from hvdlab.collectives.tracing.record_format import decode
+
+QUEUED_BYTES = 128 * 1024 * 1024
+"""Bytes of batches that may wait for the disk; more than the history that a late subscriber gets at once."""
+WRITE_BYTES = 65536
+CLOCK = "start_time_since_epoch_in_micros"
+EXIT_SECONDS = 10.0
+"""Seconds that the end of the process waits for a disk that is stuck."""
+
+
+class TimelineFile:
+    """Writes the events of all ranks to one file, on a thread of its own.
+
+    :meth:`feed` never waits: batches with which the disk can't keep up are dropped and counted in the trace. A disk error ends
+    the writing; the file stays readable as far as it was written, and :meth:`close` raises the error.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mark_cycles: bool = False,
+        hold: float = HOLD_SECONDS,
+        queued_bytes: int = QUEUED_BYTES,
+    ) -> None:
+        self.path = Path(path)
+        self.dropped = 0
+        self._trace = ChromeTrace(mark_cycles=mark_cycles, hold=hold)
+        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._room = queued_bytes
+        self._lock = threading.Lock()
+        self._closing = False
+        self._done = threading.Event()
+        self._error: OSError | None = None
+        self._rejected = 0
+        self._size = 0
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._thread = threading.Thread(target=self._run, name="hvdlab-timeline", daemon=True)
+        atexit.register(self._close_at_exit)
+        self._thread.start()
+
+    @classmethod
+    def start(
+        cls, path: str | os.PathLike[str], *, mark_cycles: bool = False, hold: float = HOLD_SECONDS
+    ) -> TimelineFile:
+        """Create (or empty) the file and begin to write.
+
+        Args:
+            path: Where to write. Its directory must exist.
+            mark_cycles: Mark each order to execute, as Horovod's ``mark_cycles`` does.
+            hold: Seconds to wait for the other ranks' records of an operation before it is written without them.
+
+        Raises:
+            OSError: The file can't be created.
+        """
+        return cls(path, mark_cycles=mark_cycles, hold=hold)
+
+    def feed(self, rank: int, batch: bytes) -> None:
+        """Hand over a batch of ``Recorder.drain``. Any thread; never blocks; ignored after :meth:`close`."""
+        if self._closing:
+            return
+        with self._lock:
+            if len(batch) > self._room:
+                self.dropped += 1
+                return
+            self._room -= len(batch)
+        self._queue.put((rank, batch))
+
+    def close(self, timeout: float | None = None) -> None:
+        """Write what was fed so far, complete the file and end the thread. May be called again, also after it failed.
+
+        Args:
+            timeout: Seconds to wait for the disk; ``None`` waits as long as it takes.
+
+        Raises:
+            OSError: Writing had failed; the file holds what was written before.
+            TimeoutError: The disk takes longer; the writing goes on.
+        """
+        self._closing = True
+        # One None is enough, but an interrupt may have come before an earlier call put it: a second one does no harm.
+        self._queue.put(None)
+        # Not by join(): if that is interrupted, it takes the thread for ended although it is not.
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"{self.path} could not be completed within {timeout} s")
+        self._thread.join()
+        atexit.unregister(self._close_at_exit)
+        if self._error is not None:
+            raise self._error
+
+    def _close_at_exit(self) -> None:
+        self.close(EXIT_SECONDS)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._put(b"[")
+            self._loop()
+            self._finish()
+        except OSError as error:
+            self._error = error
+            self._salvage()
+            self._discard()
+        finally:
+            os.close(self._fd)
+            self._done.set()
+
+    def _loop(self) -> None:
+        while True:
+            deadline = self._trace.deadline()
+            try:
+                item = self._queue.get(
+                    timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
+                )
+            except queue.Empty:
+                self._write(self._trace.expire(time.monotonic()))
+                continue
+            if item is None:
+                return
+            self._take(*item)
+            self._write(self._trace.expire(time.monotonic()))
+
+    def _take(self, rank: int, data: bytes) -> None:
+        with self._lock:
+            self._room += len(data)
+        try:
+            batch = decode(data)
+            if batch.rank != rank:
+                raise ProtocolError(f"event batch: rank {rank} sent one of rank {batch.rank}")
+        except ProtocolError:
+            self._rejected += 1
+            return
+        self._write(self._trace.feed(batch, time.monotonic()))
+
+    def _finish(self) -> None:
+        self._write(self._trace.close())
+        for name, count in (("BATCHES_DROPPED", self.dropped), ("BATCHES_NOT_READABLE", self._rejected)):
+            if count:
+                self._write(self._trace.note(name, {"batches": count}))
+        self._put(b"\n]\n")
+
+    # -- the file -----------------------------------------------------------------------------------------------------
+
+    def _write(self, events: list[TraceEvent]) -> None:
+        encode = msgspec.json.encode
+        if events and self._size == 1:
+            events = [_with_clock(events[0]), *events[1:]]
+        pending = bytearray()
+        for event in events:
+            pending += b",\n" if self._size + len(pending) > 1 else b"\n"
+            pending += encode(event)
+            if len(pending) >= WRITE_BYTES:
+                self._put(pending)
+                pending = bytearray()
+        if pending:
+            self._put(pending)
+
+    def _put(self, data: bytes | bytearray) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self._size += len(data)
+
+    def _salvage(self) -> None:
+        """After an error: cut the file behind its last whole event and close the array, if the disk allows that."""
+        try:
+            os.ftruncate(self._fd, self._size)
+            os.pwrite(self._fd, b"\n]\n" if self._size else b"[]\n", self._size)
+        except OSError:
+            # The file stays without its bracket, which viewers accept; the first error is the one to report.
+            return
+
+    def _discard(self) -> None:
+        """Take what comes until :meth:`close`, so that it doesn't pile up."""
+        while self._queue.get() is not None:
+            pass
+
+
+def _with_clock(event: TraceEvent) -> TraceEvent:
+    """The first event, with the time of day at 0 of the time axis added, under the name that Horovod's timeline has for it."""
+    zero = (time.time_ns() - time.monotonic_ns()) // 1000
+    return {**event, "args": {**event.get("args", {}), CLOCK: zero}}

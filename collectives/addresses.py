@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.collectives.protocol.address import TlsAddress, parse_address
+from hvdlab.collectives.protocol.handshake import TlsAddress, parse_address
 
 LOOPBACK = "127.0.0.1"
 CHOICES = ("HVDLAB_ADDRESS", "HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME")

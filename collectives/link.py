@@ -19,8 +19,8 @@ from hvdlab.collectives.heartbeat import Heartbeat
 from hvdlab.collectives.linux import process_state
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
-from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.handshake import connect
 
 
 @dataclass(frozen=True, slots=True)

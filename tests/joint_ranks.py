@@ -12,7 +12,7 @@ from hvdlab.collectives.engine.entry import Entry
 from hvdlab.collectives.engine.request import Request
 from hvdlab.collectives.engine.state import RankState
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.rosters import KnownMembers
+from hvdlab.collectives.protocol.member_lists import KnownMembers
 
 if TYPE_CHECKING:
     from joint_boards import AtBoard

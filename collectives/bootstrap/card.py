@@ -10,9 +10,9 @@ import msgspec
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.linux import require_own_peer
-from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
 from hvdlab.collectives.protocol.codec import MALFORMED
-from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
+from hvdlab.collectives.protocol.endpoint import client_context, require_same_certificate
+from hvdlab.collectives.protocol.handshake import TlsAddress, UnixAddress, parse_address
 
 PROBE_SECONDS = 5.0
 

@@ -19,7 +19,7 @@ from hvdlab.collectives.encryption import require_sealed_rendezvous
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.planes.base import PlaneAborted
-from hvdlab.collectives.protocol.address import TlsAddress, parse_address
+from hvdlab.collectives.protocol.handshake import TlsAddress, parse_address
 from hvdlab.collectives.settings import Settings
 
 if TYPE_CHECKING:

@@ -88,7 +88,7 @@ def _listen(server: Server, launch: Launch, directory: Path) -> Ready:
     server.listen(socket.socket(fileno=launch.listener))
     if launch.tls_listener < 0:
         return Ready()
-    from hvdlab.collectives.protocol.tls import new_certificate, server_context
+    from hvdlab.collectives.protocol.endpoint import new_certificate, server_context
 
     remote = socket.socket(fileno=launch.tls_listener)
     certificate, key = launch.certificate, launch.key

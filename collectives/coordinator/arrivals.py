@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives import encryption, versions
+from hvdlab.collectives import encryption
 from hvdlab.collectives.coordinator import elastic, pauses
 from hvdlab.collectives.coordinator.elastic import Change
 from hvdlab.collectives.coordinator.events import CloseConnection
 from hvdlab.collectives.coordinator.membership import RankPeer
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSet
 from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.protocol import handshake
 from hvdlab.collectives.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -77,10 +78,10 @@ def _differs(state: CoordinatorState, rank: int, hello: m.Hello) -> str:
     required, hosts = state.options.require_encryption, membership.hosts.keys()
     reason = encryption.refusal(required, rank, hello, members, hosts)
     # For hvdlab itself the coordinator's counts: of two ranks that differ, the first one to come need not be right.
-    others = [("the coordinator", {"hvdlab": versions.own_versions()["hvdlab"]})]
+    others = [("the coordinator", {"hvdlab": handshake.own_versions()["hvdlab"]})]
     if not membership.versions.fit(hello.versions):
         others += [(f"rank {living.rank}", living.versions) for living in membership.ranks.values()]
-    return reason or versions.refusal(rank, hello.versions, others)
+    return reason or handshake.version_mismatch(rank, hello.versions, others)
 
 
 def _too_late(state: CoordinatorState, rank: int, hello: m.Hello) -> str:

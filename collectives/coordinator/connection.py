@@ -7,9 +7,8 @@ import ssl
 from typing import TYPE_CHECKING
 
 from hvdlab.collectives.linux import peer_credentials, process_state
-from hvdlab.collectives.protocol.codec import decode_from_client, decode_from_rank
+from hvdlab.collectives.protocol.codec import HELLO_LIMIT, decode_from_client, decode_from_rank
 from hvdlab.collectives.protocol.endpoint import Endpoint
-from hvdlab.collectives.protocol.frames import HELLO_LIMIT
 from hvdlab.collectives.protocol.messages import FromClient, FromRank
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class Connection:
         broken: Whether sending has failed; the end of the connection is noticed when reading.
         watcher: How it keeps up with the events, if it gets any.
         members_sent: Which descriptions of members the server has sent it, as numbered by
-            :class:`~hvdlab.collectives.protocol.rosters.SentMembers`.
+            :class:`~hvdlab.collectives.protocol.member_lists.SentMembers`.
     """
 
     __slots__ = (

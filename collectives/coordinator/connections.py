@@ -12,9 +12,8 @@ from hvdlab.collectives.coordinator.events import Event, PeerLost
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
 from hvdlab.collectives.coordinator.strangers import TurnedAway
-from hvdlab.collectives.protocol.codec import encode
+from hvdlab.collectives.protocol.codec import FRAME_LIMIT, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
-from hvdlab.collectives.protocol.frames import FRAME_LIMIT
 from hvdlab.collectives.protocol.messages import Hello, Ping
 
 NEVER = float("inf")

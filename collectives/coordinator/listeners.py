@@ -12,7 +12,7 @@ import weakref
 from pathlib import Path
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress
+from hvdlab.collectives.protocol.handshake import TlsAddress, UnixAddress
 
 SOCKET_NAME = "coordinator"
 

@@ -23,7 +23,7 @@ from hvdlab.collectives.coordinator.listeners import SOCKET_NAME, Listeners
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.linux import process_state
-from hvdlab.collectives.protocol.address import UNIX_PATH_LIMIT
+from hvdlab.collectives.protocol.handshake import UNIX_PATH_LIMIT
 
 _NAME_LENGTH = len("/hvdlab-abcdefgh/coordinator")
 

@@ -38,6 +38,7 @@ from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
+from hvdlab.collectives.protocol.member_lists import SHORTENED, SentMembers
 from hvdlab.collectives.protocol.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -47,7 +48,6 @@ from hvdlab.collectives.protocol.messages import (
     RankLost,
     Refused,
 )
-from hvdlab.collectives.protocol.rosters import ROSTERS, SentMembers
 from hvdlab.collectives.visible import visible
 
 LONGEST_LINE = 4000
@@ -340,7 +340,7 @@ class Server:
         by_peer = connections.open
         for effect in effects:
             if type(effect) is Send:
-                if type(effect.message) in ROSTERS:
+                if type(effect.message) in SHORTENED:
                     self._send_roster(effect.message, effect.peers)
                     continue
                 try:

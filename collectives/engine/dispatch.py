@@ -41,7 +41,7 @@ from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, Endpoint
-from hvdlab.collectives.protocol.rosters import ROSTERS, KnownMembers
+from hvdlab.collectives.protocol.member_lists import SHORTENED, KnownMembers
 
 STUCK_AFTER = 2.0
 """Seconds that a plane has to obey an abort before the thread that is stuck in it is abandoned."""
@@ -90,7 +90,7 @@ class Dispatcher:
         """Read and handle what has arrived."""
         for payload in self._endpoint.receive():
             message: m.Message = decode_to_peer(payload)
-            if type(message) in ROSTERS:
+            if type(message) in SHORTENED:
                 message = self._members.restore(message)
             handler = self._handlers.get(type(message))
             if handler is not None:

@@ -39,11 +39,10 @@ from hvdlab.collectives.metrics.of_rank import sampler_of_rank
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import KeyValue, Phases
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.protocol.handshake import connect, own_versions
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.sites import call_site
-from hvdlab.collectives.versions import own_versions
 
 _monotonic_ns = time.monotonic_ns
 

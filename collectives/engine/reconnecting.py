@@ -17,8 +17,8 @@ from hvdlab.collectives.engine.control import Control
 from hvdlab.collectives.engine.dispatch import Dispatcher
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError, UnreachableError, connect
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError, UnreachableError, connect
 from hvdlab.collectives.settings import Settings
 
 LONGER = 3

@@ -14,8 +14,7 @@ import msgspec
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.kvstore.keys import Key
 from hvdlab.collectives.kvstore.state_format import OptimizerSpec
-from hvdlab.collectives.protocol.codec import MALFORMED
-from hvdlab.collectives.protocol.frames import encode_frame
+from hvdlab.collectives.protocol.codec import MALFORMED, encode_frame
 from hvdlab.collectives.protocol.messages import Message
 
 VERSION = 2

@@ -23,8 +23,8 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.kvstore.servers.launch import Launch, Place
 from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.logs import LOG
-from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
-from hvdlab.collectives.protocol.tls import new_certificate
+from hvdlab.collectives.protocol.endpoint import new_certificate
+from hvdlab.collectives.protocol.handshake import TlsAddress, UnixAddress, parse_address
 from hvdlab.collectives.settings import Settings
 
 SOCKET, LOCK, SETTINGS = "socket", "lock", "launch.json"

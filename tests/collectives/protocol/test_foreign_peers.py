@@ -20,7 +20,7 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.kvstore.servers import starting
-from hvdlab.collectives.protocol.connect import ForeignPeerError, connect
+from hvdlab.collectives.protocol.handshake import ForeignPeerError, connect
 from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello
 from hvdlab.launch.forkserver.handle import ServerHandle
 from hvdlab.launch.forkserver.link import Listener

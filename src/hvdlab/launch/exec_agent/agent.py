@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from hvdlab.collectives.environment import host_directory_variable, thread_counts
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.linux import adopt_orphans, living_children
-from hvdlab.collectives.protocol.frames import FrameDecoder
+from hvdlab.collectives.protocol.codec import FrameDecoder
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.child import Child, SpawnError, spawn
 

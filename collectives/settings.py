@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdlab.collectives import addresses
-from hvdlab.collectives.bootstrap.launchers import detect
 from hvdlab.collectives.environment import host_directory_from
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.knobs import Reader, for_reader
+from hvdlab.collectives.rendezvous.launchers import detect
 
 __all__ = ["TOKEN", "TOKEN_FILE", "Settings"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hvdlab.collectives.bootstrap.launchers import detect
+from hvdlab.collectives.rendezvous.launchers import detect
 
 
 def foreign_sizes(environ: Mapping[str, str]) -> dict[str, str]:

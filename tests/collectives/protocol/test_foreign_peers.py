@@ -12,7 +12,6 @@ import pytest
 
 import ordinary_user
 from hvdlab.collectives import linux
-from hvdlab.collectives.bootstrap.card import Card
 from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.server import Server
@@ -22,6 +21,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.kvstore.servers import starting
 from hvdlab.collectives.protocol.handshake import ForeignPeerError, connect
 from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello
+from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo
 from hvdlab.launch.forkserver.handle import ServerHandle
 from hvdlab.launch.forkserver.link import Listener
 from patience import PATIENCE
@@ -80,7 +80,7 @@ def test_a_rank_sends_no_token_to_another_users_coordinator(theirs: Callable[[st
 
 def test_a_card_that_leads_to_another_user_leads_nowhere(theirs: Callable[[str], socket.socket]) -> None:
     listener = theirs("coordinator")
-    assert not Card(2, host_key(), f"unix:{path_of(listener)}").answers(PATIENCE)
+    assert not CoordinatorInfo(2, host_key(), f"unix:{path_of(listener)}").answers(PATIENCE)
 
 
 def test_a_successor_is_not_taken_from_another_user(theirs: Callable[[str], socket.socket]) -> None:

@@ -69,7 +69,7 @@ class Ways:
         from hvdlab.collectives.engine.handle import Handle
         from hvdlab.collectives.engine.request import Request
         from hvdlab.collectives.engine.state import RankState
-        from hvdlab.collectives.sites import call_site
+        from hvdlab.collectives.text import call_site
 
         handles: list[Handle] = []
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 BEFORE = "resize or repair"
 """How a rank came that is known to be a newcomer only by what it runs."""

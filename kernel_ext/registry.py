@@ -20,7 +20,7 @@ import msgspec
 from hvdlab.collectives import private
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol.codec import MALFORMED
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.launch.kept import KeptJob, free_name, in_use, none_there
 from hvdlab.launch.processes import open_process, readable, start_time
 

@@ -6,7 +6,7 @@ import base64
 import html
 
 from hvdlab.collectives.recording import Recording
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.widgets.picture import png
 from hvdlab.widgets.sparklines import LINES, RANKS, Spark, characters, draw, quantity, sparks, title
 

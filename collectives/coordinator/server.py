@@ -48,7 +48,7 @@ from hvdlab.collectives.protocol.messages import (
     RankLost,
     Refused,
 )
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 LONGEST_LINE = 4000
 """Characters of a line of the log."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 EACH = 5
 """Lines of a minute before the rest is only counted: any process that reaches the port could fill the log otherwise."""

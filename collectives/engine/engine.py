@@ -42,7 +42,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect, own_versions
 from hvdlab.collectives.settings import Settings
-from hvdlab.collectives.sites import call_site
+from hvdlab.collectives.text import call_site
 
 _monotonic_ns = time.monotonic_ns
 

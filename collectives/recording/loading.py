@@ -17,10 +17,10 @@ import msgspec
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.recording.recording import Recording
+from hvdlab.collectives.text import visible
 from hvdlab.collectives.timeline.events import CellBegin, CellEnd, Event, Members, Metric, Span
 from hvdlab.collectives.timeline.records import encode
 from hvdlab.collectives.timeline.tracks import ARRIVALS_PID, CLOCK_COMPARED, STORES, TraceEvent
-from hvdlab.collectives.visible import visible
 
 ROWS_KEPT = 20_000_000
 AT_ONCE = 2048

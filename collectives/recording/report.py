@@ -12,7 +12,7 @@ from hvdlab.collectives.recording.arrivals import arrivals
 from hvdlab.collectives.recording.recording import Recording
 from hvdlab.collectives.recording.rows import NOT_STARTED, distance
 from hvdlab.collectives.recording.summary import summarize
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 WIDEST = 120
 """Characters of a column."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.visible import visible, visible_lines
+from hvdlab.collectives.text import visible, visible_lines
 from hvdlab.kernel_ext.newcomers import Newcomer
 from hvdlab.kernel_ext.output.crash import crash_lines
 from hvdlab.kernel_ext.output.values import ValueNotSent, html_of, text_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, format_ranks
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.output.places import short_path
 
 WITHIN = 30.0

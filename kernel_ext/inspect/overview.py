@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
-from hvdlab.collectives.visible import visible_lines
+from hvdlab.collectives.text import visible_lines
 from hvdlab.kernel_ext.inspect.messages import Tensor, Tensors, Variable, Variables
 from hvdlab.kernel_ext.inspect.table import Cell, Table
 from hvdlab.kernel_ext.rank.values import rough_size

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
-from hvdlab.collectives.visible import visible_lines
+from hvdlab.collectives.text import visible_lines
 from hvdlab.kernel_ext.inspect.messages import Difference, Examined, Leaf
 from hvdlab.kernel_ext.inspect.table import Cell, Table
 from hvdlab.kernel_ext.rank.values import rough_size

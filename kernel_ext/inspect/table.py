@@ -6,7 +6,7 @@ import html
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.output.values import in_output
 
 WIDEST = 60

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, overload
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
-from hvdlab.collectives.visible import visible, visible_lines
+from hvdlab.collectives.text import visible, visible_lines
 from hvdlab.kernel_ext.inspect.messages import View
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ from hvdlab.collectives.protocol.codec import FRAME_LIMIT, HELLO_LIMIT, decode_t
 from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint, server_context
 from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError
 from hvdlab.collectives.protocol.messages import Message
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 STRANGERS = 256
 """Connections over the network without a token at a time, beyond those of workers. Each costs some 50 KiB."""

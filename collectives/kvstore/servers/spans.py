@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdlab.collectives import sites
 from hvdlab.collectives.arrays import dtype_of
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.kvstore.keys import Key
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.planes.base import Phases
+from hvdlab.collectives.text import call_site
 from hvdlab.collectives.timeline.clock import ClockSamples
 from hvdlab.collectives.timeline.store_requests import group_of, push_batch
 
@@ -92,7 +92,7 @@ class RequestSpan:
     ) -> None:
         self._log, self.kind, self.name, self.server = log, kind, name, server
         self.dtype, self.nbytes = dtype, nbytes
-        self.site = sites.call_site(2)
+        self.site = call_site(2)
         self.called = self.sent = time.monotonic_ns()
 
     def answered(self, answer: m.Done | m.Failed, clock: ServerClock) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.linux import process_state
+from hvdlab.collectives.system import process_state
 from hvdlab.kernel_ext.cells.drive import CellHandle
 from hvdlab.kernel_ext.cells.events import PoolNews, TimePassed
 from hvdlab.kernel_ext.cells.sink import OutputSink

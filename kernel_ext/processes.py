@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.linux import process_state
+from hvdlab.collectives.system import process_state
 from hvdlab.kernel_ext.output.crash import called
 from hvdlab.kernel_ext.rank.dump import NAME, SIGNAL
 

@@ -6,10 +6,10 @@ import socket
 import ssl
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.linux import peer_credentials, process_state
 from hvdlab.collectives.protocol.codec import HELLO_LIMIT, decode_from_client, decode_from_rank
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.messages import FromClient, FromRank
+from hvdlab.collectives.system import peer_credentials, process_state
 
 if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.watchers import Watcher

@@ -22,8 +22,8 @@ from hvdlab.collectives.coordinator.launch import Launch, Ready, settings_from
 from hvdlab.collectives.coordinator.listeners import SOCKET_NAME, Listeners
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.collectives.linux import process_state
 from hvdlab.collectives.protocol.handshake import UNIX_PATH_LIMIT
+from hvdlab.collectives.system import process_state
 
 _NAME_LENGTH = len("/hvdlab-abcdefgh/coordinator")
 

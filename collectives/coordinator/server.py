@@ -35,7 +35,6 @@ from hvdlab.collectives.coordinator.poller import READ, WRITE
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.coordinator.watchers import Watcher
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.member_lists import SHORTENED, SentMembers
@@ -48,6 +47,7 @@ from hvdlab.collectives.protocol.messages import (
     RankLost,
     Refused,
 )
+from hvdlab.collectives.system import require_own_peer
 from hvdlab.collectives.text import visible
 
 LONGEST_LINE = 4000

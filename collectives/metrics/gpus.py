@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hvdlab.collectives import nvml
+from hvdlab.collectives import system
 from hvdlab.collectives.metrics import names
 from hvdlab.collectives.metrics.process import Values
 
@@ -41,7 +41,7 @@ class GpuUsage:
     @classmethod
     def find(cls) -> GpuUsage | None:
         """``None`` without GPUs, their driver or ``nvidia-ml-py``."""
-        pynvml = nvml.opened("GPUs are not sampled")
+        pynvml = system.open_nvml("GPUs are not sampled")
         if pynvml is None:
             return None
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from hvdlab.collectives.linux import RESIDENT, THREADS, process_status
 from hvdlab.collectives.metrics import names
+from hvdlab.collectives.system import RESIDENT, THREADS, process_status
 
 Values = list[tuple[str, float]]
 

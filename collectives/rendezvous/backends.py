@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvdlab.collectives import private
+from hvdlab.collectives import system
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.rendezvous.launchers import Meeting, detect
@@ -72,14 +72,14 @@ class DirectoryBackend:
     """
 
     def __init__(self, parents: Sequence[Path], key: str, *, shared: bool) -> None:
-        self._places = [parent / private.name() for parent in parents]
+        self._places = [parent / system.private_name() for parent in parents]
         #: Where this process writes.
-        self._directory = private.choose(self._places)
+        self._directory = system.choose_private(self._places)
         self.key, self._shared = key, shared
         self._published = False
 
     def publish(self, data: bytes) -> None:
-        self._directory = private.choose(self._places)
+        self._directory = system.choose_private(self._places)
         draft = self._directory / f"{self.key}.{os.getpid()}"
         try:
             self._write(draft, data)

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hvdlab.collectives import addresses, private
+from hvdlab.collectives import system
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.encryption import require_sealed_rendezvous
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
-from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.planes.base import PlaneAborted
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.protocol.endpoint import client_context, require_same_certificate
@@ -28,6 +27,7 @@ from hvdlab.collectives.rendezvous import backends
 from hvdlab.collectives.rendezvous.backends import DirectoryBackend, RendezvousBackend
 from hvdlab.collectives.rendezvous.launchers import Launched, Meeting, detect, job_key
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.system import require_own_peer
 
 if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -330,7 +330,7 @@ def _backend(launched: Launched, environ: Mapping[str, str], deadline: Deadline)
 def host_backend(environ: Mapping[str, str], key: str) -> DirectoryBackend:
     """Return the backend of ranks that are all on this host: a file that only their user can write or read."""
     given = environ.get(RENDEZVOUS_DIRECTORY)
-    return DirectoryBackend([Path(given)] if given else private.parents(environ), key, shared=False)
+    return DirectoryBackend([Path(given)] if given else system.private_parents(environ), key, shared=False)
 
 
 def _shared_directory(environ: Mapping[str, str]) -> Path:
@@ -382,16 +382,16 @@ def _start_and_publish(
 def _own_address(environ: Mapping[str, str]) -> str:
     """Return the address at which other hosts reach rank 0's coordinator."""
     hints = (environ.get("MASTER_ADDR", ""), environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
-    return addresses.chosen(environ) or addresses.outward(hints)
+    return system.chosen_address(environ) or system.outward_address(hints)
 
 
 def _address(environ: Mapping[str, str], info: CoordinatorInfo) -> str:
     """Return the address of this rank's data plane: the environment's choice, or the one from which it reaches the coordinator."""
-    chosen = addresses.chosen(environ)
+    chosen = system.chosen_address(environ)
     if chosen or not info.remote:
-        return chosen or addresses.LOOPBACK
+        return chosen or system.LOOPBACK
     remote = parse_address(info.remote)
     assert isinstance(remote, TlsAddress)
     if info.host == host_key():
         return remote.host
-    return addresses.towards(remote.host) or addresses.LOOPBACK
+    return system.address_towards(remote.host) or system.LOOPBACK

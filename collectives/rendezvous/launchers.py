@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.linux import PARENT, START_TIME, boot_id, process_status
+from hvdlab.collectives.system import PARENT, START_TIME, boot_id, process_status
 
 _LOOPBACK = ("localhost", "127.", "::1")
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from functools import cache
 
-from hvdlab.collectives.linux import boot_id
+from hvdlab.collectives.system import boot_id
 
 SAMPLES_KEPT = 8
 DRIFT = 20e-6

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ordinary_user
-from hvdlab.collectives import context, linux
+from hvdlab.collectives import context, system
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, host_backend
@@ -188,7 +188,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, Pat
             ordinary_user.run(sock.listen)  # the kernel keeps the user that began to listen
         else:
             sock.listen()
-            monkeypatch.setattr(linux, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+            monkeypatch.setattr(system, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
         sock.setblocking(False)
         yield sock, Path(place)
 

@@ -47,12 +47,12 @@ from hvdlab.collectives.kvstore.servers.state import (
     Tick,
 )
 from hvdlab.collectives.link import Door
-from hvdlab.collectives.linux import name_process, require_own_peer
 from hvdlab.collectives.protocol import messages as jobs
 from hvdlab.collectives.protocol.codec import FRAME_LIMIT, HELLO_LIMIT, decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint, server_context
 from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError
 from hvdlab.collectives.protocol.messages import Message
+from hvdlab.collectives.system import name_process, require_own_peer
 from hvdlab.collectives.text import visible
 
 STRANGERS = 256

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from hvdlab.collectives import nvml
+from hvdlab.collectives import system
 from hvdlab.collectives.planes.links import NVLINK, PCIE, PEER, SAME_GPU, Links
 
 _KINDS = ("GPU", "MIG")
@@ -31,7 +31,7 @@ def links_between(mine: str, identities: Sequence[str], ranks: Sequence[int]) ->
 
 
 def _asked(mine: str, others: Sequence[str]) -> dict[str, str]:
-    library = nvml.opened("What lies between GPUs is not known")
+    library = system.open_nvml("What lies between GPUs is not known")
     if library is None:
         return dict.fromkeys(others, PEER)
     try:

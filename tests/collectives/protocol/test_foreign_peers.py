@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ordinary_user
-from hvdlab.collectives import linux
+from hvdlab.collectives import system
 from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.server import Server
@@ -48,7 +48,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], socket.s
                 ordinary_user.run(listener.listen)  # the kernel keeps the user that began to listen
             else:
                 listener.listen()
-                monkeypatch.setattr(linux, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+                monkeypatch.setattr(system, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
             return listener
 
         yield listen
@@ -105,7 +105,7 @@ def test_another_users_parameter_server_does_not_count(theirs: Callable[[str], s
 
 
 def comes_from_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+    monkeypatch.setattr(system, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
 
 
 def test_a_coordinator_takes_no_connection_of_another_user(
@@ -145,7 +145,7 @@ def test_a_fork_server_takes_no_connection_of_another_user(
         with socket.socket(socket.AF_UNIX) as sock:  # root may do everything anyway
             sock.connect(listener.path)
             with monkeypatch.context() as root:
-                root.setattr(linux, "peer_credentials", lambda sock: (7, 0))
+                root.setattr(system, "peer_credentials", lambda sock: (7, 0))
                 found = listener.accept()
         assert found is not None
         assert found[1] == 7

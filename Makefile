@@ -115,7 +115,7 @@ test-numpy: ## the core on the oldest numpy that is accepted, without torch, in 
 		tests/bindings/test_numpy_collectives.py $(PYTEST_ARGS)
 	out/numpy/bin/python -m pytest -m "not soak" tests/conformance/test_planes.py tests/conformance/test_adasum.py \
 		-k "(local or shm or mpi) and not hierarchical" $(PYTEST_ARGS)
-	out/numpy/bin/python -m pytest -m "not soak" tests/collectives/engine tests/collectives/coordinator tests/collectives/bootstrap \
+	out/numpy/bin/python -m pytest -m "not soak" tests/collectives/engine tests/collectives/coordinator tests/collectives/rendezvous \
 		-k "not gloo and not test_tls and not tls and not two_hosts" $(PYTEST_ARGS)
 
 test-gpu: ## the plane for CUDA tensors on a real GPU, also its compiler by itself where there is no GPU, in an environment of its own

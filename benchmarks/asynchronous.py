@@ -68,7 +68,7 @@ class Ways:
         from hvdlab.collectives.engine.handles import Handle
         from hvdlab.collectives.engine.rank_state import RankState
         from hvdlab.collectives.engine.requests import Request
-        from hvdlab.collectives.sites import call_site
+        from hvdlab.collectives.text import call_site
 
         handles: list[Handle] = []
 

@@ -15,8 +15,8 @@ from hvdlab.collectives.errors import ForkedProcessError, NotInitializedError, R
 from hvdlab.collectives.settings import TOKEN, Settings
 
 if TYPE_CHECKING:
-    from hvdlab.collectives.bootstrap.find import Found
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
+    from hvdlab.collectives.rendezvous.discovery import DiscoveredWorld
 
 Companion = TypeVar("Companion")
 
@@ -29,7 +29,7 @@ class _Context:
         self.engine: Engine | None = None
         self.adopted: Engine | None = None
         self.coordinator: CoordinatorProcess | None = None
-        self.found: Found | None = None
+        self.found: DiscoveredWorld | None = None
         self.forked_by: int | None = None  # the rank that this process was forked by
         #: The coordinator that the environment named, if any, and the secret that was taken out of it.
         self.secret: tuple[str | None, str] = (None, "")
@@ -94,9 +94,9 @@ def _find(settings: Settings) -> Settings:
     if settings.coordinator is not None:
         return settings
     if _context.found is None:
-        from hvdlab.collectives.bootstrap.find import find
+        from hvdlab.collectives.rendezvous.discovery import discover
 
-        _context.found = find(os.environ, settings)
+        _context.found = discover(os.environ, settings)
     return settings if _context.found is None else _context.found.settings(settings)
 
 

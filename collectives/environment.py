@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdlab.collectives.engine.hosts import Place
+from hvdlab.collectives.system import LOOPBACK, address_towards, chosen_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,26 @@ def host_directory_from(environ: Mapping[str, str]) -> str | None:
     """Return the directory of this host that these variables name for their coordinator, or ``None``."""
     coordinator, _, directory = environ.get(_HOST_DIRECTORY, "").partition(" ")
     return directory if directory and coordinator == environ.get("HVDLAB_COORDINATOR") else None
+
+
+def data_plane_address(environ: Mapping[str, str], coordinator: str) -> str:
+    """Return the address that this rank's data plane binds to.
+
+    The environment's choice; else the one from which a coordinator of another host (``tls:host:port``) is reached;
+    else the loopback interface's.
+
+    Raises:
+        InvalidRequestError: The environment chooses an address that this host does not have, or the coordinator's can't be read.
+    """
+    chosen = chosen_address(environ)
+    if chosen or not coordinator.startswith("tls:"):
+        return chosen or LOOPBACK
+    # Agents of hosts and fork servers import this module; few of them come here, and the handshake brings TLS along.
+    from hvdlab.collectives.protocol.handshake import TlsAddress, parse_address
+
+    where = parse_address(coordinator)
+    assert isinstance(where, TlsAddress)
+    return address_towards(where.host) or LOOPBACK
 
 
 def sizes(rank: int, size: int, where: Place | None = None) -> dict[str, str]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Self, cast
 
-from hvdlab.collectives.visible import visible, visible_lines
+from hvdlab.collectives.text import visible, visible_lines
 
 
 class HvdlabError(RuntimeError):

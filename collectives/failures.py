@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.heartbeat import Heartbeat
-from hvdlab.collectives.linux import process_state
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
-from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.handshake import connect
+from hvdlab.collectives.system import process_state
 
 
 @dataclass(frozen=True, slots=True)

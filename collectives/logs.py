@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from hvdlab.collectives.errors import compact_ranks
 from hvdlab.collectives.protocol.messages import Abort, Configure
-from hvdlab.collectives.visible import visible, visible_coloured
+from hvdlab.collectives.text import visible, visible_coloured
 
 LOG = logging.getLogger("hvdlab")
 

@@ -18,8 +18,8 @@ from typing import Protocol
 
 from hvdlab.collectives.client import CoordinatorLostError
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.linux import process_state
 from hvdlab.collectives.membership import Membership
+from hvdlab.collectives.system import process_state
 
 END_WITHIN = 1.0
 """Seconds that a process may take to end after its connections."""

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdlab.collectives import addresses
-from hvdlab.collectives.bootstrap.launchers import detect
-from hvdlab.collectives.environment import host_directory_from
+from hvdlab.collectives.environment import data_plane_address, host_directory_from
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.knobs import Reader, for_reader
+from hvdlab.collectives.rendezvous.launchers import detect
 
 __all__ = ["TOKEN", "TOKEN_FILE", "Settings"]
 
@@ -132,7 +131,7 @@ class Settings:
             cross_rank=_integer(env, "HVDLAB_CROSS_RANK"),
             cross_size=_integer(env, "HVDLAB_CROSS_SIZE"),
             certificate=_certificate(env.get("HVDLAB_CERT")),
-            address=addresses.own(env, env.get("HVDLAB_COORDINATOR") or ""),
+            address=data_plane_address(env, env.get("HVDLAB_COORDINATOR") or ""),
             **knobs,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.magics.arguments import MagicParser, documented, identifier, parse_ranks
 from hvdlab.magics.patience import patience
 from hvdlab.magics.progress import CellImportDisplay

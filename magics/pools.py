@@ -11,7 +11,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.visible import visible_lines
+from hvdlab.collectives.text import visible_lines
 from hvdlab.kernel_ext.notebook.unsynced import missing_names_notice, restarted_notice
 from hvdlab.magics.arguments import MagicParser, add_pool_options, documented, parse_ranks, positive
 from hvdlab.magics.running import make_sink

@@ -12,7 +12,7 @@ from typing import Self
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.magics.screens.publisher import CellPublisher, in_notebook
 
 _ERASE = "\r\x1b[K"

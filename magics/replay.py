@@ -7,7 +7,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from hvdlab.collectives.visible import visible, visible_lines
+from hvdlab.collectives.text import visible, visible_lines
 from hvdlab.magics.arguments import MagicParser, documented, identifier, parse_ranks, positive
 from hvdlab.magics.patience import patience
 from hvdlab.magics.session import Session, as_usage_error, ranks_of

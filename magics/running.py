@@ -13,7 +13,7 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.notebook.cells.failure import failure_of
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink, TimedSink

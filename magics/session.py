@@ -10,7 +10,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
-from hvdlab.collectives.visible import visible_lines
+from hvdlab.collectives.text import visible_lines
 from hvdlab.kernel_ext.notebook.comm_relay import WidgetStates
 from hvdlab.kernel_ext.spmd.wishes import PoolDefaults
 from hvdlab.launch.options import split as split_options

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlab.collectives.planes.links import planes_text
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.notebook.output.values import in_output
 
 WIDEST = 300

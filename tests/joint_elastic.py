@@ -23,7 +23,7 @@ from unittest import mock
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.restoring import EPOCHS
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
-from hvdlab.collectives.elastic.running import run_fn
+from hvdlab.collectives.elastic.training_loop import run_fn
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, ReleasedError, StartError
 from hvdlab.collectives.membership import Membership

@@ -24,9 +24,8 @@ from hvdlab.bindings.elastic.state import HandledState
 from hvdlab.collectives import context
 from hvdlab.collectives.arrays import storage_type
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
-from hvdlab.collectives.elastic import attempts, running
-from hvdlab.collectives.elastic.notification import NotificationManager
-from hvdlab.collectives.elastic.state import News
+from hvdlab.collectives.elastic import training_loop
+from hvdlab.collectives.elastic.state import News, NotificationManager
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.engine.world_view import ElasticMembership, WorldView
@@ -328,8 +327,7 @@ def own_engines() -> Iterator[None]:
             (context, "is_initialized", lambda: not _own().closed),
             (context, "engine", lambda what="": _own()),
             (context, "shutdown", lambda: _own().shutdown()),
-            (running, "notification_manager", _OwnManager()),
-            (attempts, "notification_manager", _OwnManager()),
+            (training_loop, "notification_manager", _OwnManager()),
             (bindings_state, "broadcast_object", lambda obj, root: _own().broadcast_object(obj, root)),
         ):
             stack.enter_context(mock.patch.object(where, name, stand_in))

@@ -11,7 +11,7 @@ from hvdlab.collectives.engine.entries import Entry, RunBatch
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.rosters import KnownMembers
+from hvdlab.collectives.protocol.member_lists import KnownMembers
 
 if TYPE_CHECKING:
     from joint_boards import AtBoard

@@ -33,7 +33,7 @@ from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.rosters import ROSTERS, KnownMembers, SentMembers
+from hvdlab.collectives.protocol.member_lists import SHORTENED, KnownMembers, SentMembers
 from joint_boards import AtBoard, Boards
 from joint_planes import Planes
 from joint_ranks import Scope, SimEntry, SimRank
@@ -518,7 +518,7 @@ class Simulation:
 
     def _shortened(self, me: SimRank, message: m.Message) -> m.Message:
         """What the coordinator's server makes of a message to this rank."""
-        if type(message) not in ROSTERS:
+        if type(message) not in SHORTENED:
             return message
         self._members.add(message)
         short, me.members_told = self._members.shorten(message, me.members_told)
@@ -543,7 +543,7 @@ class Simulation:
                 me, me.state.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), "the coordinator is gone"))
             )
             return
-        if type(message) in ROSTERS:
+        if type(message) in SHORTENED:
             message = me.members_known.restore(message)
         if isinstance(message, m.Leave):
             me.told_to_leave = True

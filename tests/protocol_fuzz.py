@@ -40,7 +40,7 @@ from hvdlab.collectives.kvstore.servers import state as servers
 from hvdlab.collectives.kvstore.servers.memory import SharedFile
 from hvdlab.collectives.protocol import codec
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.frames import FrameDecoder
+from hvdlab.collectives.protocol.codec import FrameDecoder
 
 LIMIT = 4096
 """Largest frame that is accepted here."""

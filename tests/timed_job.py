@@ -33,7 +33,7 @@ from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_from_rank, decode_hello, encode
-from hvdlab.collectives.protocol.rosters import ROSTERS, SentMembers
+from hvdlab.collectives.protocol.member_lists import SHORTENED, SentMembers
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class TimedJob:
         """Send as the server does; ranks get whole messages, which their engines make of the short ones."""
         message = effect.fallback if isinstance(effect, SendConfigure) else effect.message
         sizes: dict[int, tuple[int, int]] = {}  # by what a rank knows
-        if roster := type(message) in ROSTERS:
+        if roster := type(message) in SHORTENED:
             self._members.add(message)
         for peer in effect.peers:
             me = self.ranks[peer]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.membership import LEAVES
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 MEMBERS = ("rank", "host", "pid", "state", "since", "by")
 HISTORY = ("time", "rank", "change", "why", "host", "pid")

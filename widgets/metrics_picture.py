@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import html
 
+from hvdlab.collectives.text import visible
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.collectives.visible import visible
 from hvdlab.widgets.picture import png
 from hvdlab.widgets.sparklines import LINES, RANKS, Spark, characters, draw, quantity, sparks, title
 

@@ -11,8 +11,8 @@ import anywidget
 import traitlets
 
 from hvdlab.collectives.failures import Failures, as_messages
+from hvdlab.collectives.text import visible
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.collectives.visible import visible
 from hvdlab.widgets.output import Output, text_of
 from hvdlab.widgets.picture import seconds
 from hvdlab.widgets.rank_rows import HEARTBEAT, STOPPED, cell_runs, heading, rank_rows

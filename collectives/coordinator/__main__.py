@@ -90,7 +90,7 @@ def _listen(server: CoordinatorServer, launch: CoordinatorLaunch, directory: Pat
     server.listen(socket.socket(fileno=launch.listener))
     if launch.tls_listener < 0:
         return CoordinatorReady()
-    from hvdlab.collectives.protocol.tls import new_certificate, server_context
+    from hvdlab.collectives.protocol.endpoint import new_certificate, server_context
 
     remote = socket.socket(fileno=launch.tls_listener)
     certificate, key = launch.certificate, launch.key

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
-from hvdlab.collectives import encryption, versions
+from hvdlab.collectives import encryption
 from hvdlab.collectives.coordinator.deadlock import RunningCells
 from hvdlab.collectives.coordinator.events import Effects
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.process_sets import OPEN, ProcessSets
 from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.protocol import handshake
 from hvdlab.collectives.protocol import messages as m
 
 
@@ -89,10 +90,10 @@ class Admission:
         required, hosts = self._options.require_encryption, membership.hosts.keys()
         reason = encryption.refusal(required, rank, hello, members, hosts)
         # For hvdlab itself the coordinator's counts: of two ranks that differ, the first one to come need not be right.
-        others = [("the coordinator", {"hvdlab": versions.own_versions()["hvdlab"]})]
+        others = [("the coordinator", {"hvdlab": handshake.own_versions()["hvdlab"]})]
         if not membership.versions.fit(hello.versions):
             others += [(f"rank {living.rank}", living.versions) for living in membership.ranks.values()]
-        return reason or versions.refusal(rank, hello.versions, others)
+        return reason or handshake.version_mismatch(rank, hello.versions, others)
 
     def _too_late(self, rank: int, hello: m.Hello) -> str:
         """Return why a rank that has lost its connection can't come back, since the others continue without it; empty if it can."""

@@ -12,12 +12,11 @@ from hvdlab.collectives.coordinator.event_history import LaggingSubscriber
 from hvdlab.collectives.coordinator.events import Event, PeerLost
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE, Poller
-from hvdlab.collectives.linux import peer_credentials
-from hvdlab.collectives.protocol.codec import decode_from_client, decode_from_rank
+from hvdlab.collectives.protocol.codec import FRAME_LIMIT, HELLO_LIMIT, decode_from_client, decode_from_rank
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
-from hvdlab.collectives.protocol.frames import FRAME_LIMIT, HELLO_LIMIT
 from hvdlab.collectives.protocol.messages import FromClient, FromRank, Hello
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.system import peer_credentials
+from hvdlab.collectives.text import visible
 
 SHAKING, STRANGER, OPEN, CLOSING = range(4)
 
@@ -267,7 +266,7 @@ class Connection:
         pid: Process id of the peer, if it is of this host; otherwise 0.
         subscriber: How it keeps up with the events, if it gets any.
         members_sent: Which descriptions of members the server has sent it, as numbered by
-            :class:`~hvdlab.collectives.protocol.rosters.SentMembers`.
+            :class:`~hvdlab.collectives.protocol.member_lists.SentMembers`.
     """
 
     __slots__ = (

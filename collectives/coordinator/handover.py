@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch
-from hvdlab.collectives.linux import require_own_peer
+from hvdlab.collectives.system import require_own_peer
 
 _NAME = "handover"
 _LARGEST = 1 << 16

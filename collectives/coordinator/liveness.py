@@ -21,10 +21,10 @@ from hvdlab.collectives.coordinator.events import Event, Received
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.linux import process_state
 from hvdlab.collectives.protocol.codec import encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.messages import Ping, RankLost
+from hvdlab.collectives.system import process_state
 
 
 class Liveness:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from hvdlab.collectives.coordinator.signatures import LocalDefinition
+from hvdlab.collectives.protocol.handshake import AgreedVersions
 from hvdlab.collectives.protocol.messages import MOST_RANKS, Death, Hello, Member, World
-from hvdlab.collectives.versions import AgreedVersions
 
 WORLD_INTERVAL = 0.2
 """Seconds between reports of the forming world to its ranks: with one for each newcomer a thousand ranks would get a million."""

@@ -35,8 +35,8 @@ from hvdlab.collectives.coordinator.options import (
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.knobs import Reader, for_reader
-from hvdlab.collectives.linux import process_state
-from hvdlab.collectives.protocol.address import UNIX_PATH_LIMIT, TlsAddress, UnixAddress
+from hvdlab.collectives.protocol.handshake import UNIX_PATH_LIMIT, TlsAddress, UnixAddress
+from hvdlab.collectives.system import process_state
 
 SOCKET_NAME = "coordinator"
 

@@ -42,9 +42,9 @@ from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.poller import READ, WRITE
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
+from hvdlab.collectives.protocol.member_lists import SHORTENED, SentMembers
 from hvdlab.collectives.protocol.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -53,8 +53,8 @@ from hvdlab.collectives.protocol.messages import (
     RankEvents,
     Refused,
 )
-from hvdlab.collectives.protocol.rosters import ROSTERS, SentMembers
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.system import require_own_peer
+from hvdlab.collectives.text import visible
 
 LONGEST_LINE = 4000
 """Characters of a line of the log."""
@@ -322,7 +322,7 @@ class CoordinatorServer:
         by_peer = connections.open
         for effect in effects:
             if type(effect) is Send:
-                if type(effect.message) in ROSTERS:
+                if type(effect.message) in SHORTENED:
                     self._send_roster(effect.message, effect.peers)
                     continue
                 try:

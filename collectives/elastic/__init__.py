@@ -6,10 +6,15 @@ last and brings it to all ranks when they begin again.
 
 from __future__ import annotations
 
-from hvdlab.collectives.elastic.interrupts import HostsUpdatedInterrupt, HostUpdateResult
-from hvdlab.collectives.elastic.notification import NotificationManager, notification_manager
-from hvdlab.collectives.elastic.running import run_fn
-from hvdlab.collectives.elastic.state import ObjectState, State
+from hvdlab.collectives.elastic.state import (
+    HostsUpdatedInterrupt,
+    HostUpdateResult,
+    NotificationManager,
+    ObjectState,
+    State,
+    notification_manager,
+)
+from hvdlab.collectives.elastic.training_loop import run_fn
 
 __all__ = [
     "HostUpdateResult",

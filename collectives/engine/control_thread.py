@@ -47,7 +47,7 @@ from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint
-from hvdlab.collectives.protocol.rosters import ROSTERS, KnownMembers
+from hvdlab.collectives.protocol.member_lists import SHORTENED, KnownMembers
 
 Call = Callable[[], object]
 
@@ -330,7 +330,7 @@ class ControlHandlers:
         """Read and handle the messages that have arrived."""
         for payload in self._endpoint.receive():
             message: m.Message = decode_to_peer(payload)
-            if type(message) in ROSTERS:
+            if type(message) in SHORTENED:
                 message = self._members.restore(message)
             handler = self._handlers.get(type(message))
             if handler is not None:

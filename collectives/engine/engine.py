@@ -33,11 +33,10 @@ from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes
 from hvdlab.collectives.planes.links import Links, plane_text
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.protocol.handshake import connect, own_versions
 from hvdlab.collectives.settings import Settings
-from hvdlab.collectives.sites import call_site
-from hvdlab.collectives.versions import own_versions
+from hvdlab.collectives.text import call_site
 
 _monotonic_ns = time.monotonic_ns
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdlab.collectives.linux import boot_id
+from hvdlab.collectives.system import boot_id
 
 HOST_VARIABLE = "HVDLAB_HOST"
 

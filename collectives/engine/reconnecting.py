@@ -16,8 +16,8 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.control_thread import Control, ControlHandlers
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError, UnreachableError, connect
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError, UnreachableError, connect
 from hvdlab.collectives.settings import Settings
 
 LONGER = 3

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from hvdlab.collectives import nvml
-from hvdlab.collectives.linux import RESIDENT, THREADS, process_status
+from hvdlab.collectives import system
 from hvdlab.collectives.metrics import names
+from hvdlab.collectives.system import RESIDENT, THREADS, process_status
 
 Values = list[tuple[str, float]]
 
@@ -91,7 +91,7 @@ class GpuUsage:
     @classmethod
     def find(cls) -> GpuUsage | None:
         """``None`` without GPUs, their driver or ``nvidia-ml-py``."""
-        pynvml = nvml.opened("GPUs are not sampled")
+        pynvml = system.open_nvml("GPUs are not sampled")
         if pynvml is None:
             return None
         try:

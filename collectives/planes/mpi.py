@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdlab.collectives.bootstrap import library
 from hvdlab.collectives.dtypes import DType, ReduceOp
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane, Scratch, Staging, leave_to_library
+from hvdlab.collectives.rendezvous import backends
 
 # While a transfer may be under way the poll only yields the core. Once it takes much longer than the bytes would need, some member
 # is late, and the poll sleeps for short times.
@@ -51,7 +51,7 @@ class MpiPlane(HostPlane):
     def unavailable(cls) -> str | None:
         if not any(name in os.environ for name in _LAUNCHER_VARIABLES):
             return "the mpi plane needs ranks that mpiexec started; use `--launcher mpi`"
-        wrong = library.mismatch(os.environ)
+        wrong = backends.mpi_mismatch(os.environ)
         if wrong is not None:
             return f"{wrong}; install the mpi4py that goes with the launcher, or choose plane shm or gloo"
         try:

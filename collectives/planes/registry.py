@@ -6,11 +6,11 @@ import importlib
 import importlib.util
 import os
 
-from hvdlab.collectives.bootstrap import library
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.planes.base import Plane
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.host import HostPlane
+from hvdlab.collectives.rendezvous import backends
 
 _CLASSES: dict[str, tuple[str, str, str]] = {
     # name: module, class, package that must be installed; a plane for a device class is called "device/plane"
@@ -110,4 +110,4 @@ def offered(wish: str = "auto") -> tuple[str, ...]:
 
 def _suits(wish: str) -> bool:
     """Whether MPI can be expected to work."""
-    return library.works(os.environ) if library.by_mpi(os.environ) else wish == "mpi"
+    return backends.mpi_works(os.environ) if backends.started_by_mpi(os.environ) else wish == "mpi"

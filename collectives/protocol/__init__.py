@@ -1,1 +1,1 @@
-"""Frames and messages of the control plane; no I/O here."""
+"""The control plane's wire: messages, frames, connections, and how a peer introduces itself."""

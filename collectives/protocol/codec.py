@@ -1,31 +1,110 @@
-"""Messages to frames, and payloads to messages of the expected direction."""
+"""The wire format: messages to frames, and frames to messages of the expected direction. No I/O.
+
+A frame is a length (unsigned, 32 bits, little endian) and that many bytes of payload, a message in MessagePack. A peer that has not
+introduced itself may send small frames only, so that a stranger can't make the coordinator hold much memory.
+"""
 
 from __future__ import annotations
 
-from typing import cast
+import struct
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
 
 import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.protocol.frames import encode_frame
 from hvdlab.collectives.protocol.messages import FromClient, FromRank, Hello, Message, ToPeer
 
-_encoder = msgspec.msgpack.Encoder()
-_hello = msgspec.msgpack.Decoder(Hello)
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(cast("type[FromRank]", FromRank))
-_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(
-    cast("type[FromClient]", FromClient)
-)
-_to_peer: msgspec.msgpack.Decoder[ToPeer] = msgspec.msgpack.Decoder(cast("type[ToPeer]", ToPeer))
+HELLO_LIMIT = 64 * 1024
+"""Largest payload before Hello was accepted, in bytes."""
+FRAME_LIMIT = 256 * 1024 * 1024
+"""Largest payload afterwards, in bytes."""
+
+_LENGTH = struct.Struct("<I")
+_pack_length = _LENGTH.pack
+_unpack_length = _LENGTH.unpack_from
+
+
+def encode_frame(payload: bytes) -> bytes:
+    """Return the frame that carries ``payload``.
+
+    Raises:
+        ProtocolError: The payload is empty or above :data:`FRAME_LIMIT`.
+    """
+    if not 0 < len(payload) <= FRAME_LIMIT:
+        raise ProtocolError(
+            f"a message of {len(payload)} bytes can't be sent; the limit is {FRAME_LIMIT} bytes"
+        )
+    return _pack_length(len(payload)) + payload
+
+
+class FrameDecoder:
+    """Decoder of a stream of bytes, cut anywhere, into payloads.
+
+    Args:
+        limit: Largest payload that is accepted, in bytes; may be assigned later.
+    """
+
+    __slots__ = ("_have", "_need", "_parts", "limit")
+
+    def __init__(self, limit: int = FRAME_LIMIT) -> None:
+        self.limit = limit
+        # Pieces of an unfinished frame are joined once, when it is complete, so that a large frame costs one copy.
+        self._parts: list[bytes] = []
+        self._have = 0
+        self._need = 0
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes received of a frame that is not complete yet."""
+        return self._have
+
+    def feed(self, data: bytes) -> list[memoryview]:
+        """Take the next bytes and return the payloads that are complete now, in order.
+
+        Raises:
+            ProtocolError: A frame is empty or above the limit. The decoder can't go on then.
+        """
+        if self._parts:
+            self._parts.append(data)
+            self._have += len(data)
+            if self._have < self._need:
+                return []
+            data = b"".join(self._parts)
+            self._parts.clear()
+            self._have = 0
+        frames: list[memoryview] = []
+        view = memoryview(data)
+        start, end, need = 0, len(data), 4
+        while end - start >= 4:
+            (length,) = _unpack_length(data, start)
+            if not 0 < length <= self.limit:
+                raise ProtocolError(
+                    f"a frame announces {length} bytes; between 1 and {self.limit} are allowed"
+                )
+            stop = start + 4 + length
+            if stop > end:
+                need = 4 + length
+                break
+            frames.append(view[start + 4 : stop])
+            start = stop
+        if start < end:
+            self._parts.append(data[start:])
+            self._have, self._need = end - start, need
+        return frames
+
 
 Payload = bytes | memoryview
+MessageT = TypeVar("MessageT")
+
+_encoder = msgspec.msgpack.Encoder()
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises: for strings that are no UTF-8, and for nesting without end, these are exceptions of Python's own."""
+"""Exceptions of decoding: those for strings that are no UTF-8, and for nesting without end, are Python's own."""
 
 
 def encode(message: Message) -> bytes:
-    """The whole frame of a message. Raises ``ProtocolError`` if it, or a number in it, is too large to send."""
+    """Return the whole frame of a message. Raises ``ProtocolError`` if it, or a number in it, is too large to send."""
     try:
         payload = _encoder.encode(message)
     except OverflowError as error:
@@ -33,33 +112,30 @@ def encode(message: Message) -> bytes:
     return encode_frame(payload)
 
 
-def decode_hello(payload: Payload) -> Hello:
-    """The first message of a connection. Raises ``ProtocolError`` if it is anything else."""
-    try:
-        return _hello.decode(payload)
-    except MALFORMED as error:
-        raise ProtocolError(f"no Hello: {error}") from error
+class MessageDecoder(Generic[MessageT]):
+    """Decoder of the messages that one side of a connection may send.
+
+    Args:
+        messages: The union of their classes.
+        refusal: Beginning of the error text for everything else.
+    """
+
+    def __init__(self, messages: object, refusal: str) -> None:
+        self._decode: Callable[[Payload], MessageT] = msgspec.msgpack.Decoder(
+            cast("type[MessageT]", messages)
+        ).decode
+        self._refusal = refusal
+
+    def decode(self, payload: Payload) -> MessageT:
+        """Return the message. Raises ``ProtocolError`` if the sender may not send it, or it is malformed."""
+        try:
+            return self._decode(payload)
+        except MALFORMED as error:
+            raise ProtocolError(f"{self._refusal}: {error}") from error
 
 
-def decode_from_rank(payload: Payload) -> FromRank:
-    """A message that a rank sent. Raises ``ProtocolError`` if ranks may not send it or it is malformed."""
-    try:
-        return _from_rank.decode(payload)
-    except MALFORMED as error:
-        raise ProtocolError(f"no message of a rank: {error}") from error
-
-
-def decode_from_client(payload: Payload) -> FromClient:
-    """A message that a client sent. Raises ``ProtocolError`` if clients may not send it or it is malformed."""
-    try:
-        return _from_client.decode(payload)
-    except MALFORMED as error:
-        raise ProtocolError(f"no message of a client: {error}") from error
-
-
-def decode_to_peer(payload: Payload) -> ToPeer:
-    """A message that the coordinator sent. Raises ``ProtocolError`` if it is malformed."""
-    try:
-        return _to_peer.decode(payload)
-    except MALFORMED as error:
-        raise ProtocolError(f"no message of the coordinator: {error}") from error
+decode_hello = MessageDecoder[Hello](Hello, "no Hello").decode
+"""Return the first message of a connection. Raises ``ProtocolError`` for anything but ``Hello``."""
+decode_from_rank = MessageDecoder[FromRank](FromRank, "no message of a rank").decode
+decode_from_client = MessageDecoder[FromClient](FromClient, "no message of a client").decode
+decode_to_peer = MessageDecoder[ToPeer](ToPeer, "no message of the coordinator").decode

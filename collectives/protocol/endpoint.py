@@ -1,24 +1,91 @@
-"""One end of a control connection: frames over a Unix or TLS socket, with file descriptors over the former.
+"""One end of a control connection: frames over a Unix or TLS socket, with file descriptors over the former, and contexts for TLS.
 
 The coordinator, the ranks' engines and clients use the same class. After set-up the socket is non-blocking; the
 owner's selector says when to :meth:`Endpoint.receive` and :meth:`Endpoint.flush`.
+
+Over TLS one self-signed certificate is pinned: only a peer that shows it is the coordinator.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import datetime
+import ipaddress
 import os
 import socket
 import ssl
 import threading
 from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
 
-from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.protocol.backlog import Backlog
-from hvdlab.collectives.protocol.codec import encode
-from hvdlab.collectives.protocol.frames import FRAME_LIMIT, FrameDecoder
+from hvdlab.collectives.errors import ProtocolError, StartError
+from hvdlab.collectives.protocol.codec import FRAME_LIMIT, FrameDecoder, encode
 from hvdlab.collectives.protocol.messages import Message
+
+Frame = tuple[memoryview, int]
+"""The rest of a frame, and a descriptor that goes with it, or -1."""
+
+
+class Backlog:
+    """Queue of frames that a socket has not taken yet. ``bulk`` frames wait for all others. Within each kind the order stays.
+
+    A frame of which sending was begun, or only tried, is finished first: TLS has to be given again the bytes that it did not take.
+
+    Attributes:
+        nbytes: Bytes that wait.
+    """
+
+    __slots__ = ("_begun", "_bulk", "_first", "nbytes")
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._begun: Frame | None = None
+        self._first: deque[Frame] = deque()
+        self._bulk: deque[Frame] = deque()
+
+    def begin(self, view: memoryview, descriptor: int) -> None:
+        """Keep the rest of a frame that was tried while nothing waited."""
+        assert not self.nbytes
+        self._begun = (view, descriptor)
+        self.nbytes = len(view)
+
+    def add(self, view: memoryview, descriptor: int, *, bulk: bool) -> None:
+        """Keep a frame that has to wait."""
+        (self._bulk if bulk else self._first).append((view, descriptor))
+        self.nbytes += len(view)
+
+    def next(self) -> Frame | None:
+        """Return the frame to send now; ``None`` if none waits."""
+        if self._begun is None:
+            if self._first:
+                self._begun = self._first.popleft()
+            elif self._bulk:
+                self._begun = self._bulk.popleft()
+        return self._begun
+
+    def sent(self, count: int) -> None:
+        """Remove ``count`` bytes of :meth:`next`, which were sent; at least one. Its descriptor went with them."""
+        assert self._begun is not None
+        view, _ = self._begun
+        self.nbytes -= count
+        self._begun = None if count == len(view) else (view[count:], -1)
+
+    def clear(self) -> list[int]:
+        """Drop all frames. Returns the descriptors that were kept with them."""
+        kept = [descriptor for _, descriptor in self._all() if descriptor >= 0]
+        self._begun, self.nbytes = None, 0
+        self._first.clear()
+        self._bulk.clear()
+        return kept
+
+    def _all(self) -> Iterator[Frame]:
+        if self._begun is not None:
+            yield self._begun
+        yield from self._first
+        yield from self._bulk
+
 
 RECEIVE_SIZE = 64 * 1024
 TLS_AT_ONCE = 4 * RECEIVE_SIZE
@@ -134,7 +201,7 @@ class Endpoint:
             return True
 
     def _write(self, data: bytes | memoryview, descriptor: int) -> int:
-        """Bytes that the socket took; the descriptor went with them if there are any."""
+        """Write, and return how many bytes the socket took; the descriptor went with them if there are any."""
         try:
             if descriptor < 0:
                 return self._sock.send(data)
@@ -148,7 +215,7 @@ class Endpoint:
     # -- receiving ------------------------------------------------------------------------------------------------
 
     def receive(self) -> list[memoryview]:
-        """The payloads that have arrived; never blocks.
+        """Return the payloads that have arrived; never blocks.
 
         Call it when the socket is readable, and once before the first wait (a TLS socket may hold data already).
 
@@ -183,7 +250,7 @@ class Endpoint:
         self.early.extend(map(self._sock.recvmsg, (RECEIVE_SIZE,), (_ANCILLARY,), (_FLAGS,)))
 
     def early_frame(self) -> bytes | None:
-        """The payload that was read ahead if it is exactly one without descriptors, and nothing came before it."""
+        """Return the payload that was read ahead if it is exactly one without descriptors, and nothing came before it."""
         if self._decoder.unfinished or len(self.early) != 1:
             return None
         data, ancillary, _, _ = self.early[0]
@@ -204,7 +271,7 @@ class Endpoint:
         return payloads
 
     def take_descriptor(self) -> int:
-        """The oldest file descriptor that came along; the caller owns it.
+        """Return the oldest file descriptor that came along; the caller owns it.
 
         :data:`LOST` if it could not be received, because this process has as many descriptors as it may have.
 
@@ -216,7 +283,7 @@ class Endpoint:
         return self._descriptors.popleft()
 
     def _read_tls(self) -> bytes:
-        """The bytes that can be read now: up to :data:`TLS_AT_ONCE`, and then those that are left inside the TLS layer.
+        """Read the bytes that can be read now: up to :data:`TLS_AT_ONCE`, and then those that are left inside the TLS layer.
 
         Bytes inside the TLS layer do not make the socket readable again, those that are still in the socket do. So a peer that sends
         faster than this reads can neither fill memory nor keep the thread here.
@@ -312,3 +379,92 @@ class Endpoint:
 
 def _copy(descriptor: int) -> int:
     return os.dup(descriptor) if descriptor >= 0 else -1
+
+
+VALID_FOR = datetime.timedelta(days=365)
+
+
+def client_context(certificate: str) -> ssl.SSLContext:
+    """Return the settings of a client that trusts exactly this certificate (PEM text), whatever name it bears.
+
+    Raises:
+        StartError: The text is no certificate.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # The certificate itself is pinned; its names say nothing, since ranks may reach the coordinator under any address.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(cadata=certificate)
+    except (ssl.SSLError, ValueError) as error:
+        raise StartError(f"HVDLAB_CERT is no PEM certificate: {error}") from error
+    return context
+
+
+def require_same_certificate(sock: ssl.SSLSocket, certificate: str) -> None:
+    """Raise ``StartError`` unless the other side showed exactly ``certificate`` (PEM text)."""
+    if sock.getpeercert(binary_form=True) != ssl.PEM_cert_to_DER_cert(certificate.strip() + "\n"):
+        raise StartError("The coordinator shows another certificate than the one in HVDLAB_CERT.")
+
+
+def new_certificate(host: str) -> tuple[str, str]:
+    """Make a self-signed certificate for ``host``. Returns it and its key, as PEM texts.
+
+    Raises:
+        StartError: ``cryptography`` is not installed.
+    """
+    certificate, key = _self_signed(host)
+    return certificate.decode(), key.decode()
+
+
+def server_context(directory: Path, certificate: str, key: str) -> ssl.SSLContext:
+    """Return the settings of a listener with this certificate (PEM texts).
+
+    The key is written to ``directory`` (which must be private) and removed before this returns.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    path = directory / "key.pem"
+    path.touch(mode=0o600)
+    try:
+        path.write_text(certificate + key)
+        context.load_cert_chain(path)
+    finally:
+        path.unlink()
+    return context
+
+
+def _self_signed(host: str) -> tuple[bytes, bytes]:
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import NameOID
+    except ImportError as error:
+        raise StartError(
+            "Ranks on other hosts reach the coordinator over TLS, which needs the package cryptography: "
+            "pip install hvdlab[tls]"
+        ) from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "hvdlab coordinator")])
+    try:
+        alternative: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        alternative = x509.DNSName(host)
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))  # clocks of hosts differ
+        .not_valid_after(now + VALID_FOR)
+        .add_extension(x509.SubjectAlternativeName([alternative]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return certificate.public_bytes(pem), secret

@@ -470,7 +470,7 @@ class Configure(Message, frozen=True):
     ``plane`` is for tensors of the host; ``device_planes`` has the name of another plane for each device class for which all
     members offer one. With plane ``shm`` one file descriptor (a memfd) comes along with the bytes of this frame.
 
-    ``listed`` is used on the way to ranks (see :mod:`~hvdlab.collectives.protocol.rosters`): it has the members' ranks, and ``members``
+    ``listed`` is used on the way to ranks (see :mod:`~hvdlab.collectives.protocol.member_lists`): it has the members' ranks, and ``members``
     then describes only those that were not described on this connection before.
     """
 
@@ -574,7 +574,7 @@ class Decline(Message, frozen=True):
 class AbortedCollective(Record, frozen=True):
     """A pending collective: the ranks that ``waited`` in it (with their ``sites``), those ``missing``, and those that had ``joined``.
 
-    ``repeats`` is used on the way to ranks (see :mod:`~hvdlab.collectives.protocol.rosters`): how often each of the ``sites`` comes in
+    ``repeats`` is used on the way to ranks (see :mod:`~hvdlab.collectives.protocol.member_lists`): how often each of the ``sites`` comes in
     a row.
     """
 

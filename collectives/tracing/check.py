@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 REQUIRED: dict[str, tuple[str, ...]] = {
     "X": ("name", "ts", "dur"),

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from functools import cache
 
-from hvdlab.collectives.linux import boot_id
+from hvdlab.collectives.system import boot_id
 from hvdlab.collectives.tracing.record_format import ClockSample
 
 SAMPLES_KEPT = 8

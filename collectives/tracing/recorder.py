@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives import sites
 from hvdlab.collectives.dtypes import DType, OpKind
+from hvdlab.collectives.text import UNKNOWN_SITE
 from hvdlab.collectives.tracing import record_format
 from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import (
@@ -101,7 +101,7 @@ class Recorder:
             if len(self._texts) >= self._max_names:
                 self._ids, self._texts, self._texts_before = {("", ""): 0}, {}, self._texts
             ident, self._next_id = self._next_id, self._next_id % _U32 + 1
-            known = "" if site == sites.UNKNOWN else site
+            known = "" if site == UNKNOWN_SITE else site
             self._texts[ident] = record_format.clean_text(name), record_format.clean_text(known)
             self._ids[name, site] = ident
             return ident

@@ -8,11 +8,11 @@ import numpy as np
 
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import shown_name
+from hvdlab.collectives.text import visible
 from hvdlab.collectives.tracing.collective_matching import collective_arrivals
 from hvdlab.collectives.tracing.columns import NOT_STARTED, distance
 from hvdlab.collectives.tracing.rank_activity import summarize
 from hvdlab.collectives.tracing.recording import Recording
-from hvdlab.collectives.visible import visible
 
 WIDEST = 120
 """Characters of a column."""

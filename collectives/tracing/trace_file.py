@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.text import visible
 from hvdlab.collectives.tracing.chrome_trace import (
     ARRIVALS_PID,
     CLOCK_COMPARED,
@@ -47,7 +48,6 @@ from hvdlab.collectives.tracing.record_format import (
     encode,
 )
 from hvdlab.collectives.tracing.recording import Annotation, Recording
-from hvdlab.collectives.visible import visible
 
 Format = Literal["json", "json.gz"]
 """Chrome's trace format, and the same compressed."""

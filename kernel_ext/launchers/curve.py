@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from hvdlab.collectives import private
+from hvdlab.collectives import system
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def _keys(path: Path) -> _Keys:
     public, secret = zmq.curve_keypair()
     made = _Keys(public.decode(), secret.decode())
     try:
-        private.create(path, msgspec.json.encode(made).decode())
+        system.create_private(path, msgspec.json.encode(made).decode())
     except FileExistsError:
         return _read(path)
     return made

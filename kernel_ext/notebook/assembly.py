@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from hvdlab.collectives import addresses
+from hvdlab.collectives import system
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, settings_from
 from hvdlab.collectives.deadline import Deadline
@@ -72,11 +72,11 @@ def address_for(hosts: Iterable[str]) -> str:
         StartError, InvalidRequestError: There is no such address.
     """
     named = list(hosts)
-    if chosen := addresses.chosen(os.environ):
+    if chosen := system.chosen_address(os.environ):
         return chosen
-    if named and all(addresses.is_loopback(addresses.towards(name) or "0.0.0.0") for name in named):
-        return addresses.LOOPBACK
-    return addresses.outward(named)
+    if named and all(system.is_loopback(system.address_towards(name) or "0.0.0.0") for name in named):
+        return system.LOOPBACK
+    return system.outward_address(named)
 
 
 def base_for(

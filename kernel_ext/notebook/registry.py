@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from hvdlab.collectives import private
+from hvdlab.collectives import system
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol.codec import MALFORMED
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.launch.kept import KeptJob, free_name, in_use, none_there
 from hvdlab.launch.processes import open_process, readable, start_time
 
@@ -97,7 +97,7 @@ class KeptPoolRegistry:
     """The files of all kept pools.
 
     Args:
-        directory: Where they lie; by default in the user's runtime directory, or as :mod:`hvdlab.collectives.private` says.
+        directory: Where they lie; by default in the user's runtime directory, or as :mod:`hvdlab.collectives.system` says.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -284,13 +284,18 @@ def table(pools: Sequence[KeptPoolEntry], elsewhere: Sequence[KeptJob] = ()) -> 
 
 
 def _default_directory() -> Path:
-    return private.choose([parent / private.name() for parent in private.parents(os.environ)]) / "pools"
+    return (
+        system.choose_private(
+            [parent / system.private_name() for parent in system.private_parents(os.environ)]
+        )
+        / "pools"
+    )
 
 
 def _check_private(directory: Path) -> None:
     """Raises ``StartError`` if other users could read or replace what lies there."""
     for path in (directory, directory.parent):
-        if not private.is_private(path):
+        if not system.is_private(path):
             raise StartError(
                 f"{path} must belong to you and be closed to others (mode 0700), since it keeps secrets of pools; "
                 "remove it, or set XDG_RUNTIME_DIR to a directory of yours"

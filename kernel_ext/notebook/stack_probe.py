@@ -20,8 +20,8 @@ from typing import Any
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, format_ranks
-from hvdlab.collectives.linux import process_state
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.system import process_state
+from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.notebook.cells.cell_events import Event, ProcessSeen, StackArrived
 from hvdlab.kernel_ext.notebook.output.crash import called
 from hvdlab.kernel_ext.notebook.output.stack_text import short_path

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.kernel_ext.wire.text import rough_size
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from hvdlab.collectives.bootstrap.launchers import detect
+from hvdlab.collectives.rendezvous.launchers import detect
 
 
 def foreign_sizes(environ: Mapping[str, str]) -> dict[str, str]:

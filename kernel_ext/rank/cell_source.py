@@ -18,7 +18,7 @@ from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
 
-from hvdlab.collectives.sites import register_label
+from hvdlab.collectives.text import register_label
 
 _NUMBERED = re.compile(r"\[(\d+)\]\Z")
 

@@ -23,7 +23,7 @@ from ipykernel.zmqshell import ZMQInteractiveShell
 from traitlets.config import Config
 
 from hvdlab.bindings.framework_hooks import devices_in_use, set_environment
-from hvdlab.collectives import context, private
+from hvdlab.collectives import context, system
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.metrics.sampler import ask_frameworks
 from hvdlab.horovod.installing import offer
@@ -137,7 +137,12 @@ def make_shell() -> ZMQInteractiveShell:
     config.HistoryManager.enabled = True
     if not _is_writable(Path(os.environ.get("IPYTHONDIR") or Path.home() / ".ipython")):
         # IPython would make a temporary directory for each rank, and never remove it. All ranks of the user share this one.
-        own = private.choose([parent / private.name() for parent in private.parents(os.environ)]) / "ipython"
+        own = (
+            system.choose_private(
+                [parent / system.private_name() for parent in system.private_parents(os.environ)]
+            )
+            / "ipython"
+        )
         for directory in (own.parent, own):  # a parent that mkdir() makes beside would be open to others
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ["IPYTHONDIR"] = str(own)

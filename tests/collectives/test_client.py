@@ -19,8 +19,8 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
-from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.protocol.handshake import connect
 from patience import GONE, PATIENCE
 
 M = TypeVar("M", bound=m.Message)

@@ -16,8 +16,8 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.knobs import read
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.connect import connect
 from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.settings import Settings
 from patience import PATIENCE
 

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import pytest
 
 from effort import examples
-from hvdlab.collectives.protocol.frames import FrameDecoder, encode_frame
+from hvdlab.collectives.protocol.codec import FrameDecoder, encode_frame
 from hvdlab.launch.exec_agent import wire, zygote_process
 from hvdlab.launch.exec_agent.child import Child
 from hvdlab.launch.exec_agent.link import agent_command

@@ -14,7 +14,7 @@ import pytest
 
 from effort import examples
 from hvdlab.collectives.environment import World
-from hvdlab.collectives.protocol.frames import FrameDecoder, encode_frame
+from hvdlab.collectives.protocol.codec import FrameDecoder, encode_frame
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.starter import ExecStarter
 from hvdlab.launch.hosts import Host

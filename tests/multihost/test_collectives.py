@@ -15,7 +15,7 @@ import torch.distributed as dist
 import hvdlab.numpy as hvd
 from hosts import Network
 from hvdlab.collectives import context
-from hvdlab.collectives.bootstrap.store import Store
+from hvdlab.collectives.rendezvous.backends import TcpStoreBackend
 from ranks_on_hosts import RanksOnHosts
 
 PLANES = {"gloo": "gloo", "auto": "hierarchical"}
@@ -148,8 +148,8 @@ def torch_after() -> list[float]:
 def torch_while_rank_0_closes_its_store() -> list[float]:
     """Rank 0 takes its time between the moment when all are there and the end of its store."""
     if os.environ["RANK"] == "0":
-        close = Store.close
-        Store.close = lambda store: (time.sleep(1), close(store))[1]  # type: ignore[method-assign]
+        close = TcpStoreBackend.close
+        TcpStoreBackend.close = lambda store: (time.sleep(1), close(store))[1]  # type: ignore[method-assign]
     context.init()
     return beside()
 

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 import ordinary_user
-from hvdlab.collectives import context, linux
-from hvdlab.collectives.bootstrap.card import Card
-from hvdlab.collectives.bootstrap.find import board_of_host
+from hvdlab.collectives import context, system
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, host_backend
 from hvdlab.collectives.settings import Settings
 from hvdlab.torch.c10d import world
 from ranks import Ranks
@@ -117,7 +116,9 @@ def test_the_users_wish_makes_groups_hvdlabs_under_hvdlab_run(
 
 def test_ranks_of_other_hosts_need_a_launcher() -> None:
     store = dist.HashStore()
-    store.set(f"hvdlab.world.{context.next_world() + 1}", Card(2, "elsewhere", "unix:/nowhere").encode())
+    store.set(
+        f"hvdlab.world.{context.next_world() + 1}", CoordinatorInfo(2, "elsewhere", "unix:/nowhere").encode()
+    )
     with pytest.raises(StartError, match="Rank 1 is on another host than rank 0"):
         world._founded(store, 1, 2, Settings())
 
@@ -187,7 +188,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, Pat
             ordinary_user.run(sock.listen)  # the kernel keeps the user that began to listen
         else:
             sock.listen()
-            monkeypatch.setattr(linux, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+            monkeypatch.setattr(system, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
         sock.setblocking(False)
         yield sock, Path(place)
 
@@ -218,7 +219,7 @@ def test_no_rank_joins_the_coordinator_of_another_user(
     listener, place = theirs
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     address = f"unix:{listener.getsockname()}"
-    forged = Card(2, host_key(), address, token="attackers")
+    forged = CoordinatorInfo(2, host_key(), address, token="attackers")
     if shown != "address":
         (place / "card").write_bytes(forged.encode())
         (place / "card").chmod(0o600)
@@ -227,7 +228,7 @@ def test_no_rank_joins_the_coordinator_of_another_user(
         name = (
             f"c10d-{'0' * 32}" if shown == "name" else os.path.relpath(place / "card", tmp_path / "hvdlab-0")
         )
-        forged = Card(2, host_key(), file=name)
+        forged = CoordinatorInfo(2, host_key(), file=name)
     store = _written_by_another(f"hvdlab.world.{context.next_world() + 1}", forged.encode())
     with pytest.raises(StartError, match=r"sealed|not rank 0's|is not in"):
         world._founded(store, 1, 2, Settings(token=secret))
@@ -240,10 +241,14 @@ def test_a_rank_that_has_such_a_card_all_the_same_sends_it_nothing(
 ) -> None:
     listener, _ = theirs
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    board = board_of_host(os.environ, f"c10d-{'a' * 32}")
-    board.publish(Card(2, host_key(), f"unix:{listener.getsockname()}", token="attackers").encode())
+    board = host_backend(os.environ, f"c10d-{'a' * 32}")
+    board.publish(
+        CoordinatorInfo(2, host_key(), f"unix:{listener.getsockname()}", token="attackers").encode()
+    )
     store = dist.HashStore()
-    store.set(f"hvdlab.world.{context.next_world() + 1}", Card(2, host_key(), file=board.key).encode())
+    store.set(
+        f"hvdlab.world.{context.next_world() + 1}", CoordinatorInfo(2, host_key(), file=board.key).encode()
+    )
     with pytest.raises(StartError, match="is not trusted, and was sent nothing"):
         world._founded(store, 1, 2, Settings())
     peer, _ = listener.accept()
@@ -261,7 +266,7 @@ def test_ranks_are_not_left_waiting_if_the_card_can_not_be_written(
     number = context.next_world()
     with pytest.raises(StartError, match="can't tell the others"):
         world._founded(store, 0, 2, Settings())
-    assert "can't tell the others" in Card.decode(store.get(f"hvdlab.world.{number + 1}")).error
+    assert "can't tell the others" in CoordinatorInfo.decode(store.get(f"hvdlab.world.{number + 1}")).error
 
 
 class GoneStore(dist.HashStore):

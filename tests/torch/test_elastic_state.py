@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
-from hvdlab.collectives.elastic.election import begun_again
+from hvdlab.collectives.elastic.state import next_attempt
 from hvdlab.torch import elastic
 from hvdlab.torch.elastic.state import (
     LoadableStateHandler,
@@ -223,7 +223,7 @@ def test_the_state_of_the_rank_that_is_ahead_wins(four_ranks: Ranks, ahead: int 
         for found in (first, again):
             assert_same(found[0], results[root][0])
             assert found[1:] == (root, root, {0, 1, 2, 3})
-        assert saves == begun_again(0)
+        assert saves == next_attempt(0)
 
 
 def other_epochs() -> Any:

@@ -29,12 +29,17 @@ from hvdlab.collectives.kvstore.servers.memory import PAGE, SharedFile
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, ServerClock
 from hvdlab.collectives.kvstore.servers.starting import SOCKET, ServerAddress, ServerStarter
 from hvdlab.collectives.kvstore.servers.state import TRANSFER_BYTES
-from hvdlab.collectives.linux import process_state, require_own_peer
 from hvdlab.collectives.logs import LOG
-from hvdlab.collectives.protocol.address import TlsAddress, parse_address
-from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.endpoint import (
+    LOST,
+    ConnectionLost,
+    Endpoint,
+    client_context,
+    require_same_certificate,
+)
+from hvdlab.collectives.protocol.handshake import TlsAddress, parse_address
 from hvdlab.collectives.protocol.messages import Message
-from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
+from hvdlab.collectives.system import process_state, require_own_peer
 
 RECOVER_WITHIN = 120.0
 """Seconds that a server which is gone may take to come back, as long as a worker lives that can start it: what it kept is not lost."""

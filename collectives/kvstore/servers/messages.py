@@ -14,8 +14,7 @@ import msgspec
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
-from hvdlab.collectives.protocol.codec import MALFORMED
-from hvdlab.collectives.protocol.frames import encode_frame
+from hvdlab.collectives.protocol.codec import MALFORMED, encode_frame
 from hvdlab.collectives.protocol.messages import Message
 
 VERSION = 3

@@ -47,15 +47,13 @@ from hvdlab.collectives.kvstore.servers.state import (
     WorkerDisconnected,
 )
 from hvdlab.collectives.link import Door
-from hvdlab.collectives.linux import name_process, require_own_peer
 from hvdlab.collectives.protocol import messages as jobs
-from hvdlab.collectives.protocol.codec import decode_to_peer
-from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError
-from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint
-from hvdlab.collectives.protocol.frames import FRAME_LIMIT, HELLO_LIMIT
+from hvdlab.collectives.protocol.codec import FRAME_LIMIT, HELLO_LIMIT, decode_to_peer
+from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint, server_context
+from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError
 from hvdlab.collectives.protocol.messages import Message
-from hvdlab.collectives.protocol.tls import server_context
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.system import name_process, require_own_peer
+from hvdlab.collectives.text import visible
 
 STRANGERS = 256
 """Connections over the network without a token at a time, beyond those of workers. Each costs some 50 KiB."""

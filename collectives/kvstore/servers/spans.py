@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdlab.collectives import sites
 from hvdlab.collectives.arrays import dtype_of
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.servers import messages as m
 from hvdlab.collectives.planes.base import PhaseTimes
+from hvdlab.collectives.text import call_site
 from hvdlab.collectives.tracing.clocks import ClockSamples
 from hvdlab.collectives.tracing.record_format import group_of, push_batch
 
@@ -94,7 +94,7 @@ class RequestSpan:
     ) -> None:
         self._log, self.kind, self.name, self.server = log, kind, name, server
         self.dtype, self.nbytes = dtype, nbytes
-        self.site = sites.call_site(2)
+        self.site = call_site(2)
         self.called = self.sent = time.monotonic_ns()
 
     def answered(self, answer: m.RequestDone | m.RequestFailed, clock: ServerClock) -> None:

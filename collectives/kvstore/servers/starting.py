@@ -23,11 +23,11 @@ import msgspec
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.logs import LOG
-from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
-from hvdlab.collectives.protocol.tls import new_certificate
+from hvdlab.collectives.protocol.endpoint import new_certificate
+from hvdlab.collectives.protocol.handshake import TlsAddress, UnixAddress, parse_address
 from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.system import require_own_peer
 
 SOCKET, LOCK, SETTINGS = "socket", "lock", "launch.json"
 

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from hvdlab.collectives import nvml
+from hvdlab.collectives import system
 from hvdlab.collectives.dtypes import DType
 from hvdlab.collectives.planes.base import Plane, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import Buffer
@@ -426,7 +426,7 @@ def links_between(mine: str, identities: Sequence[str], ranks: Sequence[int]) ->
 
 
 def _asked(mine: str, others: Sequence[str]) -> dict[str, str]:
-    library = nvml.opened("What lies between GPUs is not known")
+    library = system.open_nvml("What lies between GPUs is not known")
     if library is None:
         return dict.fromkeys(others, PEER)
     try:

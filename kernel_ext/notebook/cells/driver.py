@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.visible import visible_lines
+from hvdlab.collectives.text import visible_lines
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     AskStacks,
     AtPrompts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from hvdlab.collectives.errors import HvdlabError
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.error_report import report
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol, overload
 
 from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.visible import visible, visible_lines
+from hvdlab.collectives.text import visible, visible_lines
 from hvdlab.kernel_ext.notebook.output.crash import crash_lines
 from hvdlab.kernel_ext.notebook.output.values import ValueNotSent, html_of, text_of
 from hvdlab.kernel_ext.notebook.unsynced import UnsyncedRank

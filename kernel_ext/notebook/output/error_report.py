@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hvdlab.collectives.errors import compact_ranks, format_ranks
-from hvdlab.collectives.visible import visible, visible_coloured
+from hvdlab.collectives.text import visible, visible_coloured
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, RootCause, one_line
 from hvdlab.kernel_ext.notebook.output.stack_text import grouped
 from hvdlab.kernel_ext.notebook.unsynced import why_unknown

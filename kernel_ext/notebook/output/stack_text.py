@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from hvdlab.collectives.errors import call_name, format_ranks
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.kernel_ext.wire.status import PendingNow, Stack, StackFrame
 
 LONGEST_TEXT = 80

@@ -10,7 +10,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import HvdlabError, format_ranks
 from hvdlab.collectives.fingerprint import fingerprint
 from hvdlab.collectives.process_sets import ProcessSet
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 
 class DivergenceError(HvdlabError):

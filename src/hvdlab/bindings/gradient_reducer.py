@@ -24,7 +24,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind, ReduceOp
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError
 from hvdlab.collectives.process_sets import ProcessSet, set_id
-from hvdlab.collectives.sites import call_site
+from hvdlab.collectives.text import call_site
 
 T = TypeVar("T")
 

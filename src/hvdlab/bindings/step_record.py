@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 MEMORY = 256 << 20
 """Bytes of batches that are kept."""

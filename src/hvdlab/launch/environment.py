@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from hvdlab.collectives.bootstrap.launchers import LAUNCHERS
+from hvdlab.collectives.rendezvous.launchers import LAUNCHERS
 
 FOREIGN = tuple(
     sorted(

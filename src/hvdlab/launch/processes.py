@@ -11,7 +11,7 @@ import signal
 import struct
 import time
 
-from hvdlab.collectives.linux import EXIT_CODE, GROUP, SESSION, START_TIME, STATE, process_status
+from hvdlab.collectives.system import EXIT_CODE, GROUP, SESSION, START_TIME, STATE, process_status
 
 _GET_INFO = 0xC040FF0B
 """``PIDFD_GET_INFO`` with the first 64 bytes of ``struct pidfd_info``, of linux/pidfd.h."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 _LONGEST = 300
 """Characters of a text of a tenant that are shown at most."""

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE, Place, host_key, place
 from hvdlab.collectives.environment import World, own_environment
 from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
-from hvdlab.collectives.protocol.frames import FrameDecoder
+from hvdlab.collectives.protocol.codec import FrameDecoder
 from hvdlab.launch.environment import FOREIGN, default_python, exported
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.link import agent_command

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hvdlab.collectives import addresses
+from hvdlab.collectives import system
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE, host_key, place
@@ -408,8 +408,10 @@ class StaticAdapter(Adapter):
     def _address(self) -> str:
         """Where the other nodes reach the coordinator."""
         if nics := interfaces(self.settings):
-            return addresses.of_interfaces(nics)
-        return addresses.chosen(os.environ) or addresses.outward([card.address for card in self._cards])
+            return system.interface_address(nics)
+        return system.chosen_address(os.environ) or system.outward_address(
+            [card.address for card in self._cards]
+        )
 
     @property
     def _start_timeout(self) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
-from hvdlab.collectives.visible import visible_coloured
+from hvdlab.collectives.text import visible_coloured
 from hvdlab.launch.environment import default_python
 from hvdlab.runner.command import speaker
 from hvdlab.runner.done import Done

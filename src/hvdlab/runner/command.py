@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hvdlab
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, UnsupportedError
-from hvdlab.collectives.visible import visible_coloured, visible_lines
+from hvdlab.collectives.text import visible_coloured, visible_lines
 from hvdlab.launch.options import parse as parse_options
 from hvdlab.runner.arguments import USAGE, parse
 from hvdlab.runner.config import read_config

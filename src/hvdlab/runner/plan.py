@@ -174,11 +174,11 @@ def own_address(job: Job, launcher: Launcher) -> str | None:
     """
     if job.source is None and not launcher.is_far(job.host_list):
         return None
-    from hvdlab.collectives import addresses
+    from hvdlab.collectives import system
 
     if job.interfaces:
-        return addresses.of_interfaces(job.interfaces)
-    return addresses.chosen({**os.environ, **job.environment}) or addresses.outward(job.remote[:1])
+        return system.interface_address(job.interfaces)
+    return system.chosen_address({**os.environ, **job.environment}) or system.outward_address(job.remote[:1])
 
 
 def variables(job: Job) -> dict[str, str]:

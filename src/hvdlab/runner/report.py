@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import call_name, format_ranks
 from hvdlab.collectives.membership import Stall
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.runner.events import Failure
 from hvdlab.runner.lines import Tail
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TextIO, TypeVar
 
-from hvdlab.collectives import addresses
+from hvdlab.collectives import system
 from hvdlab.collectives.client import Client, Membership
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.environment import World
@@ -322,10 +322,12 @@ def active_context() -> Any:
 def _driver_address(context: Any, nics: Collection[str] | str | None) -> str | None:
     """Where executors reach the coordinator; ``None`` if all of them are this process's."""
     if nics:
-        return addresses.of_interfaces([nics] if isinstance(nics, str) else sorted(nics))
+        return system.interface_address([nics] if isinstance(nics, str) else sorted(nics))
     if is_local(context):
         return None
-    return addresses.chosen(os.environ) or addresses.outward([context.getConf().get("spark.driver.host", "")])
+    return system.chosen_address(os.environ) or system.outward_address(
+        [context.getConf().get("spark.driver.host", "")]
+    )
 
 
 def is_local(context: Any) -> bool:

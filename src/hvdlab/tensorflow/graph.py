@@ -20,7 +20,7 @@ from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.reduce.support import check_supported
-from hvdlab.collectives.sites import site_of_lines
+from hvdlab.collectives.text import site_of_lines
 from hvdlab.tensorflow import kernels
 from hvdlab.tensorflow.adapter import BINDING, as_tensor, core_dtype
 from hvdlab.tensorflow.calls import Call, decoded

@@ -18,7 +18,7 @@ from hvdlab.bindings.elastic.handlers import (
 from hvdlab.bindings.elastic.sampler import ElasticSampler
 from hvdlab.bindings.elastic.state import HandledState
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt
-from hvdlab.collectives.elastic.election import begun_again
+from hvdlab.collectives.elastic.state import next_attempt
 from ranks import Ranks
 
 
@@ -136,7 +136,7 @@ def cut_off() -> list[Any]:
     sampler.record_indices([rank])
     if rank:
         state.restore()
-        state._saves = begun_again(state._saves)
+        state._saves = next_attempt(state._saves)
     else:
         state.save()
     state.rank = rank

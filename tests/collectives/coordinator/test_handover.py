@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ordinary_user
-from hvdlab.collectives import linux
+from hvdlab.collectives import system
 from hvdlab.collectives.coordinator.handover import Handover, take_over
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch
 from patience import PATIENCE
@@ -70,7 +70,7 @@ def test_another_user_who_gets_to_the_socket_gets_nothing(offered: Handover) -> 
 
 
 def test_a_peer_of_another_user_is_sent_away(offered: Handover, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "peer_credentials", lambda sock: (1, os.getuid() + 1))
+    monkeypatch.setattr(system, "peer_credentials", lambda sock: (1, os.getuid() + 1))
     with ask(offered.socket.getsockname()) as peer:
         offered.serve()
         assert peer.recv(1 << 16) == b""
@@ -83,7 +83,7 @@ def test_who_is_sent_away_says_so(offered: Handover, monkeypatch: pytest.MonkeyP
         """Those of another user on the coordinator's side only."""
         return 1, os.geteuid() + (threading.current_thread() is not threading.main_thread())
 
-    monkeypatch.setattr(linux, "peer_credentials", credentials)
+    monkeypatch.setattr(system, "peer_credentials", credentials)
 
     with offered.socket as listener:
         listener.setblocking(True)

@@ -22,10 +22,9 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.codec import decode_to_peer, encode
-from hvdlab.collectives.protocol.connect import connect
+from hvdlab.collectives.protocol.codec import HELLO_LIMIT, decode_to_peer, encode
 from hvdlab.collectives.protocol.endpoint import Endpoint
-from hvdlab.collectives.protocol.frames import HELLO_LIMIT
+from hvdlab.collectives.protocol.handshake import connect
 from protocol_fuzz import KINDS, make, spoil
 
 DOORS = ("unix", "tls")

@@ -16,9 +16,9 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol import tls
 from hvdlab.collectives.protocol.codec import decode_to_peer
-from hvdlab.collectives.protocol.connect import connect
+from hvdlab.collectives.protocol.endpoint import new_certificate
+from hvdlab.collectives.protocol.handshake import connect
 from patience import PATIENCE
 
 STARTER = """
@@ -203,4 +203,4 @@ def test_ranks_of_other_hosts_come_over_tls(tmp_path: Path) -> None:
 def test_without_cryptography_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(StartError, match=r"pip install hvdlab\[tls\]"):
-        tls.new_certificate("127.0.0.1")
+        new_certificate("127.0.0.1")

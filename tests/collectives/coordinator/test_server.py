@@ -23,11 +23,9 @@ from hvdlab.collectives.coordinator.state import RANK_HANDLERS
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.codec import decode_to_peer, encode
-from hvdlab.collectives.protocol.connect import connect
-from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
-from hvdlab.collectives.protocol.frames import HELLO_LIMIT
-from hvdlab.collectives.protocol.tls import new_certificate, server_context
+from hvdlab.collectives.protocol.codec import HELLO_LIMIT, decode_to_peer, encode
+from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint, new_certificate, server_context
+from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.tracing.record_format import HEADER
 from patience import PATIENCE
 

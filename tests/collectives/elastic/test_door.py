@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from hvdlab.collectives.elastic.notification import NotificationManager
+from hvdlab.collectives.elastic.state import NotificationManager
 from hvdlab.collectives.engine.world_view import WorldView
 from hvdlab.collectives.errors import ReleasedError, StartError
 from hvdlab.collectives.protocol import messages as m

@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from hvdlab.collectives.elastic import election
-from hvdlab.collectives.elastic.election import ATTEMPT, begun_again, is_overtaken
+from hvdlab.collectives.elastic import state
+from hvdlab.collectives.elastic.state import ATTEMPT, is_overtaken, next_attempt
 from hvdlab.collectives.protocol.messages import MOST_RANKS
 
 
 def elected(ranks: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What each rank learns; ``ranks`` has how often each of them has saved."""
-    monkeypatch.setattr(election.context, "is_initialized", lambda: True)
+    monkeypatch.setattr(state.context, "is_initialized", lambda: True)
 
     def on_each(least: Any) -> list[tuple[int, int]]:
         found = []
         for rank, saves in ranks.items():
             engine = SimpleNamespace(size=len(ranks), rank=rank)
-            monkeypatch.setattr(election.context, "engine", lambda engine=engine: engine)
-            monkeypatch.setattr(election, "_reduced", least)
-            found.append(election.elect(saves))
+            monkeypatch.setattr(state.context, "engine", lambda engine=engine: engine)
+            monkeypatch.setattr(state, "_reduced", least)
+            found.append(state.elect(saves))
         return found
 
     sent: list[Any] = []
@@ -43,7 +43,7 @@ def elected(ranks: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> list[tupl
         ({2: 7, 5: 0, 1: 7}, (1, 7)),
         ({1: 0, 4: 0}, (1, 0)),
         (
-            {0: ATTEMPT + 9, 2: begun_again(ATTEMPT + 8)},
+            {0: ATTEMPT + 9, 2: next_attempt(ATTEMPT + 8)},
             (2, 2 * ATTEMPT),
         ),  # rank 0 was cut off, and the others have begun again
         ({1: 1 << 40, MOST_RANKS - 1: (1 << 40) + 1}, (MOST_RANKS - 1, (1 << 40) + 1)),
@@ -56,7 +56,7 @@ def test_all_agree_on_the_one_that_saved_most_often(
 
 
 def test_one_that_others_have_begun_again_without_is_overtaken() -> None:
-    assert is_overtaken(ATTEMPT + 9, begun_again(ATTEMPT + 8))
-    assert is_overtaken(0, begun_again(0))
+    assert is_overtaken(ATTEMPT + 9, next_attempt(ATTEMPT + 8))
+    assert is_overtaken(0, next_attempt(0))
     assert not is_overtaken(ATTEMPT + 8, ATTEMPT + 9)
     assert not is_overtaken(0, 0)

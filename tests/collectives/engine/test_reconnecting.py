@@ -13,7 +13,7 @@ from hvdlab.collectives.engine import reconnecting
 from hvdlab.collectives.engine.reconnecting import LONGER, OFTEN, WITHIN, Reconnecting
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.connect import NobodyThereError, RefusedError, UnreachableError
+from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError, UnreachableError
 from hvdlab.collectives.settings import Settings
 from patience import PATIENCE
 

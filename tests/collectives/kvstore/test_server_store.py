@@ -23,7 +23,7 @@ from hvdlab.collectives.kvstore import server_store
 from hvdlab.collectives.kvstore.servers.discovery import servers_of
 from hvdlab.collectives.kvstore.servers.messages import VERSION, Attach, encode
 from hvdlab.collectives.kvstore.servers.process import STRANGERS
-from hvdlab.collectives.protocol.address import TlsAddress, parse_address
+from hvdlab.collectives.protocol.handshake import TlsAddress, parse_address
 from hvdlab.kvstore import KVStoreError, RowSparse
 from hvdlab.kvstore.lr_scheduler import CosineScheduler, FactorScheduler
 from ranks import Ranks

@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.protocol.backlog import Backlog
+from hvdlab.collectives.protocol.endpoint import Backlog
 
 
 def drain(backlog: Backlog) -> list[bytes]:

@@ -16,9 +16,17 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.protocol import tls
 from hvdlab.collectives.protocol.codec import decode_to_peer, encode
-from hvdlab.collectives.protocol.endpoint import DESCRIPTOR_LIMIT, LOST, TLS_AT_ONCE, ConnectionLost, Endpoint
+from hvdlab.collectives.protocol.endpoint import (
+    DESCRIPTOR_LIMIT,
+    LOST,
+    TLS_AT_ONCE,
+    ConnectionLost,
+    Endpoint,
+    client_context,
+    new_certificate,
+    server_context,
+)
 from hvdlab.collectives.protocol.messages import Mail, Message, Ping
 from patience import PATIENCE
 
@@ -71,16 +79,16 @@ def test_what_the_socket_does_not_take_waits_and_is_flushed_in_order(pair: Pair)
 
 def test_a_flood_over_tls_is_read_in_pieces(tmp_path: Path) -> None:
     """A stranger's bytes are looked at before more of them are read, however many are there."""
-    certificate, key = tls.new_certificate("127.0.0.1")
+    certificate, key = new_certificate("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         there = socket.create_connection(listener.getsockname())
         here, _ = listener.accept()
-    served = tls.server_context(tmp_path, certificate, key).wrap_socket(
+    served = server_context(tmp_path, certificate, key).wrap_socket(
         here, server_side=True, do_handshake_on_connect=False
     )
     shaking = threading.Thread(target=served.do_handshake)
     shaking.start()
-    stranger = tls.client_context(certificate).wrap_socket(there, server_hostname="127.0.0.1")
+    stranger = client_context(certificate).wrap_socket(there, server_hostname="127.0.0.1")
     shaking.join()
     stranger.setblocking(False)
     sent = 0

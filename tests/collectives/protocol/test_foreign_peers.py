@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import ordinary_user
-from hvdlab.collectives import linux
-from hvdlab.collectives.bootstrap.card import Card
+from hvdlab.collectives import system
 from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.options import ServerOptions
 from hvdlab.collectives.coordinator.server import CoordinatorServer
@@ -20,8 +19,9 @@ from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.kvstore.servers import starting
-from hvdlab.collectives.protocol.connect import ForeignPeerError, connect
+from hvdlab.collectives.protocol.handshake import ForeignPeerError, connect
 from hvdlab.collectives.protocol.messages import PROTOCOL_VERSION, Hello
+from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo
 from hvdlab.launch.forkserver.handle import ServerHandle
 from hvdlab.launch.forkserver.link import Listener
 from patience import PATIENCE
@@ -48,7 +48,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], socket.s
                 ordinary_user.run(listener.listen)  # the kernel keeps the user that began to listen
             else:
                 listener.listen()
-                monkeypatch.setattr(linux, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+                monkeypatch.setattr(system, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
             return listener
 
         yield listen
@@ -80,7 +80,7 @@ def test_a_rank_sends_no_token_to_another_users_coordinator(theirs: Callable[[st
 
 def test_a_card_that_leads_to_another_user_leads_nowhere(theirs: Callable[[str], socket.socket]) -> None:
     listener = theirs("coordinator")
-    assert not Card(2, host_key(), f"unix:{path_of(listener)}").answers(PATIENCE)
+    assert not CoordinatorInfo(2, host_key(), f"unix:{path_of(listener)}").answers(PATIENCE)
 
 
 def test_a_successor_is_not_taken_from_another_user(theirs: Callable[[str], socket.socket]) -> None:
@@ -105,7 +105,7 @@ def test_another_users_parameter_server_does_not_count(theirs: Callable[[str], s
 
 
 def comes_from_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linux, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
+    monkeypatch.setattr(system, "peer_credentials", lambda sock: (1, os.geteuid() + 1))
 
 
 def test_a_coordinator_takes_no_connection_of_another_user(
@@ -145,7 +145,7 @@ def test_a_fork_server_takes_no_connection_of_another_user(
         with socket.socket(socket.AF_UNIX) as sock:  # root may do everything anyway
             sock.connect(listener.path)
             with monkeypatch.context() as root:
-                root.setattr(linux, "peer_credentials", lambda sock: (7, 0))
+                root.setattr(system, "peer_credentials", lambda sock: (7, 0))
                 found = listener.accept()
         assert found is not None
         assert found[1] == 7

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.protocol.frames import FRAME_LIMIT, HELLO_LIMIT, FrameDecoder, encode_frame
+from hvdlab.collectives.protocol.codec import FRAME_LIMIT, HELLO_LIMIT, FrameDecoder, encode_frame
 
 
 def feed_in_pieces(decoder: FrameDecoder, data: bytes, cuts: list[int]) -> list[bytes]:

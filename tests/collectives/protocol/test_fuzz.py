@@ -7,13 +7,13 @@ import random
 import pytest
 
 from effort import examples
-from hvdlab.collectives.bootstrap.card import Card
 from hvdlab.collectives.coordinator.events import PeerConnected
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol import codec
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo
 from hvdlab.launch.exec_agent import wire
 from protocol_fuzz import (
     DECODERS,
@@ -59,7 +59,7 @@ def test_whatever_workers_say_a_parameter_server_answers_and_goes_on() -> None:
 def test_what_others_decode_is_garbage_to_them(data: bytes) -> None:
     """The card that ranks find each other by, and what a launcher and its agents say."""
     with pytest.raises(StartError):
-        Card.decode(data)
+        CoordinatorInfo.decode(data)
     for decode in (wire.decode_to_agent, wire.decode_from_agent):
         with pytest.raises(ProtocolError):
             decode(data)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.dtypes import DType, OpKind
 from hvdlab.collectives.planes.base import PhaseTimes
-from hvdlab.collectives.sites import UNKNOWN
+from hvdlab.collectives.text import UNKNOWN_SITE
 from hvdlab.collectives.tracing import recorder as module
 from hvdlab.collectives.tracing.clocks import clock_domain
 from hvdlab.collectives.tracing.record_format import (
@@ -276,11 +276,11 @@ def test_a_recorder_without_room_is_refused(arguments: dict[str, int]) -> None:
 
 def test_a_span_tells_where_it_was_asked_for() -> None:
     recorder = Recorder()
-    sites = ["cell [7] line 4", "train.py:33", "cell [7] line 4", "", UNKNOWN]
+    sites = ["cell [7] line 4", "train.py:33", "cell [7] line 4", "", UNKNOWN_SITE]
     for number, site in enumerate(sites):
         ident = recorder.name_id("loss", site)
         recorder.span(ident, OpKind.ALLREDUCE, DType.F32, 0, number, 0, 4, 1, 2, 3, 4, PHASES)
     (data,) = recorder.drain()
     found = [(event.name, event.site) for event in decode(data).events if isinstance(event, Span)]
-    assert found == [("loss", "" if site == UNKNOWN else site) for site in sites]
+    assert found == [("loss", "" if site == UNKNOWN_SITE else site) for site in sites]
     assert data.count(b"cell [7] line 4") == 1

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdlab.collectives import private
+from hvdlab.collectives import system
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.handover import server_of
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
@@ -54,7 +54,7 @@ def nothing_left(surroundings: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert left == []
     _, alive = psutil.wait_procs(ours(tmp_path), timeout=GONE)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
-    assert not (tmp_path / private.name()).exists()
+    assert not (tmp_path / system.private_name()).exists()
 
 
 def ours(runtime: Path) -> list[psutil.Process]:
@@ -664,7 +664,7 @@ def test_a_coordinator_that_hands_nothing_over_can_not_be_replaced(monkeypatch: 
 
 
 def test_stale_and_strange_files_do_no_harm(tmp_path: Path) -> None:
-    directory = tmp_path / private.name() / "pools"
+    directory = tmp_path / system.private_name() / "pools"
     for path in (directory.parent, directory):
         path.mkdir(mode=0o700)
     (directory / "broken.json").write_text("{")
@@ -692,7 +692,7 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_name_that_somebody_has_taken_keeps_no_pool_from_being_kept(tmp_path: Path) -> None:
-    taken = tmp_path / private.name()
+    taken = tmp_path / system.private_name()
     taken.mkdir(mode=0o755)
     with Pool.start(1, keep="mine"):
         assert [kept.name for kept in KeptPoolRegistry().all()] == ["mine"]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.bootstrap.card import Card
 from hvdlab.collectives.errors import ProtocolError, StartError
+from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo
 from hvdlab.collectives.tracing import record_format
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
@@ -33,7 +33,7 @@ StartPool = Callable[..., Pool]
 Decode = Callable[[bytes], object]
 
 START = wire.Start((b"python", b"-c"), b"/d", {b"A": b"b"}, ("C",), b"f", 2, 0, "unix:/a", ("lo",))
-CARD = Card(2, "host", "unix:/a", "tls:a:1", "c", "t")
+CARD = CoordinatorInfo(2, "host", "unix:/a", "tls:a:1", "c", "t")
 
 WHOLE: list[tuple[Decode, bytes]] = [
     (decode_to_server, encode(Fork.of(3, {"A": "b"}, "/d", ("", "/lib"), ("--x",)))[4:]),
@@ -44,7 +44,7 @@ WHOLE: list[tuple[Decode, bytes]] = [
     (wire.decode_to_agent, wire.encode(START)[4:]),
     (wire.decode_to_agent, wire.encode(wire.Spawn((wire.RankSpec(1, {"A": "b"}),)))[4:]),
     (wire.decode_from_agent, wire.encode(wire.RankNotStarted(1, 127, "not found"))[4:]),
-    (Card.decode, CARD.encode()),
+    (CoordinatorInfo.decode, CARD.encode()),
 ]
 
 

@@ -67,7 +67,7 @@ words = Count("aab")
 
 PLACES = """
 import linecache
-from hvdlab.collectives.sites import call_site
+from hvdlab.collectives.text import call_site
 def place():
     text = linecache.getline(place.__code__.co_filename, 7)
     return call_site(), text

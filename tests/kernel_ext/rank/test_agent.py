@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hvdlab.collectives.engine.requests import PendingCollective
-from hvdlab.collectives.sites import call_site
+from hvdlab.collectives.text import call_site
 from hvdlab.kernel_ext.rank.status import memory
 from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.kernel_ext.wire.status import (

@@ -8,8 +8,7 @@ from hvdlab.bindings.elastic.handlers import HandlerRegistry, StateHandler
 from hvdlab.bindings.elastic.place import number_of
 from hvdlab.bindings.objects import broadcast_object
 from hvdlab.collectives.basics import rank
-from hvdlab.collectives.elastic.election import begun_again, elect, is_overtaken, united
-from hvdlab.collectives.elastic.state import News, ObjectState
+from hvdlab.collectives.elastic.state import News, ObjectState, elect, is_overtaken, merge_news, next_attempt
 
 
 class HandledState(ObjectState):
@@ -65,7 +64,7 @@ class HandledState(ObjectState):
             handler.sync()
         self._root = root
         super().sync()
-        self._saves = begun_again(saves)
+        self._saves = next_attempt(saves)
 
     def reset(self) -> None:
         self._root = None  # that rank may be gone
@@ -80,7 +79,7 @@ class HandledState(ObjectState):
         return needed
 
     def _agree(self, news: News) -> News:
-        return united(news)
+        return merge_news(news)
 
     def _from_root(self, obj: Any) -> Any:
         return broadcast_object(obj, number_of(self._root))

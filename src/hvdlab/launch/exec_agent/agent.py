@@ -19,10 +19,10 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdlab.collectives.environment import host_directory_variable, thread_counts
+from hvdlab.collectives.environment import data_plane_address, host_directory_variable, thread_counts
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.linux import adopt_orphans, living_children
-from hvdlab.collectives.protocol.frames import FrameDecoder
+from hvdlab.collectives.protocol.codec import FrameDecoder
+from hvdlab.collectives.system import adopt_orphans, interface_address, living_children
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.child import Child, SpawnError, spawn
 
@@ -382,11 +382,9 @@ class Agent:
 
 def _address(order: wire.Start) -> str:
     """The address of this host at which others reach its ranks."""
-    from hvdlab.collectives import addresses
-
     if order.interfaces:
-        return addresses.of_interfaces(order.interfaces)
-    return addresses.own(os.environ, order.coordinator)
+        return interface_address(order.interfaces)
+    return data_plane_address(os.environ, order.coordinator)
 
 
 def _ended_child() -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from hvdlab.collectives.linux import die_with_parent
+from hvdlab.collectives.system import die_with_parent
 from hvdlab.launch.exec_agent import wire
 
 STDOUT, STDERR = 1, 2

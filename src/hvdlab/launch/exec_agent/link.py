@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import IO, Protocol
 
 from hvdlab.collectives.engine.hosts import HOST_VARIABLE
-from hvdlab.collectives.protocol.frames import FrameDecoder
+from hvdlab.collectives.protocol.codec import FrameDecoder
 from hvdlab.launch.environment import exported
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.hosts import is_local

@@ -8,8 +8,7 @@ from typing import cast
 import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.protocol.codec import MALFORMED
-from hvdlab.collectives.protocol.frames import encode_frame
+from hvdlab.collectives.protocol.codec import MALFORMED, encode_frame
 
 GREETING = b"\x00hvdlab-agent-1\x00"
 PIECE = 1 << 20

@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.linux import die_with_parent
+from hvdlab.collectives.system import die_with_parent
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.child import Child, RankDescriptors
 from hvdlab.launch.exits import describe_signal

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from hvdlab.bindings.framework_preloads import FrameworkPreloads
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.linux import die_with_parent, name_process
+from hvdlab.collectives.system import die_with_parent, name_process
 from hvdlab.launch.exec_agent import wire
 from hvdlab.launch.exec_agent.zygote import LARGEST
 from hvdlab.launch.forkserver.child import refresh_libraries

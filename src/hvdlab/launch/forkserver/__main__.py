@@ -18,7 +18,7 @@ import sys
 def main() -> None:
     control, pool, lifeline = (int(word) for word in sys.argv[1:4])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from hvdlab.collectives.linux import adopt_orphans, name_process
+    from hvdlab.collectives.system import adopt_orphans, name_process
 
     name_process("hvd-forkserver", "hvdlab: fork server")
     adopt_orphans()

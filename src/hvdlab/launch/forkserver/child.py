@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from hvdlab.collectives.linux import die_with_parent, name_process
+from hvdlab.collectives.system import die_with_parent, name_process
 from hvdlab.launch.forkserver.forking import Role
 from hvdlab.launch.forkserver.lifeline import depend_on
 from hvdlab.launch.forkserver.messages import CONTROLLER

@@ -14,8 +14,8 @@ from typing import IO
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.system import require_own_peer
 from hvdlab.launch.exits import describe_signal
 from hvdlab.launch.forkserver.lifeline import Lifeline
 from hvdlab.launch.processes import exit_status, readable

@@ -8,8 +8,8 @@ import os
 import select
 import socket
 
-from hvdlab.collectives.linux import require_own_peer
 from hvdlab.collectives.protocol.endpoint import Endpoint
+from hvdlab.collectives.system import require_own_peer
 
 
 class PoolLink:

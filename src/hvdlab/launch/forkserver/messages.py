@@ -9,8 +9,7 @@ from typing import Self, cast
 import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.protocol.codec import MALFORMED
-from hvdlab.collectives.protocol.frames import encode_frame
+from hvdlab.collectives.protocol.codec import MALFORMED, encode_frame
 
 CONTROLLER = -1
 """Number of the child that is ipyparallel's controller, where ranks are counted from 0."""

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.linux import living_children, raise_on_hangup
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
+from hvdlab.collectives.system import living_children, raise_on_hangup
 from hvdlab.launch.forkserver.child_table import ChildTable
 from hvdlab.launch.forkserver.detached_supervisor import DetachedSupervisor
 from hvdlab.launch.forkserver.forking import Role, fork, why_not

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hvdlab.collectives.errors import InvalidRequestError, format_ranks
 from hvdlab.collectives.fingerprint import fingerprint
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 from hvdlab.torch.fingerprints import of_tensor
 from hvdlab.torch.optimizer_state import transfer_optimizer_state
 

@@ -24,7 +24,7 @@ from hvdlab.collectives.errors import (
     InvalidRequestError,
     MismatchError,
 )
-from hvdlab.collectives.sites import call_site
+from hvdlab.collectives.text import call_site
 from hvdlab.torch.c10d.buckets import Buckets
 from hvdlab.torch.c10d.history import Call
 from hvdlab.torch.c10d.naming import WHOLE, Part, label_in_recordings, name_of_group, sharded_module

@@ -16,7 +16,7 @@ import msgspec
 
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.engine import Engine
-from hvdlab.collectives.visible import visible
+from hvdlab.collectives.text import visible
 
 KEPT = 64
 """Calls of each group that a rank remembers."""

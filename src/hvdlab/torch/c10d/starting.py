@@ -21,7 +21,7 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import CauseKind, HvdlabError
 from hvdlab.collectives.settings import Settings
-from hvdlab.collectives.sites import call_site
+from hvdlab.collectives.text import call_site
 from hvdlab.torch.c10d.group import HvdlabProcessGroup
 from hvdlab.torch.c10d.naming import renamed
 from hvdlab.torch.c10d.store import HvdlabStore

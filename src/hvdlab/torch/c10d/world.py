@@ -13,10 +13,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives import context
-from hvdlab.collectives.bootstrap.card import Card
-from hvdlab.collectives.bootstrap.directory import Directory
-from hvdlab.collectives.bootstrap.find import board_of_host, require_long_token
-from hvdlab.collectives.bootstrap.launchers import detect
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.dtypes import OpKind
 from hvdlab.collectives.engine.engine import Engine
@@ -24,6 +20,9 @@ from hvdlab.collectives.engine.handles import Handle
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, InvalidRequestError, StartError, format_ranks
+from hvdlab.collectives.rendezvous.backends import DirectoryBackend
+from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, host_backend, require_long_token
+from hvdlab.collectives.rendezvous.launchers import detect
 from hvdlab.collectives.settings import Settings
 from hvdlab.torch.c10d.history import Histories
 from hvdlab.torch.c10d.naming import is_local
@@ -311,9 +310,9 @@ def _founded(store: Any, rank: int, size: int, settings: Settings) -> World:
     return world
 
 
-def _read_card(store: Any, key: str, rank: int, secret: str) -> Card:
+def _read_card(store: Any, key: str, rank: int, secret: str) -> CoordinatorInfo:
     """Wait for rank 0's card. Raises ``StartError`` if there is none to trust, or rank 0 could not start the coordinator."""
-    shown = Card.decode(bytes(store.get(key)), secret)
+    shown = CoordinatorInfo.decode(bytes(store.get(key)), secret)
     if shown.error:
         raise StartError(f"Rank 0 could not start the coordinator: {shown.error}")
     if shown.host != host_key():
@@ -325,21 +324,23 @@ def _read_card(store: Any, key: str, rank: int, secret: str) -> Card:
             "Torch's store has an announcement that is not rank 0's: it names no file of hvdlab's. All users of this host can write "
             "into the store at MASTER_PORT; take another port, or start the ranks by `hvdlab run`."
         )
-    board = board_of_host(os.environ, shown.file)
+    board = host_backend(os.environ, shown.file)
     data = board.read(0)  # rank 0 has written it before it wrote to the store
     if data is None:
         raise StartError(
             f"Torch's store names a card that is not in {board.place}: it has ended, or another user has written its name. {board.advice}"
         )
-    return Card.decode(data, secret)
+    return CoordinatorInfo.decode(data, secret)
 
 
-def _start(store: Any, key: str, size: int, settings: Settings) -> tuple[CoordinatorProcess, Directory]:
+def _start(
+    store: Any, key: str, size: int, settings: Settings
+) -> tuple[CoordinatorProcess, DirectoryBackend]:
     """Start the coordinator, and show the other ranks its card, without a secret that the user has given to all of them."""
     from hvdlab.collectives.coordinator.process import CoordinatorProcess
 
     given = settings.token
-    board = board_of_host(os.environ, f"c10d-{secrets.token_hex(_NAME_BYTES)}")
+    board = host_backend(os.environ, f"c10d-{secrets.token_hex(_NAME_BYTES)}")
     coordinator = None
     try:
         try:
@@ -347,12 +348,14 @@ def _start(store: Any, key: str, size: int, settings: Settings) -> tuple[Coordin
             coordinator = CoordinatorProcess.start(
                 size=size, linger=True, timeout=settings.start_timeout, **secret
             )
-            card = Card(size, host_key(), coordinator.address, token="" if given else coordinator.token)
+            card = CoordinatorInfo(
+                size, host_key(), coordinator.address, token="" if given else coordinator.token
+            )
             board.publish(card.encode(given))
         except HvdlabError as error:
-            store.set(key, Card(size, error=str(error)).encode(given))
+            store.set(key, CoordinatorInfo(size, error=str(error)).encode(given))
             raise
-        store.set(key, Card(size, host_key(), file=board.key).encode(given))
+        store.set(key, CoordinatorInfo(size, host_key(), file=board.key).encode(given))
     except BaseException:  # torch's store may be gone, or the user interrupts: no rank will come for the card
         board.withdraw()
         if coordinator is not None:

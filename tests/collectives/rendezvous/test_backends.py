@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.collectives.bootstrap.board import await_card
-from hvdlab.collectives.bootstrap.card import Card
-from hvdlab.collectives.bootstrap.directory import Directory
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.deadline import Deadline
 from hvdlab.collectives.engine.hosts import host_key
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.rendezvous.backends import DirectoryBackend
+from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, await_info
 from patience import PATIENCE
 
 
-def board(*parents: Path, key: str = "job", shared: bool = False) -> Directory:
-    return Directory(parents, key, shared=shared)
+def board(*parents: Path, key: str = "job", shared: bool = False) -> DirectoryBackend:
+    return DirectoryBackend(parents, key, shared=shared)
 
 
 def own(parent: Path) -> Path:
@@ -122,8 +121,8 @@ def test_the_newest_card_counts(tmp_path: Path) -> None:
 # -- cards --------------------------------------------------------------------------------------------------------
 
 
-def card_of(coordinator: CoordinatorProcess, size: int = 2) -> Card:
-    return Card(size, host_key(), coordinator.address, token=coordinator.token)
+def card_of(coordinator: CoordinatorProcess, size: int = 2) -> CoordinatorInfo:
+    return CoordinatorInfo(size, host_key(), coordinator.address, token=coordinator.token)
 
 
 def test_the_card_of_an_earlier_job_is_passed_over(tmp_path: Path) -> None:
@@ -134,7 +133,7 @@ def test_the_card_of_an_earlier_job_is_passed_over(tmp_path: Path) -> None:
         good = card_of(coordinator)
         publish = threading.Timer(0.3, board(tmp_path).publish, (good.encode(),))
         publish.start()
-        assert await_card(board(tmp_path), 2, Deadline(PATIENCE)) == good
+        assert await_info(board(tmp_path), 2, Deadline(PATIENCE)) == good
         publish.join()
 
 
@@ -143,29 +142,29 @@ def test_if_only_the_earlier_one_is_there_the_text_says_so(tmp_path: Path) -> No
         stale = card_of(earlier)
     board(tmp_path).publish(stale.encode())
     with pytest.raises(StartError, match="does not answer"):
-        await_card(board(tmp_path), 2, Deadline(0.5))
+        await_info(board(tmp_path), 2, Deadline(0.5))
 
 
 def test_a_missing_rank_0_is_named_in_time(tmp_path: Path) -> None:
     with pytest.raises(
         StartError, match=r"Rank 0 has not said .* within 0.3 s: it has not come to hvd.init"
     ) as caught:
-        await_card(board(tmp_path), 2, Deadline(0.3))
+        await_info(board(tmp_path), 2, Deadline(0.3))
     assert str(own(tmp_path)) in str(caught.value)
     assert "HVDLAB_RENDEZVOUS_DIR" in str(caught.value)
 
 
 def test_rank_0s_failure_is_everybodys(tmp_path: Path) -> None:
-    board(tmp_path).publish(Card(2, error="it rained").encode())
+    board(tmp_path).publish(CoordinatorInfo(2, error="it rained").encode())
     with pytest.raises(StartError, match="Rank 0 could not start the coordinator: it rained"):
-        await_card(board(tmp_path), 2, Deadline(PATIENCE))
+        await_info(board(tmp_path), 2, Deadline(PATIENCE))
 
 
 def test_a_card_of_another_size_is_refused(tmp_path: Path) -> None:
     with CoordinatorProcess.start(size=3, timeout=PATIENCE) as coordinator:
         board(tmp_path).publish(card_of(coordinator, 3).encode())
         with pytest.raises(StartError, match="has 3 ranks, this one 2"):
-            await_card(board(tmp_path), 2, Deadline(PATIENCE))
+            await_info(board(tmp_path), 2, Deadline(PATIENCE))
 
 
 SECRET = "given to all ranks by the user"
@@ -173,26 +172,26 @@ SECRET = "given to all ranks by the user"
 
 def test_a_sealed_card_holds_no_secret_and_is_read_by_who_has_it(tmp_path: Path) -> None:
     with CoordinatorProcess.start(size=2, timeout=PATIENCE, token=SECRET) as coordinator:
-        card = Card(2, host_key(), coordinator.address)
+        card = CoordinatorInfo(2, host_key(), coordinator.address)
         shown = card.encode(SECRET)
         assert SECRET.encode() not in shown
         board(tmp_path).publish(shown)
-        found = await_card(board(tmp_path), 2, Deadline(PATIENCE), SECRET)
+        found = await_info(board(tmp_path), 2, Deadline(PATIENCE), SECRET)
         assert (found.local, found.token) == (coordinator.address, "")
 
 
 def test_a_card_that_somebody_else_has_written_is_refused(tmp_path: Path) -> None:
     """Whoever can write there would have the ranks join a coordinator of his, and give it their secret."""
-    forged = Card(2, host_key(), "unix:/his")
+    forged = CoordinatorInfo(2, host_key(), "unix:/his")
     for shown in (forged.encode(), forged.encode("his own")):
         board(tmp_path).publish(shown)
         with pytest.raises(StartError, match="not sealed with this rank's HVDLAB_TOKEN"):
-            await_card(board(tmp_path), 2, Deadline(PATIENCE), SECRET)
-    good = Card(2, host_key(), "unix:/ours").encode(SECRET)
+            await_info(board(tmp_path), 2, Deadline(PATIENCE), SECRET)
+    good = CoordinatorInfo(2, host_key(), "unix:/ours").encode(SECRET)
     with pytest.raises(StartError, match="not sealed"):
-        Card.decode(good.replace(b"/ours", b"/hiss"), SECRET)
+        CoordinatorInfo.decode(good.replace(b"/ours", b"/hiss"), SECRET)
 
 
 def test_a_rank_without_the_secret_is_told_so() -> None:
     with pytest.raises(StartError, match="Rank 0 was given HVDLAB_TOKEN, and this rank was not"):
-        Card.decode(Card(2).encode(SECRET))
+        CoordinatorInfo.decode(CoordinatorInfo(2).encode(SECRET))

@@ -1,14 +1,15 @@
-"""The attempts of one elastic training on this rank: when the next one makes sense, and meeting the other ranks."""
+"""The loop around elastic training: when another attempt makes sense, and where the ranks meet before it."""
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import OpKind
-from hvdlab.collectives.elastic.interrupts import HostsUpdatedInterrupt
-from hvdlab.collectives.elastic.notification import notification_manager
-from hvdlab.collectives.elastic.state import State
+from hvdlab.collectives.elastic.state import HostsUpdatedInterrupt, State, notification_manager
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import (
@@ -20,6 +21,71 @@ from hvdlab.collectives.errors import (
     ReleasedError,
 )
 
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=State)
+
+
+def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], Any]) -> Callable[Concatenate[S, P], R]:
+    """Make a training function elastic.
+
+    The function that is returned synchronizes its first argument, a :class:`~hvdlab.collectives.elastic.State`, over
+    the ranks and calls ``func``. If a collective fails in it (``HorovodInternalError``), because a rank was lost, say,
+    each rank that lives goes back to its last commit, they begin again with those that are there now, and call ``func``
+    once more. If a rank comes back, ``state.commit()`` (or ``check_host_updates()``) raises
+    :class:`~hvdlab.collectives.elastic.HostsUpdatedInterrupt` on all others; they let it in, give it their state, and
+    call ``func`` once more without going back. Each time, ``state.on_reset()`` runs before the state is synchronized.
+
+    Args:
+        func: Trains. It takes up where the state is, and can be called any number of times.
+        reset: Called before the ranks begin again. It may shut down and initialize.
+
+    Returns:
+        The elastic function. It returns what ``func`` does, once all ranks have come to its end, and raises
+
+        * what ``func`` raises, if it is not one of the above,
+        * the ``HorovodInternalError``, if trying again makes no sense: a rank's cell has failed or ended, it was
+          interrupted, the coordinator is gone, the ranks disagree a second time without a commit in between, or the
+          reset limit is reached,
+        * ``SystemExit(0)``, if this rank was let go, since its host leaves the job: the others go on without it,
+        * ``StartError``, if the ranks did not come together within ``HOROVOD_ELASTIC_TIMEOUT`` seconds.
+    """
+
+    @functools.wraps(func)
+    def elastic(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        attempts = Attempts(state)
+        skip_sync = False
+        try:
+            attempts.begin()
+            while True:
+                try:
+                    if attempts.again:
+                        # One that came while the others agreed to let some go has to be given their state.
+                        skip_sync = not attempts.rejoin() and skip_sync
+                        state.on_reset()
+                        notification_manager.remind(state)
+                    if not skip_sync:
+                        state.sync()
+                    result = func(state, *args, **kwargs)
+                    attempts.meet()
+                    return result
+                except CollectiveError as error:
+                    attempts.failed(error)
+                    state.restore()
+                    skip_sync = False
+                except HostsUpdatedInterrupt as interrupt:
+                    attempts.interrupted(interrupt)
+                    skip_sync = interrupt.skip_sync
+                reset()
+        finally:
+            notification_manager.remove_listener(state)
+            attempts.end()
+
+    return cast("Callable[Concatenate[S, P], R]", elastic)
+
+
 logger = logging.getLogger("hvdlab.elastic")
 
 FINAL = frozenset(
@@ -30,14 +96,14 @@ FINAL = frozenset(
         CauseKind.SHUTDOWN,
     )
 )
-"""Causes after which no other rank is left to try again with, or the user does not want to."""
+"""Causes after which no other rank is left for another attempt, or the user does not want one."""
 
 DISAGREEMENTS = frozenset((CauseKind.MISMATCH, CauseKind.DEADLOCK))
-"""Causes that lie in what the ranks' code does, which is likely to do the same the next time."""
+"""Causes that lie in the ranks' code, which is likely to do the same the next time."""
 
 
 class Attempts:
-    """Made for one call of an elastic function.
+    """Attempts of one call of an elastic function.
 
     Without ``hvd.init()`` there are no other ranks, and this only counts the attempts.
 
@@ -55,26 +121,26 @@ class Attempts:
         self.again = False
 
     def begin(self) -> None:
-        """The first attempt begins."""
+        """Begin the first attempt."""
         if context.is_initialized():
             self._engine = context.engine()
             self._engine.elastic.begin()
 
     def end(self) -> None:
-        """There is no further attempt."""
+        """End elastic training on this rank: there is no further attempt."""
         engine, self._engine = self._engine, None
         if engine is not None and not engine.closed:
             engine.elastic.end()
 
     def meet(self) -> None:
-        """Training has ended well on this rank; wait until it has on all, since other ranks may still need this one."""
+        """Wait until training has ended well on all ranks, as it has on this one: others may still need this rank."""
         if self._engine is not None and not self._engine.closed and self._engine.size > 1:
             self._engine.run(Request(OpKind.BARRIER, "elastic.end"))
 
     def failed(self, error: CollectiveError) -> None:
-        """A collective has failed: tell the coordinator that this rank goes back to its last commit.
+        """Report a failed collective to the coordinator: this rank goes back to its last commit.
 
-        Raises ``error`` if trying again makes no sense.
+        Raises ``error`` if another attempt makes no sense.
         """
         if isinstance(error, AbortedError) and (error.cause.kind in FINAL or self._is_alone(error)):
             raise error
@@ -91,12 +157,12 @@ class Attempts:
         self._stop(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
     def _is_alone(self, error: AbortedError) -> bool:
-        """Whether the coordinator is lost and this rank does not wait for a successor."""
+        """Return whether the coordinator is lost and this rank does not wait for a successor."""
         waits = self._engine is not None and self._engine.waits_for_successor
         return error.cause.kind is CauseKind.COORDINATOR_LOST and not waits
 
     def interrupted(self, interrupt: HostsUpdatedInterrupt) -> None:
-        """The world is about to change. Raises ``interrupt`` if the reset limit is reached."""
+        """Stop for a change of the world. Raises ``interrupt`` if the reset limit is reached."""
         self._count(interrupt)
         self._stop("")
 

@@ -1,19 +1,23 @@
-"""The launchers that hvdlab understands, and what their variables say about a rank."""
+"""The launchers that hvdlab understands: the variables by which they describe a rank, and the key of a job that follows from these."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.system import PARENT, START_TIME, boot_id, process_status
 
 _LOOPBACK = ("localhost", "127.", "::1")
 
 
 class Meeting(StrEnum):
-    """How ranks of several hosts find each other, unless the environment offers something better."""
+    """Means by which ranks of several hosts find each other, unless the environment offers something better."""
 
     STORE = "store"
     MPI = "mpi"
@@ -22,7 +26,7 @@ class Meeting(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """A launcher. Of several variables for one thing the first that is set counts.
+    """Variables of a launcher. Of several for one thing the first that is set counts.
 
     Attributes:
         name: What users call it.
@@ -155,7 +159,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launcher says about this rank; fields are ``None`` if it does not say.
+    """Description of this rank by its launcher; fields are ``None`` if the launcher does not set them.
 
     Attributes:
         launcher: The launcher.
@@ -176,12 +180,12 @@ class Launched:
 
     @property
     def ordered_local_rank(self) -> int | None:
-        """The local rank, if local ranks are in the order of the ranks, as Horovod's are; ``None`` to derive it from all ranks' hosts."""
+        """Return the local rank, if local ranks are in the order of the ranks, as Horovod's are; ``None`` to derive it from all ranks' hosts."""
         return self.local_rank if self.launcher.in_order else None
 
 
 def detect(environ: Mapping[str, str]) -> Launched | None:
-    """The launcher that started this process as a rank, and what it says about it; ``None`` if no launcher did.
+    """Return how a launcher started this process as a rank; ``None`` if no launcher did.
 
     Raises:
         InvalidRequestError: A launcher's variables are no numbers, or contradict each other.
@@ -229,7 +233,7 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], host: int | None
 
 
 def _per_host(text: str) -> list[int] | None:
-    """Slurm's ``2(x3),1`` to ``[2, 2, 2, 1]``; ``None`` if it is something else."""
+    """Expand Slurm's ``2(x3),1`` to ``[2, 2, 2, 1]``. Returns ``None`` for any other text."""
     counts: list[int] = []
     for piece in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
@@ -237,3 +241,67 @@ def _per_host(text: str) -> list[int] | None:
             return None
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
+
+
+_PROGRAMS = frozenset(
+    (
+        "hydra_pmi_proxy",
+        "hydra_bstrap_pr",
+        "prted",
+        "prterun",
+        "orted",
+        "mpirun",
+        "mpiexec",
+        "jsrun",
+        "torchrun",
+    )
+)
+
+
+def job_key(launched: Launched, environ: Mapping[str, str]) -> str:
+    """Return a name that all ranks of a job have in common and no other job has.
+
+    On one host it depends on the process that started them, for launchers whose variables are not enough. (Between
+    hosts there is no such process.)
+    """
+    launcher = launched.launcher
+    parts = [launcher.name, str(os.geteuid()), str(launched.size)]
+    parts += [f"{name}={environ.get(name, '')}" for name in launcher.job]
+    if launched.one_host and launcher.by_parent:
+        parts.append(_starter(launcher.rank[0]))
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
+
+
+def _starter(variable: str) -> str:
+    """Return the process that started the ranks, with the time of its start: their nearest ancestor that is no rank itself.
+
+    It need not be their parent, since each rank may be wrapped in a script of its own.
+    """
+    pid = os.getppid()
+    while pid > 1:
+        status = _status(pid)
+        if status is None:
+            break
+        name, parent, started = status
+        if name in _PROGRAMS or not _has(pid, variable):
+            return f"{pid} {started} {boot_id()}"
+        pid = parent
+    return f"{os.getppid()} {boot_id()}"
+
+
+def _status(pid: int) -> tuple[str, int, str] | None:
+    """Return name, parent and start (clock ticks since boot) of a process."""
+    fields = process_status(pid)
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().removesuffix("\n")
+    except OSError:
+        return None
+    return (name, int(fields[PARENT]), fields[START_TIME]) if fields else None
+
+
+def _has(pid: int, variable: str) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # a process of another user: a daemon that starts ranks for many users
+        return False
+    return any(entry.startswith(variable.encode() + b"=") for entry in environment.split(b"\0"))

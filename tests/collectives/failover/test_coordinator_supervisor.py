@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hvdlab.collectives.bootstrap import keeper
-from hvdlab.collectives.bootstrap.keeper import OFTEN, Keeper
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.failover import supervisor
+from hvdlab.collectives.failover.supervisor import OFTEN, Keeper
 from patience import PATIENCE
 
 
@@ -71,7 +71,7 @@ def test_one_whose_end_can_not_be_waited_for_is_looked_at(monkeypatch: pytest.Mo
         raise OSError
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    monkeypatch.setattr(keeper, "_LOOK_AGAIN", 0.01)
+    monkeypatch.setattr(supervisor, "_LOOK_AGAIN", 0.01)
     fake: Any = FakeCoordinator()
     watching = Keeper(fake)
     fake.process.kill()

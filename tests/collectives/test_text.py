@@ -7,7 +7,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.visible import visible, visible_coloured, visible_lines
+from hvdlab.collectives.text import visible, visible_coloured, visible_lines
 
 
 def test_what_is_shown_as_it_is() -> None:

@@ -1,15 +1,59 @@
-"""Call sites: the line of the user's code that a collective comes from.
+"""Text that is shown: foreign text made harmless for terminals and logs, and call sites, the lines of the user's code.
 
-Frames of hvdlab and of the frameworks are skipped. Cells are compiled under a file name of their own; the code that compiles them
-registers a label for it, so that a site reads ``cell [7] line 4``.
+Names of tensors, hosts and cells, and all other text of peers and files, can hold escape sequences that a terminal obeys: they change its
+title, clear it, or hide what was written. Line ends forge lines of a log, and controls of the direction of writing show something
+else than there is. Output of a user's own cells is not touched.
+
+In a call site, frames of hvdlab and of the frameworks are skipped. Cells are compiled under a file name of their own; the code that
+compiles them registers a label for it, so that a site reads ``cell [7] line 4``.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from types import CodeType, FrameType
+
+_CONTROLS = re.compile(
+    "["
+    "\x00-\x1f\x7f-\x9f"  # C0, DEL, C1
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction of writing
+    "\u2028\u2029"  # line ends that not all know
+    "\ud800-\udfff"  # halves of a character, which can't be written
+    "]"
+)
+_HARMLESS = re.compile("(\x1b\\[[0-9;]*m|\t)")
+
+
+def visible(text: str, most: int | None = None) -> str:
+    """One line in which each control character stands as its escape, such as ``\\x1b``.
+
+    Args:
+        text: From elsewhere.
+        most: Characters that are left of a longer line, the last of them ``…``; ``None`` cuts nothing.
+    """
+    if most is not None:
+        text = text[: most + 1]  # before it grows
+    if not text.isascii() or not text.isprintable():
+        text = _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return text if most is None or len(text) <= most else f"{text[: most - 1]}…"
+
+
+def visible_lines(text: str) -> str:
+    """The same for a text of several lines, which stay lines."""
+    return "\n".join(visible(line) for line in text.split("\n"))
+
+
+def visible_coloured(text: str) -> str:
+    """The same for lines that a program has coloured or indented by tabs, such as a traceback: colours and tabs stay."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        part if number % 2 else visible_lines(part) for number, part in enumerate(_HARMLESS.split(text))
+    )
+
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # src/hvdlab, or an installed hvdlab
 _HOME = os.path.join(_PACKAGE, "")
@@ -21,7 +65,7 @@ _REAL_HOMES = tuple(
 )
 _CACHE_LIMIT = 8192
 
-UNKNOWN = "<thread>"
+UNKNOWN_SITE = "<thread>"
 """The site of a call that comes from no line of the user's code, such as one in a hook that a framework's own thread calls."""
 
 _labels: dict[str, str] = {}
@@ -41,7 +85,7 @@ def register_label(filename: str, label: str) -> None:
 def call_site(depth: int = 1) -> str:
     """The innermost frame outside hvdlab and the frameworks, above ``depth`` frames, in words.
 
-    Returns ``cell [7] line 4`` for registered files, ``train.py:12`` otherwise, and ``UNKNOWN`` if there is no such
+    Returns ``cell [7] line 4`` for registered files, ``train.py:12`` otherwise, and ``UNKNOWN_SITE`` if there is no such
     frame.
     """
     frame: FrameType | None = sys._getframe(depth)
@@ -52,7 +96,7 @@ def call_site(depth: int = 1) -> str:
             found = _sites.get((id(code), frame.f_lasti))
             return _describe(code, frame.f_lasti, frame.f_lineno) if found is None else found[0]
         frame = frame.f_back
-    return UNKNOWN
+    return UNKNOWN_SITE
 
 
 def site_of_lines(lines: Iterable[tuple[str, int]]) -> str:
@@ -60,7 +104,7 @@ def site_of_lines(lines: Iterable[tuple[str, int]]) -> str:
     for filename, line in lines:
         if not _is_ours_by_name(filename):
             return _in_words(filename, line)
-    return UNKNOWN
+    return UNKNOWN_SITE
 
 
 def _is_ours(code: CodeType) -> bool:

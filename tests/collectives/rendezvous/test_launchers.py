@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.collectives.bootstrap import library
-from hvdlab.collectives.bootstrap.find import find
-from hvdlab.collectives.bootstrap.launchers import LAUNCHERS, detect
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.rendezvous import backends
+from hvdlab.collectives.rendezvous.discovery import discover
+from hvdlab.collectives.rendezvous.launchers import LAUNCHERS, detect
 from hvdlab.collectives.settings import Settings
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "3"}
@@ -98,7 +98,7 @@ def test_variables_are_understood(environ: dict[str, str], expected: tuple[objec
 )  # fmt: skip
 def test_without_a_launcher_there_is_none(environ: dict[str, str]) -> None:
     assert detect(environ) is None
-    assert find(environ, Settings()) is None
+    assert discover(environ, Settings()) is None
 
 
 def test_one_rank_needs_nobody() -> None:
@@ -108,8 +108,8 @@ def test_one_rank_needs_nobody() -> None:
         "SLURM_PROCID": "0",
         "SLURM_NTASKS": "8",
     }
-    assert find(interactive | {"SLURM_STEP_NUM_TASKS": "1"}, Settings()) is None
-    assert find({"PMI_RANK": "0", "PMI_SIZE": "1"}, Settings()) is None
+    assert discover(interactive | {"SLURM_STEP_NUM_TASKS": "1"}, Settings()) is None
+    assert discover({"PMI_RANK": "0", "PMI_SIZE": "1"}, Settings()) is None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_one_rank_needs_nobody() -> None:
     ],
 )  # fmt: skip
 def test_ranks_of_mpis_launchers_are_known(environ: dict[str, str], yes: bool) -> None:
-    assert library.by_mpi(environ) is yes
+    assert backends.started_by_mpi(environ) is yes
 
 
 OMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
@@ -150,18 +150,20 @@ MPICH = "MPICH Version:      5.0.2\nMPICH Release date: …"
 def test_mpi_is_used_only_if_it_is_the_launchers(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], version: str | None, works: bool
 ) -> None:
-    monkeypatch.setattr(library, "version", lambda: version)
-    assert library.works(environ) is works
+    monkeypatch.setattr(backends, "mpi_version", lambda: version)
+    assert backends.mpi_works(environ) is works
 
 
 def test_the_other_mpi_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "version", lambda: MPICH)
-    assert library.mismatch(OMPI) == "Open MPI started the ranks, but mpi4py uses MPICH Version:      5.0.2"
+    monkeypatch.setattr(backends, "mpi_version", lambda: MPICH)
+    assert (
+        backends.mpi_mismatch(OMPI) == "Open MPI started the ranks, but mpi4py uses MPICH Version:      5.0.2"
+    )
 
 
 def test_mpi4pys_library_is_known_without_starting_mpi() -> None:
     pytest.importorskip("mpi4py")
-    version = library.version()
+    version = backends.mpi_version()
     assert version is None or "MPI" in version
 
 
@@ -195,7 +197,7 @@ def test_nonsense_is_named() -> None:
 def test_horovodruns_ranks_are_sent_to_ours() -> None:
     environ = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}
     with pytest.raises(StartError, match="hvdlab run -np"):
-        find(environ, Settings())
+        discover(environ, Settings())
 
 
 def test_a_name_of_a_launcher_is_there_once() -> None:

@@ -1,24 +1,72 @@
-"""Connecting to the coordinator."""
+"""How a peer and the coordinator come together: addresses, Hello and Welcome, and versions, which must be alike.
+
+Ranks send each other functions and objects, and compute the same, so those with other versions of Python, hvdlab or PyTorch are refused.
+"""
 
 from __future__ import annotations
 
 import errno
+import platform
 import socket
 import ssl
 import struct
+import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hvdlab.collectives.deadline import Deadline
-from hvdlab.collectives.errors import ProtocolError, StartError
-from hvdlab.collectives.linux import require_own_peer
-from hvdlab.collectives.protocol.address import Address, UnixAddress, parse_address
-from hvdlab.collectives.protocol.codec import decode_to_peer, encode
-from hvdlab.collectives.protocol.endpoint import Endpoint
-from hvdlab.collectives.protocol.frames import HELLO_LIMIT
+from hvdlab.collectives.errors import InvalidRequestError, ProtocolError, StartError
+from hvdlab.collectives.protocol.codec import HELLO_LIMIT, decode_to_peer, encode
+from hvdlab.collectives.protocol.endpoint import Endpoint, client_context, require_same_certificate
 from hvdlab.collectives.protocol.messages import Hello, Refused, Welcome
-from hvdlab.collectives.protocol.tls import client_context, require_same_certificate
+from hvdlab.collectives.system import require_own_peer
+
+UNIX_PATH_LIMIT = 107
+"""Longest path of a Unix socket on Linux, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    path: str
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class TlsAddress:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tls:{host}:{self.port}"
+
+
+Address = UnixAddress | TlsAddress
+
+
+def parse_address(text: str) -> Address:
+    """Parse an address.
+
+    Raises:
+        InvalidRequestError: It is neither ``unix:/path`` nor ``tls:host:port``.
+    """
+    scheme, _, rest = text.partition(":")
+    if scheme == "unix" and rest.startswith("/") and "\0" not in rest:
+        if len(rest.encode()) > UNIX_PATH_LIMIT:
+            raise InvalidRequestError(f"the socket path {rest} is longer than {UNIX_PATH_LIMIT} bytes")
+        return UnixAddress(rest)
+    if scheme == "tls":
+        host, _, port = rest.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if host and port.isascii() and port.isdigit() and 0 < int(port) < 65536:
+            return TlsAddress(host, int(port))
+    raise InvalidRequestError(f"{text!r} is no coordinator address; give unix:/path or tls:host:port")
+
 
 Opened = Callable[[socket.socket], None]
 
@@ -26,7 +74,7 @@ _NOBODY = (errno.ECONNREFUSED, errno.ENOENT)
 _PASSING = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 _TRY_AGAIN_SECONDS = 0.2
 _ANSWER_SECONDS = 5.0
-"""Seconds for one attempt to reach another host. The system repeats what was not answered ever more rarely: to begin anew finds a network
+"""Seconds for one attempt to reach another host. The system repeats unanswered packets ever more rarely: a new attempt finds a network
 sooner that is back."""
 
 
@@ -122,7 +170,7 @@ def _open(
 
 
 def _reach(where: Address, deadline: Deadline, opened: Opened | None) -> socket.socket:
-    """A connection. A host that has just come (back) to the network may not be reachable at once."""
+    """Return a connection. A host that has just come (back) to the network may not be reachable at once."""
     while True:
         try:
             return _connect_first(where, deadline, opened)
@@ -133,12 +181,12 @@ def _reach(where: Address, deadline: Deadline, opened: Opened | None) -> socket.
 
 
 def _passes(error: OSError) -> bool:
-    """Whether this says no more than that no answer has come from the other host yet."""
+    """Return whether this error says no more than that no answer has come from the other host yet."""
     return isinstance(error, TimeoutError) or error.errno in _PASSING
 
 
 def _connect_first(where: Address, deadline: Deadline, opened: Opened | None) -> socket.socket:
-    """A connection to the first address of ``where`` that answers."""
+    """Return a connection to the first address of ``where`` that answers."""
     limit = deadline.remaining()
     if isinstance(where, UnixAddress):
         found: list[tuple[int, Any]] = [(socket.AF_UNIX, where.path)]
@@ -179,7 +227,7 @@ def _require_own(sock: socket.socket, where: UnixAddress) -> None:
 
 
 def _wrap(plain: socket.socket, where: str, certificate: str | None) -> ssl.SSLSocket:
-    """The socket as one that will be secure after :func:`_shake`."""
+    """Return the socket as one that will be secure after :func:`_shake`."""
     try:
         if certificate is None:
             raise StartError(f"{where} needs the coordinator's certificate; set HVDLAB_CERT.")
@@ -247,3 +295,66 @@ def _read_exactly(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
             raise ConnectionError("the connection was closed")
         pieces += piece
     return bytes(pieces)
+
+
+COMPARED = ("hvdlab", "torch")
+"""Modules whose versions are compared, where a rank has loaded them."""
+
+
+def own_versions() -> dict[str, str]:
+    """Return the versions of this process: of Python ``3.11`` without its last part, of modules without that of their build (``+cpu``)."""
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in COMPARED:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if version is not None:
+            found[name] = str(version).partition("+")[0]
+    return found
+
+
+class AgreedVersions:
+    """Versions of the ranks that are there.
+
+    Each of them was let in because it has what the others have. So a newcomer need not be compared with every one of them: a world
+    of n ranks takes n comparisons to come about.
+    """
+
+    def __init__(self) -> None:
+        #: Number of ranks that have reported this version, by name and version. One version of each name is there.
+        self._having: Counter[tuple[str, str]] = Counter()
+        self._agreed: dict[str, str] = {}
+
+    def add(self, versions: Mapping[str, str]) -> None:
+        """Add the versions of a rank that was let in."""
+        self._having.update(versions.items())
+        self._agreed.update(versions)
+
+    def remove(self, versions: Mapping[str, str]) -> None:
+        """Remove the versions of a rank that is gone."""
+        for name, version in versions.items():
+            self._having[name, version] -= 1
+            if not self._having[name, version]:
+                del self._having[name, version], self._agreed[name]
+
+    def fit(self, versions: Mapping[str, str]) -> bool:
+        """Return whether these are the versions of all ranks that are there, as far as both have reported them."""
+        return all(self._agreed.get(name, version) == version for name, version in versions.items())
+
+
+def version_mismatch(
+    rank: int, versions: Mapping[str, str], others: Iterable[tuple[str, Mapping[str, str]]]
+) -> str:
+    """Return why a rank may not join these, or an empty text.
+
+    Args:
+        rank: Number of the newcomer.
+        versions: Its versions, by name; a name that is not among them is not compared.
+        others: Name, such as ``rank 0``, and versions of each peer that is there.
+    """
+    for other, theirs in others:
+        for name, version in versions.items():
+            if theirs.get(name, version) != version:
+                return (
+                    f"rank {rank} has {name} {version}, but {other} has {name} {theirs[name]}; all ranks need the same, so "
+                    f"install {name} {theirs[name]} where rank {rank} runs"
+                )
+    return ""

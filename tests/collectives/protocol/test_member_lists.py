@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer, encode
-from hvdlab.collectives.protocol.rosters import KnownMembers, SentMembers, pack, unpack
+from hvdlab.collectives.protocol.member_lists import KnownMembers, SentMembers, pack, unpack
 
 
 def member(rank: int, pid: int = 100) -> m.Member:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import hvdlab
 from coordinator_simulation import Simulation
-from hvdlab.collectives import versions
 from hvdlab.collectives.coordinator.options import CoordinatorOptions
+from hvdlab.collectives.protocol import handshake
 from hvdlab.collectives.protocol import messages as m
 
 OURS = {"Python": "3.11", "hvdlab": hvdlab.__version__, "torch": "2.9.1"}
@@ -21,9 +21,9 @@ OURS = {"Python": "3.11", "hvdlab": hvdlab.__version__, "torch": "2.9.1"}
 def test_what_a_process_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.9.1+cpu"))  # type: ignore[arg-type]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert versions.own_versions() == {"Python": python, "hvdlab": hvdlab.__version__, "torch": "2.9.1"}
+    assert handshake.own_versions() == {"Python": python, "hvdlab": hvdlab.__version__, "torch": "2.9.1"}
     monkeypatch.delitem(sys.modules, "torch")
-    assert "torch" not in versions.own_versions()
+    assert "torch" not in handshake.own_versions()
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -72,11 +72,13 @@ SOME = st.dictionaries(st.sampled_from("abc"), st.sampled_from("12"))
 def test_a_newcomer_fits_if_it_fits_each_rank_that_is_there(
     actions: list[tuple[bool, dict[str, str]]],
 ) -> None:
-    agreed, there = versions.AgreedVersions(), list[dict[str, str]]()
+    agreed, there = handshake.AgreedVersions(), list[dict[str, str]]()
     for comes, said in actions:
         if not comes and there:
             agreed.remove(there.pop(0))
-        refusal = versions.refusal(9, said, ((f"rank {rank}", known) for rank, known in enumerate(there)))
+        refusal = handshake.version_mismatch(
+            9, said, ((f"rank {rank}", known) for rank, known in enumerate(there))
+        )
         assert agreed.fit(said) == (not refusal)
         if not refusal:
             agreed.add(said)
@@ -90,7 +92,7 @@ def test_newcomers_are_not_compared_with_every_rank_that_is_there(monkeypatch: p
         compared.append(len(others))
         return ""
 
-    monkeypatch.setattr(versions, "refusal", refusal)
+    monkeypatch.setattr(handshake, "refusal", refusal)
     sim = Simulation(CoordinatorOptions(size=8))
     for rank in range(8):
         sim.connect(rank, versions=OURS)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.protocol.address import TlsAddress, UnixAddress, parse_address
+from hvdlab.collectives.protocol.handshake import TlsAddress, UnixAddress, parse_address
 
 
 @pytest.mark.parametrize(

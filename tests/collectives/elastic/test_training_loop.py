@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt, HostUpdateResult, notification_manager, run_fn
-from hvdlab.collectives.elastic.attempts import Attempts
+from hvdlab.collectives.elastic.training_loop import Attempts
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, CollectiveError, MismatchError, Pending
 
 

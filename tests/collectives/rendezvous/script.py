@@ -158,7 +158,7 @@ def restarted() -> None:
 
 
 def context_rank() -> int:
-    from hvdlab.collectives.bootstrap.launchers import detect
+    from hvdlab.collectives.rendezvous.launchers import detect
 
     launched = detect(os.environ)
     assert launched is not None

@@ -20,14 +20,14 @@ import msgspec
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.protocol.messages import Abort, AbortedCollective, Configure, Member, Message, World
 
-ROSTERS = frozenset({Abort, Configure, World})
+SHORTENED = frozenset({Abort, Configure, World})
 """Messages that are shortened."""
 
 Ranks = tuple[int, ...]
 
 
 def pack(ranks: Iterable[int]) -> Ranks:
-    """The same ranks, in order, with each run of consecutive ones as its first rank and the negative of its last one."""
+    """Return the same ranks, in order, with each run of consecutive ones as its first rank and the negative of its last one."""
     packed: list[int] = []
     first = last = -1
     for rank in ranks:
@@ -47,7 +47,7 @@ def _close_run(packed: list[int], first: int, last: int) -> None:
 
 
 def unpack(packed: Ranks) -> Ranks:
-    """The ranks that :func:`pack` was given. Raises ``ProtocolError`` for numbers that begin in the middle of a run."""
+    """Return the ranks that :func:`pack` was given. Raises ``ProtocolError`` for numbers that begin in the middle of a run."""
     if not packed or min(packed) >= 0:
         return packed
     if packed[0] < 0:
@@ -62,7 +62,7 @@ def unpack(packed: Ranks) -> Ranks:
 
 
 class SentMembers:
-    """The coordinator's side: the newest description of each rank, numbered in the order in which they came up.
+    """Member descriptions on the coordinator's side: the newest one of each rank, numbered in the order in which they came up.
 
     Attributes:
         newest: The highest number. A connection over which all descriptions up to some number went gets those above it with the next
@@ -89,7 +89,7 @@ class SentMembers:
         """Shorten a message for one connection.
 
         Args:
-            message: One of :data:`ROSTERS` that was given to :meth:`add`.
+            message: One of :data:`SHORTENED` that was given to :meth:`add`.
             known: The number up to which all descriptions went over the connection; 0 for a new one.
 
         Returns:
@@ -111,13 +111,13 @@ class SentMembers:
 
 
 class KnownMembers:
-    """The rank's side, of one connection."""
+    """Member descriptions on a rank's side, of one connection."""
 
     def __init__(self) -> None:
         self._known: dict[int, Member] = {}
 
     def restore(self, message: Message) -> Message:
-        """The message as it was before it was shortened; one that was not is returned as it is.
+        """Return the message as it was before it was shortened; one that was not is returned as it is.
 
         Raises:
             ProtocolError: It names a rank that was never described on this connection.
@@ -156,7 +156,7 @@ def _each_list(
     ranks: Callable[[Ranks], Ranks],
     sites: Callable[[AbortedCollective], AbortedCollective],
 ) -> Message:
-    """The message with its lists of ranks changed by ``ranks``, and its lists of call sites by ``sites``."""
+    """Return the message with its lists of ranks changed by ``ranks``, and its lists of call sites by ``sites``."""
     if isinstance(message, World):
         return msgspec.structs.replace(
             message,

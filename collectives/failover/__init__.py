@@ -1,0 +1,1 @@
+"""What takes over when the coordinator ends."""

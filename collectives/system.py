@@ -1,0 +1,383 @@
+"""This host: processes and their status, directories that only the user may enter, and addresses at which others reach it.
+
+Besides, the few calls to Linux for which Python has no function, and NVIDIA's management library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import importlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import stat
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+
+_CREDENTIALS = struct.Struct("3i")
+_SET_DEATH_SIGNAL = 1
+_SET_NAME = 15
+_SET_CHILD_SUBREAPER = 36
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    if _libc().prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when its parent ends; end at once if that has happened already.
+
+    The signal comes when the *thread* that forked ends, so the parent must have forked on its main thread.
+    """
+    _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Make this process the new parent of descendants whose parent ends."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def name_process(name: str, title: str) -> None:
+    """Show ``name`` (15 bytes at most) in ``ps -e`` and ``top``, ``title`` in ``ps aux``. For readers only."""
+    with contextlib.suppress(OSError):
+        _prctl(_SET_NAME, name.encode()[:15])
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        _write_title(title.encode())
+
+
+def _write_title(title: bytes) -> None:
+    # Field 48 and 49 of stat(5) are where the kernel looks for the command line, in this process's own memory.
+    fields = process_status("self")
+    start, end = int(fields[45]), int(fields[46])
+    room = end - start
+    if start and room > 1:
+        ctypes.memmove(start, title[: room - 1].ljust(room, b"\0"), room)
+
+
+def raise_on_hangup(descriptor: int, wanted: bool) -> None:
+    """Have SIGIO, which ends the process, sent when the other end of this pipe is closed; or no longer."""
+    import fcntl
+
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC if wanted else flags & ~os.O_ASYNC)
+
+
+STATE, PARENT, GROUP, SESSION, THREADS, START_TIME, RESIDENT, EXIT_CODE = 0, 1, 2, 3, 17, 19, 21, 49
+"""Places in the list that :func:`process_status` returns; see proc(5). The start is in clock ticks since the boot."""
+
+
+def process_status(pid: int | str, proc: Path = Path("/proc")) -> list[str]:
+    """Return the fields of ``/proc/<pid>/stat``, from the state on; empty if there is no such process.
+
+    Args:
+        pid: The process, or ``"self"``.
+        proc: Tests give a directory of their own.
+    """
+    try:
+        text = (proc / str(pid) / "stat").read_text()
+    except OSError:  # also if no descriptor is left
+        return []
+    # The name before may hold any character.
+    return text.rpartition(")")[2].split()
+
+
+def process_state(pid: int, proc: Path = Path("/proc")) -> str:
+    """Return the letter of a process's state: ``R``, ``S``, ``T`` (stopped), ``Z`` (ended) …; empty if there is none."""
+    fields = process_status(pid, proc)
+    return fields[STATE] if fields else ""
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process id and user at the other end of a connected Unix socket. Raises ``OSError`` where the system does not tell."""
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        raise OSError("this system does not say whose the other end of a socket is")
+    pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size))
+    return int(pid), int(user)
+
+
+def require_own_peer(sock: socket.socket) -> int:
+    """Return the process id at the other end of a connected Unix socket, if that process may be trusted with secrets.
+
+    The directory of a socket keeps other users out. This check holds also where that directory is another user's, or open to others.
+    For the connecting side the other end is the process that began to listen, for the accepting side the one that connected.
+
+    Raises:
+        PermissionError: The process belongs neither to this user nor to root.
+        OSError: The system does not tell.
+    """
+    pid, user = peer_credentials(sock)
+    if user not in (os.geteuid(), 0):
+        raise PermissionError(
+            errno.EPERM,
+            f"the process at the other end of the socket belongs to user {user}, neither to user {os.geteuid()} nor to root",
+        )
+    return pid
+
+
+def boot_id() -> str:
+    """Return a text that differs between hosts, and changes with each boot; empty where the kernel does not show it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def living_children() -> list[int]:
+    """Process ids of this process's children, adopted ones included."""
+    pid = os.getpid()
+    children: list[int] = []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += [int(number) for number in tasks.read_text().split()]
+    return children
+
+
+def open_nvml(purpose: str) -> Any:
+    """Return the module ``pynvml``, initialized; the caller ends it with ``nvmlShutdown()``.
+
+    Args:
+        purpose: The consequence of its absence, for the log: ``GPUs are not sampled``.
+
+    Returns:
+        ``None`` without GPUs, their driver or ``nvidia-ml-py``.
+    """
+    try:
+        pynvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        logger.debug("%s: %s", purpose, error)
+        return None
+    return pynvml
+
+
+def private_parents(environ: Mapping[str, str]) -> list[Path]:
+    """Return the places for a private directory, which only the user may enter, the safest first.
+
+    Processes of one user that look for each other choose alike, by :func:`choose_private`: a directory that exists wins over one
+    that could be made, and the order is the same for all.
+
+    The user's runtime directory belongs to the user alone. In the temporary directory another user may have taken the name, and
+    only that one can remove it; then the directory lies among the user's caches.
+    """
+    given = environ.get("XDG_RUNTIME_DIR", "")
+    cache = environ.get("XDG_CACHE_HOME", "")
+    found = [
+        *([Path(given)] if os.path.isabs(given) else []),
+        Path(f"/run/user/{os.geteuid()}"),
+        Path(tempfile.gettempdir()),
+        Path(cache) if os.path.isabs(cache) else Path.home() / ".cache",
+    ]
+    return list(dict.fromkeys(found))
+
+
+def private_name() -> str:
+    """Return the name of a private directory in each of these."""
+    return f"hvdlab-{os.geteuid()}"
+
+
+def choose_private(places: list[Path]) -> Path:
+    """Return the first of these directories that is private, else the first that can be made, else the last."""
+    for usable in (is_private, _can_be_made):
+        for place in places:
+            if usable(place):
+                return place
+    return places[-1]
+
+
+def is_private(path: Path) -> bool:
+    """Return whether this is a directory, and no link, that belongs to this user and is closed to others."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def _can_be_made(path: Path) -> bool:
+    """Return whether the name is free, in a directory in which other users can't replace what this process makes."""
+    try:
+        parent = path.parent.stat()
+    except OSError:
+        return False
+    safe = parent.st_uid in (0, os.geteuid()) and (
+        not parent.st_mode & 0o022 or bool(parent.st_mode & stat.S_ISVTX)
+    )
+    return safe and not os.path.lexists(path) and os.access(path.parent, os.W_OK | os.X_OK)
+
+
+def open_own_directory(path: Path) -> int:
+    """Return a descriptor of a directory that belongs to this user; from now on no other user can write there.
+
+    Raises:
+        PermissionError: It belongs to another user.
+        OSError: It can't be opened, or is a link.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    try:
+        if status.st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()}")
+        if status.st_mode & 0o022:  # made under a lax umask
+            os.fchmod(descriptor, 0o700)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def create_private(path: Path, text: str) -> None:
+    """Make a file that only this user may read, in a directory of this user's; a file or link that is there is not touched.
+
+    Raises:
+        FileExistsError: There is something of that name.
+        OSError: As :func:`open_own` does, or the file can't be written.
+    """
+    directory = open_own_directory(path.parent)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path.name, flags, 0o600, dir_fd=directory)
+    finally:
+        os.close(directory)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+LOOPBACK = "127.0.0.1"
+CHOICES = ("HVDLAB_ADDRESS", "HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME")
+"""Variables that choose, the first that is set. Each may hold an address, a network or names of interfaces."""
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: to ask which interface leads out
+
+
+def chosen_address(environ: Mapping[str, str]) -> str | None:
+    """Return the address that the environment chooses, or ``None`` if it does not.
+
+    Raises:
+        InvalidRequestError: This host has no such address; the text lists those it has.
+    """
+    for variable in CHOICES:
+        text = environ.get(variable, "").strip()
+        if text:
+            return _resolve(variable, text)
+    return None
+
+
+def interface_address(names: Iterable[str]) -> str:
+    """Return the address of the first of these interfaces that this host has. Raises ``InvalidRequestError``."""
+    return _resolve("--network-interface", ",".join(names))
+
+
+def _resolve(variable: str, text: str) -> str:
+    if _is_address(text):
+        return text
+    interfaces = list(_interfaces())
+    for piece in (piece.strip() for piece in text.split(",")):
+        network = _network(piece)
+        for interface, address in interfaces:
+            if interface == piece or (network is not None and ipaddress.ip_address(address) in network):
+                return address
+    have = ", ".join(f"{interface} {address}" for interface, address in interfaces)
+    raise InvalidRequestError(
+        f"{variable}={text!r} names no address, network or interface of this host ({socket.gethostname()}), which "
+        f"has: {have or 'none'}."
+    )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    if "/" not in text:
+        return None
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Yield interfaces and addresses of this host, IPv4 first; link-local ones are left out."""
+    import psutil
+
+    found = psutil.net_if_addrs()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for interface, entries in found.items():
+            for entry in entries:
+                if (
+                    entry.family == family
+                    and not ipaddress.ip_address(entry.address.split("%")[0]).is_link_local
+                ):
+                    yield interface, entry.address
+
+
+def address_towards(host: str) -> str | None:
+    """Return the address of this host from which it reaches ``host``, and at which ``host`` reaches it; ``None`` if there is no way."""
+    try:
+        candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in candidates:
+        try:
+            with socket.socket(family, kind, protocol) as sock:
+                sock.connect(address)  # of a datagram socket: nothing is sent
+                return str(sock.getsockname()[0])
+        except OSError:
+            continue
+    return None
+
+
+def outward_address(hints: Iterable[str] = ()) -> str:
+    """Return an address of this host that other hosts can reach.
+
+    Args:
+        hints: Hosts in the network in question, which are tried first; then the host's own name, and an address outside.
+
+    Raises:
+        StartError: There is only the loopback interface.
+    """
+    for host in (*hints, socket.gethostname(), *_ELSEWHERE):
+        address = address_towards(host) if host else None
+        if address is not None and not is_loopback(address):
+            return address
+    for _, address in _interfaces():
+        if not is_loopback(address):
+            return address
+    raise StartError(
+        f"This host ({socket.gethostname()}) has no address that other hosts could reach; set HVDLAB_ADDRESS to an "
+        "address, a network such as 10.1.0.0/16, or an interface (`hvdlab run` has --network-interface)."
+    )
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback

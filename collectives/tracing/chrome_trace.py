@@ -360,7 +360,10 @@ def tensor_arrivals(by_rank: dict[int, Placed], size: int | None) -> TensorArriv
 
 
 class OperationMatcher:
-    """OperationMatcher that wait for the records of more ranks. ``now`` is any steadily growing number of seconds."""
+    """Matcher of the records that ranks made of one operation. It keeps an operation until the records of all its ranks are there.
+
+    ``now`` is any steadily growing number of seconds.
+    """
 
     def __init__(self, hold: float) -> None:
         self._hold = hold

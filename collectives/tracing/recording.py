@@ -73,7 +73,7 @@ class _Known:
 
 
 class NameTable:
-    """NameTable and call sites by number, each pair once.
+    """Table of names and call sites by number, each pair once.
 
     Attributes:
         names, sites: Texts by number; 0 is the empty one. A name may have several numbers, one for each of its sites.

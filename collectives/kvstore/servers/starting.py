@@ -98,7 +98,6 @@ class ServerStarter:
 
     def __init__(self) -> None:
         #: Servers that this process has started and that may still run.
-        #: Servers that this process has started and that may still run.
         self._children: list[subprocess.Popen[bytes]] = []
 
     def start_new(self, index: int, settings: Settings, *, remote: bool, timeout: float) -> ServerAddress:

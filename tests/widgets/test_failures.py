@@ -219,7 +219,7 @@ def test_a_picture_that_can_not_be_drawn_says_so(
 def test_the_strip_says_what_failed_and_goes_on(
     recording: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strip, "pace", broken)
+    monkeypatch.setattr(strip, "recent_activity", broken)
     recording.feed(0, encode(0, [CellBeginEvent("[7]", START_NS)]))
     feed(recording)
     one = strip.StripWidget(recording, range(2), "[7]", time.monotonic(), lambda *_: None)

@@ -182,6 +182,6 @@ def test_chunks_grow_with_what_there_is_to_do() -> None:
 
 
 def test_the_source_has_a_struct_for_each_name_that_chooses_one() -> None:
-    names = (SOURCE.parent / "kernels.py").read_text()
+    names = (SOURCE.parent / "device.py").read_text()
     for element in re.findall(r'DType\.\w+: "([^"<]+)', names):
         assert f"struct {element}" in SOURCE.read_text()

@@ -92,7 +92,7 @@ def test_newcomers_are_not_compared_with_every_rank_that_is_there(monkeypatch: p
         compared.append(len(others))
         return ""
 
-    monkeypatch.setattr(handshake, "refusal", refusal)
+    monkeypatch.setattr(handshake, "version_mismatch", refusal)
     sim = Simulation(CoordinatorOptions(size=8))
     for rank in range(8):
         sim.connect(rank, versions=OURS)

@@ -21,16 +21,16 @@ def test_hosts_that_are_this_one_need_no_network() -> None:
 
 def test_the_address_is_one_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"near": "10.0.0.1", "localhost": "127.0.0.1"}
-    monkeypatch.setattr(system, "towards", ways.get)
+    monkeypatch.setattr(system, "address_towards", ways.get)
     assert address_for(["localhost", "near"]) == "10.0.0.1"
 
 
 def test_a_host_that_nobody_can_reach_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "towards", lambda host: None)
-    monkeypatch.setattr(system, "_own", lambda: iter([("lo", "127.0.0.1")]))
+    monkeypatch.setattr(system, "address_towards", lambda host: None)
+    monkeypatch.setattr(system, "_interfaces", lambda: iter([("lo", "127.0.0.1")]))
     with pytest.raises(StartError, match="HVDLAB_ADDRESS"):
         address_for(["far-away"])
-    monkeypatch.setattr(system, "_own", lambda: iter([("lo", "127.0.0.1"), ("eth0", "10.0.0.9")]))
+    monkeypatch.setattr(system, "_interfaces", lambda: iter([("lo", "127.0.0.1"), ("eth0", "10.0.0.9")]))
     assert address_for([]) == "10.0.0.9"
 
 

@@ -134,7 +134,7 @@ def _top(recording: Recording, client: Client | None, options: argparse.Namespac
 
     def end(reason: str) -> None:
         ended.set()
-        recording.poke()
+        recording.wake_waiters()
 
     if client is not None:
         client.on_lost(end)

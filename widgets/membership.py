@@ -91,7 +91,7 @@ class MembershipWidget(anywidget.AnyWidget):
     def _update(self) -> None:
         with self.failures.guard("which ranks there are"):
             if self._news is None and (pool := self._find()) is not None:
-                self._actions = MembershipActions(pool, self.recording.announce)
+                self._actions = MembershipActions(pool, self.recording.notify)
                 self._news = MembershipNews(pool, self._actions, self.recording)
             if self._news is not None and (news := self._news.take()) is not None:
                 unparented(setattr, self, "membership", news)
@@ -103,7 +103,7 @@ class MembershipWidget(anywidget.AnyWidget):
         with self.failures.guard("what the page asked for"):
             if isinstance(content, dict) and content.get("type") == "hello":
                 self._reopened = True
-                self.recording.poke()
+                self.recording.wake_waiters()
                 if not self._thread.is_alive():
                     self._output.refresh()
             if not isinstance(content, dict) or content.get("type") != "do":
@@ -134,7 +134,7 @@ class MembershipWidget(anywidget.AnyWidget):
     def close(self) -> None:
         """End the widget; the still tables remain."""
         self._closing.set()
-        self.recording.poke()
+        self.recording.wake_waiters()
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
         super().close()

@@ -40,7 +40,7 @@ class MembershipNews:
 
     def _changed(self) -> None:
         self._is_due = True
-        self._recording.announce()
+        self._recording.notify()
 
     def forget(self) -> None:
         """Have the next :meth:`take` return everything again."""

@@ -186,7 +186,7 @@ class Panel:
             name = self._names.setdefault(recording, uuid.uuid4().hex)
             showing = Showing(recording, name, until, rows_until)
             if changeable is not None:
-                showing.actions = MembershipActions(changeable, recording.announce)
+                showing.actions = MembershipActions(changeable, recording.notify)
                 membership = MembershipNews(changeable, showing.actions, recording)
             showing.publisher = Publisher(
                 recording,

@@ -99,7 +99,7 @@ class Publisher:
         self._with_rows = rows
         self._reopened = self._heard
         self._since, self._heard = (since, points), True
-        self._recording.poke()
+        self._recording.wake_waiters()
         with self._starting:
             if not self._thread.is_alive() and not self._closing.is_set():
                 self._thread = self._start()  # all was sent, but not to this view: the page was loaded again
@@ -111,7 +111,7 @@ class Publisher:
     def close(self, timeout: float = 5) -> None:
         """End the thread. Idempotent."""
         self._closing.set()
-        self._recording.poke()
+        self._recording.wake_waiters()
         if self._membership is not None:
             self._membership.close()
         if threading.current_thread() is not self._thread:
@@ -281,7 +281,7 @@ class Publisher:
                 cleared,
                 0,
             )  # views then forget all marks, so marks that go on are sent again
-        stamp, marks = recording.marks_since(self._stamp)
+        stamp, marks = recording.annotations_since(self._stamp)
         if (before := recording.cleared_ns) is not None:
             marks = [(number, mark) for number, mark in marks if mark.end_ns is None or mark.end_ns > before]
         series, points = self._series.take(POINTS_PER_MESSAGE if self._with_points else 0)

@@ -118,7 +118,9 @@ def _pace(recording: Recording, rows: list[dict[str, Any]]) -> str:
     running = [row["rank"] for row in rows if row["state"] == "running"]
     if not running:
         return ""
-    begins = [mark.begin_ns for mark in recording.marks() if mark.kind == "cell" and mark.end_ns is None]
+    begins = [
+        mark.begin_ns for mark in recording.annotations() if mark.kind == "cell" and mark.end_ns is None
+    ]
     steps = shown_rate(recording, running, min(begins, default=None))
     return "" if steps is None else f" · {steps:.3g} steps/s"
 

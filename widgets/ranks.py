@@ -80,7 +80,7 @@ class RanksWidget(anywidget.AnyWidget):
             if not isinstance(content, dict) or content.get("type") != "hello":
                 return
             self._reopened = True
-            self.recording.poke()
+            self.recording.wake_waiters()
             if not self._thread.is_alive():
                 self._output.refresh()
 
@@ -129,7 +129,7 @@ class RanksWidget(anywidget.AnyWidget):
     def close(self) -> None:
         """End the widget; the still table remains."""
         self._closing.set()
-        self.recording.poke()
+        self.recording.wake_waiters()
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
         super().close()

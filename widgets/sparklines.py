@@ -142,7 +142,7 @@ def newest_event(recording: Recording, points: Mapping[tuple[int, str], Points])
         recording: The recording with the ranks' marks.
         points: Points of each rank and name.
     """
-    marks = recording.marks()
+    marks = recording.annotations()
     running = not recording.closed and any(mark.kind == "cell" and mark.end_ns is None for mark in marks)
     ends = [
         int(found["time"][-1]) for (_, name), found in points.items() if len(found) and not is_sampled(name)
@@ -154,7 +154,7 @@ def newest_event(recording: Recording, points: Mapping[tuple[int, str], Points])
 def _breaks(recording: Recording, name: str) -> dict[int, list[int]]:
     """Return the times at which lines of each rank are interrupted, in order."""
     found: dict[int, list[int]] = {}
-    for mark in recording.marks():
+    for mark in recording.annotations():
         if mark.kind in ("left", "joined"):
             found.setdefault(mark.rank, []).append(mark.begin_ns)
         elif mark.kind == "cell" and not is_sampled(name):

@@ -337,7 +337,7 @@ def cell_begin(
     """
     begins = [
         mark.begin_ns
-        for mark in recording.marks()
+        for mark in recording.annotations()
         if mark.kind == "cell"
         and mark.text == label
         and mark.rank in ranks

@@ -39,7 +39,7 @@ MOST_WAITING = 100_000
 MOST_AT_ONCE = 1_000
 INTERVAL = 1.0
 EXIT_WITHIN = 5.0
-SETTLED = 3.0
+FINAL_AFTER = 3.0
 """Seconds after which what is derived from spans, second by second, counts as final: late spans may still change it."""
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class Export:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while points := self._take():
+        while points := self._next_points():
             try:
                 self.exporter.write(points)
                 self.exported += len(points)
@@ -276,7 +276,7 @@ class Export:
             logger.warning("%s %s", type(self.exporter).__name__, what, exc_info=error)
         self.error = error
 
-    def _take(self) -> list[Point]:
+    def _next_points(self) -> list[Point]:
         """The next points; none once all are out and it is being closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
@@ -310,7 +310,7 @@ class RecordingExport(Export):
         self._amended = amended
         self._interval = interval
         self._next = self._replace()
-        self._unsettled: dict[tuple[int, str, int], Point] = {}
+        self._may_change: dict[tuple[int, str, int], Point] = {}
         self._newest_ns = 0
         self._stopping = threading.Event()
         self._reader = threading.Thread(target=self._read, name="hvdlab-export-reader", daemon=True)
@@ -326,10 +326,10 @@ class RecordingExport(Export):
         """
         deadline = Deadline(timeout)
         self._stopping.set()
-        self._recording.poke()
+        self._recording.wake_waiters()
         if threading.current_thread() is not self._reader:
             self._reader.join(deadline.remaining())
-        self._ended()
+        self._unregister()
         return super().close(deadline.remaining())
 
     def _replace(self) -> int:
@@ -342,7 +342,7 @@ class RecordingExport(Export):
                     following = max(following, other._next)
         return following
 
-    def _ended(self) -> None:
+    def _unregister(self) -> None:
         atexit.unregister(self.close)
         _open.discard(self)
 
@@ -353,14 +353,14 @@ class RecordingExport(Export):
         while not self._stopping.is_set() and not (recording.closed and version == recording.version):
             recording.wait(version, self._stopping.is_set)
             version = recording.version
-            self._look(last=False)
+            self._export_new(last=False)
             if not recording.closed:
                 self._stopping.wait(self._interval)
-        self._look(last=True)
-        self._ended()
+        self._export_new(last=True)
+        self._unregister()
         super().close(0)  # without a wait: the export's own thread writes the rest and ends
 
-    def _look(self, *, last: bool) -> None:
+    def _export_new(self, *, last: bool) -> None:
         """Hand over new points that are final; the ``last`` time also those that might still have changed."""
         recording = self._recording
         self._next, points = recording.points_since(self._next)
@@ -379,15 +379,15 @@ class RecordingExport(Export):
             when = time_ns / 1e9 + offset
             point = Point(one.rank, one.name, value, None if math.isnan(step) else int(step), when)
             if self._amended(one.name):
-                self._unsettled[one.rank, one.name, time_ns] = point
+                self._may_change[one.rank, one.name, time_ns] = point
             else:
                 ready.append(point)
-        self.put([*ready, *self._settled(last)])
+        self.put([*ready, *self._pop_final(last)])
 
-    def _settled(self, everything: bool) -> list[Point]:
-        until = math.inf if everything else self._newest_ns - SETTLED * 1e9
-        found = [key for key in self._unsettled if key[2] <= until]
-        return [self._unsettled.pop(key) for key in found]
+    def _pop_final(self, everything: bool) -> list[Point]:
+        until = math.inf if everything else self._newest_ns - FINAL_AFTER * 1e9
+        found = [key for key in self._may_change if key[2] <= until]
+        return [self._may_change.pop(key) for key in found]
 
     def _offset(self) -> float:
         """Seconds from the recording's axis to the time of day.

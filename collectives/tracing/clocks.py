@@ -16,8 +16,12 @@ from hvdlab.collectives.system import boot_id
 from hvdlab.collectives.tracing.record_format import ClockSample
 
 SAMPLES_KEPT = 8
+"""Samples of this process's clock."""
 DRIFT = 20e-6
 """Seconds per second by which the clocks of two hosts may drift apart, as common quartz does."""
+
+DOMAIN_SAMPLES_KEPT = 16
+"""Samples of a domain. Old ones go stale as clocks drift, so the best of the newest few is used."""
 
 Sample = tuple[int, int, int]
 """When the question was sent, when the answer came, and the coordinator's time in between; in ns."""
@@ -30,10 +34,11 @@ class ClockSamples:
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_KEPT)
 
     def add(self, sent_ns: int, received_ns: int, coordinator_ns: int) -> None:
+        """Add a sample: when the coordinator was asked, when it answered, and its time."""
         self._samples.append((sent_ns, received_ns, coordinator_ns))
 
     def best(self, now_ns: int) -> Sample | None:
-        """The sample with the least error at ``now_ns``: its answer was quick, and not too long ago."""
+        """Return the sample with the least error at ``now_ns``: its answer was quick, and not too long ago."""
 
         def error(sample: Sample) -> float:
             sent, received, _ = sample
@@ -44,10 +49,10 @@ class ClockSamples:
 
 @cache
 def clock_domain() -> int:
-    """A number that is equal for all processes whose ``CLOCK_MONOTONIC`` is the same clock.
+    """Return a number that is equal for all processes whose ``CLOCK_MONOTONIC`` is the same clock.
 
-    Those are the processes of one boot of one machine, in one time namespace. Where that can't be read, a number of this process
-    alone: its clock is then aligned by measured samples instead of being taken as equal.
+    These are the processes of one boot of one machine, in one time namespace. Where that can't be read, the number is
+    this process's alone: its clock is then aligned by measured samples.
     """
     boot = boot_id() or f"{os.getpid()} {time.time_ns()}"
     try:
@@ -57,26 +62,24 @@ def clock_domain() -> int:
     return int.from_bytes(hashlib.blake2b(f"{boot} {namespace}".encode(), digest_size=8).digest(), "little")
 
 
-# Old samples go stale as clocks drift (some 10 us per second at worst); the best of the newest few is used.
-DOMAIN_SAMPLES_KEPT = 16
-
-
 class Alignment:
-    """Offsets of clock domains, from what ranks measured."""
+    """Offsets of clock domains, from the samples of ranks."""
 
     def __init__(self) -> None:
+        #: The domain whose clock is the common axis.
         self.reference: int | None = None
+        #: The newest samples of each domain.
         self._samples: dict[int, deque[ClockSample]] = {}
 
     def observe(self, domain: int, sample: ClockSample | None = None) -> None:
-        """A batch of this domain came; the first one ever makes it the reference."""
+        """Add a domain, and a sample of its clock if there is one; the first domain becomes the reference."""
         if self.reference is None:
             self.reference = domain
         if sample is not None:
             self._samples.setdefault(domain, deque(maxlen=DOMAIN_SAMPLES_KEPT)).append(sample)
 
     def offset(self, domain: int) -> tuple[int, int] | None:
-        """Nanoseconds to add to a time of ``domain``, and how far off that may be; ``None`` while unknown."""
+        """Return the nanoseconds to add to a time of ``domain``, and their greatest error; ``None`` while unknown."""
         if domain == self.reference:
             return 0, 0
         own = self._best(domain)

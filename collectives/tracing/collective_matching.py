@@ -22,10 +22,12 @@ _KEPT = 1 << 16
 
 
 class Epochs:
-    """Which epoch of its process set each span is of: sequence numbers begin anew with each."""
+    """The epoch of its process set that each span is of: sequence numbers begin again with each epoch."""
 
     def __init__(self) -> None:
+        #: The present epoch, by rank and process set.
         self._epochs: dict[tuple[int, int], int] = {}
+        #: The number of members, by process set and epoch.
         self._sizes: dict[tuple[int, int], int] = {}
 
     def assign(
@@ -57,14 +59,16 @@ class Epochs:
 
 
 class Numbering:
-    """Gives each tensor's collective a number that grows, the same for all ranks that took part.
+    """Numbers of collectives, one for each tensor, the same on all ranks that took part. They grow.
 
     The newest ``2 * _KEPT`` are remembered; records of a rank that come later than that are matched with no other rank's.
     """
 
     def __init__(self) -> None:
+        #: The next number.
         self._next = 1
-        # Of each collective, by a digest of what names it: its number in the low 32 bits, a bit per rank above them.
+        #: Each collective by a digest of its names: its number in the low 32 bits, a bit per rank above them. Once
+        #: ``_new`` is full it becomes ``_old``, and the former ``_old`` is forgotten.
         self._new: dict[int, int] = {}
         self._old: dict[int, int] = {}
 
@@ -88,7 +92,7 @@ class Numbering:
         return self._alike(keys, bit) or self._each(keys, bit)
 
     def _alike(self, keys: list[int], bit: int) -> list[int] | None:
-        """The usual case, in which other ranks have recorded all of these before, or none; ``None`` if it is another."""
+        """Return the numbers if other ranks have recorded either all of these or none, as usually; else ``None``."""
         if len(set(keys)) < len(keys):
             return None
         known = [number for number in map(self._new.get, keys) if number is not None]
@@ -122,7 +126,7 @@ class Numbering:
 
 
 def _digest(rows: Rows, names: NDArray[Any]) -> list[int]:
-    """64 bits for each row, equal for the same tensor of the same operation."""
+    """Return 64 bits for each row, equal for the same tensor of the same operation."""
     mixed: NDArray[Any] = np.zeros(len(rows), np.uint64)
     for column in (*(rows[name] for name in ("set", "epoch", "sequence", "batch")), names, rows["kind"]):
         mixed = (mixed ^ column.astype(np.uint64)) * _PRIME
@@ -140,7 +144,7 @@ def _digest(rows: Rows, names: NDArray[Any]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveArrivals:
-    """For each row, what is known of its collective.
+    """The arrivals at the collective of each row.
 
     Attributes:
         ranks: Ranks whose rows are here; 0 for rows that never became an operation.
@@ -160,7 +164,12 @@ class CollectiveArrivals:
 
 
 def collective_arrivals(rows: Rows, clock_errors: Mapping[int, int]) -> CollectiveArrivals:
-    """Compare the ranks' arrivals."""
+    """Compare the arrivals of ranks at each collective.
+
+    Args:
+        rows: Rows of all ranks.
+        clock_errors: By how many ns the clock of a rank may be off, of ranks whose clock had to be compared.
+    """
     count = len(rows)
     ranks = np.zeros(count, np.int64)
     last_rank = np.full(count, -1, np.int64)

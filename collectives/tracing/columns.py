@@ -102,7 +102,7 @@ _UNITS_OF_ENDS = {"utilisation": "%", "memory": "B"}
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """A copy of rows one after the other, as opaque bytes: otherwise numpy would handle each column by itself."""
+    """Return rows one after the other, copied as opaque bytes: otherwise numpy would handle each column by itself."""
     return np.concatenate([part.view(_WHOLE) for part in parts]).view(ROW) if parts else np.empty(0, ROW)
 
 
@@ -124,7 +124,7 @@ def rows_of(records: NDArray[Any], rank: int, offset_ns: int) -> Rows:
 
 
 def distance(rows: Rows, name: str) -> NDArray[np.int64]:
-    """One of ``DISTANCES`` in ns."""
+    """Return one of ``DISTANCES`` in ns."""
     shifted: NDArray[np.int64] = rows[name].astype(np.int64) << rows["shift"]
     return shifted
 
@@ -146,9 +146,9 @@ class RowStore:
         self.limit = limit
         self.begin = self.end = 0
         self._chunks: deque[Rows] = deque()
-        self._spare: Rows | None = (
-            None  # a dropped chunk, used again: memory that is freed and allocated anew gets fragmented
-        )
+        #: A dropped chunk to use again: memory that is freed and allocated once more gets fragmented.
+        self._spare: Rows | None = None
+        #: Rows in the last chunk.
         self._filled = 0
 
     def __len__(self) -> int:
@@ -171,7 +171,7 @@ class RowStore:
             self.begin += self.CHUNK
 
     def clear(self) -> int:
-        """Drop all rows; the numbers go on. Returns how many there were."""
+        """Drop all rows and return how many there were; the next row has the number after theirs."""
         count = len(self)
         self._chunks.clear()
         self._filled = 0
@@ -190,7 +190,7 @@ class RowStore:
         return np.empty(0, ROW)
 
     def since(self, number: int, most: int | None = None) -> tuple[int, Rows]:
-        """Rows from ``number`` on, or from the oldest that is kept: the number of the first one, and a copy."""
+        """Return the number of the first row from ``number`` on that is kept, and a copy of the rows from there."""
         first = min(max(number, self.begin), self.end)
         last = self.end if most is None else min(self.end, first + most)
         parts = []
@@ -204,7 +204,7 @@ class RowStore:
 
 
 def unit_of(name: str) -> str:
-    """The unit of a metric that hvdlab itself measures; empty for other metrics, whose unit is not known."""
+    """Return the unit of a metric that hvdlab itself measures; empty for other metrics, whose unit is not known."""
     if name.startswith("hvdlab/gpu"):
         return _UNITS_OF_ENDS.get(name.rsplit("/", 1)[1], "")
     if name.startswith("hvdlab/share/"):
@@ -234,8 +234,10 @@ class _Kept:
 
     def __init__(self) -> None:
         self.points: Points = np.empty(64, POINT)
-        self.begin = self.size = 0  # those that are kept lie from begin to begin + size
-        self.newest = -1  # the greatest number among them
+        #: The points that are kept lie from ``begin`` to ``begin + size``.
+        self.begin = self.size = 0
+        #: The greatest number among them.
+        self.newest = -1
 
     def view(self) -> Points:
         return self.points[self.begin : self.begin + self.size]
@@ -255,7 +257,7 @@ class _Kept:
         self.newest = point[3]
 
     def replace(self, point: tuple[int, float, float, int, int]) -> bool:
-        """Put a point in the place of the one with the same time; false if there is none."""
+        """Replace the point of the same time; return false if there is none."""
         times = self.view()["time"]
         at = int(np.searchsorted(times, point[0]))
         if at == self.size or times[at] != point[0]:
@@ -298,7 +300,9 @@ class SeriesStore:
         self.end = 0
         self.dropped = 0
         self.refused = 0
+        #: Number of each series, by rank and name.
         self._numbers: dict[tuple[int, str], int] = {}
+        #: The points of each series, by its number.
         self._kept: list[_Kept] = []
 
     def __len__(self) -> int:
@@ -339,12 +343,12 @@ class SeriesStore:
             self.dropped += fewer
 
     def of(self, rank: int, name: str) -> Points:
-        """A copy of the points of one series, by time; none if there is no such series."""
+        """Return a copy of the points of one series, by time; none if there is no such series."""
         number = self._numbers.get((rank, name))
         return np.empty(0, POINT) if number is None else self._kept[number].view().copy()
 
     def newest(self, name: str, most: int) -> dict[int, Points]:
-        """Copies of the last points under a name, by rank."""
+        """Return copies of the last points under a name, by rank."""
         found = {
             one.rank: self._kept[i].view()[-most:].copy()
             for i, one in enumerate(self.series)
@@ -353,7 +357,7 @@ class SeriesStore:
         return {rank: points for rank, points in found.items() if len(points)}
 
     def since(self, number: int, most: int | None = None) -> Points:
-        """Points from ``number`` on that are kept, in the order in which they came; at most the first ``most``."""
+        """Return the points from ``number`` on that are kept, in the order in which they came; at most the first ``most``."""
         parts = []
         for kept in self._kept:
             if kept.newest >= number and kept.size:

@@ -14,7 +14,7 @@ from hvdlab.collectives.tracing.intervals import Times, Union
 
 SECOND = 1_000_000_000
 SECONDS_KEPT = 600
-"""Spans that come later than this are not added to the seconds in which they were."""
+"""Spans that come later than this are not added to their seconds."""
 INTERVALS_KEPT = 65_536
 ARRIVALS_KEPT = 16_384
 """Collectives whose time of submission is remembered; only seconds with recent ones can still turn out differently."""
@@ -23,7 +23,7 @@ ARRIVALS_KEPT = 16_384
 LATE = "hvdlab/lateness"
 SHARES = ("hvdlab/share/compute", "hvdlab/share/wait", "hvdlab/share/transfer")
 DERIVED = (LATE, "hvdlab/share/", "hvdlab/bandwidth/")
-"""With these the names of all such series begin."""
+"""The names of all derived series begin with one of these."""
 ALGORITHM, BUS = "hvdlab/bandwidth/algorithm/", "hvdlab/bandwidth/bus/"
 
 Floats = NDArray[np.float64]
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 ROWS_AT_ONCE = 8192
 ROWS_UNMATCHED = 65_536
 
-# By the definitions of nccl-tests: what part of the algorithm's bytes goes over the bus, with n members.
+# By the definitions of nccl-tests: the part of the algorithm's bytes that goes over the bus, with n members.
 _BUS: dict[OpKind, Callable[[Floats], Floats]] = {
     OpKind.ALLREDUCE: lambda n: 2 * (n - 1) / n,
     OpKind.ALLGATHER: lambda n: (n - 1) / n,
@@ -50,60 +50,81 @@ class TimeShares:
 
     At each moment the rank is in one of these states; the rest of a second is time in which no cell ran:
 
-    * *compute*: no collective is under way, or the rank submitted another one later, while this was still under
-      way: so it went on computing. A transfer meanwhile costs no time, and is not counted;
-    * *transfer*: its executor is in a collective, less the time that it was blocked there on other members;
-    * *wait*: the rest, in which the collectives that it submitted have not begun, or are blocked on other members.
+    * *compute*: no collective is under way, or the rank submitted another one later, while this was still under way.
+      So the rank was not blocked. A transfer meanwhile costs no time, and is not counted;
+    * *transfer*: its executor is in a collective, minus the time that it was blocked there on other members;
+    * *wait*: the rest. The collectives that it submitted have not begun, or are blocked on other members.
     """
 
     def __init__(self) -> None:
+        #: Rows that came since the last digest, in the order in which the rank recorded them.
         self._new: list[Rows] = []
-        self._reached: int | None = None  # the latest time that the rank is known to have reached
-        self._next: int | None = None  # the first second that was never reported
-        self._dirty: int | None = None  # from here on something has changed
+        #: The latest time that the rank is known to have reached.
+        self._reached: int | None = None
+        #: The first second that was never reported.
+        self._next: int | None = None
+        #: The earliest time from which on something has changed since the last report.
+        self._dirty: int | None = None
+        #: Times in which cells ran that have ended.
         self._cells = Union()
+        #: When the cell began that runs now.
         self._cell: int | None = None
+        #: Whether the rank reports its cells at all; if not, it counts as running from its first collective on.
         self._tracked = False
+        #: When its first collective was submitted.
         self._began: int | None = None
-        self._floor = -(1 << 62)  # of the seconds before this one, not everything is remembered
+        #: Of the seconds before this one, not everything is remembered.
+        self._floor = -(1 << 62)
+        #: Submission and end of the newest collectives, by submission.
         self._arrival: Times = np.empty(0, np.int64)
         self._finish: Times = np.empty(0, np.int64)
-        self._under_way, self._work = Union(), Union()
-        self._active, self._busy = Union(), Union()  # went on meanwhile; this or work
+        #: Times with a collective between its submission and its end.
+        self._under_way = Union()
+        #: Times with a collective in the executor.
+        self._work = Union()
+        #: Times in which collectives were under way and did not block the rank.
+        self._active = Union()
+        #: The union of ``_active`` and ``_work``.
+        self._busy = Union()
+        #: By second, for how many ns operations were blocked on other members.
         self._blocked: dict[int, float] = {}
+        #: The operation of the last row that was digested.
         self._operation: tuple[int, ...] = ()
-        self._said: dict[int, tuple[float, float, float]] = {}
+        #: The shares of each second as they were reported last.
+        self._reported: dict[int, tuple[float, float, float]] = {}
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def cell_began(self, at: int) -> None:
+        """Begin a cell."""
         if self._cell is not None and self._reached is not None:
             self._add_cell(self._cell, self._reached)  # the rank was replaced, or the cell's end was lost
         self._tracked = True
         self._cell = at
-        self._touch(at)
+        self._mark_dirty(at)
 
     def cell_ended(self, at: int, origin: int) -> None:
+        """End the cell, which also ends the second that has begun."""
         if self._cell is not None:
             self._add_cell(self._cell, max(at, self._cell))
         self._cell = None
         # No span comes until the next cell, so the second that has begun counts as over.
-        self._reach(origin + -((origin - at) // SECOND) * SECOND)
+        self._advance_to(origin + -((origin - at) // SECOND) * SECOND)
 
     def _add_cell(self, begin: int, end: int) -> None:
         self._cells.add(np.array([begin], np.int64), np.array([end], np.int64))
-        self._touch(begin)
+        self._mark_dirty(begin)
 
     def add(self, rows: Rows) -> None:
-        """Take in rows, in the order in which the rank recorded them."""
+        """Add rows, in the order in which the rank recorded them."""
         self._new.append(rows)
-        self._reach(int((rows["arrival"] + distance(rows, "finished")).max()))
-        self._touch(int(rows["arrival"].min()))
+        self._advance_to(int((rows["arrival"] + distance(rows, "finished")).max()))
+        self._mark_dirty(int(rows["arrival"].min()))
 
-    def _reach(self, at: int) -> None:
+    def _advance_to(self, at: int) -> None:
         self._reached = at if self._reached is None else max(self._reached, at)
 
-    def _touch(self, at: int) -> None:
+    def _mark_dirty(self, at: int) -> None:
         self._dirty = at if self._dirty is None else min(self._dirty, at)
 
     # -- out ----------------------------------------------------------------------------------------------------------
@@ -114,14 +135,14 @@ class TimeShares:
         return 0 if self._next is None else self._next
 
     def due(self, origin: int) -> bool:
-        """Whether a second is over that was never reported."""
+        """Return whether a second is over that was never reported."""
         if self._reached is None or self._dirty is None:
             return False
         over = (self._reached - origin) // SECOND
         return over > ((self._dirty - origin) // SECOND if self._next is None else self._next)
 
-    def take(self, origin: int) -> Iterator[tuple[int, tuple[float, float, float]]]:
-        """Seconds since the origin that are new or have changed: compute, wait and transfer, 0 to 1 each."""
+    def pop_changed(self, origin: int) -> Iterator[tuple[int, tuple[float, float, float]]]:
+        """Yield the seconds since the origin that are new or have changed: compute, wait and transfer, 0 to 1 each."""
         self._digest(origin)
         if self._reached is None or self._dirty is None:
             return
@@ -138,13 +159,13 @@ class TimeShares:
         for second, shares in enumerate(_shares(found, blocked).tolist(), first):
             compute, wait, transfer = shares
             shares = (compute, wait, transfer)
-            if any(shares) and self._said.get(second) != shares:
-                self._said[second] = shares
+            if any(shares) and self._reported.get(second) != shares:
+                self._reported[second] = shares
                 yield second, shares
         self._forget(origin, over)
 
     def _between(self, edges: Times) -> tuple[Times, ...]:
-        """Between edges: time in cells or collectives, under way, active, work or active, and work."""
+        """Return lengths between edges: in cells or collectives, under way, active, busy, and work."""
         running = Union()
         running.add(self._cells.begin, self._cells.end)
         if self._cell is not None:
@@ -169,11 +190,11 @@ class TimeShares:
         started = arrival + distance(rows, "started")
         self._work.add(started[ran], finish[ran])
         self._busy.add(started[ran], finish[ran])
-        self._went_on(arrival, finish)
+        self._mark_overlapped(arrival, finish)
         self._block(rows[ran], started[ran], finish[ran], origin)
 
-    def _went_on(self, arrival: Times, finish: Times) -> None:
-        """Note that from each arrival to the last one before that collective's end, it did not block the rank."""
+    def _mark_overlapped(self, arrival: Times, finish: Times) -> None:
+        """Mark the time from each arrival to the last one before that collective's end: it did not block the rank then."""
         earliest = arrival.min()
         arrival = np.concatenate((self._arrival, arrival))
         order = np.argsort(arrival, kind="stable")
@@ -181,7 +202,7 @@ class TimeShares:
         changed = np.flatnonzero(self._finish > earliest)
         if not len(changed):
             return
-        self._touch(int(self._arrival[changed[0]]))
+        self._mark_dirty(int(self._arrival[changed[0]]))
         last = self._arrival[np.searchsorted(self._arrival, self._finish[changed]) - 1]
         for one in (self._active, self._busy):
             one.add(self._arrival[changed], last)
@@ -218,7 +239,7 @@ class TimeShares:
             kept[:-ARRIVALS_KEPT] = False
         if not kept.all():
             self._arrival, self._finish = self._arrival[kept], self._finish[kept]
-        for known in (self._blocked, self._said):
+        for known in (self._blocked, self._reported):
             for second in [second for second in known if second < self._floor]:
                 del known[second]
 
@@ -226,14 +247,19 @@ class TimeShares:
 def _shares(lengths: tuple[Times, ...], blocked: NDArray[np.float64]) -> NDArray[np.float64]:
     running, under_way, active, busy, work = lengths
     moved = busy - active
-    # Only work behind which nothing else went on counts; likewise only that part of the time in which it was blocked.
-    held = np.minimum(1.0, blocked / np.maximum(work, 1)) * moved
+    # Work that ran beside the rank's computing does not count, and neither does the time that it was blocked meanwhile.
+    stalled = np.minimum(1.0, blocked / np.maximum(work, 1)) * moved
     compute = running - under_way + active
-    return np.stack((compute, under_way - busy + held, moved - held), 1) / SECOND
+    return np.stack((compute, under_way - busy + stalled, moved - stalled), 1) / SECOND
 
 
 def first_of_each(rows: Rows, before: tuple[int, ...]) -> tuple[NDArray[np.bool_], tuple[int, ...]]:
-    """Which rows begin another operation than the row before; ``before`` names the operation of the row before all."""
+    """Return which rows begin another operation than the row before them, and the operation of the last row.
+
+    Args:
+        rows: The rows, in the order in which a rank recorded them.
+        before: The operation of the row before all.
+    """
     names = [rows[name].astype(np.int64) for name in ("set", "epoch", "sequence", "batch")]
     other = np.ones(len(rows), np.bool_)
     if len(rows):
@@ -255,14 +281,17 @@ class Bandwidths:
     """Bytes by time of one rank's operations that ended in each second, by kind of collective."""
 
     def __init__(self) -> None:
+        #: Rows that came since the last digest.
         self._new: list[Rows] = []
+        #: The operation of the last row that was digested.
         self._operation: tuple[int, ...] = ()
-        # By kind and second: bytes of the algorithm, bytes on the bus and ns. The bus's are NaN if a size is not known.
+        #: By kind and second: bytes of the algorithm, bytes on the bus and ns. The bus's are NaN if a size is not known.
         self._sums: dict[tuple[int, int], Floats] = {}
+        #: The kinds and seconds whose sums were not emitted yet.
         self._changed: set[tuple[int, int]] = set()
 
     def add(self, rows: Rows) -> None:
-        """Take in rows, in the order in which the rank recorded them."""
+        """Add rows, in the order in which the rank recorded them."""
         self._new.append(rows)
 
     def _digest(self, origin: int) -> None:
@@ -291,8 +320,8 @@ class Bandwidths:
                 self._sums[key] = self._sums.get(key, np.zeros(3)) + amounts[second[own] == one].sum(0)
                 self._changed.add(key)
 
-    def say(self, rank: int, store: SeriesStore, origin: int, over: int) -> None:
-        """Say what has changed of the seconds before ``over``."""
+    def emit(self, rank: int, store: SeriesStore, origin: int, over: int) -> None:
+        """Amend the points of the seconds before ``over`` that have changed."""
         if self._new:
             self._digest(origin)
         for key in sorted(self._changed):
@@ -312,8 +341,8 @@ class Bandwidths:
             self._changed.discard(key)
 
 
-class _Came(NamedTuple):
-    """Columns of rows: what it takes to compare arrivals."""
+class _ArrivalColumns(NamedTuple):
+    """The columns of rows that a comparison of arrivals needs."""
 
     op: NDArray[np.uint32]
     arrival: NDArray[np.int64]
@@ -322,23 +351,28 @@ class _Came(NamedTuple):
 
 
 class Lateness:
-    """By how much each rank came later than the first one, at most, in each second."""
+    """The greatest delay of each rank behind the first one to arrive, in each second."""
 
     def __init__(self) -> None:
-        self._new: list[_Came] = []
-        self._rest: _Came | None = None
-        self._most: dict[tuple[int, int], int] = {}  # by rank and second, ns
+        #: Arrivals that came since the last digest.
+        self._new: list[_ArrivalColumns] = []
+        #: Arrivals at collectives of which some members' are missing.
+        self._incomplete: _ArrivalColumns | None = None
+        #: The greatest delay by rank and second, in ns.
+        self._lateness_ns: dict[tuple[int, int], int] = {}
+        #: The ranks and seconds whose delay was not emitted yet.
         self._changed: set[tuple[int, int]] = set()
 
     def add(self, rows: Rows) -> None:
+        """Add rows of any rank."""
         matched = rows["op"] > 0
-        self._new.append(_Came(*(rows[name][matched] for name in _Came._fields)))
+        self._new.append(_ArrivalColumns(*(rows[name][matched] for name in _ArrivalColumns._fields)))
 
     def digest(self, origin: int) -> None:
-        """Compare the arrivals at collectives of which all members' are here."""
+        """Compare the arrivals at each collective that all of its members have recorded."""
         if not self._new:
             return
-        parts = self._new if self._rest is None else [self._rest, *self._new]
+        parts = self._new if self._incomplete is None else [self._incomplete, *self._new]
         op, arrival, rank, size = (np.concatenate(column) for column in zip(*parts, strict=True))
         self._new = []
         if not len(op):
@@ -350,9 +384,9 @@ class Lateness:
         whole = (counts >= size[begins]) & (size[begins] > 1)
         done = np.repeat(whole, counts)
         late = (arrival - np.repeat(arrival[begins], counts))[done]
-        # What never becomes complete makes room: numbers grow.
+        # Collectives that never become complete make room, the oldest first: numbers grow.
         left = np.flatnonzero(~done & ~np.repeat(size[begins] == 1, counts))[-ROWS_UNMATCHED:]
-        self._rest = _Came(op[left], arrival[left], rank[left], size[left])
+        self._incomplete = _ArrivalColumns(op[left], arrival[left], rank[left], size[left])
         seconds = (arrival[done] - origin) // SECOND
         ranks = rank[done].astype(np.int64)
         order = np.lexsort((late, seconds, ranks))
@@ -360,31 +394,39 @@ class Lateness:
         other = np.any(keys[1:] != keys[:-1], axis=1)
         for i in np.flatnonzero(np.concatenate((other, [len(keys) > 0]))).tolist():
             key = (int(keys[i, 0]), int(keys[i, 1]))
-            if late[order[i]] > self._most.get(key, -1):
-                self._most[key] = int(late[order[i]])
+            if late[order[i]] > self._lateness_ns.get(key, -1):
+                self._lateness_ns[key] = int(late[order[i]])
                 self._changed.add(key)
 
-    def say(self, store: SeriesStore, origin: int, over: dict[int, int]) -> None:
-        """Say what has changed of the seconds before the one that each rank is in now."""
+    def emit(self, store: SeriesStore, origin: int, over: dict[int, int]) -> None:
+        """Amend the points that have changed, of the seconds before the one that each rank is in now."""
         for key in sorted(self._changed):
             rank, second = key
             if second < over.get(rank, second):
                 self._changed.discard(key)
                 at = origin + second * SECOND + SECOND // 2
-                store.amend(rank, LATE, at, self._most[key] / SECOND)
-        for rank, second in [key for key in self._most if key[1] < over.get(key[0], key[1]) - SECONDS_KEPT]:
-            del self._most[rank, second]
+                store.amend(rank, LATE, at, self._lateness_ns[key] / SECOND)
+        for rank, second in [
+            key for key in self._lateness_ns if key[1] < over.get(key[0], key[1]) - SECONDS_KEPT
+        ]:
+            del self._lateness_ns[rank, second]
             self._changed.discard((rank, second))
 
 
 class DerivedSeries:
-    """Takes in what the recording gets, and amends its series. A point is in the middle of its second."""
+    """Series that are amended as the rows of a recording come. A point is in the middle of its second.
+
+    Args:
+        store: The series to amend.
+    """
 
     def __init__(self, store: SeriesStore) -> None:
         self._store = store
+        #: By rank; a rank that has shares has bandwidths.
         self._shares: dict[int, TimeShares] = {}
         self._bandwidths: dict[int, Bandwidths] = {}
         self._lateness = Lateness()
+        #: How many rows came since points were added.
         self._rows = 0
 
     def _of(self, rank: int) -> TimeShares:
@@ -393,13 +435,15 @@ class DerivedSeries:
         return self._shares[rank]
 
     def cell_began(self, rank: int, at: int) -> None:
+        """Begin a cell of a rank."""
         self._of(rank).cell_began(at)
 
     def cell_ended(self, rank: int, at: int, origin: int) -> None:
+        """End the cell of a rank."""
         self._of(rank).cell_ended(at, origin)
 
     def add(self, rank: int, rows: Rows, origin: int) -> None:
-        """Take in rows of one rank, in the order in which it recorded them."""
+        """Add rows of one rank, in the order in which it recorded them."""
         self._of(rank).add(rows)
         self._bandwidths[rank].add(rows)
         self._lateness.add(rows)
@@ -415,8 +459,8 @@ class DerivedSeries:
         self._rows = 0
         self._lateness.digest(origin)
         for rank in due:
-            for second, shares in self._shares[rank].take(origin):
+            for second, shares in self._shares[rank].pop_changed(origin):
                 for name, share in zip(SHARES, shares, strict=True):
                     self._store.amend(rank, name, origin + second * SECOND + SECOND // 2, share)
-            self._bandwidths[rank].say(rank, self._store, origin, self._shares[rank].over)
-        self._lateness.say(self._store, origin, {rank: one.over for rank, one in self._shares.items()})
+            self._bandwidths[rank].emit(rank, self._store, origin, self._shares[rank].over)
+        self._lateness.emit(self._store, origin, {rank: one.over for rank, one in self._shares.items()})

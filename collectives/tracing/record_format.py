@@ -54,7 +54,7 @@ class Span:
 
     Attributes:
         nbytes: Size of this tensor on this rank.
-        submitted_ns: When this rank asked for it: its arrival.
+        submitted_ns: When this rank submitted it: its arrival.
         ready_ns: When the order to execute reached this rank; ``None`` if it failed before.
         started_ns: When the executor began with it; ``None`` if it failed before.
         finished_ns: When it was done, or when it failed.
@@ -63,7 +63,7 @@ class Span:
         wait_ns: Sum of the time spent blocked on other members.
         unpack_ns: Sum of the time spent copying out.
         resolution_ns: Resolution of all times and durations but ``submitted_ns``; 1 for spans of up to 4.29 s.
-        site: The user's line that asked for it, such as ``cell [7] line 4``; empty if it is not known.
+        site: The user's line that submitted it, such as ``cell [7] line 4``; empty if it is not known.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class CellBeginEvent:
-    """A cell began to run on this rank."""
+    """The beginning of a cell on this rank."""
 
     cell: str
     time_ns: int
@@ -96,7 +96,7 @@ class CellBeginEvent:
 
 @dataclass(frozen=True, slots=True)
 class CellEndEvent:
-    """A cell ended on this rank."""
+    """The end of a cell on this rank."""
 
     cell: str
     time_ns: int
@@ -105,7 +105,7 @@ class CellEndEvent:
 
 @dataclass(frozen=True, slots=True)
 class AbortEvent:
-    """An epoch of a process set ended; ``text`` says why."""
+    """The abort of an epoch of a process set; ``text`` is the reason."""
 
     process_set: int
     epoch: int
@@ -203,7 +203,7 @@ class RecordType(IntEnum):
 
 
 def clean_text(text: str) -> bytes:
-    """UTF-8 of a name, cut to ``MAX_TEXT_BYTES`` at a character; lone surrogates are escaped."""
+    """Return a name in UTF-8, cut to ``MAX_TEXT_BYTES`` at a character; lone surrogates are escaped."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) > MAX_TEXT_BYTES:
         data = data[:MAX_TEXT_BYTES].decode("utf-8", "ignore").encode()
@@ -211,7 +211,7 @@ def clean_text(text: str) -> bytes:
 
 
 def span_scale(longest_ns: int) -> int:
-    """The smallest shift with which a duration fits 32 bits."""
+    """Return the smallest shift with which a duration fits 32 bits."""
     return max(0, longest_ns.bit_length() - 32)
 
 
@@ -228,7 +228,7 @@ def frame(
 
 
 def define(names: Iterable[tuple[int, bytes, bytes]]) -> tuple[int, bytes]:
-    """How many definitions there are, and the part of a batch that they make up."""
+    """Return how many definitions there are, and the part of a batch that holds them."""
     found = [DEFINITION.pack(ident, len(text), len(site)) + text + site for ident, text, site in names]
     return len(found), b"".join(found)
 
@@ -236,7 +236,7 @@ def define(names: Iterable[tuple[int, bytes, bytes]]) -> tuple[int, bytes]:
 def frame_defined(
     rank: int, clock: int, dropped: int, refused: int, definitions: int, table: bytes, records: bytes
 ) -> bytes:
-    """As :func:`frame`, with what :func:`define` has made."""
+    """Put the result of :func:`define` and packed records together into one batch."""
     count = len(records) // RECORD_BYTES
     head = HEADER.pack(MAGIC, VERSION, 0, rank, definitions, count, clock, dropped, refused)
     return head + table + records
@@ -246,12 +246,12 @@ _COUNT, _LOST = 5, 7
 
 
 def count_of(batch: bytes) -> int:
-    """How many records it has, as its header says; 0 if it has none."""
+    """Return how many records a batch has by its header; 0 if it has no header."""
     return int(HEADER.unpack_from(batch)[_COUNT]) if len(batch) >= HEADER.size else 0
 
 
 def with_lost(batch: bytes, more: int) -> bytes:
-    """The batch of a rank of which ``more`` records did not get this far. One without a header stays as it is."""
+    """Return the batch with ``more`` added to its lost records. A batch without a header is returned as it is."""
     if len(batch) < HEADER.size:
         return batch
     fields = list(HEADER.unpack_from(batch))
@@ -260,7 +260,7 @@ def with_lost(batch: bytes, more: int) -> bytes:
 
 
 def pack_span(name_id: int, span: Span) -> bytes:
-    """One record of a span, whatever its length. Raises ``ValueError`` when its times are out of order."""
+    """Pack one record of a span of any length. Raises ``ValueError`` when its times are out of order."""
     base, end = span.submitted_ns, span.finished_ns
     ready = base if span.ready_ns is None else span.ready_ns
     started = ready if span.started_ns is None else span.started_ns
@@ -295,7 +295,7 @@ def pack_span(name_id: int, span: Span) -> bytes:
 def encode(
     rank: int, events: Sequence[Event], *, clock: int = 0, dropped: int = 0, refused: int = 0
 ) -> bytes:
-    """Events as one batch. Meant for tools and tests; a rank records with ``Recorder`` instead.
+    """Pack events into one batch. Meant for tools and tests; a rank records with ``Recorder`` instead.
 
     Raises ``ValueError`` or ``struct.error`` for values that the format cannot hold.
     """
@@ -382,10 +382,11 @@ class Definitions:
         self._known: dict[bytes, tuple[dict[int, str], dict[int, str]]] = {}
 
     def find(self, table: bytes) -> tuple[dict[int, str], dict[int, str]] | None:
-        """Names and sites of a table that was read before; the same objects each time."""
+        """Return names and sites of a table that was read before; the same objects each time."""
         return self._known.get(table)
 
     def remember(self, table: bytes, names: dict[int, str], sites: dict[int, str]) -> None:
+        """Add a table that was read; the oldest makes room."""
         self._known[table] = (names, sites)
         if len(self._known) > self._limit:
             del self._known[next(iter(self._known))]
@@ -517,7 +518,7 @@ def _read_small(data: bytes, offset: int, names: dict[int, str]) -> Event:
 
 
 class StoreRequest(NamedTuple):
-    """What the numbers of a span mean.
+    """The numbers of a span of a request to a parameter server.
 
     Attributes:
         store: Number of the store, equal on all workers.
@@ -533,18 +534,18 @@ class StoreRequest(NamedTuple):
 
 
 def group_of(store: int, server: int, kind: OpKind) -> int:
-    """The number that stands in place of a process set's."""
+    """Return the number in place of a process set's, for a store's requests of one kind to one server."""
     number = (store << _SERVER_BITS | server) << 1 | (kind is OpKind.PULL)
     return FIRST_GROUP | number & (FIRST_GROUP - 1)
 
 
 def push_batch(staleness: int) -> int:
-    """Return the number that stands in place of a batch's, for a push."""
+    """Return the number in place of a batch's, for a push."""
     return min(staleness, _MOST_STALE)
 
 
 def request_of(span: Span) -> StoreRequest:
-    """What the numbers of a push's or pull's span mean."""
+    """Return the request that the span of a push or pull describes."""
     number = span.process_set & (FIRST_GROUP - 1)
     server = number >> 1 & (1 << _SERVER_BITS) - 1
     staleness = span.batch & _MOST_STALE if span.kind is OpKind.PUSH else 0

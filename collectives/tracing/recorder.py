@@ -1,4 +1,4 @@
-"""The recorder: what a rank measures, written where it happens into a ring that never grows.
+"""The recorder of a rank: spans, cells and metrics are written where they happen, into a ring that never grows.
 
 Recording is one ``struct.pack_into`` under a lock that no thread holds for longer than a copy. It allocates only a few
 small integers and sends nothing: the control thread drains the ring in batches.
@@ -68,29 +68,34 @@ class Recorder:
         self.rank = rank
         self.capacity = 1 << (capacity - 1).bit_length()
         self.enabled = enabled
+        #: Records that made room for newer ones.
         self.dropped = 0
+        #: Records whose values were impossible.
         self.refused = 0
         self._ring = bytearray(self.capacity * RECORD_BYTES)
         self._mask = self.capacity - 1
-        # Counts of all records ever written and ever taken out; their difference may exceed the capacity until the
-        # next drain, which is what makes overwriting free.
+        #: Counts of all records ever written and ever drained. Their difference may exceed the capacity until the next
+        #: drain, so that a writer overwrites the oldest record without a look at ``_tail``.
         self._head = 0
         self._tail = 0
+        #: Held while a record is written or copied out, and while a name is defined.
         self._lock = threading.Lock()
-        # Numbers are never used again, so that a record can't get another's name. Once there are ``max_names``, a new
-        # table is begun; the one before is kept for the records that wait to be drained.
+        #: Number of each name and call site. Numbers are never used again, so that a record can't get another's name.
+        #: Once there are ``max_names``, a new table is begun.
         self._ids: dict[tuple[str, str], int] = {("", ""): 0}
+        #: Texts of the numbers in ``_ids``, and those of the table before, for records that wait to be drained.
         self._texts: dict[int, tuple[bytes, bytes]] = {}
         self._texts_before: dict[int, tuple[bytes, bytes]] = {}
         self._next_id = 1
         self._max_names = max_names
-        self._defined: set[int] | None = None  # the names of the last batch, and what defines them
+        #: The numbers that the last batch used, and its definitions of them.
+        self._defined: set[int] | None = None
         self._table = (0, b"")
 
     # -- names --------------------------------------------------------------------------------------------------------
 
     def name_id(self, name: str, site: str = "") -> int:
-        """The number that stands for ``name``, used at ``site``, in records of this recorder; to be used at once."""
+        """Return the number of ``name``, used at ``site``, in records of this recorder; to be used at once."""
         ident = self._ids.get((name, site))
         return self._define(name, site) if ident is None else ident
 
@@ -125,6 +130,8 @@ class Recorder:
         ok: bool = True,
     ) -> None:
         """Record one tensor of one collective; see :class:`~hvdlab.collectives.tracing.record_format.Span`.
+
+        Its fields are positional and are packed as they come: an object for them would cost two fifths of a record.
 
         Times are ``time.monotonic_ns()``. A ``ready_ns`` or ``started_ns`` of 0 means that it failed before it got
         there. ``sequence`` and ``batch`` are those of the order to execute and equal on all members.
@@ -263,28 +270,28 @@ class Recorder:
     # -- small records ------------------------------------------------------------------------------------------------
 
     def cell_begin(self, cell: str) -> None:
-        """A cell begins to run, now."""
-        self._small(RecordType.CELL_BEGIN, cell)
+        """Record that a cell begins to run, now."""
+        self._put_small(RecordType.CELL_BEGIN, cell)
 
     def cell_end(self, cell: str, ok: bool) -> None:
-        """A cell ends, now."""
-        self._small(RecordType.CELL_END, cell, flags=0 if ok else FLAG_FAILED)
+        """Record that a cell ends, now."""
+        self._put_small(RecordType.CELL_END, cell, flags=0 if ok else FLAG_FAILED)
 
     def abort(self, process_set: int, epoch: int, text: str) -> None:
-        """Epoch ``epoch`` of a process set ends, now; ``text`` says why in one sentence."""
-        self._small(RecordType.ABORT, text, process_set, epoch)
+        """Record that epoch ``epoch`` of a process set ends, now; ``text`` is the reason in one sentence."""
+        self._put_small(RecordType.ABORT, text, process_set, epoch)
 
     def members(self, process_set: int, epoch: int, size: int, plane: str = "") -> None:
-        """A process set has ``size`` members from ``epoch`` on; lets readers know when a collective is complete."""
-        self._small(RecordType.MEMBERS, plane, process_set, epoch, size)
+        """Record that a process set has ``size`` members from ``epoch`` on: readers then know when a collective is complete."""
+        self._put_small(RecordType.MEMBERS, plane, process_set, epoch, size)
 
     def clock(self, sent_ns: int, received_ns: int, coordinator_ns: int) -> None:
-        """A question sent at ``sent_ns`` and answered at ``received_ns`` (this clock) found the coordinator's clock.
+        """Record the coordinator's clock, asked for at ``sent_ns`` and answered at ``received_ns`` by this clock.
 
         The answer was made in between, hence the true offset is within half the round trip of the middle.
         """
         half = (received_ns - sent_ns + 1) // 2
-        self._small(
+        self._put_small(
             RecordType.CLOCK,
             "",
             0,
@@ -310,7 +317,7 @@ class Recorder:
                 return
             self._head = head + 1
 
-    def _small(
+    def _put_small(
         self,
         kind: RecordType,
         text: str,
@@ -343,21 +350,21 @@ class Recorder:
     # -- out ----------------------------------------------------------------------------------------------------------
 
     def pending(self) -> int:
-        """How many records wait to be drained."""
+        """Return how many records wait to be drained."""
         return min(self._head - self._tail, self.capacity)
 
     def drain(self) -> list[bytes]:
-        """Take out all records, as batches of at most ``BATCH_RECORDS``; each record is in exactly one batch."""
+        """Return all records and forget them, as batches of at most ``BATCH_RECORDS``; each is in exactly one batch."""
         batches = []
         end = self._head
         while self._tail < end:
             with self._lock:
-                chunk = self._take()
+                chunk = self._copy_out()
             if chunk:
                 batches.append(self._frame(chunk))
         return batches
 
-    def _take(self) -> bytes:
+    def _copy_out(self) -> bytes:
         lost = self._head - self._tail - self.capacity
         if lost > 0:
             self.dropped += lost

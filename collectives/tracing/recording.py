@@ -65,7 +65,13 @@ DEFINITIONS_KEPT = 256
 
 @dataclass(slots=True)
 class _Known:
-    """Numbers of a rank's in a table of definitions that spans have used, in order; what each is here, and for matching."""
+    """The numbers that spans have used of a table of definitions, in order, with their meaning here.
+
+    Attributes:
+        idents: Numbers in the batches of a rank.
+        numbers: The number of each in :attr:`NameTable.names`.
+        matched: The number of its name at whatever line, by which ranks are compared.
+    """
 
     idents: NDArray[np.uint32]
     numbers: NDArray[np.uint32]
@@ -89,7 +95,7 @@ class NameTable:
         self._known: dict[int, tuple[dict[int, str], _Known]] = {}
 
     def assign(self, rows: Rows, head: Head) -> NDArray[Any]:
-        """Replace the numbers of a batch by those here; returns one for each row's name, whatever its site.
+        """Replace the numbers of a batch by those here. Return one for each row's name, whatever its site.
 
         Raises:
             ProtocolError: A row has a name that its batch does not define.
@@ -134,7 +140,7 @@ class NameTable:
 
 
 def _places(known: NDArray[np.uint32], idents: NDArray[np.uint32]) -> NDArray[np.intp] | None:
-    """Where each is in the order of those that are known; ``None`` if one is not."""
+    """Return the place of each in the order of the known ones; ``None`` if one is not known."""
     at: NDArray[np.intp] = np.searchsorted(known, idents)
     np.minimum(at, len(known) - 1, out=at)
     return at if np.array_equal(known[at], idents) else None
@@ -142,11 +148,11 @@ def _places(known: NDArray[np.uint32], idents: NDArray[np.uint32]) -> NDArray[np
 
 @dataclass(slots=True)
 class Annotation:
-    """Something at one moment or, a cell, from ``begin_ns`` to ``end_ns`` (``None`` while it runs).
+    """An event at one moment or, like a cell, from ``begin_ns`` to ``end_ns`` (``None`` while it runs).
 
-    Times are on the common axis; those of all but cells and aborts are when the news came here. In a rank that is ``paused`` the user
-    looks around; one that is ``waiting`` has joined and is let in at the others' next commit. ``formed`` is an epoch of the
-    world that is made of other ranks than the one before; its rank is the first of these.
+    Times are on the common axis; except for cells and aborts, they are when the news came here. In a ``paused`` rank the
+    user looks around. A ``waiting`` rank has joined and is admitted at the next commit of the others. ``formed`` is an
+    epoch of the world with other ranks than the one before; its rank is the first of these.
     """
 
     kind: Literal["cell", "abort", "joined", "left", "paused", "waiting", "formed"]
@@ -162,7 +168,7 @@ class Annotations:
 
     def __init__(self) -> None:
         self.stamp = 0
-        self._marks: OrderedDict[int, tuple[int, Annotation]] = OrderedDict()
+        self._annotations: OrderedDict[int, tuple[int, Annotation]] = OrderedDict()
         self._next = 0
         self._open: dict[tuple[int, str], int] = {}
         self._running: dict[int, str] = {}
@@ -172,21 +178,23 @@ class Annotations:
         self._membership: Membership | None = None
 
     def all(self) -> list[Annotation]:
-        return [mark for _, mark in self._marks.values()]
+        """Return all annotations, the oldest first."""
+        return [mark for _, mark in self._annotations.values()]
 
     def running(self, rank: int) -> str:
-        """The cell that runs on a rank; empty if none does."""
+        """Return the cell that runs on a rank; empty if none does."""
         return self._running.get(rank, "")
 
     def changed_since(self, stamp: int) -> list[tuple[int, Annotation]]:
-        return [(number, mark) for number, (changed, mark) in self._marks.items() if changed > stamp]
+        """Return the annotations that are new or have changed since a stamp, with their numbers."""
+        return [(number, mark) for number, (changed, mark) in self._annotations.items() if changed > stamp]
 
     def _put(self, mark: Annotation) -> int:
         number, self._next = self._next, self._next + 1
         self.stamp += 1
-        self._marks[number] = (self.stamp, mark)
-        while len(self._marks) > ANNOTATIONS_KEPT:
-            self._marks.popitem(last=False)
+        self._annotations[number] = (self.stamp, mark)
+        while len(self._annotations) > ANNOTATIONS_KEPT:
+            self._annotations.popitem(last=False)
         return number
 
     def event(
@@ -196,7 +204,7 @@ class Annotations:
         offset_ns: int,
         label: Callable[[str], str],
     ) -> None:
-        """Take in what a rank recorded."""
+        """Add an event that a rank recorded."""
         at = event.time_ns + offset_ns
         if isinstance(event, CellBeginEvent):
             self._running[rank] = label(event.cell)
@@ -211,9 +219,13 @@ class Annotations:
             self._put(Annotation("abort", rank, at, at, event.text, False))
 
     def membership(self, now: Membership, at_ns: int | None) -> None:
-        """Take in which ranks are there, at ``at_ns`` on the common axis; ``None`` if this clock can't be compared with the ranks'.
+        """Add the changes from the last membership to this one.
 
-        The first membership makes no marks: it says how things are, not that something happened.
+        The first membership adds none: it is a state, and nothing has happened.
+
+        Args:
+            now: The ranks that are there.
+            at_ns: The time on the common axis; ``None`` if this clock can't be compared with that of the ranks.
         """
         before, self._membership = self._membership, now
         formed, self._formed = self._formed, now.formed or self._formed
@@ -241,7 +253,7 @@ class Annotations:
             self._put(Annotation("formed", now.formed[0], at_ns, at_ns, text))
 
     def _let_in(self, now: Membership, at_ns: int) -> None:
-        """Begin and end the marks of ranks that wait to be let in."""
+        """Begin and end the annotations of ranks that wait to be admitted."""
         for rank in self._waiting.keys() - set(now.waiting):
             self._end(self._waiting.pop(rank), at_ns, ok=True)
         for rank in sorted(set(now.waiting) - self._waiting.keys()):
@@ -249,7 +261,7 @@ class Annotations:
             self._waiting[rank] = self._put(Annotation("waiting", rank, at_ns, None, text))
 
     def paused(self, now: Mapping[int, str], at_ns: int) -> None:
-        """Take in which ranks are paused, and why."""
+        """Begin and end the annotations of paused ranks; ``now`` has the reason of each."""
         for rank, (why, number) in list(self._paused.items()):
             if now.get(rank) != why:
                 del self._paused[rank]
@@ -264,22 +276,27 @@ class Annotations:
             self._end(self._open.pop(key), at_ns, ok=False)
 
     def _end(self, number: int, at_ns: int, *, ok: bool) -> None:
-        if number in self._marks:
-            mark = self._marks[number][1]
+        if number in self._annotations:
+            mark = self._annotations[number][1]
             mark.end_ns, mark.ok = max(at_ns, mark.begin_ns), ok
             self.stamp += 1
-            self._marks[number] = (self.stamp, mark)
+            self._annotations[number] = (self.stamp, mark)
 
 
 class Planes:
-    """The plane of each process set on each of its ranks."""
+    """The data plane of each process set on each of its ranks, as they have recorded it.
+
+    The user often asked for another one, or for ``auto``.
+    """
 
     def __init__(self) -> None:
-        self._planes: dict[int, dict[int, tuple[int, str]]] = {}  # rank, set: epoch and plane
-        self._epochs: dict[int, int] = {}  # set: the newest epoch that any rank has told of
+        #: Epoch and plane, by rank and process set.
+        self._planes: dict[int, dict[int, tuple[int, str]]] = {}
+        #: The newest epoch of each process set that any rank has recorded.
+        self._epochs: dict[int, int] = {}
 
-    def take(self, rank: int, news: Iterable[Members]) -> None:
-        """Learn how process sets are configured on a rank."""
+    def update(self, rank: int, news: Iterable[Members]) -> None:
+        """Update the planes of a rank by its records of members."""
         for event in news:
             own = self._planes.setdefault(rank, {})
             if event.epoch < own.get(event.process_set, (0, ""))[0]:
@@ -288,7 +305,7 @@ class Planes:
             self._epochs[event.process_set] = max(event.epoch, self._epochs.get(event.process_set, 0))
 
     def of(self, rank: int) -> dict[int, str]:
-        """The planes by process set, for the sets that the rank is in; a set that goes on without it is left out."""
+        """Return the planes of the process sets that a rank is in, by set; one that continues without it is left out."""
         planes = sorted(self._planes.get(rank, {}).items())
         return {
             number: plane
@@ -331,7 +348,7 @@ class Recording:
         self.cleared_ns: int | None = None
         self.label = label
         self._rows = RowStore(limit)
-        self._marks = Annotations()
+        self._annotations = Annotations()
         self._series = SeriesStore()
         self._derived = DerivedSeries(self._series)
         self._epochs = Epochs()
@@ -342,7 +359,7 @@ class Recording:
         self._unaligned_dropped = 0
         self._lost: dict[int, int] = {}
         self._domains: dict[int, int] = {}
-        self._told_errors: dict[int, int] = {}
+        self._given_errors: dict[int, int] = {}
         self._membership = Membership()
         self._changed = threading.Condition()
         self._version = 0
@@ -351,7 +368,7 @@ class Recording:
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def feed(self, rank: int, batch: bytes) -> None:
-        """Take a batch in. One that can't be read is counted, not raised: the others go on."""
+        """Add a batch of a rank. One that can't be read is counted, not raised: those of other ranks are still shown."""
         with self._changed:
             try:
                 self._feed(batch, read_head(batch, self._names.definitions))
@@ -380,10 +397,10 @@ class Recording:
             self._feed(earlier, its_head)
         self._lost[head.rank] = head.dropped + head.refused
         news = [(at, event) for at, event in small if isinstance(event, Members)]
-        self._planes.take(head.rank, [event for _, event in news])
+        self._planes.update(head.rank, [event for _, event in news])
         self._spans(records, head, offset[0], [(at, event) for at, event in news if event.size])
         for _, event in small:
-            self._small(head.rank, event, offset[0])
+            self._add_event(head.rank, event, offset[0])
 
     def _hold(self, batch: bytes, head: Head) -> None:
         if len(self._unaligned) < UNALIGNED_KEPT:
@@ -400,7 +417,7 @@ class Recording:
         rows = rows_of(spans, head.rank, offset_ns)
         matched = self._names.assign(rows, head) if len(rows) else rows["name"]
         if len(rows):
-            self._see(int(rows["arrival"].min()))
+            self._set_origin(int(rows["arrival"].min()))
         self._epochs.assign(rows, head.rank, places, members)
         if len(rows):
             self._numbering.assign(rows, head.rank, matched)
@@ -408,51 +425,51 @@ class Recording:
             with self.failures.guard(SERIES):
                 self._derived.add(head.rank, rows, self.origin_ns or 0)
 
-    def _small(self, rank: int, event: object, offset_ns: int) -> None:
+    def _add_event(self, rank: int, event: object, offset_ns: int) -> None:
         if isinstance(event, CellBeginEvent | CellEndEvent | AbortEvent):
-            self._see(event.time_ns + offset_ns)
-            self._marks.event(rank, event, offset_ns, self.label)
+            self._set_origin(event.time_ns + offset_ns)
+            self._annotations.event(rank, event, offset_ns, self.label)
             with self.failures.guard(SERIES):
                 if isinstance(event, CellBeginEvent):
                     self._derived.cell_began(rank, event.time_ns + offset_ns)
                 elif isinstance(event, CellEndEvent):
                     self._derived.cell_ended(rank, event.time_ns + offset_ns, self.origin_ns or 0)
         elif isinstance(event, Metric):
-            self._see(event.time_ns + offset_ns)
+            self._set_origin(event.time_ns + offset_ns)
             self._series.append(rank, event.name, event.time_ns + offset_ns, event.value, event.step)
 
-    def _see(self, time_ns: int) -> None:
+    def _set_origin(self, time_ns: int) -> None:
         if self.origin_ns is None:
             self.origin_ns = time_ns
 
     def take_membership(self, membership: Membership) -> None:
-        """Take in which ranks are there now."""
+        """Set which ranks are there now."""
         with self._changed:
             self._membership = membership
             offset = self.clock_offset_ns()
-            self._marks.membership(membership, None if offset is None else time.monotonic_ns() + offset)
+            self._annotations.membership(membership, None if offset is None else time.monotonic_ns() + offset)
             self._wake()
 
     def take_paused(self, paused: Mapping[int, str]) -> None:
-        """Take in which ranks are paused now, and why."""
+        """Set which ranks are paused now, and the reason of each."""
         with self._changed:
             if paused == self.paused:
                 return
             self.paused = dict(paused)
             if (offset := self.clock_offset_ns()) is not None:
-                self._marks.paused(self.paused, time.monotonic_ns() + offset)
+                self._annotations.paused(self.paused, time.monotonic_ns() + offset)
             self._wake()
         for act in list(self.when_paused):
             act()
 
     def close(self) -> None:
-        """Nothing comes any more; what was recorded stays readable. Idempotent."""
+        """End the recording: nothing is added any more, and all that was recorded stays readable. Idempotent."""
         with self._changed:
             self._closed = True
             self._wake()
 
-    def announce(self) -> None:
-        """Something has changed that views show beside what is recorded: those in :meth:`wait` look again. Any thread."""
+    def notify(self) -> None:
+        """Let those in :meth:`wait` look again, as something has changed that views show beside the recording. Any thread."""
         with self._changed:
             self._wake()
 
@@ -473,7 +490,7 @@ class Recording:
 
     @property
     def count(self) -> int:
-        """Rows that are here."""
+        """How many rows are kept."""
         return len(self._rows)
 
     @property
@@ -492,7 +509,7 @@ class Recording:
         return self._rows.begin - self.cleared + self.lost
 
     def wait(self, version: int, wanted: Callable[[], bool] = bool, timeout: float | None = None) -> bool:
-        """Wait until something came after ``version``, the recording is closed, or ``wanted()`` (see :meth:`poke`).
+        """Wait until something came after ``version``, the recording is closed, or ``wanted()`` (see :meth:`wake_waiters`).
 
         Returns whether that happened within ``timeout`` seconds.
         """
@@ -501,13 +518,13 @@ class Recording:
                 lambda: self._version != version or self._closed or wanted(), timeout
             )
 
-    def poke(self) -> None:
-        """Let all threads in :meth:`wait` look again."""
+    def wake_waiters(self) -> None:
+        """Let all threads in :meth:`wait` ask their ``wanted`` again."""
         with self._changed:
             self._changed.notify_all()
 
     def rows_since(self, number: int, most: int | None = None) -> tuple[int, Rows]:
-        """Rows from ``number`` on (those before may have been dropped): the number of the first, and a copy."""
+        """Return the rows from ``number`` on that are kept: the number of the first, and a copy."""
         with self._changed:
             return self._rows.since(number, most)
 
@@ -534,7 +551,7 @@ class Recording:
         return f"{called}, {site}" if site else called
 
     def clear(self) -> int:
-        """Forget the rows, and in what is saved all that happened before now. Returns how many rows there were.
+        """Forget the rows, and leave all that happened before now out of files. Return how many rows there were.
 
         Views that show them forget them, too; points of series stay.
         """
@@ -548,22 +565,23 @@ class Recording:
             self._wake()
             return count
 
-    def marks_since(self, stamp: int) -> tuple[int, list[tuple[int, Annotation]]]:
+    def annotations_since(self, stamp: int) -> tuple[int, list[tuple[int, Annotation]]]:
         """Annotations that are new or have changed, with their numbers, and the stamp to ask with next time."""
         with self._changed:
-            return self._marks.stamp, self._marks.changed_since(stamp)
+            return self._annotations.stamp, self._annotations.changed_since(stamp)
 
-    def marks(self) -> list[Annotation]:
+    def annotations(self) -> list[Annotation]:
+        """Return all annotations, the oldest first."""
         with self._changed:
-            return self._marks.all()
+            return self._annotations.all()
 
     def series(self, number: int = 0) -> list[Series]:
-        """The series from a number on; points name them by these numbers."""
+        """Return the series from a number on; points name them by these numbers."""
         with self._changed:
             return self._series.series[number:]
 
     def points_since(self, number: int, most: int | None = None) -> tuple[int, Points]:
-        """Points of all series from ``number`` on that are kept, and the number to ask with next time."""
+        """Return the number to ask with next time, and the points of all series from ``number`` on that are kept."""
         with self._changed:
             self._advance(force=most is None)
             points = self._series.since(number, most)
@@ -572,14 +590,14 @@ class Recording:
             return int(points["number"][-1]) + 1 if most else number, points
 
     def points(self, rank: int, name: str) -> Points:
-        """A copy of the points of one series, by time; none if there is no such series."""
+        """Return a copy of the points of one series, by time; none if there is no such series."""
         with self._changed:
             if name.startswith(DERIVED):
                 self._advance(force=True)
             return self._series.of(rank, name)
 
     def newest(self, name: str, most: int = 16) -> dict[int, Points]:
-        """The last points under a name, by rank; those of ranks that have any."""
+        """Return the last points under a name, by rank; those of ranks that have any."""
         with self._changed:
             if name.startswith(DERIVED):
                 self._advance()
@@ -601,17 +619,17 @@ class Recording:
         return self._series.dropped + self._series.refused
 
     def clock_offset_ns(self) -> int | None:
-        """What to add to this process's ``CLOCK_MONOTONIC`` for times on the axis; ``None`` if they can't be compared."""
+        """Return the ns to add to this process's ``CLOCK_MONOTONIC`` for times on the axis; ``None`` if they can't be compared."""
         with self._changed:
             offset = self._alignment.offset(clock_domain())
         return None if offset is None else offset[0]
 
     def running(self, rank: int) -> str:
         """The cell that runs on a rank; empty if none does."""
-        return self._marks.running(rank)
+        return self._annotations.running(rank)
 
     def planes(self, rank: int) -> dict[int, str]:
-        """The data plane of each process set that a rank is in, by the set's number, as far as it has told."""
+        """Return the data plane of each process set that a rank is in, by the set's number, as far as it has recorded it."""
         with self._changed:
             return self._planes.of(rank)
 
@@ -620,18 +638,18 @@ class Recording:
         return self._membership
 
     def clock_errors(self) -> dict[int, int]:
-        """By how many ns a rank's clock may be off, by rank; of ranks whose clock had to be compared with the first host's."""
+        """Return by how many ns a rank's clock may be off, of ranks whose clock had to be compared with the first host's."""
         with self._changed:
             found = {rank: self._alignment.offset(domain) for rank, domain in self._domains.items()}
         measured = {rank: offset[1] for rank, offset in found.items() if offset is not None and offset[1]}
-        return self._told_errors | measured
+        return self._given_errors | measured
 
     def take_clock_error(self, rank: int, error_ns: int) -> None:
-        """A trace says by how much the times of a rank may be off that were compared when it was written."""
-        self._told_errors[rank] = error_ns
+        """Set by how many ns the times of a rank may be off, as a trace file gives it."""
+        self._given_errors[rank] = error_ns
 
     def table(self) -> DataFrame:
-        """All spans as a pandas table; the columns are in ``docs/reference/trace.md``.
+        """Return all spans as a pandas table; the columns are in ``docs/reference/trace.md``.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.
@@ -641,7 +659,7 @@ class Recording:
         return table(self)
 
     def arrow(self) -> Any:
-        """All spans as a ``pyarrow.Table`` with the same columns.
+        """Return all spans as a ``pyarrow.Table`` with the same columns.
 
         Raises:
             ModuleNotFoundError: pyarrow is not installed.
@@ -651,7 +669,7 @@ class Recording:
         return arrow_table(self)
 
     def metrics(self) -> DataFrame:
-        """All points of all series as a pandas table; the columns are in ``docs/reference/metrics.md``.
+        """Return all points of all series as a pandas table; the columns are in ``docs/reference/metrics.md``.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.

@@ -28,7 +28,7 @@ EXIT_SECONDS = 10.0
 
 
 class TimelineFile:
-    """Writes the events of all ranks to one file, on a thread of its own.
+    """A file with the events of all ranks, written on a thread of its own.
 
     :meth:`feed` never waits: batches with which the disk can't keep up are dropped and counted in the trace. A disk error ends
     the writing; the file stays readable as far as it was written, and :meth:`close` raises the error.
@@ -43,15 +43,22 @@ class TimelineFile:
         queued_bytes: int = QUEUED_BYTES,
     ) -> None:
         self.path = Path(path)
+        #: Batches that were dropped as the disk could not keep up.
         self.dropped = 0
         self._trace = ChromeTrace(mark_cycles=mark_cycles, hold=hold)
+        #: Batches that wait to be written; ``None`` ends the thread.
         self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        #: Bytes that may still be queued. Under ``_lock``.
         self._room = queued_bytes
         self._lock = threading.Lock()
         self._closing = False
+        #: Set when the thread is done with the file.
         self._done = threading.Event()
+        #: The error that ended the writing.
         self._error: OSError | None = None
+        #: Batches that could not be read.
         self._rejected = 0
+        #: Bytes of whole events in the file: a file that could not be written to its end is cut here.
         self._size = 0
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._thread = threading.Thread(target=self._run, name="hvdlab-timeline", daemon=True)
@@ -75,7 +82,7 @@ class TimelineFile:
         return cls(path, mark_cycles=mark_cycles, hold=hold)
 
     def feed(self, rank: int, batch: bytes) -> None:
-        """Hand over a batch of ``Recorder.drain``. Any thread; never blocks; ignored after :meth:`close`."""
+        """Add a batch of ``Recorder.drain``. Any thread; never blocks; ignored after :meth:`close`."""
         if self._closing:
             return
         with self._lock:
@@ -136,10 +143,10 @@ class TimelineFile:
                 continue
             if item is None:
                 return
-            self._take(*item)
+            self._convert(*item)
             self._write(self._trace.expire(time.monotonic()))
 
-    def _take(self, rank: int, data: bytes) -> None:
+    def _convert(self, rank: int, data: bytes) -> None:
         with self._lock:
             self._room += len(data)
         try:
@@ -190,12 +197,12 @@ class TimelineFile:
             return
 
     def _discard(self) -> None:
-        """Take what comes until :meth:`close`, so that it doesn't pile up."""
+        """Drop the batches that come until :meth:`close`, so that they don't pile up."""
         while self._queue.get() is not None:
             pass
 
 
 def _with_clock(event: TraceEvent) -> TraceEvent:
-    """The first event, with the time of day at 0 of the time axis added, under the name that Horovod's timeline has for it."""
+    """Return the first event with the time of day at 0 of the time axis, under the name that it has in Horovod's timeline."""
     zero = (time.time_ns() - time.monotonic_ns()) // 1000
     return {**event, "args": {**event.get("args", {}), CLOCK: zero}}

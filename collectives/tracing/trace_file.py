@@ -93,7 +93,9 @@ def trace_events(recording: Recording) -> Iterator[list[TraceEvent]]:
     trace = ChromeTrace()
     _, rows = recording.rows_since(0)
     errors, since = recording.clock_errors(), recording.cleared_ns
-    marks = [one for one in recording.marks() if since is None or one.end_ns is None or one.end_ns > since]
+    marks = [
+        one for one in recording.annotations() if since is None or one.end_ns is None or one.end_ns > since
+    ]
     yield _happenings(recording, trace, marks) + _clocks(recording, trace, rows, errors)
     for operations in _operations(recording, rows, errors):
         yield trace.operations(operations)
@@ -333,11 +335,11 @@ def load_trace(path: Path) -> Recording:
             if packed:
                 file = io.BufferedReader(_Unpacked(raw, os.fstat(raw.fileno()).st_size))
             for event in read_events(file):
-                reader.take(event)
+                reader.add(event)
         recording = reader.finish()
     except _NO_TRACE as error:
-        said = visible(str(error), 300)
-        raise InvalidRequestError(f"{path} is no trace of hvdlab: {type(error).__name__}: {said}") from None
+        reason = visible(str(error), 300)
+        raise InvalidRequestError(f"{path} is no trace of hvdlab: {type(error).__name__}: {reason}") from None
     if not reader.seen:
         raise InvalidRequestError(f"{path} is no trace of hvdlab: it has no rank's events")
     return recording
@@ -404,7 +406,7 @@ class _Reader:
         self._ranks: dict[tuple[int, int, int], set[int]] = {}
         self._count = 0
 
-    def take(self, event: TraceEvent) -> None:
+    def add(self, event: TraceEvent) -> None:
         kind, rank = event["ph"], event["pid"]
         if rank >= ARRIVALS_PID:
             return

@@ -201,7 +201,7 @@ def test_texts_of_other_hosts_are_only_texts(pool: FakePool) -> None:
 
 def test_news_come_when_something_has_changed(pool: FakePool) -> None:
     recording = Recording()
-    actions = MembershipActions(pool, recording.announce)
+    actions = MembershipActions(pool, recording.notify)
     news = MembershipNews(pool, actions, recording)
     first = news.take()
     assert first is not None
@@ -250,7 +250,7 @@ def test_a_widget_waits_for_the_pool_and_follows_it(pool: FakePool) -> None:
         assert widget.membership == {}
         assert "waiting for ranks" in repr(widget)
         found.append(pool)
-        recording.announce()
+        recording.notify()
         until(lambda: widget.membership)
         pool.change(3, "left", "the pool was resized")
         until(lambda: len(widget.membership["history"]) == 1)

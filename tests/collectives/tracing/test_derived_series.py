@@ -291,6 +291,6 @@ def test_what_is_kept_for_the_derivation_is_bounded(monkeypatch: pytest.MonkeyPa
     assert max(len(each) for each in (one._under_way, one._work, one._busy)) <= 500 + 8192
     recording.metrics()
     assert len(one._under_way) <= 500
-    rest = recording._derived._lateness._rest
+    rest = recording._derived._lateness._incomplete
     assert rest is not None
     assert len(rest.op) == 0

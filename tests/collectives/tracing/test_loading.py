@@ -122,7 +122,7 @@ def test_what_failed_never_began_or_is_of_another_kind_comes_back(tmp_path: Path
     columns = ["name", "kind", "dtype", "bytes", "site", "ok", "waiting", "duration", "pack_sum", "sequence"]
     ours, theirs = (r.table().sort_values("name")[columns] for r in (recording, again))
     assert ours.to_csv(index=False) == theirs.to_csv(index=False)
-    assert [(m.kind, m.text, m.ok) for m in again.marks()] == [("cell", "[7]", False)]
+    assert [(m.kind, m.text, m.ok) for m in again.annotations()] == [("cell", "[7]", False)]
     assert [(s.rank, s.name) for s in again.series()][:1] == [(0, "loss")]
 
 

@@ -273,12 +273,12 @@ def test_cells_aborts_and_ranks_that_die() -> None:
     recording.feed(1, encode(1, [CellBeginEvent("ab12", START + 5)], clock=clock_domain()))
     assert recording.running(0) == "[7]"
     recording.take_membership(Membership((0, 1), members))
-    stamp, marks = recording.marks_since(0)
+    stamp, marks = recording.annotations_since(0)
     assert [(mark.kind, mark.text, mark.end_ns) for _, mark in marks] == [("cell", "[7]", None)] * 2
     ending: list[Event] = [CellEndEvent("ab12", START + 50, True), AbortEvent(0, 1, START + 60, "why")]
     recording.feed(0, encode(0, ending, clock=clock_domain()))
     recording.take_membership(Membership((0, 1), members[:1], (m.Death(1, 101, 0.0, "killed"),)))
-    changed = dict(recording.marks_since(stamp)[1])
+    changed = dict(recording.annotations_since(stamp)[1])
     assert (changed[0].end_ns, changed[0].ok, changed[1].ok) == (START + 50, True, False)
     assert [(mark.kind, mark.text) for number, mark in changed.items() if number > 1] == [
         ("abort", "why"),
@@ -304,7 +304,7 @@ def test_ranks_that_come_are_told_with_host_and_waiting_and_new_generations() ->
     ]
     for world in worlds:
         recording.take_membership(world)
-    marks = [mark for mark in recording.marks() if mark.kind != "cell"]
+    marks = [mark for mark in recording.annotations() if mark.kind != "cell"]
     assert [(mark.kind, mark.rank, mark.text) for mark in marks] == [
         ("left", 1, "rank 1 died: killed"),
         ("formed", 0, "rank 0 from now on"),

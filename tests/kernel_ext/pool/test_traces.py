@@ -68,7 +68,7 @@ def test_a_recording_may_wait_for_its_pool(pool: Pool) -> None:
     assert not pool.run("hvd.allreduce(np.ones(3), 'here')", label="[7]").errors
     assert sum(pool.trace()["name"] == "here") == 3
     assert recording.count >= 3
-    assert {mark.text for mark in recording.marks() if mark.kind == "cell"} >= {"[7]"}
+    assert {mark.text for mark in recording.annotations() if mark.kind == "cell"} >= {"[7]"}
     pool.client.adopt(Recording())
     assert pool.client.recording is recording
 

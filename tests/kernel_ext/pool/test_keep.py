@@ -29,6 +29,7 @@ from hvdlab.kernel_ext.leftovers import LeftCell
 from hvdlab.kernel_ext.pool import Pool
 from hvdlab.kernel_ext.pools_command import main as pools_command
 from hvdlab.kernel_ext.registry import Kept, Registry, table
+from hvdlab.launch.forkserver.detached_supervisor import DetachedSupervisor
 from hvdlab.launch.kept import KeptJob
 from hvdlab.launch.processes import readable
 from hvdlab.launch.tenancy import Tenant
@@ -576,6 +577,23 @@ def test_a_coordinator_that_lost_its_starter_before_it_was_found_leaves_the_dire
         os.close(pid)
         assert (coordinator.directory / "coordinator").exists()
     finally:
+        coordinator.close()
+
+
+def test_a_coordinator_that_lives_gets_no_successor_although_its_file_is_gone() -> None:
+    coordinator = CoordinatorProcess.start(keep=True, linger=True)
+    supervisor = DetachedSupervisor(coordinator.directory)
+    try:
+        (coordinator.directory / "handover").unlink()
+        supervisor.begin(1)
+        assert supervisor.successor == 0
+        assert supervisor.process >= 0
+        assert not supervisor.has_ended()
+        os.kill(coordinator.pid, signal.SIGKILL)
+        assert readable(supervisor.process, GONE)
+        assert supervisor.has_ended()
+    finally:
+        supervisor.forget()
         coordinator.close()
 
 

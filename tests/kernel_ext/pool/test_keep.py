@@ -184,8 +184,9 @@ def test_what_a_cell_wrote_while_nobody_was_there_is_shown_to_who_comes_next(
         return out
 
     with Pool.attach("mine", show=show) as pool:
-        doors(1)
         (run,) = pool.resumed
+        assert pool._base.client.recording.label(run.cell) == "[7] of the notebook before"
+        doors(1)
         results = run.wait(60)
         assert [results[rank] for rank in (0, 1)] == [0, 1]
         assert (found[0].label, found[0].ranks) == ("[7]", (0, 1))

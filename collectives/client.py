@@ -188,12 +188,21 @@ class Client:
             TimeoutError: The coordinator did not answer.
         """
         if label:
-            with self._changed:
-                self._labels[cell] = label
-                while len(self._labels) > LABELS_KEPT:
-                    del self._labels[next(iter(self._labels))]
+            self.label_cell(cell, label)
         self._send(m.CellStarted(cell, tuple(ranks)))
         self.flush(timeout, events=False)
+
+    def label_cell(self, cell: str, label: str) -> None:
+        """Let :attr:`recording` show a cell under its name for users.
+
+        Args:
+            cell: The cell's id.
+            label: Its name for users, such as ``[7]``.
+        """
+        with self._changed:
+            self._labels[cell] = label
+            while len(self._labels) > LABELS_KEPT:
+                del self._labels[next(iter(self._labels))]
 
     def flush(self, timeout: float = 10, *, events: bool = True) -> None:
         """Wait until the coordinator has handled everything that this client has sent before. Raises like ``cell_started``.

@@ -15,6 +15,18 @@ know which part of the change was done, so it gives up the epoch on all ranks. H
 ended would have no other thread to complete them, so recovery completes those, too. An interrupt before U3 finds nothing
 changed, and one after U5 a whole change. A refused submission leaves the state whole, so U5 follows its error.
 
+Recovery may be interrupted as well. It runs so that all of it can be done again, and the mark is reset last:
+
+* R1  Give up the epochs. For each, the request to the coordinator is queued before the process set is marked as withdrawn.
+* R2  Complete the handles in ``_finishing`` that have ended.
+* R3  Wake the control thread for the hooks that are due.
+* R4  Empty ``_finishing``.
+* R5  Reset the mark.
+
+An interrupt before R5 leaves the mark set, and wakes the control thread. The next thread at U2 begins with R1: the coordinator
+ignores a second request for an epoch, the first completion of a handle counts, and a hook is claimed once. No call lies
+between R4 and R5, so ``_finishing`` is not emptied before its handles are complete.
+
 Methods that run on the control thread, or after its end, skip U3 and U5: KeyboardInterrupt is raised on the main thread only.
 """
 
@@ -216,15 +228,20 @@ class LockedState:
             self.state.queue_message(message)
 
     def _recover(self) -> None:
-        self._update_in_progress = False
-        text = f"rank {self._rank} was interrupted"
-        self.state.abandon_interrupted(text)
-        for entry in self._finishing:
-            if entry.phase == ENDED:
-                cause = Cause(CauseKind.INTERRUPTED, (self._rank,), text)
-                complete(entry, None, self.state.aborted(entry, cause))
-        self._finishing = ()
-        self._hooks.defer_to_control()
+        """Give up the epochs after an interrupted change, under the lock; see R1 to R5 in the module's docstring."""
+        try:
+            text = f"rank {self._rank} was interrupted"
+            self.state.abandon_interrupted(text)
+            for entry in self._finishing:
+                if entry.phase == ENDED:
+                    cause = Cause(CauseKind.INTERRUPTED, (self._rank,), text)
+                    complete(entry, None, self.state.aborted(entry, cause))
+            self._hooks.defer_to_control()
+            self._finishing = ()
+            self._update_in_progress = False
+        except BaseException:
+            self._wake()  # the control thread recovers when it flushes; this thread may not come again
+            raise
 
     # -- the coordinator's messages -------------------------------------------------------------------------------
 

@@ -423,10 +423,15 @@ class RankState:
 
     def end_epoch(self, group: SetState, why: tuple[CauseKind, str, str]) -> None:
         """Ask the coordinator to end the present epoch, so that the entries that were given up end on all ranks."""
-        kind, text, site = why
-        group.configured = False
-        group.withdrawn = group.epoch
+        # The message first: a thread that is interrupted before the stores asks again when it recovers, and the coordinator ignores
+        # the second request. A group that is marked as withdrawn without a message would wait for its abort for ever.
+        self._ask_to_end(group, why)
         group.given_up = why
+        group.withdrawn = group.epoch
+        group.configured = False
+
+    def _ask_to_end(self, group: SetState, why: tuple[CauseKind, str, str]) -> None:
+        kind, text, site = why
         self._messages.append(m.Withdraw(group.id, group.epoch, kind.value, text, site))
 
     def linked(self, set_id: int, epoch: int, links: Links) -> None:
@@ -520,13 +525,18 @@ class RankState:
         """Give up all epochs after an exception has interrupted a change of this state.
 
         All local ids are forgotten, queued announcements are dropped, and the epoch of each process set is given up, so that neither
-        this rank nor the coordinator can be left with half of anything.
+        this rank nor the coordinator can be left with half of anything. May be called again after it was interrupted itself.
         """
         self.locals.clear()
         self._pending_announcements.clear()
+        why = CauseKind.INTERRUPTED, text, ""
         for group in self.sets.values():
             group.names = {e.name: e for e in group.pending if e.request.name and not e.request.anonymous}
-            self.withdraw(group.id, CauseKind.INTERRUPTED, text)
+            asked = group.withdrawn == group.epoch
+            self.withdraw(group.id, *why)
+            if asked and self.lost is None:
+                # The change that was interrupted may have been to send the messages, and the request is lost with them.
+                self._ask_to_end(group, group.given_up or why)
 
     def fail_all(
         self, group: SetState, error: Callable[[Entry], Exception], epoch: int | None = None

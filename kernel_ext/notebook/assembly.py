@@ -342,6 +342,10 @@ class PoolParts:
         self._own(self.group.pids())
         pids = self.group.pids()
         left, interrupted = takeover.find(self.runs.questions, pids)
+        for cell in left:  # also those that are not resumed: their ranks are shown as running them
+            if cell.label:
+                # A cell of this notebook may have the same number.
+                self.client.label_cell(cell.cell, f"{cell.label} of the notebook before")
         if show is None:
             interrupted += tuple(cell.label or cell.cell for cell in left if cell.interrupted)
             left = [cell for cell in left if cell.order is not None and cell.running]

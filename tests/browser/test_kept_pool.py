@@ -84,6 +84,11 @@ def test_a_restart_from_the_menu_leaves_the_training_of_a_kept_pool_running(
         lab.page.screenshot(path=Path(directory) / "kept_pool.png")
     assert "of the notebook before still runs on ranks 0,1" in attached
     assert "interrupted" not in attached
+    lab.page.wait_for_function(
+        "selector => /running \\[\\d+\\] of the notebook before/.test(document.querySelector(selector)?.innerText)",
+        arg=".hvd-ranks .hvd-status",
+        timeout=WAIT_MS,
+    )
     (tmp_path / "work" / "end").touch()
     assert "[0,1] went on for True" in lab.finish(AFTER)
     assert "all ranks have ended" in lab.finish(STOP)

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,9 +23,14 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.dtypes import DType, OpKind, ReduceOp
 from hvdlab.collectives.engine import inline_execution
+from hvdlab.collectives.engine.entries import Fail, RunBatch
+from hvdlab.collectives.engine.handles import CompletionHooks, Handle, HandleOwner
+from hvdlab.collectives.engine.locked_state import LockedState, complete
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.engine.span_log import SpanLog
-from hvdlab.collectives.errors import AbortedError
+from hvdlab.collectives.errors import AbortedError, CauseKind
+from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.endpoint import Endpoint
 from patience import PATIENCE
 from ranks import Ranks
 
@@ -60,10 +66,11 @@ class Interrupt:
 
     Args:
         tried: The places where one was raised.
+        within: Name of a function that has to have begun; empty for anywhere.
     """
 
-    def __init__(self, tried: set[tuple[CodeType, int]]) -> None:
-        self.tried = tried
+    def __init__(self, tried: set[tuple[CodeType, int]], within: str = "") -> None:
+        self.tried, self._within = tried, within
         self.where = ""
 
     def __enter__(self) -> None:
@@ -86,10 +93,19 @@ class Interrupt:
 
     def _come_to(self, frame: FrameType, offset: int) -> None:
         place = (frame.f_code, offset)
-        if not self.where and place not in self.tried:
+        if (
+            not self.where
+            and place not in self.tried
+            and self._is_within(frame if offset >= 0 else frame.f_back)
+        ):
             self.tried.add(place)
             self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
             raise KeyboardInterrupt
+
+    def _is_within(self, frame: FrameType | None) -> bool:
+        while self._within and frame is not None and frame.f_code.co_name != self._within:
+            frame = frame.f_back
+        return not self._within or frame is not None
 
 
 def reduce_once() -> None:
@@ -172,6 +188,130 @@ def hooks_at_each_place() -> tuple[int, list[str]]:
     return len(tried), wrong
 
 
+class SentMessages:
+    """Endpoint that keeps the messages that it is to send."""
+
+    backlog = 0
+
+    def __init__(self) -> None:
+        self.messages: list[m.Message] = []
+
+    def send(self, message: m.Message) -> bool:
+        self.messages.append(message)
+        return True
+
+
+class InterruptedRank:
+    """State of one rank of two in epoch 1. It has three collectives in flight, and executes two of them.
+
+    Attributes:
+        locked: The state, under its lock.
+        sent: Its messages.
+        woken: How often the control thread was woken.
+        calls: How often the completion hook of each collective was called.
+    """
+
+    def __init__(self) -> None:
+        self.sent, self.woken, self.calls = SentMessages(), 0, [0, 0, 0]
+        self.hooks = CompletionHooks(0, self._wake)
+        self.locked = LockedState(0, cast(Endpoint, self.sent), self._wake, self.hooks)
+        self.locked.handle(CONFIGURE, 0)
+        self.handles = [self._submit(number) for number in range(3)]
+        self.locked.flush()
+        batches = tuple(m.Batch((self.handles[number].local.id,), reported=True) for number in range(2))
+        self.batches = [
+            effect
+            for effect in self.locked.handle(m.Execute(0, 1, 1, batches), 0)
+            if isinstance(effect, RunBatch)
+        ]
+        self.locked.finish(self.batches[0], [Result()])
+        self.locked.queue_message(m.Paused("a test"))
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def _submit(self, number: int) -> Handle:
+        def called(result: Result | None, error: Exception | None, /) -> None:
+            self.calls[number] += 1
+
+        handle = self.handle(str(number))
+        handle.request.on_done = called
+        self.locked.submit(handle)
+        return handle
+
+    def handle(self, name: str) -> Handle:
+        request = Request(OpKind.ALLREDUCE, name, np.ones(4), dtype=DType.F64, op=ReduceOp.SUM)
+        return Handle(cast(HandleOwner, self), request, "line 1", 1)
+
+    def change(self, what: str) -> None:
+        if what == "submit":
+            self.locked.submit(self.handle("3"))
+        elif what == "flush":
+            self.locked.flush()
+        elif what == "finish":
+            self.locked.finish(self.batches[1], [Result()])
+        else:
+            self.locked.withdraw(self.handles[2], CauseKind.WITHDRAWN, "a test")
+
+    def end_epoch(self) -> None:
+        """Do as the coordinator does when it is asked to, and check that the rank goes on."""
+        assert any(isinstance(one, m.Withdraw) and one.epoch == 1 for one in self.sent.messages)
+        effects = self.locked.handle(m.Abort(0, 1, "interrupted", (0,), "a test", ()), 0)
+        for effect in effects:
+            if isinstance(effect, Fail):
+                complete(effect.entry, None, effect.error)
+        self.hooks.run()
+        assert [handle.done() for handle in self.handles] == [True] * 3
+        assert self.calls == [1] * 3
+        self.locked.handle(msgspec.structs.replace(CONFIGURE, epoch=2), 0)
+        last = self.handle("0")
+        self.locked.submit(last)
+        self.locked.flush()
+        assert last.local.queue[0] is last
+        self.locked.state.validate()
+
+
+CONFIGURE = m.Configure(0, 1, tuple(m.Member(rank, "host", 100 + rank) for rank in range(2)), "local", {})
+
+
+def interrupt_twice(change: str, every_pair: bool) -> int:
+    """Interrupt a change at each place, and the recovery that follows once more. Return how many pairs of places there were.
+
+    Args:
+        change: Change of the state, as :meth:`InterruptedRank.change` knows it.
+        every_pair: Whether each place of the recovery is tried after each place of the change, or once.
+    """
+    pairs = 0
+    before: set[tuple[CodeType, int]] = set()
+    tried: set[tuple[CodeType, int]] = set()
+    while True:
+        again = True
+        while again:
+            rank, first = InterruptedRank(), Interrupt(set(before))
+            with contextlib.suppress(KeyboardInterrupt), first:
+                rank.change(change)
+            if not first.where:
+                return pairs
+            again = rank.locked._update_in_progress
+            if again:
+                second, woken = Interrupt(tried, "_recover"), rank.woken
+                with contextlib.suppress(KeyboardInterrupt), second:
+                    rank.locked.flush()
+                where = f"{first.where}, then {second.where}"
+                assert not rank.locked._update_in_progress or rank.woken > woken, where
+                rank.locked.flush()  # as the control thread does
+                assert not rank.locked._update_in_progress
+                try:
+                    rank.end_epoch()
+                except AssertionError as error:
+                    raise AssertionError(where) from error
+                again = bool(second.where)
+                pairs += again
+        before = first.tried
+        if every_pair:
+            tried = set()
+
+
 # -- tests --------------------------------------------------------------------------------------------------------
 
 
@@ -187,3 +327,9 @@ def test_a_completion_hook_is_called_once_all_the_same(one: Ranks) -> None:
     ((places, wrong),) = one.run(hooks_at_each_place, timeout=60)
     assert places >= ENOUGH
     assert wrong == []
+
+
+@pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("change", ["submit", "flush", "finish", "withdraw"])
+def test_a_second_interrupt_inside_the_recovery_loses_nothing(change: str, every_pair: bool) -> None:
+    assert interrupt_twice(change, every_pair) >= 10

@@ -29,6 +29,7 @@ from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, table
 from hvdlab.kernel_ext.notebook.takeover import OrphanedCell
 from hvdlab.kernel_ext.pools_command import main as pools_command
+from hvdlab.launch.forkserver.detached_supervisor import DetachedSupervisor
 from hvdlab.launch.kept import KeptJob
 from hvdlab.launch.processes import readable
 from hvdlab.launch.tenancy import Tenant
@@ -183,8 +184,9 @@ def test_what_a_cell_wrote_while_nobody_was_there_is_shown_to_who_comes_next(
         return out
 
     with Pool.attach("mine", show=show) as pool:
-        doors(1)
         (run,) = pool.resumed
+        assert pool._base.client.recording.label(run.cell) == "[7] of the notebook before"
+        doors(1)
         results = run.wait(60)
         assert [results[rank] for rank in (0, 1)] == [0, 1]
         assert (found[0].label, found[0].ranks) == ("[7]", (0, 1))
@@ -576,6 +578,23 @@ def test_a_coordinator_that_lost_its_starter_before_it_was_found_leaves_the_dire
         os.close(pid)
         assert (coordinator.directory / "coordinator").exists()
     finally:
+        coordinator.close()
+
+
+def test_a_coordinator_that_lives_gets_no_successor_although_its_file_is_gone() -> None:
+    coordinator = CoordinatorProcess.start(keep=True, linger=True)
+    supervisor = DetachedSupervisor(coordinator.directory)
+    try:
+        (coordinator.directory / "handover").unlink()
+        supervisor.begin(1)
+        assert supervisor.successor == 0
+        assert supervisor.process >= 0
+        assert not supervisor.has_ended()
+        os.kill(coordinator.pid, signal.SIGKILL)
+        assert readable(supervisor.process, GONE)
+        assert supervisor.has_ended()
+    finally:
+        supervisor.forget()
         coordinator.close()
 
 

@@ -40,7 +40,10 @@ class DetachedSupervisor:
         self._launch: CoordinatorLaunch | None = None
         self._listeners: Listeners | None = None
         self._successor: CoordinatorProcess | None = None
+        #: A descriptor of the last coordinator whose process this has found, or -1.
+        self._known = -1
         self.process = -1
+        self._remember(server_of(self._directory, ANSWER_WITHIN))
         self._learn()
 
     @property
@@ -59,6 +62,10 @@ class DetachedSupervisor:
             self._launch = msgspec.structs.replace(self._launch, generation=self._launch.generation + UNKNOWN)
         if pid:
             self._watch(pid)
+        elif self._known >= 0 and not readable(self._known, 0):
+            # No answer is no proof of its end: its socket's file may have been removed, or it is too busy to accept. A second
+            # coordinator at the same listening socket would get the next notebook, while the ranks stay with the first one.
+            self.process = os.dup(self._known)
         else:
             self.replace(ranks)
 
@@ -89,14 +96,25 @@ class DetachedSupervisor:
     def forget(self) -> None:
         """In a forked child, or at the end: let go of everything. A successor that was started here stays by itself."""
         self.end()
+        self._remember(0)
         if self._listeners is not None:
             self._listeners.close()
         if self._successor is not None:
             self._successor.release(0)
 
     def _watch(self, pid: int) -> None:
-        with contextlib.suppress(OSError):
-            self.process = os.pidfd_open(pid)
+        self._remember(pid)
+        if self._known >= 0:
+            self.process = os.dup(self._known)
+
+    def _remember(self, pid: int) -> None:
+        """Keep a descriptor of this process in place of the one before; of none if ``pid`` is 0."""
+        descriptor, self._known = self._known, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        if pid:
+            with contextlib.suppress(OSError):  # it has ended
+                self._known = os.pidfd_open(pid)
 
     def _learn(self) -> bool:
         """Get from the coordinator what a successor is started with. Returns whether it has answered."""

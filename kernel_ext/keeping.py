@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from hvdlab import __version__
+from hvdlab._version import __version__
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.handover import server_of, take_over
 from hvdlab.collectives.coordinator.launch import Launch

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hvdlab import __version__
+from hvdlab._version import __version__
 from hvdlab.collectives.engine.hosts import Place
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.kept import Access, KeepRequest, KeptJob, free_name, in_use, none_there
